@@ -1,0 +1,1 @@
+"""Whole tensors again: looking at states by name, and weights in files."""

@@ -1,0 +1,194 @@
+"""Whole tensors by name, put together from what each rank holds. Every method is a collective: call it on all ranks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from partita.comm.collectives import Collectives
+from partita.errors import PartitaError
+from partita.optim.views import Views
+from partita.sharding.buckets import BucketState
+from partita.sharding.runtime import Runtime
+from partita.sharding.unit import Member, Segment, Unit
+
+DATA = ("data",)
+
+
+class Whole:
+    """Parameters, gradients and optimizer states of a running engine, as one process would hold them."""
+
+    def __init__(self, runtime: Runtime, views: Views, optimizer: torch.optim.Optimizer) -> None:
+        self._runtime, self._views, self._optimizer = runtime, views, optimizer
+        self._collectives: Collectives = runtime.collectives
+        self._row = self._collectives.mesh.index(DATA)
+        self._named = {fqn: member for _, member in runtime.members() for fqn in member.holding.fqns}
+
+    def member(self, name: str) -> Member:
+        """The parameter called ``name``.
+
+        Raises:
+            PartitaError: there is none; names the nearest.
+        """
+        if name not in self._named:
+            import difflib
+
+            near = difflib.get_close_matches(name, self._named, 1)
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            raise PartitaError(f"the model has no parameter '{name}'{hint}")
+        return self._named[name]
+
+    def gradient(self, name: str, scale: float) -> Tensor | None:
+        """The mean gradient of a parameter so far, divided by the loss ``scale``, in fp32; None if no rank has one."""
+        member = self.member(name)
+        reducer = self._runtime.reducer
+        bucket = next((b for b in reducer.buckets if any(m is member for m in b.members)), None)
+        if bucket is None:
+            return None
+        reducer.drain()
+        flat = torch.zeros(member.span.num_elements + 1, dtype=torch.float32, device=self._collectives.mesh.device)
+        values, flat[-1] = flat[:-1], float(id(member) in bucket.used)
+        if bucket.state is BucketState.REDUCED or bucket.filled:
+            for piece in bucket.pieces[id(member)]:
+                if piece.row == self._row and bucket.shard is not None:
+                    values[piece.start : piece.stop] = bucket.shard[piece.column :][: piece.stop - piece.start]
+        elif id(member) in bucket.arrived and bucket.whole is not None:
+            for piece in bucket.pieces[id(member)]:
+                values[piece.start : piece.stop] = bucket.whole[piece.row, piece.column :][: piece.stop - piece.start]
+        if member.param.grad is not None:
+            values.add_(member.flat(member.param.grad.detach()).float(), alpha=1.0 / reducer.divisor)
+        self._collectives.all_reduce(flat, DATA)
+        return self._shaped(member, values.div_(scale)) if flat[-1] > 0 else None
+
+    def optimizer_state(self, name: str) -> dict[str, Tensor]:
+        """The optimizer's state of a parameter, tensors whole and in the parameter's shape; empty before its first update."""
+        member = self.member(name)
+        view = self._views.of(member.param)
+        state = dict(self._optimizer.state.get(view.tensor, {})) if view is not None else {}
+        described = self._collectives.exchange_objects(
+            {key: value.dtype if _spread(value, view) else None for key, value in state.items()} if view else {}, DATA
+        )
+        whole: dict[str, Tensor] = {}
+        for keys in described:
+            for key, dtype in keys.items():
+                if key not in whole:
+                    whole[key] = self._gather_state(member, key, dtype, state)
+        return whole
+
+    def _gather_state(self, member: Member, key: str, dtype: torch.dtype | None, state: dict[str, object]) -> Tensor:
+        value = state.get(key)
+        if dtype is None:
+            every = self._collectives.exchange_objects(value, DATA)
+            return torch.as_tensor(next(item for item in every if item is not None))
+        view = self._views.of(member.param)
+        assert view is not None
+        values = torch.zeros(member.span.num_elements, dtype=dtype, device=self._collectives.mesh.device)
+        if isinstance(value, Tensor) and (not member.segment.holds_whole_master or self._row == 0):
+            values[view.start : view.start + view.num_elements] = (
+                member.flat(value) if member.segment.holds_whole_master else value
+            )
+        return self._shaped(member, self._collectives.all_reduce(values, DATA))
+
+    @staticmethod
+    def _shaped(member: Member, flat: Tensor) -> Tensor:
+        return member.shaped(flat.clone()).contiguous()
+
+    # ---------------------------------------------------------------- parameters
+
+    @contextmanager
+    def gathered(self, items: tuple[nn.Module | nn.Parameter, ...], modify: bool) -> Iterator[None]:
+        """Hold the units of the given modules and parameters whole (see :meth:`Engine.gathered`)."""
+        wanted = {id(p) for item in items for p in (item.parameters() if isinstance(item, nn.Module) else (item,))}
+        chosen = [(unit, member) for unit, member in self._runtime.members() if id(member.param) in wanted]
+        if len({id(member.param) for _, member in chosen}) < len(wanted):
+            raise PartitaError("engine.gathered: a given module or parameter is no part of the engine's model")
+        units = list({id(unit): unit for unit, _ in chosen}.values())
+        for unit in units:
+            if unit.shards:
+                self._runtime.residency.open(unit)
+        before = {id(member.param): member.param._version for _, member in chosen}
+        try:
+            yield
+            changed = [member.fqn for _, member in chosen if member.param._version != before[id(member.param)]]
+            if changed and not modify:
+                raise PartitaError(
+                    f"parameter '{changed[0]}' was written inside engine.gathered(...) without modify=True: the change "
+                    "would be lost; pass modify=True"
+                )
+            if modify:
+                for unit in units:
+                    self._write_back(unit)
+        finally:
+            for unit in units:
+                if unit.shards:
+                    self._runtime.residency.close(unit)
+
+    def _write_back(self, unit: Unit) -> None:
+        """Make rank 0's values those of all ranks, and of what rests."""
+        self._collectives.broadcast([segment.full for segment in unit.segments], DATA, "parameters")
+        for segment in unit.segments:
+            self._refill(segment)
+        self._runtime.updated()
+
+    @staticmethod
+    def _refill(segment: Segment) -> None:
+        if segment.rest is not segment.full:
+            segment.rest.copy_(segment.part(segment.full, segment.plan.param_rest))
+        if segment.master is not None and not segment.aliases_master:
+            segment.master.copy_(segment.part(segment.full, segment.plan.master))
+
+    def weights(self, *, master: bool) -> Iterator[tuple[Member, Tensor]]:
+        """Every parameter once, whole, unit by unit: valid until the next one is asked for.
+
+        Args:
+            master: the values that the optimizer updates, where they have more digits than those in compute.
+        """
+        for unit in self._runtime.units:
+            separate = {id(s): self._master_of(s) for s in unit.segments if master and not s.aliases_master}
+            if unit.shards:
+                self._runtime.residency.open(unit)
+            try:
+                for member in unit.members:
+                    full = separate.get(id(member.segment))
+                    if full is None:
+                        full = member.segment.full
+                    yield member, member.shaped(full[member.span.offset : member.span.offset + member.span.num_elements])
+            finally:
+                if unit.shards:
+                    self._runtime.residency.close(unit)
+
+    def _master_of(self, segment: Segment) -> Tensor | None:
+        if segment.master is None or segment.holds_whole_master:
+            return segment.master
+        whole = segment.master.new_empty(segment.layout.padded)
+        self._collectives.all_gather(whole, segment.master, segment.plan.master.shard_axes).wait()
+        return whole
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The model's state dict with master weights, whole, on the host of rank 0; empty on the others."""
+        values: dict[str, Tensor] = {}
+        for member, weight in self.weights(master=True):
+            if self._collectives.mesh.rank == 0:
+                whole = weight.detach().cpu().clone().contiguous()
+                values.update((fqn, whole) for fqn in member.holding.fqns)
+        if self._collectives.mesh.rank:
+            return {}
+        ordered = {}
+        for name, buffer in _persistent_buffers(self._runtime.model):
+            values[name] = buffer.detach().cpu().clone()
+        for name in [*self._named, *(n for n, _ in _persistent_buffers(self._runtime.model))]:
+            ordered[name] = values[name]
+        return ordered
+
+
+def _spread(value: object, view: object) -> bool:
+    """Whether a state is a tensor with an element for each of the parameter's."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield (f"{path}.{name}" if path else name), buffer

@@ -1,0 +1,1 @@
+"""Between ranks: the mesh of process groups, the collectives, and what they moved."""

@@ -1,0 +1,146 @@
+"""The collectives: the only file that calls those of ``torch.distributed``. Every call is counted.
+
+A reduction over a gloo group is an all-to-all and a local sum in rank order: it moves half of what gloo's own
+reduce-scatter moves, and its result does not depend on how a ring would have cut the tensor. NCCL reduces natively.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from partita.comm.mesh import Mesh
+from partita.comm.traffic import TrafficKey, TrafficMeter
+from partita.errors import PartitaError
+
+# torch 2.13 renamed the single-tensor collectives; earlier versions know the former names only.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _Work(Protocol):
+    def wait(self) -> Any: ...
+
+
+class Handle:
+    """A collective under way. :meth:`wait` returns when its result may be used (on CUDA: by the current stream)."""
+
+    def __init__(self, work: _Work | None, what: str) -> None:
+        self._work, self._what = work, what
+
+    def wait(self) -> None:
+        work, self._work = self._work, None
+        if work is None:
+            return
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise PartitaError(
+                f"{self._what} failed: another rank ended, or did not join within the time-out "
+                f"(communication.timeout_s); look at the other ranks' output first. Backend: {error}"
+            ) from error
+
+
+class Collectives:
+    """Collectives over the axes of a mesh. Tensors are flat and contiguous; part ``i`` belongs to rank ``i`` of the group."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.meter = mesh, TrafficMeter()
+        self.ordered = mesh.device.type == "cpu"
+
+    def all_gather(self, whole: Tensor, part: Tensor, axes: tuple[str, ...], purpose: str = "parameters") -> Handle:
+        """Start gathering every rank's ``part`` ``[n]`` into ``whole`` ``[group size * n]``."""
+        num = self.mesh.shape.group_size(axes)
+        self._count("all_gather", axes, purpose, (num - 1) * part.nbytes)
+        group = self.mesh.group(axes, purpose)
+        work = _all_gather_single(whole, part, group=group, async_op=True)
+        return Handle(work, self._name("all-gather", axes, purpose))
+
+    def start_reduce_scatter(self, received: Tensor, sent: Tensor, axes: tuple[str, ...]) -> Handle:
+        """Start reducing ``sent`` ``[group size * n]``; :meth:`finish_reduce_scatter` brings the sum.
+
+        ``received`` is scratch memory of :meth:`received_elements` elements; both must be left alone until then.
+        """
+        num = self.mesh.shape.group_size(axes)
+        self._count("reduce_scatter", axes, "gradients", (num - 1) * sent.nbytes // num)
+        group = self.mesh.group(axes, "gradients")
+        if self.ordered:
+            work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        else:
+            work = _reduce_scatter_single(received, sent, group=group, async_op=True)
+        return Handle(work, self._name("reduce-scatter", axes, "gradients"))
+
+    def received_elements(self, num_sent: int, axes: tuple[str, ...]) -> int:
+        """Elements of scratch memory that a reduction of ``num_sent`` elements needs."""
+        return num_sent if self.ordered else num_sent // self.mesh.shape.group_size(axes)
+
+    def finish_reduce_scatter(self, out: Tensor, received: Tensor, *, accumulate: bool) -> None:
+        """Write the sum, in rank order, of what :meth:`start_reduce_scatter` brought into ``out`` ``[n]`` (or add it)."""
+        parts = received.view(-1, out.numel())
+        if out.dtype.itemsize < 4 and len(parts) > 1:
+            total = parts[0].float()
+            for part in parts[1:]:
+                total.add_(part)
+        elif len(parts) > 1 and not accumulate:
+            total = torch.add(parts[0], parts[1], out=out)
+            for part in parts[2:]:
+                total.add_(part)
+            return
+        else:
+            total = parts[0]
+            for part in parts[1:]:
+                total.add_(part)
+        if accumulate:
+            out.add_(total)
+        else:
+            out.copy_(total)
+
+    def all_reduce(self, tensor: Tensor, axes: tuple[str, ...], purpose: str = "control") -> Tensor:
+        """Sum ``tensor`` over the ranks, in place. For small or rare tensors: the order of the sum is the backend's."""
+        num = self.mesh.shape.group_size(axes)
+        if num > 1:
+            self._count("all_reduce", axes, purpose, 2 * (num - 1) * tensor.nbytes // num)
+            dist.all_reduce(tensor, group=self.mesh.group(axes, "gradients"))
+        return tensor
+
+    def exchange(self, message: Tensor, axes: tuple[str, ...]) -> tuple[Tensor, Handle]:
+        """Start an all-gather of a small host tensor ``[n]``: returns ``[group size, n]``, filled once the handle is waited for."""
+        num = self.mesh.shape.group_size(axes)
+        every = message.new_empty((num, message.numel()))
+        if num == 1:
+            every[0] = message
+            return every, Handle(None, "")
+        self._count("all_gather", axes, "control", (num - 1) * message.nbytes)
+        work = _all_gather_single(every.view(-1), message, group=self.mesh.group(axes, "control"), async_op=True)
+        return every, Handle(work, self._name("exchange", axes, "control"))
+
+    def broadcast(self, tensors: Sequence[Tensor], axes: tuple[str, ...], purpose: str) -> None:
+        """Overwrite ``tensors`` with those of the group's first rank."""
+        num = self.mesh.shape.group_size(axes)
+        if num == 1:
+            return
+        group = self.mesh.group(axes, "parameters")
+        source = dist.get_global_rank(group, 0)
+        works = []
+        for tensor in tensors:
+            self._count("broadcast", axes, purpose, (num - 1) * tensor.nbytes if self.mesh.index(axes) == 0 else 0)
+            works.append(dist.broadcast(tensor, source, group=group, async_op=True))
+        for work in works:
+            Handle(work, self._name("broadcast", axes, purpose)).wait()
+
+    def exchange_objects(self, value: object, axes: tuple[str, ...]) -> list[Any]:
+        """Every rank's ``value``, in rank order. For rare, small Python values (reports, names in an error)."""
+        num = self.mesh.shape.group_size(axes)
+        if num == 1:
+            return [value]
+        every: list[Any] = [None] * num
+        dist.all_gather_object(every, value, group=self.mesh.group(axes, "control"))
+        return every
+
+    def _count(self, collective: str, axes: tuple[str, ...], purpose: str, sent_bytes: int) -> None:
+        self.meter.add(TrafficKey(collective, axes, purpose), sent_bytes)
+
+    def _name(self, collective: str, axes: tuple[str, ...], purpose: str) -> str:
+        return f"rank {self.mesh.rank}: {collective} of {purpose} over {','.join(axes)}"

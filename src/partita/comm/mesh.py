@@ -1,0 +1,100 @@
+"""The mesh: this rank's place on the axes, and the process groups over them.
+
+Parameter gathers, gradient reductions and control messages have process groups of their own, so that no order between
+them has to be kept. Without other ranks there are no groups, and nothing is ever called on one.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from partita.errors import PartitaError
+from partita.plan.mesh_shape import MeshShape
+
+PURPOSES = ("parameters", "gradients", "control")
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """How this process joins the others: its rank, the number of ranks, and the time-out of every operation."""
+
+    rank: int
+    num_ranks: int
+    timeout_s: float
+
+
+class Mesh:
+    """Sizes and coordinates of the axes, and one process group an axis and purpose.
+
+    Args:
+        shape: the sizes of the axes; their product is the number of ranks.
+        device: where tensors live; decides the backend (gloo for cpu, NCCL for cuda). Control messages always use gloo.
+        rendezvous: used to start ``torch.distributed`` if it is not running yet.
+        axes: the axis combinations that will be communicated over.
+    """
+
+    def __init__(
+        self,
+        shape: MeshShape,
+        device: torch.device,
+        rendezvous: Rendezvous,
+        axes: Iterable[tuple[str, ...]] = (("data",),),
+    ) -> None:
+        self.shape, self.device = shape, device
+        self._timeout = timedelta(seconds=rendezvous.timeout_s)
+        self._started = False
+        if rendezvous.num_ranks > 1 and not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=self._timeout)
+            self._started = True
+        self.rank = dist.get_rank() if dist.is_initialized() else rendezvous.rank
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if num_ranks != shape.num_ranks:
+            raise PartitaError(f"the mesh has {shape.num_ranks} ranks, but {num_ranks} processes are running")
+        self._groups: dict[tuple[tuple[str, ...], str], dist.ProcessGroup] = {}
+        for names in axes:
+            if shape.group_size(names) > 1:
+                self._open(names)
+
+    def _open(self, axes: tuple[str, ...]) -> None:
+        """Create this rank's groups over ``axes``; every rank takes part in creating all of them, in one order."""
+        for ranks in self.shape.groups(axes):
+            for purpose in PURPOSES:
+                backend = "gloo" if purpose == "control" or self.device.type == "cpu" else "nccl"
+                group = dist.new_group(ranks, timeout=self._timeout, backend=backend)
+                if self.rank in ranks:
+                    self._groups[axes, purpose] = group
+
+    @property
+    def num_ranks(self) -> int:
+        return self.shape.num_ranks
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along ``axis``: pipeline, data, sequence or tensor (or node, local)."""
+        return self.shape.size(axis)
+
+    def coordinate(self, axis: str) -> int:
+        """This rank's position along ``axis``."""
+        return self.shape.coordinate(self.rank, axis)
+
+    def index(self, axes: tuple[str, ...]) -> int:
+        """This rank's position in its communicator over ``axes``."""
+        return self.shape.group_index(self.rank, axes)
+
+    def group(self, axes: tuple[str, ...], purpose: str) -> dist.ProcessGroup:
+        """The process group over ``axes`` for one of :data:`PURPOSES`."""
+        return self._groups[axes, purpose]
+
+    def close(self) -> None:
+        """Destroy the groups made here, and ``torch.distributed`` itself if it was started here."""
+        groups, self._groups = self._groups, {}
+        if not dist.is_initialized():
+            return
+        if self._started:
+            dist.destroy_process_group()
+            return
+        for group in groups.values():
+            dist.destroy_process_group(group)

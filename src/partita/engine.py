@@ -1,0 +1,333 @@
+"""The engine: a model, its plan and its optimizer, behind the calls of a training loop."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from partita.checkpoint.export import export, open_weights
+from partita.checkpoint.whole import Whole
+from partita.comm.collectives import Collectives
+from partita.comm.mesh import Mesh, Rendezvous
+from partita.comm.traffic import TrafficReport
+from partita.config.load import launch_environment, load_config
+from partita.config.resolve import Resolved, describe, resolve
+from partita.config.schema import Config
+from partita.errors import ConfigError, PartitaError, not_available
+from partita.memory.ledger import Ledger, MemoryReport
+from partita.optim.build import Factory, build_optimizer, build_schedule
+from partita.optim.elementwise import check_elementwise
+from partita.optim.loss_scale import LossScale
+from partita.optim.step import StepResult, Updater
+from partita.optim.views import Views
+from partita.plan.residence import ENCODINGS
+from partita.plan.state_plan import StatePlan
+from partita.sharding.assemble import Blueprint
+from partita.sharding.runtime import Runtime
+from partita.sharding.unit import Segment
+
+DATA = ("data",)
+_log = logging.getLogger("partita")
+
+
+def initialize(
+    model: nn.Module,
+    config: str | Path | Mapping[str, Any] | Config | None = None,
+    *,
+    optimizer: Optimizer | Factory | None = None,
+    scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    weights: str | Path | None = None,
+    mesh: Mesh | None = None,
+) -> "Engine":
+    """Put a model under a plan.
+
+    The model's parameters are taken out of it and stay the same objects; it is trained through the returned engine.
+    Every rank calls this with the same model; all start from rank 0's values.
+
+    Args:
+        model: any module; on the ``meta`` device it is initialized (or loaded) unit by unit.
+        config: a YAML or JSON file, a mapping, or a :class:`partita.Config`; None: all defaults.
+        optimizer: an optimizer on ``model.parameters()``, or a callable that makes one; None: the config's.
+        scheduler: a scheduler on that optimizer, or a callable that makes one; None: the config's schedule.
+        loss_fn: ``loss_fn(output, batch)`` for :meth:`Engine.train_batch`; None: the output is the loss, or has ``.loss``.
+        weights: a safetensors file or folder to take the values from.
+        mesh: the mesh of another engine in this process, to share its process groups; None: a new one.
+
+    Raises:
+        ConfigError: the config, the model or the optimizer do not fit together.
+    """
+    settings, launch = load_config(config), launch_environment()
+    device = torch.device("cuda", launch.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    num_ranks = mesh.num_ranks if mesh else _num_ranks(launch.world_size)
+    resolved = resolve(settings, num_ranks, device.type, launch.local_world_size)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if not any(True for _ in model.parameters()):
+        raise ConfigError(f"model: {type(model).__name__} has no parameters to train")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    rendezvous = Rendezvous(launch.rank, num_ranks, settings.communication.timeout_s)
+    axes = (("data",), ("local",)) if settings.zero.hierarchical else (("data",),)
+    owned = mesh is None
+    mesh = mesh or Mesh(resolved.mesh, device, rendezvous, axes)
+    try:
+        return Engine(model, resolved, mesh, Given(optimizer, scheduler, loss_fn, weights), owned)
+    except BaseException:
+        if owned:
+            mesh.close()
+        raise
+
+
+def _num_ranks(launched: int) -> int:
+    running = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if running else launched
+
+
+class Given:
+    """What the user passes beside model and config."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer | Factory | None,
+        scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        weights: str | Path | None,
+    ) -> None:
+        self.optimizer, self.scheduler, self.loss_fn, self.weights = optimizer, scheduler, loss_fn, weights
+
+
+class Engine:
+    """Trains a model under a plan. Made by :func:`initialize`; every method but the reports is called on all ranks.
+
+    Attributes: ``module`` (the model), ``optimizer`` (a real ``torch.optim.Optimizer``), ``scheduler``, ``config``, ``mesh``, and
+    ``plan`` (unit name to its row of the residence table; the root unit is called ``""``).
+    """
+
+    def __init__(self, model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given, owns_mesh: bool) -> None:
+        self.module, self.config, self.mesh = model, resolved.config, mesh
+        self._accumulate, self._loss_fn, self._owns_mesh = resolved.batch.accumulate, given.loss_fn, owns_mesh
+        self._closed, self._micro = False, 0
+        self._ledger, self._collectives = Ledger(), Collectives(mesh)
+        settings = resolved.config
+        self.optimizer = build_optimizer(list(model.parameters()), settings.optimizer, given.optimizer)
+        blueprint = Blueprint(settings, ENCODINGS[resolved.compute_dtype], resolved.mesh, mesh.rank)
+        source = open_weights(given.weights) if given.weights is not None else None
+        self._runtime = Runtime(model, blueprint, self._collectives, self._ledger, self._accumulate, source)
+        self.plan: dict[str, StatePlan] = {unit.name: unit.segments[0].plan for unit in self._runtime.units}
+        if any(mesh.shape.group_size(plan.master.shard_axes) > 1 for plan in self.plan.values()):
+            check_elementwise(self.optimizer)
+        self._views = Views(self._runtime.units, self._ledger)
+        self._views.attach(self.optimizer)
+        self._runtime.on_unfreeze = self._unfreeze
+        scale = LossScale(settings.precision.loss_scale, resolved.compute_dtype == "fp16")
+        reducer, executor = self._runtime.reducer, self._runtime.executor
+        self._updater = Updater(
+            self._runtime.units, self._views, self.optimizer, reducer, executor, scale, settings.clip_grad_norm, self._ledger
+        )
+        self._whole = Whole(self._runtime, self._views, self.optimizer)
+        self.scheduler = self._make_scheduler(given.scheduler)
+        reducer.reduce_now = self._accumulate == 1
+        if mesh.rank == 0:
+            _log.info("%s", describe(resolved))
+
+    def _make_scheduler(self, given: LRScheduler | Callable[[Optimizer], LRScheduler] | None) -> LRScheduler:
+        if given is None:
+            return build_schedule(self.optimizer, self.config.schedule, self.config.optimizer.lr)
+        return given if isinstance(given, LRScheduler) else given(self.optimizer)
+
+    def _unfreeze(self, segment: Segment) -> None:
+        if segment.master is None:
+            self._views.unfreeze(segment, segment.part(segment.full, segment.plan.master))
+
+    # ------------------------------------------------------------------ training
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward; floating-point inputs are cast to the compute dtype."""
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of ``loss`` (a scalar), averaged over the ranks and divided by ``batch.accumulate``.
+
+        Raises:
+            PartitaError: ``loss`` is no scalar that depends on the parameters, or they were updated since its forward.
+        """
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            said = f"shape {tuple(loss.shape)}, requires_grad {loss.requires_grad}" if isinstance(loss, Tensor) else type(loss)
+            raise PartitaError(f"engine.backward: expected a scalar loss that depends on the parameters; got {said}")
+        waves, scale = self._runtime.reducer.waves, self._updater.scale.value
+        try:
+            (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise PartitaError(
+                "backward needs values that were overwritten since its forward; after engine.step() run the forward again "
+                f"before the next backward. Autograd: {error}"
+            ) from error
+        if self._runtime.reducer.waves == waves:
+            self._runtime.reducer.end_wave()
+
+    def step(self) -> StepResult:
+        """End a micro-batch; after the last one of a batch clip, update the parameters, and zero the gradients."""
+        self._runtime.residency.end_micro_batch()
+        self._micro += 1
+        if self._micro < self._accumulate:
+            result = StepResult(False, None, self._updater.scale.value)
+        else:
+            self._micro = 0
+            result = self._updater.update()
+            if result.stepped:
+                self._runtime.updated()
+                self.scheduler.step()
+        self._runtime.reducer.reduce_now = self._micro + 1 == self._accumulate
+        return result
+
+    def train_batch(self, iterator: Iterator[Any] | Iterable[Any]) -> Tensor:
+        """Train on one global batch: draws ``batch.accumulate`` micro-batches and returns their mean loss over all ranks.
+
+        A micro-batch is a mapping (passed as keywords), a tuple or list (as arguments), or a tensor.
+
+        Raises:
+            StopIteration: the iterator is empty.
+            PartitaError: it ended inside a batch, or the loss cannot be found in the model's output.
+        """
+        batches = iter(iterator)
+        total = torch.zeros((), device=self.mesh.device)
+        for micro in range(self._accumulate):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                if micro == 0:
+                    raise
+                raise PartitaError(
+                    f"train_batch: the iterator ended after {micro} of {self._accumulate} micro-batches (batch.accumulate)"
+                ) from None
+            loss = self._loss(self._forward(batch), batch)
+            self.backward(loss)
+            self.last_step = self.step()
+            total += loss.detach()
+        return self.mean(total / self._accumulate)
+
+    def _forward(self, batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            return self(**batch)
+        return self(*batch) if isinstance(batch, tuple | list) else self(batch)
+
+    def _loss(self, output: Any, batch: Any) -> Tensor:
+        loss = self._loss_fn(output, batch) if self._loss_fn else getattr(output, "loss", output)
+        if isinstance(output, Mapping) and not self._loss_fn:
+            loss = output.get("loss", loss)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise PartitaError(
+                f"train_batch: the model returned a {type(output).__name__} without a scalar loss; return the loss, an output "
+                "with .loss (pass labels), or give loss_fn to partita.initialize"
+            )
+        return loss
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients add up on each rank without reducing them; the next backward outside, or ``step``, does.
+
+        Legal at every stage. Stages 2 and 3 then hold this rank's gradients whole (as many bytes as the parameters in the
+        compute dtype) until they are reduced.
+        """
+        reducer = self._runtime.reducer
+        before, reducer.synchronize = reducer.synchronize, False
+        try:
+            yield
+        finally:
+            reducer.synchronize = before
+
+    def zero_grad(self) -> None:
+        """Drop the gradients collected so far."""
+        self._runtime.reducer.drain()
+        self._runtime.reducer.zero()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the model's training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Set the model's evaluation mode."""
+        return self.train(False)
+
+    # ------------------------------------------------------------------- looking
+
+    def gathered(self, *items: nn.Module | nn.Parameter, modify: bool = False) -> AbstractContextManager[None]:
+        """Hold the parameters of the given modules (none: of the whole model) whole inside a ``with`` block.
+
+        With ``modify`` what rank 0 wrote into them becomes the value on every rank and in the optimizer.
+
+        Raises:
+            PartitaError: an item is no part of the model, or a parameter was written without ``modify``.
+        """
+        return self._whole.gathered(items or (self.module,), modify)
+
+    def gradient(self, name: str) -> Tensor | None:
+        """The whole mean gradient of a parameter (fp32, its shape) before ``step``; None if no rank has one."""
+        return self._whole.gradient(name, self._updater.scale.value)
+
+    def optimizer_state(self, name: str) -> dict[str, Tensor]:
+        """The whole optimizer state of a parameter by key (``exp_avg``, ``step``, ...)."""
+        return self._whole.optimizer_state(name)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The model's state dict, whole, with master weights, on the host of rank 0; empty on the other ranks."""
+        return self._whole.state_dict()
+
+    def export(self, folder: str | Path) -> None:
+        """Write the weights in the compute dtype as safetensors, in Hugging Face's layout."""
+        export(self._whole, self.module, Path(folder), self.mesh.rank == 0)
+
+    def save(self, folder: str | Path) -> None:
+        """Save a checkpoint (a later version does)."""
+        raise not_available("engine.save")
+
+    def load(self, folder: str | Path) -> None:
+        """Load a checkpoint (a later version does)."""
+        raise not_available("engine.load")
+
+    def mean(self, value: Tensor | float) -> Tensor:
+        """The mean of a number over the data-parallel ranks, in rank order."""
+        mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().view(1)
+        every, handle = self._collectives.exchange(mine, DATA)
+        handle.wait()
+        return every.view(-1).mean().to(torch.float32)
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is set on any rank."""
+        return bool(self.mean(float(flag)) > 0)
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes held by this rank now and at their peak, by state and tier."""
+        return self._ledger.report(self.mesh.device)
+
+    def traffic_report(self) -> TrafficReport:
+        """Bytes sent by this rank and calls so far, by collective, axis and purpose."""
+        return self._collectives.meter.report()
+
+    # ----------------------------------------------------------------------- end
+
+    def close(self) -> None:
+        """Take the hooks off, and end the process groups that were started here."""
+        if not self._closed:
+            self._closed = True
+            self._runtime.reducer.drain()
+            self._runtime.close()
+            if self._owns_mesh:
+                self.mesh.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,1 @@
+"""Memory: slots lent without allocation, CUDA streams, and the ledger of who holds which bytes."""

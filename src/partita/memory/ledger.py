@@ -1,0 +1,98 @@
+"""Who holds which bytes: fed by the code that allocates, never by guessing afterwards."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+
+from partita.plan.residence import Tier
+
+STATES = ("parameters", "gradients", "master", "moments")
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of this rank, by state and tier, now and at their peak.
+
+    ``held`` and ``peak`` are keyed by (state, tier): the model states ``parameters``, ``gradients``, ``master`` (only where
+    it is not the parameter itself) and ``moments``, the ``ring`` that lends memory to gathered parameters, the ``buckets``
+    that gradients travel in. ``process_bytes`` is the resident set of the process (its peak: ``process_peak_bytes``),
+    ``device_bytes`` and ``device_peak_bytes`` what the CUDA allocator says (0 on CPU).
+    """
+
+    held: dict[tuple[str, str], int]
+    peak: dict[tuple[str, str], int]
+    process_bytes: int
+    process_peak_bytes: int
+    device_bytes: int = 0
+    device_peak_bytes: int = 0
+
+    @property
+    def model_state_bytes(self) -> int:
+        """Bytes held for parameters, gradients, master weights and moments at rest, in every tier."""
+        return sum(num for (state, _), num in self.held.items() if state in STATES)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.held.values())
+
+    def __str__(self) -> str:
+        lines = [f"{'state':<14}{'tier':<8}{'MB now':>12}{'MB peak':>12}"]
+        for key in sorted(self.peak, key=lambda k: -self.peak[k]):
+            lines.append(f"{key[0]:<14}{key[1]:<8}{self.held.get(key, 0) / 1e6:>12.3f}{self.peak[key] / 1e6:>12.3f}")
+        lines.append(f"{'process':<22}{self.process_bytes / 1e6:>12.3f}{self.process_peak_bytes / 1e6:>12.3f}")
+        if self.device_peak_bytes:
+            lines.append(f"{'CUDA allocator':<22}{self.device_bytes / 1e6:>12.3f}{self.device_peak_bytes / 1e6:>12.3f}")
+        return "\n".join(lines)
+
+
+@dataclass
+class Ledger:
+    """Bytes by state and tier. ``add`` and ``remove`` are called where memory is taken and given back."""
+
+    _held: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    _peak: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+
+    def add(self, state: str, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
+        key = (state, tier.value)
+        self._held[key] += num_bytes
+        self._peak[key] = max(self._peak[key], self._held[key])
+
+    def remove(self, state: str, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
+        key = (state, tier.value)
+        assert self._held[key] >= num_bytes, f"more {state} given back than was taken"
+        self._held[key] -= num_bytes
+
+    def set(self, state: str, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
+        """For a state that is counted as a whole."""
+        self.remove(state, self._held[state, tier.value], tier)
+        self.add(state, num_bytes, tier)
+
+    def report(self, device: torch.device) -> MemoryReport:
+        now, peak = process_memory()
+        cuda = device.type == "cuda"
+        return MemoryReport(
+            held={key: num for key, num in self._held.items() if num},
+            peak=dict(self._peak),
+            process_bytes=now,
+            process_peak_bytes=peak,
+            device_bytes=torch.cuda.memory_allocated(device) if cuda else 0,
+            device_peak_bytes=torch.cuda.max_memory_allocated(device) if cuda else 0,
+        )
+
+
+def process_memory() -> tuple[int, int]:
+    """Resident bytes of this process, now and at their peak (both 0 where the system does not say)."""
+    sizes = {"VmRSS:": 0, "VmHWM:": 0}
+    try:
+        with open("/proc/self/status") as status:
+            for line in status:
+                name, *rest = line.split()
+                if name in sizes:
+                    sizes[name] = int(rest[0]) * 1024
+    except OSError:
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return 0, peak
+    return sizes["VmRSS:"], sizes["VmHWM:"]

@@ -1,0 +1,113 @@
+"""A ring of slots: memory that is lent for a while and never allocated or freed in a step.
+
+A slot comes back with the event of the last work that touched it; whoever borrows it next waits for that event on the
+stream that will write. Slots come in a few size classes (an embedding is not a block), each with as many slots as were
+asked for; when all of a class are lent the ring grows by one, with a ledger entry and one warning.
+
+Source: constant-size buffers and defragmentation of ZeRO-R (Rajbhandari et al., 2020, sections 6.2 and 6.3).
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from partita.memory.ledger import Ledger
+from partita.memory.streams import Event
+
+# Sizes down to this share of a class's size join the class instead of having slots of their own.
+CLASS_SHARE = 0.75
+
+
+@dataclass
+class Slot:
+    storage: torch.UntypedStorage
+    num_bytes: int
+    last_use: Event = field(default_factory=Event)
+
+
+class Ring:
+    """Slots for tensors of the given sizes.
+
+    Args:
+        name: the ledger's state, and the name in warnings.
+        sizes: bytes of every tensor that may be lent a slot.
+        depth: slots in a class; a class that serves fewer tensors has one for each of these.
+        ledger: where the slots' bytes are entered.
+        backed: whether slots have memory of their own (not where a :class:`Loan` resizes instead of swapping).
+    """
+
+    def __init__(
+        self, name: str, sizes: Sequence[int], depth: int, ledger: Ledger, device: torch.device, backed: bool = True
+    ) -> None:
+        self._name, self._device, self._ledger, self._backed = name, device, ledger, backed
+        self._free: dict[int, list[Slot]] = {}
+        self._warned = False
+        for size in sorted(sizes, reverse=True):
+            if not self._free or size < CLASS_SHARE * min(self._free):
+                self._free[size] = []
+        for size in self._free:
+            served = sum(1 for other in sizes if self._class_of(other) == size)
+            self._free[size] = [self._new(size) for _ in range(min(depth, served))]
+
+    def available(self, num_bytes: int) -> bool:
+        """Whether a slot for ``num_bytes`` is free."""
+        return bool(self._free[self._class_of(num_bytes)])
+
+    def borrow(self, num_bytes: int) -> Slot:
+        """A slot of at least ``num_bytes``; its ``last_use`` must be waited for before it is written."""
+        free = self._free[self._class_of(num_bytes)]
+        if free:
+            return free.pop()
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the {self._name} ring grows by {num_bytes / 1e6:.1f} MB: more of the model is whole at the same time than "
+                "in a plain forward and backward (create_graph, units inside each other, a view of a parameter kept); "
+                "each slot stays for the rest of the run",
+                stacklevel=2,
+            )
+        return self._new(self._class_of(num_bytes))
+
+    def give_back(self, slot: Slot, last_use: Event) -> None:
+        slot.last_use = last_use
+        self._free[slot.num_bytes].append(slot)
+
+    def _class_of(self, num_bytes: int) -> int:
+        large = [size for size in self._free if size >= num_bytes]
+        if not large:
+            self._free[num_bytes] = []
+        return min(large, default=num_bytes)
+
+    def _new(self, num_bytes: int) -> Slot:
+        self._ledger.add(self._name, num_bytes)
+        return Slot(torch.UntypedStorage(num_bytes if self._backed else 0, device=self._device), num_bytes)
+
+
+class Loan:
+    """Lends a slot's memory to a tensor's storage and takes it back, without a copy.
+
+    Where torch cannot swap the memory of two storages (before 2.12, or with ``swap=False``) the storage is resized
+    instead: the same residency, but memory is allocated and freed.
+    """
+
+    def __init__(self, swap: bool = True) -> None:
+        self.swap = swap and storage_swap_available()
+
+    def lend(self, storage: torch.UntypedStorage, slot: Slot) -> None:
+        if self.swap:
+            storage._swap_data_ptr_(slot.storage)
+        else:
+            storage.resize_(slot.num_bytes)
+
+    def take_back(self, storage: torch.UntypedStorage, slot: Slot) -> None:
+        if self.swap:
+            storage._swap_data_ptr_(slot.storage)
+        else:
+            storage.resize_(0)
+
+
+def storage_swap_available() -> bool:
+    """Whether torch can swap the memory of two storages."""
+    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")

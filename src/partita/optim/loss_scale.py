@@ -1,0 +1,45 @@
+"""The factor that keeps 16-bit gradients above the smallest number fp16 can hold.
+
+Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2; the dynamic rule is that of NVIDIA's Apex.
+"""
+
+from partita.errors import PartitaError
+
+INITIAL, FACTOR, GROWTH_INTERVAL, SMALLEST = 2.0**16, 2.0, 2000, 2.0**-10
+
+
+class LossScale:
+    """The loss is multiplied by ``value`` before backward, gradients are divided by it before the update.
+
+    A dynamic scale halves when a gradient is not finite and doubles after :data:`GROWTH_INTERVAL` good steps.
+
+    Args:
+        setting: ``"dynamic"`` or a fixed factor.
+        needed: whether the compute dtype has fp16's range; otherwise the scale is 1 for ever.
+    """
+
+    def __init__(self, setting: str | float, needed: bool) -> None:
+        self.dynamic = needed and setting == "dynamic"
+        self.value = 1.0 if not needed else INITIAL if setting == "dynamic" else float(setting)
+        self._good_steps = 0
+
+    def succeeded(self) -> None:
+        self._good_steps += 1
+        if self.dynamic and self._good_steps % GROWTH_INTERVAL == 0:
+            self.value *= FACTOR
+
+    def overflowed(self, culprit: str) -> None:
+        """A gradient was not finite.
+
+        Raises:
+            PartitaError: the scale cannot go lower; names the ``culprit``.
+        """
+        self._good_steps = 0
+        if not self.dynamic:
+            return
+        if self.value <= SMALLEST:
+            raise PartitaError(
+                f"the loss scale is at its smallest value ({SMALLEST:g}) and gradients are still not finite: {culprit}. "
+                "Look for a division by zero or a too large learning rate, or use precision.compute bf16"
+            )
+        self.value /= FACTOR

@@ -1,0 +1,82 @@
+"""The ranks as a grid with named axes.
+
+From the outermost (slowest-varying) axis to the innermost: pipeline, data, sequence, tensor. The data axis may itself be
+split into ``node`` x ``local`` (a rank's data coordinate is ``node * size("local") + local``), which is what the
+hierarchical preset communicates over.
+"""
+
+from dataclasses import dataclass
+
+from partita.errors import ConfigError
+
+AXES = ("pipeline", "data", "sequence", "tensor")
+DATA_PARTS = ("node", "local")
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Sizes of the mesh axes; ``node`` divides ``data``.
+
+    Raises:
+        ConfigError: a size is below 1, or ``node`` does not divide ``data``.
+    """
+
+    pipeline: int = 1
+    data: int = 1
+    sequence: int = 1
+    tensor: int = 1
+    node: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in (*AXES, "node"):
+            if getattr(self, axis) < 1:
+                raise ConfigError(f"mesh axis '{axis}' must have at least 1 rank; got {getattr(self, axis)}")
+        if self.data % self.node:
+            raise ConfigError(f"the data axis ({self.data} ranks) cannot be split over {self.node} nodes evenly")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pipeline * self.data * self.sequence * self.tensor
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along one axis (an axis of :data:`AXES`, or ``node`` or ``local``)."""
+        if axis == "local":
+            return self.data // self.node
+        if axis not in (*AXES, "node"):
+            raise ConfigError(f"unknown mesh axis '{axis}'; the axes are {', '.join((*AXES, *DATA_PARTS))}")
+        return int(getattr(self, axis))
+
+    def group_size(self, axes: tuple[str, ...]) -> int:
+        """Number of ranks in a communicator over several axes together."""
+        product = 1
+        for axis in axes:
+            product *= self.size(axis)
+        return product
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Position of a rank along one axis."""
+        if not 0 <= rank < self.num_ranks:
+            raise ConfigError(f"rank {rank} is outside the mesh of {self.num_ranks} ranks")
+        if axis in DATA_PARTS:
+            node, local = divmod(self.coordinate(rank, "data"), self.size("local"))
+            return node if axis == "node" else local
+        size, inner = self.size(axis), 1
+        for other in AXES[AXES.index(axis) + 1 :]:
+            inner *= self.size(other)
+        return rank // inner % size
+
+    def group_index(self, rank: int, axes: tuple[str, ...]) -> int:
+        """Position of a rank inside its communicator over ``axes`` (the first axis varies slowest)."""
+        index = 0
+        for axis in axes:
+            index = index * self.size(axis) + self.coordinate(rank, axis)
+        return index
+
+    def groups(self, axes: tuple[str, ...]) -> list[list[int]]:
+        """All communicators over ``axes``: lists of ranks in the order of :meth:`group_index`."""
+        expanded = tuple(part for axis in axes for part in (DATA_PARTS if axis == "data" else (axis,)))
+        others = tuple(a for a in ("pipeline", "node", "local", "sequence", "tensor") if a not in expanded)
+        found: dict[int, list[int]] = {}
+        for rank in range(self.num_ranks):
+            found.setdefault(self.group_index(rank, others), []).append(rank)
+        return [sorted(ranks, key=lambda r: self.group_index(r, expanded)) for ranks in found.values()]

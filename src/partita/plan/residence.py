@@ -1,0 +1,54 @@
+"""Where a training state rests: split over which mesh axes, summed or partial, in what encoding, in which memory."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from partita.plan.mesh_shape import MeshShape
+
+
+class Tier(Enum):
+    """The memories a state can rest in."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How a value is stored. ``itemsize`` is in bytes a value."""
+
+    name: str
+    itemsize: int
+
+
+FP32 = Encoding("fp32", 4)
+BF16 = Encoding("bf16", 2)
+FP16 = Encoding("fp16", 2)
+ENCODINGS = {encoding.name: encoding for encoding in (FP32, BF16, FP16)}
+
+
+@dataclass(frozen=True)
+class Residence:
+    """The resting place of one state of one unit.
+
+    ``shard_axes``: the axes it is split over, outermost first; a rank holds the part of its :meth:`MeshShape.group_index`.
+    ``partial_axes``: the axes over which the ranks' values still have to be added up.
+    """
+
+    shard_axes: tuple[str, ...] = ()
+    partial_axes: tuple[str, ...] = ()
+    encoding: Encoding = FP32
+    tier: Tier = Tier.DEVICE
+
+    def __post_init__(self) -> None:
+        if set(self.shard_axes) & set(self.partial_axes):
+            raise ValueError(f"a state cannot be sharded and partial over the same axis: {self}")
+
+    def num_elements(self, padded: int, mesh: MeshShape) -> int:
+        """Elements a rank holds of a padded flat buffer of ``padded`` elements."""
+        return padded // mesh.group_size(self.shard_axes)
+
+    def num_bytes(self, padded: int, mesh: MeshShape) -> int:
+        """Bytes a rank holds of a padded flat buffer of ``padded`` elements."""
+        return self.num_elements(padded, mesh) * self.encoding.itemsize

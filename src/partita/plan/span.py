@@ -1,0 +1,117 @@
+"""The layout of a unit: which range of which flat buffer holds which parameter.
+
+A unit's parameters are held in *segments*, one for each encoding and for parameters that train or do not when the layout
+is made. A segment is a flat buffer cut into equal parts, one a rank of the data axis. Every parameter starts, and every
+part ends, at a multiple of :data:`QUANTUM` elements, so block-wise encodings never straddle a cut and vectorized kernels
+meet the same tails wherever the cuts are. One layout serves gather, reduce, optimizer, tiers and checkpoint.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from partita.plan.residence import Encoding
+
+QUANTUM = 256
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular piece of a global parameter: where it starts and how far it goes, a dimension each."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> "Box":
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements ``[start, stop)`` of a parameter's local tensor (in its own stride order) at ``offset`` of a segment.
+
+    ``box`` is the piece of the global parameter that the local tensor is.
+    """
+
+    fqn: str
+    box: Box
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.stop - self.start
+
+    def within(self, begin: int, end: int) -> "Span | None":
+        """The part of this span that lies in ``[begin, end)`` of the segment, with its offset counted from ``begin``."""
+        low, high = max(self.offset, begin), min(self.offset + self.num_elements, end)
+        if low >= high:
+            return None
+        start = self.start + low - self.offset
+        return Span(self.fqn, self.box, start, start + high - low, low - begin)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter as the layout sees it."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    encoding: Encoding
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class SegmentLayout:
+    """One flat buffer of a unit: ``num_parts`` equal parts of ``part_elements``."""
+
+    encoding: Encoding
+    trainable: bool
+    spans: tuple[Span, ...]
+    num_parts: int
+    part_elements: int
+
+    @property
+    def padded(self) -> int:
+        return self.num_parts * self.part_elements
+
+    def part(self, index: int) -> tuple[Span, ...]:
+        """The spans of part ``index``, with offsets counted from its start."""
+        begin = index * self.part_elements
+        cut = (span.within(begin, begin + self.part_elements) for span in self.spans)
+        return tuple(span for span in cut if span is not None)
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """All segments of a unit, laid one after the other in one storage."""
+
+    name: str
+    segments: tuple[SegmentLayout, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(segment.padded * segment.encoding.itemsize for segment in self.segments)
+
+
+def lay_out(name: str, entries: Sequence[Entry], num_parts: int) -> UnitLayout:
+    """Lay the parameters of one unit out for ``num_parts`` shards, in the order given."""
+    grouped: dict[tuple[bool, Encoding], list[Entry]] = {}
+    for entry in entries:
+        grouped.setdefault((entry.trainable, entry.encoding), []).append(entry)
+    segments = []
+    for (trainable, encoding), members in grouped.items():
+        spans, offset = list[Span](), 0
+        for entry in members:
+            num = math.prod(entry.shape)
+            spans.append(Span(entry.fqn, Box.whole(entry.shape), 0, num, offset))
+            offset += -(-num // QUANTUM) * QUANTUM
+        part = -(-offset // (num_parts * QUANTUM)) * QUANTUM
+        segments.append(SegmentLayout(encoding, trainable, tuple(spans), num_parts, part))
+    return UnitLayout(name, tuple(segments))

@@ -1,0 +1,88 @@
+"""The table: one row of residences says how a unit's states are kept through a training step.
+
+Rows are the presets users name by a ZeRO stage (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models", 2020, section 5; the hierarchical row: Wang et al., "ZeRO++", 2023, section 3.2, hpZ). The planner, the
+simulator and the runtime read this very table; nothing else decides where a state rests.
+"""
+
+from dataclasses import dataclass
+
+from partita.plan.residence import FP32, Encoding, Residence
+
+DATA = ("data",)
+LOCAL = ("local",)
+
+
+@dataclass(frozen=True)
+class Encodings:
+    """The encoding of each state: parameters in compute, master weights, gradients (at rest and on the wire), moments."""
+
+    compute: Encoding = FP32
+    master: Encoding = FP32
+    gradients: Encoding = FP32
+    moments: Encoding = FP32
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """One row of the table: the residence of each state at each phase of a step.
+
+    ``param_rest`` between steps; ``param_compute`` inside a unit's forward or backward; ``param_between`` from the end of
+    the unit's forward to the start of its backward; ``grad_arrival`` as autograd leaves it; ``grad_between`` between
+    micro-batches; ``grad_step`` when the optimizer runs; ``master`` and ``moments`` always.
+    """
+
+    name: str
+    param_rest: Residence
+    param_compute: Residence
+    param_between: Residence
+    grad_arrival: Residence
+    grad_between: Residence
+    grad_step: Residence
+    master: Residence
+    moments: Residence
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A preset in the form of DESIGN's table: the shard axes of each column; ``partial`` gradients are summed at the step."""
+
+    rest: tuple[str, ...] = ()
+    between: tuple[str, ...] = ()
+    grad_between: tuple[str, ...] = ()
+    partial: bool = False
+    grad_step: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
+
+
+PRESETS = {
+    "ddp": _Row(partial=True),
+    "zero1": _Row(partial=True, grad_step=DATA, states=DATA),
+    "zero2": _Row(grad_between=DATA, grad_step=DATA, states=DATA),
+    "zero3": _Row(rest=DATA, between=DATA, grad_between=DATA, grad_step=DATA, states=DATA),
+    "zero3-kept": _Row(rest=DATA, grad_between=DATA, grad_step=DATA, states=DATA),
+    "hierarchical": _Row(rest=DATA, between=LOCAL, grad_between=DATA, grad_step=DATA, states=DATA),
+}
+
+
+def preset(name: str, encodings: Encodings = Encodings()) -> StatePlan:  # noqa: B008 - an immutable value
+    """The row called ``name`` (a key of :data:`PRESETS`) with the given encodings, everything on the device tier."""
+    row, e = PRESETS[name], encodings
+    return StatePlan(
+        name=name,
+        param_rest=Residence(row.rest, (), e.compute),
+        param_compute=Residence((), (), e.compute),
+        param_between=Residence(row.between, (), e.compute),
+        grad_arrival=Residence((), DATA, e.compute),
+        grad_between=Residence(row.grad_between, DATA if row.partial else (), e.gradients),
+        grad_step=Residence(row.grad_step, (), e.gradients),
+        master=Residence(row.states, (), e.master),
+        moments=Residence(row.states, (), e.moments),
+    )
+
+
+def preset_name(stage: int, *, keep_gathered: bool = False, hierarchical: bool = False) -> str:
+    """The preset that a ZeRO stage and its variants stand for."""
+    if keep_gathered:
+        return "zero3-kept"
+    return "hierarchical" if hierarchical else ("ddp", "zero1", "zero2", "zero3")[stage]

@@ -1,0 +1,204 @@
+"""Where gradients are collected and reduced: buckets of constant order, of one large or several small segments.
+
+Names: a bucket's ``whole`` is ``[group size, columns]``, a row for each rank that will own its sum; ``shard`` is this rank's
+row of the reduced gradient, ``[columns]``. Where the table keeps gradients whole between micro-batches, ``whole`` rests and
+``shard`` is a row of it; elsewhere ``whole`` is a slot borrowed from a ring while one backward fills and sends it. Where no
+step leads from autograd's gradient to the optimizer's, there is neither: the gradient stays where autograd put it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from partita.comm.collectives import Handle
+from partita.memory.ring import Slot
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.steps import AllReduce, ReduceScatter, steps
+from partita.sharding.dtypes import dtype_of
+from partita.sharding.unit import Member, Segment
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``[start, stop)`` of a parameter's gradient at column ``column`` of row ``row`` of a bucket."""
+
+    row: int
+    column: int
+    start: int
+    stop: int
+
+
+class BucketState(Enum):
+    OPEN = "open"  # takes gradients
+    LAUNCHED = "launched"  # its reduction is under way
+    REDUCED = "reduced"  # the shard holds the sum
+
+
+class Bucket:
+    """Segments whose gradients are reduced together.
+
+    ``arrived``: members whose gradients lie in ``whole``; ``fresh``: those that brought one in this wave; ``expected``: those
+    it waits for, learned from the last two waves; ``used``: those that brought one since the last update.
+    """
+
+    def __init__(self, index: int, segments: Sequence[Segment], members: Sequence[Member], mesh: MeshShape) -> None:
+        self.index, self.segments, self.members, self.mesh = index, segments, members, mesh
+        self.plan = segments[0].plan
+        self.dtype = dtype_of(self.plan.grad_step.encoding)
+        self.num_rows = segments[0].layout.num_parts
+        self.first_column = dict[int, int]()
+        self.columns = 0
+        for segment in segments:
+            self.first_column[id(segment)] = self.columns
+            self.columns += segment.layout.part_elements
+        self.pieces = {id(member): self._pieces(member) for member in members}
+        self.gaps = self._gaps()
+        self.in_place = not steps(self.plan.grad_arrival, self.plan.grad_step, mesh)
+        self.rests_whole = not self.in_place and mesh.group_size(self.plan.grad_between.shard_axes) == 1
+        self.reduces = [
+            op
+            for op in steps(self.plan.grad_arrival, self.plan.grad_step, mesh)
+            if isinstance(op, AllReduce | ReduceScatter)
+        ]
+        self.state = BucketState.OPEN
+        self.whole: Tensor | None = None
+        self.shard: Tensor | None = None
+        self.carry: Tensor | None = None
+        self.filled = False
+        self.slots: list[Slot] = []
+        self.received: Tensor | None = None
+        self.handle: Handle | None = None
+        self.arrived: set[int] = set()
+        self.fresh: set[int] = set()
+        self.previously: set[int] = set()
+        self.expected = {id(member) for member in members}
+        self.used: set[int] = set()
+
+    def _pieces(self, member: Member) -> tuple[Piece, ...]:
+        layout, first = member.segment.layout, self.first_column[id(member.segment)]
+        found = []
+        for row in range(layout.num_parts):
+            begin = row * layout.part_elements
+            span = member.span.within(begin, begin + layout.part_elements)
+            if span is not None:
+                found.append(Piece(row, first + span.offset, span.start, span.stop))
+        return tuple(found)
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_rows * self.columns
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+    @property
+    def complete(self) -> bool:
+        return self.expected <= self.fresh
+
+    def expects_now(self, member: Member) -> None:
+        self.expected.add(id(member))
+
+    def allocate(self, row: int, device: torch.device) -> int:
+        """Memory for the gradients that rest here; returns its bytes. ``row`` is this rank's."""
+        if self.in_place or self.shard is not None:
+            return 0
+        if self.rests_whole:
+            self.whole = torch.zeros((self.num_rows, self.columns), dtype=self.dtype, device=device)
+            self.shard = self.whole[row]
+            return self.whole.nbytes
+        self.shard = torch.zeros(self.columns, dtype=self.dtype, device=device)
+        return self.shard.nbytes
+
+    def absorb(self, member: Member, divisor: int) -> None:
+        """Move a parameter's gradient, divided, into ``whole``: copied if it is its first, else added."""
+        grad = member.param.grad
+        if grad is None:
+            return
+        assert self.whole is not None
+        flat, first = member.flat(grad.detach()), id(member) not in self.arrived
+        for piece in self.pieces[id(member)]:
+            target = self.whole[piece.row, piece.column : piece.column + piece.stop - piece.start]
+            source = flat[piece.start : piece.stop]
+            if not first:
+                target.add_(source, alpha=1.0 / divisor)
+            elif divisor == 1:
+                target.copy_(source)
+            elif target.dtype == source.dtype:
+                torch.mul(source, 1.0 / divisor, out=target)
+            else:
+                target.copy_(source).mul_(1.0 / divisor)
+        self.arrived.add(id(member))
+        self.used.add(id(member))
+        member.param.grad = None
+
+    def clear(self, member: Member) -> None:
+        """Zeros in place of a gradient that did not come."""
+        assert self.whole is not None
+        for piece in self.pieces[id(member)]:
+            self.whole[piece.row, piece.column : piece.column + piece.stop - piece.start].zero_()
+
+    def clear_gaps(self) -> None:
+        """Zeros in the padding, so that it adds nothing to norms."""
+        assert self.whole is not None
+        for row, begin, end in self.gaps:
+            self.whole[row, begin:end].zero_()
+
+    def _gaps(self) -> list[tuple[int, int, int]]:
+        covered: list[list[tuple[int, int]]] = [[] for _ in range(self.num_rows)]
+        for pieces in self.pieces.values():
+            for piece in pieces:
+                covered[piece.row].append((piece.column, piece.column + piece.stop - piece.start))
+        found = []
+        for row, ranges in enumerate(covered):
+            at = 0
+            for begin, end in [*sorted(ranges), (self.columns, self.columns)]:
+                if begin > at:
+                    found.append((row, at, begin))
+                at = max(at, end)
+        return found
+
+    def owned_of(self, member: Member, row: int) -> Tensor | None:
+        """This rank's piece of a member's reduced gradient; None where it owns nothing of it."""
+        if self.in_place:
+            return member.param.grad
+        assert self.shard is not None
+        for piece in self.pieces[id(member)]:
+            if piece.row == row:
+                return self.shard[piece.column : piece.column + piece.stop - piece.start]
+        return None
+
+    def grad_of(self, member: Member, row: int) -> Tensor | None:
+        """The gradient the optimizer sees: this rank's piece, or all of it where gradients end up whole."""
+        if self.in_place or self.mesh.group_size(self.plan.grad_step.shard_axes) > 1:
+            return self.owned_of(member, row)
+        assert self.whole is not None
+        offset = member.span.offset
+        return member.shaped(self.whole.view(-1)[offset : offset + member.span.num_elements])
+
+
+def make_buckets(segments: Sequence[tuple[Segment, Sequence[Member]]], mesh: MeshShape, max_bytes: int) -> list[Bucket]:
+    """Group the trainable segments, in the order in which they will be reduced.
+
+    Neighbours share a bucket while they fit in ``max_bytes``. A gradient that the optimizer sees whole has a bucket of its
+    own, so that it keeps its parameter's shape.
+    """
+    groups: list[list[tuple[Segment, Sequence[Member]]]] = []
+    room = 0
+    for segment, members in segments:
+        plan = segment.plan
+        size = segment.layout.padded * plan.grad_step.encoding.itemsize
+        whole = mesh.group_size(plan.grad_step.shard_axes) == 1
+        if groups and not whole and size <= room:
+            groups[-1].append((segment, members))
+            room -= size
+        else:
+            groups.append([(segment, members)])
+            room = max_bytes - size
+    return [
+        Bucket(index, [segment for segment, _ in group], [m for _, members in group for m in members], mesh)
+        for index, group in enumerate(groups)
+    ]

@@ -1,0 +1,53 @@
+"""Dtypes at the borders: the model's floating-point inputs, and the modules that stay in fp32."""
+
+import fnmatch
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partita.errors import ConfigError
+from partita.sharding.nested import map_tensors
+
+
+def keep_fp32_modules(model: nn.Module, patterns: Sequence[str]) -> set[int]:
+    """Ids of the modules whose parameters stay in fp32: those named by ``precision.keep_fp32``.
+
+    Raises:
+        ConfigError: a pattern matches no module.
+    """
+    found = set[int]()
+    for pattern in patterns:
+        matches = [
+            module
+            for name, module in model.named_modules()
+            if type(module).__name__ == pattern or (name and fnmatch.fnmatchcase(name, pattern))
+        ]
+        if not matches:
+            raise ConfigError(f"precision.keep_fp32: '{pattern}' matches no module of {type(model).__name__} by class or name")
+        found.update(id(inner) for module in matches for inner in module.modules())
+    return found
+
+
+def cast_borders(model: nn.Module, compute: torch.dtype, kept: set[int]) -> None:
+    """Let the ``kept`` modules work in fp32 inside a model that computes in ``compute``."""
+    if compute == torch.float32:
+        return
+    for module in model.modules():
+        if id(module) in kept and any(True for _ in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(_to_fp32, with_kwargs=True)
+            module.register_forward_hook(lambda _, __, output: map_floats(output, compute))
+
+
+def _to_fp32(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return map_floats(args, torch.float32), map_floats(kwargs, torch.float32)
+
+
+def map_floats(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with its floating-point tensors in ``dtype``."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+    return map_tensors(value, cast)

@@ -1,0 +1,249 @@
+"""Gradients on their way: collected as backward produces them, reduced in one order fixed when the plan is made.
+
+A *wave* reduces every bucket once, in order: a bucket is launched as soon as it has all it expects and every earlier one is
+launched, and when the backward ends the rest follow, with zeros for what did not come. So ranks may run different modules
+(or none) and still meet in the same reductions. What arrives after its bucket was launched waits for the next wave; what
+is left when the step ends is agreed on by all ranks and reduced then.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from partita.comm.collectives import Collectives
+from partita.memory.ledger import Ledger
+from partita.memory.ring import Ring
+from partita.memory.streams import Stream, record
+from partita.plan.steps import AllReduce
+from partita.sharding.buckets import Bucket, BucketState
+from partita.sharding.unit import Member
+
+DATA = ("data",)
+# How many buckets may be filled or under way at a time, and how many received parts are held.
+SENDING, RECEIVING = 2, 1
+
+
+class GradientReducer:
+    """Collects and reduces the gradients of all buckets: their mean over the ranks and the ``accumulate`` micro-batches.
+
+    ``reduce_now`` says whether gradients that rest whole are to be reduced as this backward brings them (the last
+    micro-batch); ``synchronize`` is off inside ``no_sync``, where gradients stay with their parameters, whole. With ``trace``
+    on, ``suspect`` tells whether this rank sent a gradient that is not finite since the last update.
+    """
+
+    def __init__(self, buckets: list[Bucket], collectives: Collectives, ledger: Ledger, accumulate: int) -> None:
+        self.buckets, self.collectives, self._ledger = buckets, collectives, ledger
+        self._mesh, self._device = collectives.mesh, collectives.mesh.device
+        self._row = self._mesh.index(DATA)
+        self.divisor = self._mesh.size("data") * accumulate
+        self._bucket_of = {id(member): bucket for bucket in buckets for member in bucket.members}
+        reducing = [bucket for bucket in buckets if bucket.reduces]
+        sent = [bucket.num_bytes for bucket in reducing if not bucket.rests_whole]
+        received = [collectives.received_elements(b.num_elements, DATA) * b.dtype.itemsize for b in reducing]
+        self._sending = Ring("buckets", sent, SENDING, ledger, self._device)
+        self._receiving = Ring("buckets", received, RECEIVING, ledger, self._device)
+        self._stream = Stream(self._device)
+        self._in_flight: deque[Bucket] = deque()
+        self._next = 0
+        self._task: int | None = None
+        self.waves = 0
+        self.reduce_now = True
+        self.synchronize = True
+        self.trace = False
+        self.suspect = False
+
+    def add(self, bucket: Bucket) -> None:
+        """Take up the bucket of a segment that begins to train; it is reduced last."""
+        self.buckets.append(bucket)
+        self._bucket_of.update((id(member), bucket) for member in bucket.members)
+
+    # ---------------------------------------------------------------- in backward
+
+    def backward_began(self) -> None:
+        """A gradient reached the model's output: the wave ends with this backward (once a backward)."""
+        task = torch._C._current_graph_task_id()
+        if task != -1 and self._task is None:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def arrived(self, member: Member) -> None:
+        """A parameter's gradient is in its ``.grad``."""
+        bucket = self._bucket_of[id(member)]
+        bucket.used.add(id(member))
+        if bucket.in_place or (not self.synchronize and not bucket.rests_whole):
+            return
+        self.backward_began()
+        bucket.fresh.add(id(member))
+        if bucket.rests_whole:
+            self._reopen(bucket)
+            bucket.absorb(member, self.divisor)
+        elif bucket.index == self._next or (bucket.index == self._next + 1 and self._sending.available(bucket.num_bytes)):
+            self._fill(bucket)
+            bucket.absorb(member, self.divisor)
+        if self._reducing(bucket):
+            self._launch_ready()
+
+    def _end_backward(self) -> None:
+        self._task = None
+        if any(bucket.fresh for bucket in self.buckets):
+            self.end_wave()
+
+    def _reducing(self, bucket: Bucket) -> bool:
+        """Whether this backward reduces the bucket at all."""
+        return bool(bucket.reduces) and self.synchronize and (self.reduce_now or not bucket.rests_whole)
+
+    def _waiting(self, bucket: Bucket) -> list[Member]:
+        """Members whose gradients are still with their parameters."""
+        return [member for member in bucket.members if member.param.grad is not None]
+
+    def _launch_ready(self) -> None:
+        while self._next < len(self.buckets) and self.buckets[self._next].complete:
+            self._launch(self.buckets[self._next])
+            self._next += 1
+
+    def end_wave(self) -> None:
+        """Launch what this wave has not launched yet, with zeros for what did not come."""
+        if self.buckets and self._reducing(self.buckets[0]):
+            for bucket in self.buckets[self._next :]:
+                self._launch(bucket)
+            self.waves += 1
+        for bucket in self.buckets:
+            bucket.fresh.clear()
+        self._next = 0
+
+    # ------------------------------------------------------------- one reduction
+
+    def _fill(self, bucket: Bucket) -> None:
+        """Give a bucket memory to collect in."""
+        if bucket.whole is None:
+            while not self._sending.available(bucket.num_bytes) and self._in_flight:
+                self._finish()
+            slot = self._sending.borrow(bucket.num_bytes)
+            slot.last_use.wait()
+            bucket.slots.append(slot)
+            bucket.whole = _tensor(slot.storage, bucket.dtype, bucket.num_elements).view(bucket.num_rows, -1)
+            bucket.clear_gaps()
+
+    def _reopen(self, bucket: Bucket) -> None:
+        """A gradient that rests whole takes more after it was reduced: put this rank's sum aside."""
+        if bucket.state is BucketState.LAUNCHED:
+            self.drain()
+        if bucket.state is BucketState.REDUCED:
+            assert bucket.shard is not None
+            bucket.carry = bucket.shard.clone()
+            self._ledger.add("gradients", bucket.carry.nbytes)
+            bucket.state = BucketState.OPEN
+
+    def _launch(self, bucket: Bucket) -> None:
+        if bucket.rests_whole:
+            self._reopen(bucket)
+        else:
+            self._fill(bucket)
+        for member in self._waiting(bucket):
+            bucket.absorb(member, self.divisor)
+        for member in bucket.members:
+            if id(member) not in bucket.arrived:
+                bucket.clear(member)
+        while len(self._in_flight) >= RECEIVING:
+            self._finish()
+        assert bucket.whole is not None
+        if self.trace:
+            self.suspect |= not bool(torch.isfinite(bucket.whole.sum(dtype=torch.float32)))
+        num = self.collectives.received_elements(bucket.num_elements, DATA)
+        slot = self._receiving.borrow(num * bucket.dtype.itemsize)
+        bucket.slots.append(slot)
+        bucket.received = _tensor(slot.storage, bucket.dtype, num)
+        filled = record(self._device)
+        with self._stream.use():
+            filled.wait()
+            slot.last_use.wait()
+            bucket.handle = self.collectives.start_reduce_scatter(bucket.received, bucket.whole.view(-1), DATA)
+        bucket.expected = bucket.fresh | bucket.previously or bucket.expected
+        bucket.previously = set(bucket.fresh)
+        bucket.arrived.clear()
+        bucket.state = BucketState.LAUNCHED
+        self._in_flight.append(bucket)
+
+    def _finish(self) -> None:
+        """Bring the oldest reduction under way into its bucket's shard."""
+        bucket = self._in_flight.popleft()
+        assert bucket.handle is not None
+        assert bucket.received is not None
+        assert bucket.shard is not None
+        with self._stream.use():
+            bucket.handle.wait()
+            accumulate = bucket.filled and not bucket.rests_whole
+            self.collectives.finish_reduce_scatter(bucket.shard, bucket.received, accumulate=accumulate)
+            if bucket.carry is not None:
+                bucket.shard.add_(bucket.carry)
+                self._ledger.remove("gradients", bucket.carry.nbytes)
+                bucket.carry = None
+            done = record(self._device)
+        sending = [] if bucket.rests_whole else [bucket.slots[0]]
+        for slot in bucket.slots:
+            (self._sending if slot in sending else self._receiving).give_back(slot, done)
+        bucket.slots.clear()
+        bucket.received = bucket.handle = None
+        if not bucket.rests_whole:
+            bucket.whole = None
+        bucket.filled, bucket.state = True, BucketState.REDUCED
+
+    # -------------------------------------------------------------- at the step
+
+    def drain(self) -> None:
+        """Wait for every reduction under way; the current stream may read the shards afterwards."""
+        while self._in_flight:
+            self._finish()
+        with self._stream.use():
+            done = record(self._device)
+        done.wait()
+
+    def leftovers(self) -> list[bool]:
+        """For each bucket, whether this rank holds gradients that no wave has taken."""
+        return [bool(bucket.reduces) and (bool(bucket.arrived) or bool(self._waiting(bucket))) for bucket in self.buckets]
+
+    def launch(self, chosen: Sequence[bool]) -> None:
+        """Reduce the chosen buckets (the same on every rank), in order, and end the wave."""
+        for bucket, wanted in zip(self.buckets, chosen, strict=True):
+            if wanted:
+                self._launch(bucket)
+            bucket.fresh.clear()
+        self._next = 0
+
+    def collect_unreduced(self) -> None:
+        """Complete the gradients that need no reduction (there are no other ranks)."""
+        for bucket in self.buckets:
+            if bucket.in_place and self.divisor != 1:
+                for member in self._waiting(bucket):
+                    assert member.param.grad is not None
+                    member.param.grad.mul_(1.0 / self.divisor)
+            elif bucket.rests_whole and not bucket.reduces:
+                for member in bucket.members:
+                    bucket.absorb(member, self.divisor)
+                    if id(member) not in bucket.arrived:
+                        bucket.clear(member)
+
+    def spread(self) -> None:
+        """Gather the sums where the optimizer works on whole gradients."""
+        for bucket in self.buckets:
+            if any(isinstance(op, AllReduce) for op in bucket.reduces):
+                assert bucket.whole is not None
+                assert bucket.shard is not None
+                self.collectives.all_gather(bucket.whole.view(-1), bucket.shard, DATA, "gradients").wait()
+
+    def zero(self) -> None:
+        """Forget all gradients; their memory is kept for the next step where the table says that it rests."""
+        self.suspect = False
+        for bucket in self.buckets:
+            for member in bucket.members:
+                member.param.grad = None
+            bucket.arrived.clear()
+            bucket.fresh.clear()
+            bucket.used.clear()
+            bucket.filled, bucket.state = False, BucketState.OPEN
+
+
+def _tensor(storage: torch.UntypedStorage, dtype: torch.dtype, num_elements: int) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (num_elements,))  # type: ignore[call-overload,no-any-return]

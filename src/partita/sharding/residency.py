@@ -1,0 +1,212 @@
+"""When a unit is whole: a count of open visits, and a prefetch that follows the order of the last step.
+
+A visit is opened by a unit's forward and closed at its end; in backward it is opened by the gradient of the unit's output
+and closed by the gradient of its input, and whatever is still open when a backward ends is closed then. "The last gradient
+has arrived" plays no part in it: that moment does not come with frozen layers, two forwards before a backward, or
+gradients of inputs alone.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from partita.errors import PartitaError
+from partita.sharding.agreement import STEP, Agreement
+from partita.sharding.executor import Executor
+from partita.sharding.unit import Unit, UnitState
+
+
+@dataclass(eq=False)
+class Visit:
+    """One forward through a unit whose graph may come back in backward."""
+
+    unit: Unit
+    version: int
+    opened: bool = False
+    inputs: list[object] = field(default_factory=list)
+
+
+class Residency:
+    """Opens and closes units; the only caller of the executor's gathers and releases.
+
+    Args:
+        units: all units that do not rest whole, in the model's order.
+        prefetch_bytes: how many bytes may be gathered ahead of the unit in use.
+    """
+
+    def __init__(self, units: Sequence[Unit], executor: Executor, agreement: Agreement, prefetch_bytes: int) -> None:
+        self.units, self._executor, self._agreement = units, executor, agreement
+        self._number = {id(unit): number for number, unit in enumerate(units)}
+        self._owner = {id(member.param): unit for unit in units for member in unit.members}
+        self._prefetch_bytes = prefetch_bytes
+        self._order: list[Unit] = []
+        self._recorded: list[Unit] = []
+        self._position = 0
+        self._backward: dict[int, list[Visit]] = {}
+        self._warned: set[str] = set()
+        self.forward_depth = 0
+        self.version = 0
+
+    # ------------------------------------------------------------------ forward
+
+    def open(self, unit: Unit) -> None:
+        """Make a unit whole and keep it so until the matching :meth:`close`."""
+        unit.visits += 1
+        if unit.visits == 1:
+            self._recorded.append(unit)
+            self._follow(unit)
+        if unit.state is UnitState.RESTING:
+            self._gather(unit, must=True)
+        if unit.state is UnitState.GATHERING:
+            self._agreement.verify()
+            self._executor.finish_gather(unit)
+        self._prefetch()
+
+    def close(self, unit: Unit, *, between: bool = False) -> None:
+        """End a visit; at the last one the unit goes to rest, or (``between``) to where it waits for its backward."""
+        assert unit.visits > 0
+        unit.visits -= 1
+        if unit.visits or unit.pinned or unit.state is not UnitState.WHOLE:
+            return
+        if between:
+            self._executor.keep_second(unit)
+            plan = unit.segments[0].plan
+            if not plan.param_between.shard_axes or self._recomputes(unit):
+                return
+        self._executor.release(unit)
+        self._prefetch()
+
+    def _recomputes(self, unit: Unit) -> bool:
+        """Whether this forward runs inside a backward (reentrant checkpointing), which needs the unit again at once."""
+        return torch._C._current_graph_task_id() != -1 and self._executor.can_gather(unit)
+
+    # ----------------------------------------------------------------- backward
+
+    def open_backward(self, visit: Visit) -> None:
+        """The gradient of a unit's output has come.
+
+        Raises:
+            PartitaError: the parameters were updated since the forward that this backward belongs to.
+        """
+        if visit.opened:
+            return
+        if visit.version != self.version:
+            raise PartitaError(
+                f"backward reached unit '{visit.unit.title}' with parameters that engine.step() changed after its forward: "
+                "run the forward again before this backward"
+            )
+        visit.opened = True
+        task = torch._C._current_graph_task_id()
+        if task not in self._backward:
+            self._backward[task] = []
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
+        self._backward[task].append(visit)
+        self.open(visit.unit)
+        if torch.is_grad_enabled():
+            visit.unit.pinned = True
+
+    def close_backward(self, visit: Visit) -> None:
+        """The gradient of a unit's input is complete."""
+        if visit.opened:
+            visit.opened = False
+            self.close(visit.unit)
+
+    def _end_backward(self, task: int) -> None:
+        for visit in self._backward.pop(task, []):
+            self.close_backward(visit)
+        if not self._backward:
+            self._rest_idle()
+
+    # ---------------------------------------------------------------- otherwise
+
+    def touched(self, param: nn.Parameter, what: str) -> None:
+        """A resting parameter's data is asked for (see :class:`~partita.sharding.resting.Guardian`)."""
+        unit = self._owner[id(param)]
+        fqn = next(member.fqn for member in unit.members if member.param is param)
+        if not self.forward_depth:
+            raise PartitaError(
+                f"parameter '{fqn}' is at rest: its data is split over the ranks between uses ({what} needs it); "
+                f"read or write it inside `with engine.gathered(...)`"
+            )
+        if unit.title not in self._warned:
+            self._warned.add(unit.title)
+            warnings.warn(
+                f"parameter '{fqn}' is read outside the forward of its unit '{unit.title}', which now stays whole until the "
+                "step ends; to gather it with its reader, name a module that contains both in zero.units",
+                stacklevel=2,
+            )
+        unit.pinned = True
+        self.open(unit)
+        unit.visits -= 1
+
+    def reset(self) -> None:
+        """Close what an exception left open. Called when no forward and no backward is under way."""
+        self._backward.clear()
+        for unit in self.units:
+            unit.visits = 0
+        self._rest_idle()
+
+    def end_micro_batch(self) -> None:
+        """All ranks have come to the end of a micro-batch: what was pinned goes to rest, the recorded order is the next one."""
+        self._agreement.post(STEP)
+        self._agreement.verify()
+        for unit in self.units:
+            unit.pinned = False
+        self.reset()
+        if self._recorded:
+            self._order, self._recorded = self._recorded, []
+        self._position = 0
+
+    def updated(self) -> None:
+        """Parameters were changed: graphs of earlier forwards are void."""
+        self.version += 1
+        for unit in self.units:
+            unit.has_second = False
+
+    def _rest_idle(self) -> None:
+        for unit in self.units:
+            if unit.visits == 0 and not unit.pinned and unit.state is not UnitState.RESTING:
+                self._evict(unit)
+
+    def _evict(self, unit: Unit) -> None:
+        if unit.state is UnitState.GATHERING:
+            self._agreement.verify()
+            self._executor.finish_gather(unit)
+        self._executor.release(unit)
+
+    # ----------------------------------------------------------------- prefetch
+
+    def _gather(self, unit: Unit, *, must: bool) -> bool:
+        """Start a gather; where the ring is full, idle units make room first if it ``must`` be."""
+        if must and not self._executor.can_gather(unit):
+            for idle in self.units:
+                if idle.visits == 0 and not idle.pinned and idle.state is not UnitState.RESTING and idle is not unit:
+                    self._evict(idle)
+        elif not must and not self._executor.can_gather(unit):
+            return False
+        self._agreement.post(self._number[id(unit)])
+        self._executor.start_gather(unit)
+        return True
+
+    def _follow(self, unit: Unit) -> None:
+        """Move to this unit's place in the last step's order; leave the position alone where it has none ahead."""
+        for place in range(self._position, len(self._order)):
+            if self._order[place] is unit:
+                self._position = place + 1
+                return
+
+    def _prefetch(self) -> None:
+        """Gather ahead, in the last step's order, as many bytes as allowed."""
+        ahead, place = 0, self._position
+        while place < len(self._order):
+            unit = self._order[place]
+            if unit.visits == 0:
+                ahead += unit.layout.num_bytes
+                if ahead > self._prefetch_bytes:
+                    return
+                if unit.state is UnitState.RESTING and not self._gather(unit, must=False):
+                    return
+            place += 1

@@ -1,0 +1,66 @@
+"""What a parameter is while its data is not there: its shape, dtype and device answer, its data says where it is.
+
+A parameter at rest is given the class :class:`Resting` and gets its own class back when it is whole. Reading it then asks
+its :class:`Guardian`, which either makes it whole (a module reads another unit's parameter inside the engine's forward)
+or raises an error that names the parameter.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+_METADATA = frozenset(
+    "shape dtype device requires_grad grad is_leaf ndim layout is_cuda is_cpu is_meta grad_fn names _version is_sparse "
+    "is_quantized size dim numel stride is_floating_point requires_grad_ is_contiguous element_size nelement is_complex "
+    "__hash__ __len__ register_hook register_post_accumulate_grad_hook storage_offset retains_grad itemsize nbytes "
+    "_backward_hooks _post_accumulate_grad_hooks is_sparse_csr is_mkldnn is_nested is_xla is_xpu is_mps".split()
+)
+
+
+class Guardian(Protocol):
+    """Who knows how to make a resting parameter whole, or why it must not be."""
+
+    def touched(self, param: nn.Parameter, what: str) -> None:
+        """Called when data of a resting ``param`` is asked for by ``what``. Makes it whole or raises."""
+
+
+_guardians = WeakIdKeyDictionary()  # resting parameter -> Guardian; only a tensor is at hand when it is touched
+
+
+class Resting(nn.Parameter):
+    """The class of a parameter whose data is elsewhere."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "__set__"):
+            name = getattr(getattr(func, "__self__", None), "__name__", name)
+        if name not in _METADATA:
+            for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
+                if type(leaf) is cls:
+                    _guardians[leaf].touched(leaf, name)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"Parameter at rest: shape {tuple(self.shape)}, {self.dtype}, {self.device}; its data is split over the ranks"
+
+
+def rest(param: nn.Parameter, guardian: Guardian) -> None:
+    """Mark ``param`` as being without data."""
+    _guardians[param] = guardian
+    param.__class__ = Resting
+
+
+def wake(param: nn.Parameter, kind: type[nn.Parameter]) -> None:
+    """Give ``param`` its own class back: its data is there."""
+    param.__class__ = kind
+
+
+def is_resting(param: Tensor) -> bool:
+    return type(param) is Resting

@@ -1,0 +1,180 @@
+"""A model under a plan: its units, how they move, and the hooks that make it happen."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from partita.comm.collectives import Collectives
+from partita.errors import PartitaError
+from partita.memory.ledger import Ledger
+from partita.memory.ring import Loan, Ring
+from partita.sharding.agreement import Agreement
+from partita.sharding.assemble import Assembly, Blueprint, Source, plan_units
+from partita.sharding.buckets import Bucket, make_buckets
+from partita.sharding.buffers import BufferSync
+from partita.sharding.casts import cast_borders, keep_fp32_modules, map_floats
+from partita.sharding.dtypes import dtype_of
+from partita.sharding.executor import Executor
+from partita.sharding.hooks import ForwardHooks, UnitHooks
+from partita.sharding.reducer import GradientReducer
+from partita.sharding.residency import Residency
+from partita.sharding.unit import Member, Segment, Unit
+
+DATA = ("data",)
+# Small segments share a bucket up to this size; it bounds the number of messages, not the memory.
+BUCKET_BYTES = 4 * 2**20
+
+
+class Runtime:
+    """Everything between the user's modules and the optimizer.
+
+    Args:
+        accumulate: micro-batches in a step.
+        source: brings values for the parameters instead of the model's own (see :class:`Assembly`).
+        swap: lend memory by swapping storages where torch can; off: resize them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blueprint: Blueprint,
+        collectives: Collectives,
+        ledger: Ledger,
+        accumulate: int,
+        source: Source | None = None,
+        swap: bool = True,
+    ) -> None:
+        self.model, self.ledger, self.collectives = model, ledger, collectives
+        self._device, config = collectives.mesh.device, blueprint.config
+        kept = keep_fp32_modules(model, config.precision.keep_fp32)
+        self.units = plan_units(model, blueprint)
+        sharded = [unit for unit in self.units if unit.shards]
+        self.loan = Loan(swap)
+        sizes = [unit.layout.num_bytes for unit in sharded]
+        ahead = _prefetch_bytes(config.zero.prefetch_bytes, sharded)
+        depth = len(sizes) if config.zero.keep_gathered else 1 + -(-ahead // max(sizes, default=1))
+        self.ring = Ring("ring", sizes, depth, ledger, self._device, backed=self.loan.swap)
+        self.executor = Executor(collectives, self.ring, self.loan, self)
+        agreement = Agreement(collectives, [unit.title for unit in sharded])
+        self.residency = Residency(sharded, self.executor, agreement, ahead)
+        self._assemble(Assembly(model, collectives, ledger, source))
+        self.reducer = GradientReducer(self._make_buckets(), collectives, ledger, accumulate)
+        self._compute = dtype_of(blueprint.compute)
+        cast_borders(model, self._compute, kept)
+        self._buffers = BufferSync(model, collectives, config.communication.buffers == "broadcast")
+        self._hooks: list[Any] = [UnitHooks(unit, self.residency, not unit.name) for unit in sharded]
+        self._hooks.append(ForwardHooks(model, self._prepare, self.reducer.backward_began, self._depth_changed))
+        self.on_unfreeze: Callable[[Segment], None] = lambda segment: None
+        self._refresh()
+
+    # ------------------------------------------------------------------ building
+
+    def _assemble(self, assembly: Assembly) -> None:
+        for unit in self.units:
+            assembly.fill(unit)
+            if unit.shards:
+                self.executor.put_to_rest(unit)
+                unit.storage.resize_(0)
+        assembly.fill_buffers()
+
+    def _make_buckets(self) -> list[Bucket]:
+        """The trainable segments' buckets, last unit first: the order in which backward finishes them."""
+        groups = [
+            (segment, [member for member in unit.members if member.segment is segment])
+            for unit in reversed(self.units)
+            for segment in unit.segments
+            if segment.trains
+        ]
+        buckets = make_buckets(groups, self.collectives.mesh.shape, BUCKET_BYTES)
+        for bucket in buckets:
+            self.ledger.add("gradients", bucket.allocate(self.collectives.mesh.index(DATA), self._device))
+        return buckets
+
+    # ------------------------------------------------------------------- forward
+
+    def _prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Before every forward of the whole model."""
+        if torch._C._current_graph_task_id() == -1:
+            self.residency.reset()
+        self._refresh()
+        self._buffers.before_forward()
+        return map_floats(args, self._compute), map_floats(kwargs, self._compute)
+
+    def _depth_changed(self, depth: int) -> None:
+        self.residency.forward_depth = depth
+
+    def _refresh(self) -> None:
+        """Notice what the user did to parameters since the last forward: unfrozen, replaced, moved.
+
+        Raises:
+            PartitaError: a parameter is no longer the one, or no longer lies where, it was at ``initialize``.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            for unit in self.units:
+                home = unit.storage._cdata
+                for member in unit.members:
+                    param = member.param
+                    if param.untyped_storage()._cdata != home:
+                        raise PartitaError(_MOVED.format(member.fqn))
+                    for owner, name in member.holding.owners:
+                        if owner._parameters.get(name) is not param:
+                            raise PartitaError(_REPLACED.format(member.fqn, type(owner).__name__, name))
+                    if param.requires_grad and not member.hooked:
+                        self._train(member)
+
+    def _train(self, member: Member) -> None:
+        """A parameter trains for the first time."""
+        segment = member.segment
+        if not segment.trains:
+            segment.trains = True
+            members = [m for unit in self.units for m in unit.members if m.segment is segment]
+            bucket = Bucket(len(self.reducer.buckets), [segment], members, self.collectives.mesh.shape)
+            self.ledger.add("gradients", bucket.allocate(self.collectives.mesh.index(DATA), self._device))
+            self.reducer.add(bucket)
+            self.on_unfreeze(segment)
+        member.param.register_post_accumulate_grad_hook(lambda _: self.reducer.arrived(member))
+        member.hooked = True
+
+    # ----------------------------------------------------------------- otherwise
+
+    def touched(self, param: nn.Parameter, what: str) -> None:
+        """See :class:`~partita.sharding.resting.Guardian`."""
+        self.residency.touched(param, what)
+
+    def updated(self) -> None:
+        """Parameters were changed: graphs made before are void, as autograd finds out by the version counters."""
+        self.residency.updated()
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.autograd.graph.increment_version([m.param for unit in self.units for m in unit.members])
+
+    def members(self) -> Iterator[tuple[Unit, Member]]:
+        """Every parameter of the model with its unit."""
+        for unit in self.units:
+            for member in unit.members:
+                yield unit, member
+
+    def close(self) -> None:
+        """Take the hooks off; parameters stay where they are."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _prefetch_bytes(setting: int | str, sharded: list[Unit]) -> int:
+    """``auto``: one unit ahead (the largest but the root, which is whole from end to end)."""
+    if isinstance(setting, int):
+        return setting
+    sizes = [unit.layout.num_bytes for unit in sharded if unit.name] or [unit.layout.num_bytes for unit in sharded]
+    return max(sizes, default=0)
+
+
+_MOVED = (
+    "parameter '{}' no longer lies in its unit's buffer: its .data, dtype or device was changed after initialize "
+    "(model.double(), model.to(), param.data = ..., flatten_parameters()). Do that before initialize; to change values, write "
+    "them in place inside `with engine.gathered(..., modify=True)`"
+)
+_REPLACED = (
+    "parameter '{}' was replaced ({}.{} is another object now): its new values would never be trained. Replace, resize and "
+    "tie parameters before initialize"
+)

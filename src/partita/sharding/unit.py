@@ -1,0 +1,210 @@
+"""A unit at rest and whole: the parameters that are gathered and released together.
+
+Names used everywhere: a segment's ``full`` is the flat buffer of all its parameters in the compute encoding, which the
+user's ``nn.Parameter`` objects are permanent views of; ``rest`` is what stays of it between steps (``full`` itself, or this
+rank's part); ``second`` is the part kept beside it between forward and backward (hierarchical); ``master`` holds the values
+that the optimizer updates, and is ``rest``, or a part of it, wherever their encodings are the same.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from partita.comm.collectives import Handle
+from partita.errors import ConfigError
+from partita.memory.ledger import Ledger
+from partita.memory.ring import Slot
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.residence import Residence
+from partita.plan.span import SegmentLayout, Span, UnitLayout
+from partita.plan.state_plan import StatePlan
+from partita.plan.steps import steps
+from partita.sharding.dtypes import dtype_of
+from partita.sharding.group_units import Holding, UnitSpec
+
+
+class UnitState(Enum):
+    RESTING = "resting"
+    GATHERING = "gathering"
+    WHOLE = "whole"
+
+
+@dataclass
+class Member:
+    """One parameter of a unit: the user's object, its names, and where its values lie."""
+
+    holding: Holding
+    span: Span
+    segment: "Segment"
+    kind: type[nn.Parameter] = field(init=False)
+    shape: torch.Size = field(init=False)
+    stride: tuple[int, ...] = field(init=False)
+    hooked: bool = False
+
+    def __post_init__(self) -> None:
+        param = self.holding.param
+        self.kind, self.shape, self.stride = type(param), param.shape, dense_stride(param)
+
+    @property
+    def fqn(self) -> str:
+        return self.holding.fqns[0]
+
+    @property
+    def param(self) -> nn.Parameter:
+        return self.holding.param
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """A view of ``flat`` ``[numel]`` (in this parameter's stride order) with this parameter's shape."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset())
+
+    def flat(self, values: Tensor) -> Tensor:
+        """``values`` of this parameter's shape as ``[numel]`` in its stride order; a view where strides agree."""
+        if values.stride() != self.stride:
+            values = torch.empty_strided(self.shape, self.stride, dtype=values.dtype, device=values.device).copy_(values)
+        return values.as_strided((values.numel(),), (1,), values.storage_offset())
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's strides if they fill memory without gaps, else those of a contiguous tensor."""
+    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.size(d)))
+    expected = 1
+    for dim in order:
+        if tensor.size(dim) > 1 and tensor.stride(dim) != expected:
+            return torch.empty(tensor.shape, device="meta").stride()
+        expected *= tensor.size(dim)
+    return tensor.stride()
+
+
+class Segment:
+    """One flat buffer of a unit and what rests of it. ``plan`` is its row of the table."""
+
+    def __init__(self, layout: SegmentLayout, plan: StatePlan, mesh: MeshShape, rank: int) -> None:
+        self.layout, self.plan = layout, plan
+        self._mesh, self._rank = mesh, rank
+        self.full: Tensor
+        self.rest: Tensor
+        self.master: Tensor | None = None
+        self.second: Tensor | None = None
+        self.trains = layout.trainable
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return dtype_of(self.layout.encoding)
+
+    @property
+    def holds_whole_master(self) -> bool:
+        return self._mesh.group_size(self.plan.master.shard_axes) == 1
+
+    @property
+    def master_spans(self) -> tuple[Span, ...]:
+        """The spans of this rank's master weights, with offsets in ``master``."""
+        if self.holds_whole_master:
+            return self.layout.spans
+        return self.layout.part(self._mesh.group_index(self._rank, self.plan.master.shard_axes))
+
+    def part(self, whole: Tensor, residence: Residence) -> Tensor:
+        """This rank's part of a whole flat tensor (all of it where the residence is not sharded)."""
+        num = self._mesh.group_size(residence.shard_axes)
+        return whole.view(num, -1)[self._mesh.group_index(self._rank, residence.shard_axes)]
+
+    def cut_rest(self, ledger: Ledger) -> None:
+        """Take what rests out of a freshly filled ``full``, and the master weights where the segment trains."""
+        if self._mesh.group_size(self.plan.param_rest.shard_axes) == 1:
+            self.rest = self.full
+        else:
+            self.rest = self.part(self.full, self.plan.param_rest).clone()
+        ledger.add("parameters", self.rest.nbytes)
+        if self._mesh.group_size(self.plan.param_between.shard_axes) not in (1, self.layout.num_parts):
+            self.second = torch.empty_like(self.part(self.full, self.plan.param_between))
+            ledger.add("parameters", self.second.nbytes)
+        if self.aliases_master:
+            same = self.rest.numel() == self.plan.master.num_elements(self.layout.padded, self._mesh)
+            self.master = self.rest if same else self.part(self.rest, self.plan.master)
+        elif self.layout.trainable:
+            self.make_master(self.part(self.full, self.plan.master), ledger)
+
+    @property
+    def aliases_master(self) -> bool:
+        """Whether the master weights are the parameters themselves (or this rank's part of them)."""
+        return self.plan.master.encoding == self.layout.encoding
+
+    def make_master(self, values: Tensor, ledger: Ledger) -> None:
+        """Give master weights memory of their own, with the given values."""
+        self.master = values.to(dtype_of(self.plan.master.encoding), copy=True)
+        ledger.add("master", self.master.nbytes)
+
+
+class Unit:
+    """The parameters of one module (without those of units inside it), and their state.
+
+    A unit is RESTING until it is gathered, WHOLE while anyone has it open, and goes back through the ring's slot. Where its
+    residence at rest is whole it is WHOLE for ever.
+    """
+
+    def __init__(self, spec: UnitSpec, layout: UnitLayout, segments: list[Segment]) -> None:
+        self.name, self.module, self.layout, self.segments = spec.name, spec.module, layout, segments
+        holdings = {holding.fqns[0]: holding for holding in spec.holdings}
+        self.members = [
+            Member(holdings[span.fqn], span, segment) for segment in segments for span in segment.layout.spans
+        ]
+        first = segments[0]
+        self.shards = bool(steps(first.plan.param_rest, first.plan.param_compute, first._mesh))
+        self.state = UnitState.WHOLE
+        self.visits = 0
+        self.pinned = False
+        self.has_second = False
+        self.slot: Slot | None = None
+        self.handles: list[Handle] = []
+        self.storage: torch.UntypedStorage
+
+    @property
+    def title(self) -> str:
+        """The unit's name in messages."""
+        return self.name or f"{type(self.module).__name__} (root)"
+
+    def lay(self, device: torch.device) -> None:
+        """Allocate ``full`` for every segment, one after the other in one storage, zeroed."""
+        whole = torch.zeros(self.layout.num_bytes, dtype=torch.uint8, device=device)
+        self.storage, offset = whole.untyped_storage(), 0
+        for segment in self.segments:
+            num_bytes = segment.layout.padded * segment.layout.encoding.itemsize
+            segment.full = whole[offset : offset + num_bytes].view(segment.dtype)
+            offset += num_bytes
+
+    def adopt(self, member: Member) -> None:
+        """Copy a parameter's values into ``full`` and make the parameter a view of it, giving its own memory back."""
+        param, span = member.param, member.span
+        view = member.shaped(member.segment.full[span.offset : span.offset + span.num_elements])
+        with torch.no_grad():
+            if not param.is_meta:
+                view.copy_(param)
+        if param.is_meta or param.device != view.device or param.dtype != view.dtype:
+            self._replace(member, view)
+        else:
+            param.data = view
+
+    def _replace(self, member: Member, view: Tensor) -> None:
+        """Swap in a view of another device or dtype while the parameter stays the same object."""
+        param = member.param
+        try:
+            param.data = view
+        except RuntimeError:  # another device: only torch's own swap keeps the object
+            fresh = nn.Parameter(view, requires_grad=param.requires_grad)
+            torch.utils.swap_tensors(param, fresh)
+
+
+def check_supported(holding: Holding) -> None:
+    """Refuse, by name, parameters whose memory cannot be a view of a flat buffer."""
+    param, name = holding.param, holding.fqns[0]
+    plain = type(param) in (nn.Parameter, nn.parameter.Buffer) or isinstance(param, nn.Parameter)
+    if not plain or type(param.data) is not Tensor:
+        raise ConfigError(
+            f"parameter '{name}' is a {type(param.data).__name__}: its memory cannot be split; "
+            "pass the model before it is distributed or quantized"
+        )
+    if param.layout is not torch.strided:
+        raise ConfigError(f"parameter '{name}' is sparse ({param.layout}); use a dense parameter")
+    if param.is_complex() and param.requires_grad:
+        raise ConfigError(f"parameter '{name}' is complex; hold it as a real tensor of shape [..., 2] instead")

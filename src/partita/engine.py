@@ -16,7 +16,6 @@ from partita.checkpoint.export import export, open_weights
 from partita.checkpoint.whole import Whole
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh, Rendezvous
-from partita.comm.traffic import TrafficReport
 from partita.config.load import launch_environment, load_config
 from partita.config.resolve import Resolved, describe, resolve
 from partita.config.schema import Config
@@ -29,6 +28,7 @@ from partita.optim.step import StepResult, Updater
 from partita.optim.views import Views
 from partita.plan.residence import ENCODINGS
 from partita.plan.state_plan import StatePlan
+from partita.plan.traffic import TrafficReport
 from partita.sharding.assemble import Blueprint
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Segment
@@ -108,7 +108,8 @@ class Engine:
     """Trains a model under a plan. Made by :func:`initialize`; every method but the reports is called on all ranks.
 
     Attributes: ``module`` (the model), ``optimizer`` (a real ``torch.optim.Optimizer``), ``scheduler``, ``config``, ``mesh``, and
-    ``plan`` (unit name to its row of the residence table; the root unit is called ``""``).
+    ``plan`` (unit name to its row of the residence table; the root unit is called ``""``), ``units`` (each unit's layout and
+    rows, which :mod:`partita.estimate` reads).
     """
 
     def __init__(self, model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given, owns_mesh: bool) -> None:
@@ -121,7 +122,8 @@ class Engine:
         blueprint = Blueprint(settings, ENCODINGS[resolved.compute_dtype], resolved.mesh, mesh.rank)
         source = open_weights(given.weights) if given.weights is not None else None
         self._runtime = Runtime(model, blueprint, self._collectives, self._ledger, self._accumulate, source)
-        self.plan: dict[str, StatePlan] = {unit.name: unit.segments[0].plan for unit in self._runtime.units}
+        self.units = [unit.planned for unit in self._runtime.units]
+        self.plan: dict[str, StatePlan] = {unit.name: unit.segments[0].row for unit in self.units}
         if any(mesh.shape.group_size(plan.master.shard_axes) > 1 for plan in self.plan.values()):
             check_elementwise(self.optimizer)
         self._views = Views(self._runtime.units, self._ledger)
@@ -130,7 +132,14 @@ class Engine:
         scale = LossScale(settings.precision.loss_scale, resolved.compute_dtype == "fp16")
         reducer, executor = self._runtime.reducer, self._runtime.executor
         self._updater = Updater(
-            self._runtime.units, self._views, self.optimizer, reducer, executor, scale, settings.clip_grad_norm, self._ledger
+            self._runtime.units,
+            self._views,
+            self.optimizer,
+            reducer,
+            executor,
+            scale,
+            settings.clip_grad_norm,
+            self._ledger,
         )
         self._whole = Whole(self._runtime, self._views, self.optimizer)
         self.scheduler = self._make_scheduler(given.scheduler)
@@ -160,7 +169,11 @@ class Engine:
             PartitaError: ``loss`` is no scalar that depends on the parameters, or they were updated since its forward.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            said = f"shape {tuple(loss.shape)}, requires_grad {loss.requires_grad}" if isinstance(loss, Tensor) else type(loss)
+            said = (
+                f"shape {tuple(loss.shape)}, requires_grad {loss.requires_grad}"
+                if isinstance(loss, Tensor)
+                else type(loss)
+            )
             raise PartitaError(f"engine.backward: expected a scalar loss that depends on the parameters; got {said}")
         waves, scale = self._runtime.reducer.waves, self._updater.scale.value
         try:
@@ -329,5 +342,7 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()

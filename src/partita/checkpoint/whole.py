@@ -104,9 +104,8 @@ class Whole:
         if len({id(member.param) for _, member in chosen}) < len(wanted):
             raise PartitaError("engine.gathered: a given module or parameter is no part of the engine's model")
         units = list({id(unit): unit for unit, _ in chosen}.values())
-        for unit in units:
-            if unit.shards:
-                self._runtime.residency.open(unit)
+        sharded = [unit for unit in units if unit.shards]
+        self._runtime.residency.hold(sharded)
         before = {id(member.param): member.param._version for _, member in chosen}
         try:
             yield
@@ -120,9 +119,7 @@ class Whole:
                 for unit in units:
                     self._write_back(unit)
         finally:
-            for unit in units:
-                if unit.shards:
-                    self._runtime.residency.close(unit)
+            self._runtime.residency.let_go(sharded)
 
     def _write_back(self, unit: Unit) -> None:
         """Make rank 0's values those of all ranks, and of what rests."""
@@ -146,17 +143,19 @@ class Whole:
         """
         for unit in self._runtime.units:
             separate = {id(s): self._master_of(s) for s in unit.segments if master and not s.aliases_master}
-            if unit.shards:
-                self._runtime.residency.open(unit)
+            sharded = [unit] if unit.shards else []
+            self._runtime.residency.hold(sharded)
             try:
                 for member in unit.members:
                     full = separate.get(id(member.segment))
                     if full is None:
                         full = member.segment.full
-                    yield member, member.shaped(full[member.span.offset : member.span.offset + member.span.num_elements])
+                    yield (
+                        member,
+                        member.shaped(full[member.span.offset : member.span.offset + member.span.num_elements]),
+                    )
             finally:
-                if unit.shards:
-                    self._runtime.residency.close(unit)
+                self._runtime.residency.let_go(sharded)
 
     def _master_of(self, segment: Segment) -> Tensor | None:
         if segment.master is None or segment.holds_whole_master:

@@ -1,7 +1,8 @@
 """The collectives: the only file that calls those of ``torch.distributed``. Every call is counted.
 
-A reduction over a gloo group is an all-to-all and a local sum in rank order: it moves half of what gloo's own
-reduce-scatter moves, and its result does not depend on how a ring would have cut the tensor. NCCL reduces natively.
+Over a gloo group a reduction is a direct exchange and a local sum in rank order: it moves half of what gloo's own
+reduce-scatter moves, and its result does not depend on how a ring would have cut the tensor. An all-gather is a broadcast
+from every rank: as many bytes as gloo's own, without its flat copy of the whole. NCCL has both natively.
 """
 
 from collections.abc import Sequence
@@ -12,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from partita.comm.mesh import Mesh
-from partita.comm.traffic import TrafficKey, TrafficMeter
 from partita.errors import PartitaError
+from partita.plan.traffic import TrafficKey, TrafficMeter
 
 # torch 2.13 renamed the single-tensor collectives; earlier versions know the former names only.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -27,15 +28,15 @@ class _Work(Protocol):
 class Handle:
     """A collective under way. :meth:`wait` returns when its result may be used (on CUDA: by the current stream)."""
 
-    def __init__(self, work: _Work | None, what: str) -> None:
-        self._work, self._what = work, what
+    def __init__(self, works: Sequence[_Work | None], what: str) -> None:
+        self._works, self._what = works, what
 
     def wait(self) -> None:
-        work, self._work = self._work, None
-        if work is None:
-            return
+        works, self._works = self._works, ()
         try:
-            work.wait()
+            for work in works:
+                if work is not None:
+                    work.wait()
         except RuntimeError as error:
             raise PartitaError(
                 f"{self._what} failed: another rank ended, or did not join within the time-out "
@@ -55,47 +56,63 @@ class Collectives:
         num = self.mesh.shape.group_size(axes)
         self._count("all_gather", axes, purpose, (num - 1) * part.nbytes)
         group = self.mesh.group(axes, purpose)
-        work = _all_gather_single(whole, part, group=group, async_op=True)
-        return Handle(work, self._name("all-gather", axes, purpose))
+        works: list[_Work] = []
+        if self.ordered:
+            rows = whole.view(num, -1)
+            own = rows[self.mesh.index(axes)]
+            if own.data_ptr() != part.data_ptr():
+                own.copy_(part)
+            works += [dist.broadcast(rows[i], group=group, group_src=i, async_op=True) for i in range(num)]
+        else:
+            works.append(_all_gather_single(whole, part, group=group, async_op=True))
+        return Handle(works, self._name("all-gather", axes, purpose))
 
     def start_reduce_scatter(self, received: Tensor, sent: Tensor, axes: tuple[str, ...]) -> Handle:
         """Start reducing ``sent`` ``[group size * n]``; :meth:`finish_reduce_scatter` brings the sum.
 
         ``received`` is scratch memory of :meth:`received_elements` elements; both must be left alone until then.
         """
-        num = self.mesh.shape.group_size(axes)
+        num, own = self.mesh.shape.group_size(axes), self.mesh.index(axes)
         self._count("reduce_scatter", axes, "gradients", (num - 1) * sent.nbytes // num)
         group = self.mesh.group(axes, "gradients")
+        works: list[_Work | None] = []
         if self.ordered:
-            work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+            outgoing, incoming = sent.view(num, -1), received.view(num - 1, -1)
+            for distance in range(1, num):
+                source, target = (own - distance) % num, (own + distance) % num
+                works.append(dist.irecv(incoming[source - (source > own)], group=group, group_src=source))
+                works.append(dist.isend(outgoing[target], group=group, group_dst=target))
         else:
-            work = _reduce_scatter_single(received, sent, group=group, async_op=True)
-        return Handle(work, self._name("reduce-scatter", axes, "gradients"))
+            works.append(_reduce_scatter_single(received, sent, group=group, async_op=True))
+        return Handle(works, self._name("reduce-scatter", axes, "gradients"))
 
     def received_elements(self, num_sent: int, axes: tuple[str, ...]) -> int:
         """Elements of scratch memory that a reduction of ``num_sent`` elements needs."""
-        return num_sent if self.ordered else num_sent // self.mesh.shape.group_size(axes)
+        num = self.mesh.shape.group_size(axes)
+        return num_sent // num * (num - 1 if self.ordered else 1)
 
-    def finish_reduce_scatter(self, out: Tensor, received: Tensor, *, accumulate: bool) -> None:
-        """Write the sum, in rank order, of what :meth:`start_reduce_scatter` brought into ``out`` ``[n]`` (or add it)."""
-        parts = received.view(-1, out.numel())
-        if out.dtype.itemsize < 4 and len(parts) > 1:
-            total = parts[0].float()
-            for part in parts[1:]:
-                total.add_(part)
-        elif len(parts) > 1 and not accumulate:
-            total = torch.add(parts[0], parts[1], out=out)
-            for part in parts[2:]:
-                total.add_(part)
-            return
-        else:
-            total = parts[0]
-            for part in parts[1:]:
-                total.add_(part)
+    def finish_reduce_scatter(
+        self, out: Tensor, received: Tensor, sent: Tensor, axes: tuple[str, ...], *, accumulate: bool
+    ) -> None:
+        """Write what :meth:`start_reduce_scatter` brought, summed in rank order, into ``out`` ``[n]`` (or add it).
+
+        ``out`` may be this rank's part of ``sent``; ``received`` is overwritten.
+        """
+        if self.ordered:
+            num, own = self.mesh.shape.group_size(axes), self.mesh.index(axes)
+            parts = list(received.view(num - 1, -1))
+            scratch = parts[0]
+            parts.insert(own, sent.view(num, -1)[own])
+            if out.dtype.itemsize < 4:
+                received = parts[0].float()
+                for part in parts[1:]:
+                    received.add_(part)
+            else:
+                received = _sum(parts, scratch, scratch if accumulate else out)
         if accumulate:
-            out.add_(total)
-        else:
-            out.copy_(total)
+            out.add_(received)
+        elif received is not out:
+            out.copy_(received)
 
     def all_reduce(self, tensor: Tensor, axes: tuple[str, ...], purpose: str = "control") -> Tensor:
         """Sum ``tensor`` over the ranks, in place. For small or rare tensors: the order of the sum is the backend's."""
@@ -111,10 +128,10 @@ class Collectives:
         every = message.new_empty((num, message.numel()))
         if num == 1:
             every[0] = message
-            return every, Handle(None, "")
+            return every, Handle((), "")
         self._count("all_gather", axes, "control", (num - 1) * message.nbytes)
         work = _all_gather_single(every.view(-1), message, group=self.mesh.group(axes, "control"), async_op=True)
-        return every, Handle(work, self._name("exchange", axes, "control"))
+        return every, Handle([work], self._name("exchange", axes, "control"))
 
     def broadcast(self, tensors: Sequence[Tensor], axes: tuple[str, ...], purpose: str) -> None:
         """Overwrite ``tensors`` with those of the group's first rank."""
@@ -122,13 +139,12 @@ class Collectives:
         if num == 1:
             return
         group = self.mesh.group(axes, "parameters")
-        source = dist.get_global_rank(group, 0)
         works = []
         for tensor in tensors:
             self._count("broadcast", axes, purpose, (num - 1) * tensor.nbytes if self.mesh.index(axes) == 0 else 0)
-            works.append(dist.broadcast(tensor, source, group=group, async_op=True))
+            works.append(dist.broadcast(tensor, group=group, group_src=0, async_op=True))
         for work in works:
-            Handle(work, self._name("broadcast", axes, purpose)).wait()
+            Handle([work], self._name("broadcast", axes, purpose)).wait()
 
     def exchange_objects(self, value: object, axes: tuple[str, ...]) -> list[Any]:
         """Every rank's ``value``, in rank order. For rare, small Python values (reports, names in an error)."""
@@ -144,3 +160,11 @@ class Collectives:
 
     def _name(self, collective: str, axes: tuple[str, ...], purpose: str) -> str:
         return f"rank {self.mesh.rank}: {collective} of {purpose} over {','.join(axes)}"
+
+
+def _sum(parts: Sequence[Tensor], scratch: Tensor, out: Tensor) -> Tensor:
+    """The sum of ``parts`` from first to last, in ``out``; ``scratch`` takes what comes before the last addition."""
+    total = parts[0]
+    for part in parts[1:-1]:
+        total = torch.add(total, part, out=scratch)
+    return torch.add(total, parts[-1], out=out)

@@ -1,5 +1,7 @@
 """Who holds which bytes: fed by the code that allocates, never by guessing afterwards."""
 
+import resource
+import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -82,7 +84,7 @@ class Ledger:
 
 
 def process_memory() -> tuple[int, int]:
-    """Resident bytes of this process, now and at their peak (both 0 where the system does not say)."""
+    """Resident bytes of this process, now and at their peak (now: 0 where the system does not say)."""
     sizes = {"VmRSS:": 0, "VmHWM:": 0}
     try:
         with open("/proc/self/status") as status:
@@ -91,8 +93,6 @@ def process_memory() -> tuple[int, int]:
                 if name in sizes:
                     sizes[name] = int(rest[0]) * 1024
     except OSError:
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return 0, peak
+        unit = 1 if sys.platform == "darwin" else 1024
+        return 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return sizes["VmRSS:"], sizes["VmHWM:"]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from partita.memory.allocate import allocate
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event
 
@@ -25,6 +26,7 @@ class Slot:
     storage: torch.UntypedStorage
     num_bytes: int
     last_use: Event = field(default_factory=Event)
+    spare: bool = False
 
 
 class Ring:
@@ -34,12 +36,21 @@ class Ring:
         name: the ledger's state, and the name in warnings.
         sizes: bytes of every tensor that may be lent a slot.
         depth: slots in a class; a class that serves fewer tensors has one for each of these.
+        lasting: those of the sizes whose tensors keep their slot while others come and go: each has one beside ``depth``.
         ledger: where the slots' bytes are entered.
         backed: whether slots have memory of their own (not where a :class:`Loan` resizes instead of swapping).
     """
 
     def __init__(
-        self, name: str, sizes: Sequence[int], depth: int, ledger: Ledger, device: torch.device, backed: bool = True
+        self,
+        name: str,
+        sizes: Sequence[int],
+        depth: int,
+        ledger: Ledger,
+        device: torch.device,
+        *,
+        lasting: Sequence[int] = (),
+        backed: bool = True,
     ) -> None:
         self._name, self._device, self._ledger, self._backed = name, device, ledger, backed
         self._free: dict[int, list[Slot]] = {}
@@ -48,18 +59,23 @@ class Ring:
             if not self._free or size < CLASS_SHARE * min(self._free):
                 self._free[size] = []
         for size in self._free:
-            served = sum(1 for other in sizes if self._class_of(other) == size)
-            self._free[size] = [self._new(size) for _ in range(min(depth, served))]
+            served, kept = (sum(self._class_of(other) == size for other in group) for group in (sizes, lasting))
+            self._free[size] = [self._new(size) for _ in range(min(depth + kept, served))]
 
     def available(self, num_bytes: int) -> bool:
         """Whether a slot for ``num_bytes`` is free."""
         return bool(self._free[self._class_of(num_bytes)])
 
-    def borrow(self, num_bytes: int) -> Slot:
-        """A slot of at least ``num_bytes``; its ``last_use`` must be waited for before it is written."""
+    def borrow(self, num_bytes: int, spare: bool = False) -> Slot:
+        """A slot of at least ``num_bytes``; its ``last_use`` must be waited for before it is written.
+
+        Where none is free, ``spare`` asks for memory that is given up when the slot comes back, instead of a larger ring.
+        """
         free = self._free[self._class_of(num_bytes)]
         if free:
             return free.pop()
+        if spare:
+            return self._new(num_bytes, spare)
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -71,6 +87,9 @@ class Ring:
         return self._new(self._class_of(num_bytes))
 
     def give_back(self, slot: Slot, last_use: Event) -> None:
+        if slot.spare:
+            self._ledger.remove(self._name, slot.num_bytes)
+            return
         slot.last_use = last_use
         self._free[slot.num_bytes].append(slot)
 
@@ -80,9 +99,10 @@ class Ring:
             self._free[num_bytes] = []
         return min(large, default=num_bytes)
 
-    def _new(self, num_bytes: int) -> Slot:
+    def _new(self, num_bytes: int, spare: bool = False) -> Slot:
         self._ledger.add(self._name, num_bytes)
-        return Slot(torch.UntypedStorage(num_bytes if self._backed else 0, device=self._device), num_bytes)
+        memory = allocate(num_bytes if self._backed else 0, torch.uint8, self._device)
+        return Slot(memory.untyped_storage(), num_bytes, spare=spare)
 
 
 class Loan:

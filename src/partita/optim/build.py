@@ -14,7 +14,9 @@ from partita.errors import ConfigError
 Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-def build_optimizer(params: list[nn.Parameter], section: schema.Optimizer, given: Optimizer | Factory | None) -> Optimizer:
+def build_optimizer(
+    params: list[nn.Parameter], section: schema.Optimizer, given: Optimizer | Factory | None
+) -> Optimizer:
     """The user's optimizer, the one that the user's callable makes, or the config's (torch's fused kernels).
 
     Raises:
@@ -25,7 +27,9 @@ def build_optimizer(params: list[nn.Parameter], section: schema.Optimizer, given
     if given is not None:
         made = given(params)
         if not isinstance(made, Optimizer):
-            raise ConfigError(f"optimizer: the callable returned a {type(made).__name__}, expected a torch.optim.Optimizer")
+            raise ConfigError(
+                f"optimizer: the callable returned a {type(made).__name__}, expected a torch.optim.Optimizer"
+            )
         return made
     adam = {"lr": section.lr, "betas": tuple(section.betas), "eps": section.eps, "weight_decay": section.weight_decay}
     if section.name == "adamw":

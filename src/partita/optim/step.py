@@ -72,7 +72,13 @@ class Updater:
         ledger: Ledger,
     ) -> None:
         self._units, self._views, self.optimizer = units, views, optimizer
-        self._reducer, self._executor, self.scale, self._clip_norm, self._ledger = reducer, executor, scale, clip_norm, ledger
+        self._reducer, self._executor, self.scale, self._clip_norm, self._ledger = (
+            reducer,
+            executor,
+            scale,
+            clip_norm,
+            ledger,
+        )
         self._collectives: Collectives = reducer.collectives
         self._row = self._collectives.mesh.index(DATA)
         self._buckets = reducer.buckets
@@ -222,4 +228,3 @@ class Updater:
 def _square(grad: Tensor) -> Tensor:
     """The sum of squares, in float64."""
     return torch.linalg.vector_norm(grad, dtype=torch.float32).double().square()
-

@@ -107,10 +107,10 @@ class Views:
 
 
 def moment_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the optimizer's state tensors (step counters, which are single numbers, left out)."""
+    """Bytes of the optimizer's state tensors (the step counters left out)."""
     return sum(
         value.nbytes
         for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor) and value.dim() > 0
+        for key, value in state.items()
+        if isinstance(value, Tensor) and key != "step"
     )

@@ -1,7 +1,7 @@
 """The ranks as a grid with named axes.
 
-From the outermost (slowest-varying) axis to the innermost: pipeline, data, sequence, tensor. The data axis may itself be
-split into ``node`` x ``local`` (a rank's data coordinate is ``node * size("local") + local``), which is what the
+From the outermost (slowest-varying) axis to the innermost: pipeline, data, sequence, tensor. The data axis may itself
+be split into ``node`` x ``local`` (a rank's data coordinate is ``node * size("local") + local``), which is what the
 hierarchical preset communicates over.
 """
 
@@ -11,6 +11,11 @@ from partita.errors import ConfigError
 
 AXES = ("pipeline", "data", "sequence", "tensor")
 DATA_PARTS = ("node", "local")
+
+
+def expand(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """``axes`` with ``data`` written as its parts, ``node`` and ``local``."""
+    return tuple(part for axis in axes for part in (DATA_PARTS if axis == "data" else (axis,)))
 
 
 @dataclass(frozen=True)
@@ -74,9 +79,8 @@ class MeshShape:
 
     def groups(self, axes: tuple[str, ...]) -> list[list[int]]:
         """All communicators over ``axes``: lists of ranks in the order of :meth:`group_index`."""
-        expanded = tuple(part for axis in axes for part in (DATA_PARTS if axis == "data" else (axis,)))
-        others = tuple(a for a in ("pipeline", "node", "local", "sequence", "tensor") if a not in expanded)
+        others = tuple(axis for axis in expand(AXES) if axis not in expand(axes))
         found: dict[int, list[int]] = {}
         for rank in range(self.num_ranks):
             found.setdefault(self.group_index(rank, others), []).append(rank)
-        return [sorted(ranks, key=lambda r: self.group_index(r, expanded)) for ranks in found.values()]
+        return [sorted(ranks, key=lambda rank: self.group_index(rank, axes)) for ranks in found.values()]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from partita.plan.mesh_shape import MeshShape
+from partita.plan.mesh_shape import MeshShape, expand
 
 
 class Tier(Enum):
@@ -32,8 +32,11 @@ ENCODINGS = {encoding.name: encoding for encoding in (FP32, BF16, FP16)}
 class Residence:
     """The resting place of one state of one unit.
 
-    ``shard_axes``: the axes it is split over, outermost first; a rank holds the part of its :meth:`MeshShape.group_index`.
-    ``partial_axes``: the axes over which the ranks' values still have to be added up.
+    ``shard_axes``: the axes it is split over, outermost first; a rank holds the part of its
+    :meth:`MeshShape.group_index`. ``partial_axes``: the axes over which the ranks' values still have to be added up.
+
+    Raises:
+        ValueError: an axis is named twice (``data`` is both ``node`` and ``local``).
     """
 
     shard_axes: tuple[str, ...] = ()
@@ -42,8 +45,9 @@ class Residence:
     tier: Tier = Tier.DEVICE
 
     def __post_init__(self) -> None:
-        if set(self.shard_axes) & set(self.partial_axes):
-            raise ValueError(f"a state cannot be sharded and partial over the same axis: {self}")
+        axes = expand(self.shard_axes + self.partial_axes)
+        if len(set(axes)) < len(axes):
+            raise ValueError(f"a state is sharded or partial over an axis once at most (data: node, local): {self}")
 
     def num_elements(self, padded: int, mesh: MeshShape) -> int:
         """Elements a rank holds of a padded flat buffer of ``padded`` elements."""

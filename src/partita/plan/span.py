@@ -1,9 +1,10 @@
 """The layout of a unit: which range of which flat buffer holds which parameter.
 
-A unit's parameters are held in *segments*, one for each encoding and for parameters that train or do not when the layout
-is made. A segment is a flat buffer cut into equal parts, one a rank of the data axis. Every parameter starts, and every
-part ends, at a multiple of :data:`QUANTUM` elements, so block-wise encodings never straddle a cut and vectorized kernels
-meet the same tails wherever the cuts are. One layout serves gather, reduce, optimizer, tiers and checkpoint.
+A unit's parameters are held in *segments*, one for each encoding and for parameters that train or do not when the
+layout is made. A segment is a flat buffer cut into equal parts, one a rank of the data axis. Every parameter starts,
+and every part ends, at a multiple of :data:`QUANTUM` elements, so block-wise encodings never straddle a cut and
+vectorized kernels meet the same tails wherever the cuts are. One layout serves gather, reduce, optimizer, tiers and
+checkpoint.
 """
 
 import math
@@ -49,7 +50,7 @@ class Span:
         return self.stop - self.start
 
     def within(self, begin: int, end: int) -> "Span | None":
-        """The part of this span that lies in ``[begin, end)`` of the segment, with its offset counted from ``begin``."""
+        """What of this span lies in ``[begin, end)`` of the segment, its offset counted from ``begin``."""
         low, high = max(self.offset, begin), min(self.offset + self.num_elements, end)
         if low >= high:
             return None

@@ -1,8 +1,8 @@
 """The table: one row of residences says how a unit's states are kept through a training step.
 
-Rows are the presets users name by a ZeRO stage (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
-Parameter Models", 2020, section 5; the hierarchical row: Wang et al., "ZeRO++", 2023, section 3.2, hpZ). The planner, the
-simulator and the runtime read this very table; nothing else decides where a state rests.
+Rows are the presets users name by a ZeRO stage (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+Trillion Parameter Models", 2020, section 5; the hierarchical row: Wang et al., "ZeRO++", 2023, section 3.2, hpZ). The
+planner, the simulator and the runtime read this very table; nothing else decides where a state rests.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ LOCAL = ("local",)
 
 @dataclass(frozen=True)
 class Encodings:
-    """The encoding of each state: parameters in compute, master weights, gradients (at rest and on the wire), moments."""
+    """The encoding of parameters in compute, master weights, gradients (at rest and on the wire) and moments."""
 
     compute: Encoding = FP32
     master: Encoding = FP32
@@ -27,8 +27,8 @@ class Encodings:
 class StatePlan:
     """One row of the table: the residence of each state at each phase of a step.
 
-    ``param_rest`` between steps; ``param_compute`` inside a unit's forward or backward; ``param_between`` from the end of
-    the unit's forward to the start of its backward; ``grad_arrival`` as autograd leaves it; ``grad_between`` between
+    ``param_rest`` between steps; ``param_compute`` inside a unit's forward or backward; ``param_between`` from the end
+    of the unit's forward to the start of its backward; ``grad_arrival`` as autograd leaves it; ``grad_between`` between
     micro-batches; ``grad_step`` when the optimizer runs; ``master`` and ``moments`` always.
     """
 
@@ -45,7 +45,7 @@ class StatePlan:
 
 @dataclass(frozen=True)
 class _Row:
-    """A preset in the form of DESIGN's table: the shard axes of each column; ``partial`` gradients are summed at the step."""
+    """A preset: the shard axes of each column. ``partial`` gradients are summed at the step, not before."""
 
     rest: tuple[str, ...] = ()
     between: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ PRESETS = {
 }
 
 
-def preset(name: str, encodings: Encodings = Encodings()) -> StatePlan:  # noqa: B008 - an immutable value
+def preset(name: str, encodings: Encodings = Encodings()) -> StatePlan:
     """The row called ``name`` (a key of :data:`PRESETS`) with the given encodings, everything on the device tier."""
     row, e = PRESETS[name], encodings
     return StatePlan(

@@ -1,43 +1,57 @@
 """The operations that take a state from one residence to another: the only place that knows how a state moves.
 
-The order is always the same: read from disk, re-encode (so that the wire carries the destination's encoding), copy to the
-device if anything is to be communicated, reduce, gather, slice, copy to the destination's tier, write to disk. Axes of
-size 1 take part in nothing: there a shard *is* the whole, and the list of operations is empty.
+The order is always the same: read from disk, slice where nothing has to be communicated before, re-encode (so that the
+wire carries the destination's encoding), copy to the device if anything is communicated, communicate, copy to the
+destination's tier, write to disk. Axes of size 1 take part in nothing: there a shard *is* the whole, and the list of
+operations is empty.
 """
 
 from dataclasses import dataclass
+from itertools import groupby, takewhile
 
-from partita.plan.mesh_shape import DATA_PARTS, MeshShape
+from partita.plan.mesh_shape import MeshShape, expand
 from partita.plan.residence import Encoding, Residence, Tier
 
 
 @dataclass(frozen=True)
 class AllGather:
+    """Each rank gets the parts of all ranks of its group, in group order; ``axes`` are the innermost shard axes."""
+
     axes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class ReduceScatter:
+    """The sum over a group, of which each rank keeps the part of its group index."""
+
     axes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class AllReduce:
+    """The sum over a group, whole on each of its ranks."""
+
     axes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Slice:
+    """Each rank keeps the part of its index in the group; nothing is communicated."""
+
     axes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Encode:
+    """The values in another encoding."""
+
     encoding: Encoding
 
 
 @dataclass(frozen=True)
 class Copy:
+    """Between device and host."""
+
     tier: Tier
 
 
@@ -57,54 +71,67 @@ Step = AllGather | ReduceScatter | AllReduce | Slice | Encode | Copy | Read | Wr
 def steps(src: Residence, dst: Residence, mesh: MeshShape) -> tuple[Step, ...]:
     """The ordered operations from ``src`` to ``dst``; empty when nothing has to move.
 
+    Operations over all of the data axis name it ``data``; only those over a part of it name ``node`` or ``local``.
+
     Raises:
-        ValueError: ``dst`` is partial over an axis over which ``src`` is not (a sum cannot be undone), or ``src`` is
-            partial over some axes and ``dst`` sharded over others, which no single reduction does.
+        ValueError: ``dst`` is partial over an axis over which ``src`` is not (a sum cannot be undone).
     """
-    split = any(axis in DATA_PARTS for r in (src, dst) for axis in (*r.shard_axes, *r.partial_axes))
-    src_shard, dst_shard = (_active(r.shard_axes, mesh, split) for r in (src, dst))
-    src_partial, dst_partial = (_active(r.partial_axes, mesh, split) for r in (src, dst))
+    src_shard, dst_shard = _active(src.shard_axes, mesh), _active(dst.shard_axes, mesh)
+    src_partial, dst_partial = _active(src.partial_axes, mesh), _active(dst.partial_axes, mesh)
     if not set(dst_partial) <= set(src_partial):
         raise ValueError(f"a sum over {dst_partial} cannot be undone: {src} -> {dst}")
 
-    communicated = _communicate(src_shard, dst_shard, tuple(a for a in src_partial if a not in dst_partial))
-    tier, ops = src.tier, list[Step]()
-    if tier is Tier.DISK and (communicated or dst.tier is not Tier.DISK or src.encoding != dst.encoding):
+    moves = _moves(src_shard, dst_shard, tuple(axis for axis in src_partial if axis not in dst_partial), mesh)
+    if not moves and (src.encoding, src.tier) == (dst.encoding, dst.tier):
+        return ()
+    ops, tier = list[Step](), src.tier
+    if tier is Tier.DISK:
         ops.append(Read())
         tier = Tier.HOST
+    cuts = list(takewhile(lambda move: isinstance(move, Slice), moves))
+    ops += cuts
     if src.encoding != dst.encoding:
         ops.append(Encode(dst.encoding))
-    if any(not isinstance(op, Slice) for op in communicated) and tier is not Tier.DEVICE:
+    communicated = moves[len(cuts) :]
+    if communicated and tier is not Tier.DEVICE:
         ops.append(Copy(Tier.DEVICE))
         tier = Tier.DEVICE
     ops += communicated
-    if tier is not dst.tier:
-        if Tier.DEVICE in (tier, dst.tier):
-            ops.append(Copy(Tier.DEVICE if dst.tier is Tier.DEVICE else Tier.HOST))
-        if dst.tier is Tier.DISK:
-            ops.append(Write())
+    landing = Tier.HOST if dst.tier is Tier.DISK else dst.tier
+    if tier is not landing:
+        ops.append(Copy(landing))
+    if dst.tier is Tier.DISK:
+        ops.append(Write())
     return tuple(ops)
 
 
-def _active(axes: tuple[str, ...], mesh: MeshShape, split: bool) -> tuple[str, ...]:
-    """``axes`` without those of size 1, with data written as node x local where either side names those."""
-    expanded = (part for axis in axes for part in (DATA_PARTS if split and axis == "data" else (axis,)))
-    return tuple(axis for axis in expanded if mesh.size(axis) > 1)
+def _moves(src: tuple[str, ...], dst: tuple[str, ...], reduced: tuple[str, ...], mesh: MeshShape) -> list[Step]:
+    """From shards over ``src``, to be summed over ``reduced``, to shards over ``dst``; encodings and tiers aside."""
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(src, dst, strict=False)))
+    gathered, cut = src[common:], dst[common:]
+    moves = list[Step]()
+    if gathered:  # sums come first, while a rank holds little
+        if reduced:
+            moves.append(AllReduce(_named(reduced, mesh)))
+        moves.append(AllGather(_named(gathered, mesh)))
+        reduced = ()
+    for is_summed, run in groupby(cut, lambda axis: axis in reduced):
+        axes = _named(tuple(run), mesh)
+        moves.append(ReduceScatter(axes) if is_summed else Slice(axes))
+    if left := tuple(axis for axis in reduced if axis not in cut):
+        moves.append(AllReduce(_named(left, mesh)))
+    return moves
 
 
-def _communicate(src: tuple[str, ...], dst: tuple[str, ...], reduced: tuple[str, ...]) -> list[Step]:
-    """Reductions, gathers and slices between two shardings, once encodings and tiers are put aside."""
-    if reduced:
-        scattered = tuple(axis for axis in dst if axis not in src)
-        if dst[: len(src)] != src or (scattered and scattered != reduced):
-            raise ValueError(f"no single reduction over {reduced} turns shards over {src} into shards over {dst}")
-        return [ReduceScatter(reduced) if scattered else AllReduce(reduced)]
-    common = 0
-    while common < min(len(src), len(dst)) and src[common] == dst[common]:
-        common += 1
-    ops = list[Step]()
-    if src[common:]:
-        ops.append(AllGather(src[common:]))
-    if dst[common:]:
-        ops.append(Slice(dst[common:]))
-    return ops
+def _active(axes: tuple[str, ...], mesh: MeshShape) -> tuple[str, ...]:
+    """``axes`` without those of size 1, with data as its parts."""
+    return tuple(axis for axis in expand(axes) if mesh.size(axis) > 1)
+
+
+def _named(axes: tuple[str, ...], mesh: MeshShape) -> tuple[str, ...]:
+    """Active ``axes`` with the parts of data, where all are there in their order, as data again."""
+    parts = _active(("data",), mesh)
+    for at in range(len(axes)):
+        if parts and axes[at : at + len(parts)] == parts:
+            return (*axes[:at], "data", *axes[at + len(parts) :])
+    return axes

@@ -96,7 +96,6 @@ class Assembly:
 
     def fill(self, unit: Unit) -> None:
         """Move a unit's values into its buffers, the same on every rank, and keep what rests; the unit is left whole."""
-        unit.lay(self._device)
         fresh = [member for member in unit.members if member.param.is_meta]
         for member in unit.members:
             unit.adopt(member)

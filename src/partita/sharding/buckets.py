@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from partita.comm.collectives import Handle
+from partita.memory.allocate import allocate
 from partita.memory.ring import Slot
 from partita.plan.mesh_shape import MeshShape
+from partita.plan.planned import share_buckets
 from partita.plan.steps import AllReduce, ReduceScatter, steps
 from partita.sharding.dtypes import dtype_of
 from partita.sharding.unit import Member, Segment
@@ -107,10 +109,10 @@ class Bucket:
         if self.in_place or self.shard is not None:
             return 0
         if self.rests_whole:
-            self.whole = torch.zeros((self.num_rows, self.columns), dtype=self.dtype, device=device)
+            self.whole = allocate(self.num_elements, self.dtype, device).view(self.num_rows, -1)
             self.shard = self.whole[row]
             return self.whole.nbytes
-        self.shard = torch.zeros(self.columns, dtype=self.dtype, device=device)
+        self.shard = allocate(self.columns, self.dtype, device)
         return self.shard.nbytes
 
     def absorb(self, member: Member, divisor: int) -> None:
@@ -180,25 +182,11 @@ class Bucket:
         return member.shaped(self.whole.view(-1)[offset : offset + member.span.num_elements])
 
 
-def make_buckets(segments: Sequence[tuple[Segment, Sequence[Member]]], mesh: MeshShape, max_bytes: int) -> list[Bucket]:
-    """Group the trainable segments, in the order in which they will be reduced.
-
-    Neighbours share a bucket while they fit in ``max_bytes``. A gradient that the optimizer sees whole has a bucket of its
-    own, so that it keeps its parameter's shape.
-    """
-    groups: list[list[tuple[Segment, Sequence[Member]]]] = []
-    room = 0
-    for segment, members in segments:
-        plan = segment.plan
-        size = segment.layout.padded * plan.grad_step.encoding.itemsize
-        whole = mesh.group_size(plan.grad_step.shard_axes) == 1
-        if groups and not whole and size <= room:
-            groups[-1].append((segment, members))
-            room -= size
-        else:
-            groups.append([(segment, members)])
-            room = max_bytes - size
-    return [
-        Bucket(index, [segment for segment, _ in group], [m for _, members in group for m in members], mesh)
-        for index, group in enumerate(groups)
-    ]
+def make_buckets(segments: Sequence[tuple[Segment, Sequence[Member]]], mesh: MeshShape) -> list[Bucket]:
+    """The buckets of the given segments and their members, in the order in which they will be reduced."""
+    buckets = []
+    for index, positions in enumerate(share_buckets([segment.planned for segment, _ in segments], mesh)):
+        group = [segments[position] for position in positions]
+        members = [member for _, members in group for member in members]
+        buckets.append(Bucket(index, [segment for segment, _ in group], members, mesh))
+    return buckets

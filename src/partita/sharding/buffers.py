@@ -30,4 +30,3 @@ class BufferSync:
 
     def _remember(self) -> None:
         self._versions = {id(buffer): buffer._version for buffer in self._model.buffers()}
-

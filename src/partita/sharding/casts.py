@@ -1,13 +1,12 @@
 """Dtypes at the borders: the model's floating-point inputs, and the modules that stay in fp32."""
 
-import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from partita.errors import ConfigError
+from partita.sharding.group_units import modules_like
 from partita.sharding.nested import map_tensors
 
 
@@ -17,17 +16,12 @@ def keep_fp32_modules(model: nn.Module, patterns: Sequence[str]) -> set[int]:
     Raises:
         ConfigError: a pattern matches no module.
     """
-    found = set[int]()
-    for pattern in patterns:
-        matches = [
-            module
-            for name, module in model.named_modules()
-            if type(module).__name__ == pattern or (name and fnmatch.fnmatchcase(name, pattern))
-        ]
-        if not matches:
-            raise ConfigError(f"precision.keep_fp32: '{pattern}' matches no module of {type(model).__name__} by class or name")
-        found.update(id(inner) for module in matches for inner in module.modules())
-    return found
+    return {
+        id(inner)
+        for pattern in patterns
+        for module in modules_like(model, pattern, "precision.keep_fp32")
+        for inner in module.modules()
+    }
 
 
 def cast_borders(model: nn.Module, compute: torch.dtype, kept: set[int]) -> None:

@@ -1,9 +1,11 @@
 """Runs the table's steps on a unit's tensors: gather, release, publish. Knows how, never when."""
 
+import torch
 from torch import Tensor
 
 from partita.comm.collectives import Collectives, Handle
-from partita.memory.ring import Loan, Ring
+from partita.memory.allocate import allocate
+from partita.memory.ring import Loan, Ring, Slot
 from partita.memory.streams import Event, Stream, record
 from partita.plan.residence import Residence
 from partita.plan.steps import AllGather, Encode, Slice, steps
@@ -28,13 +30,12 @@ class Executor:
         """Whether the ring has a slot left for this unit."""
         return self._ring.available(unit.layout.num_bytes)
 
-    def start_gather(self, unit: Unit) -> None:
+    def start_gather(self, unit: Unit, spare: bool = False) -> None:
         """RESTING to GATHERING: from the second shard where there is one, else from the shard at rest."""
         assert unit.state is UnitState.RESTING
-        unit.slot = self._ring.borrow(unit.layout.num_bytes)
-        self._loan.lend(unit.storage, unit.slot)
+        slot = self._lend(unit, spare)
         with self._stream.use():
-            unit.slot.last_use.wait()
+            slot.last_use.wait()
             self._published.wait()
             for segment in unit.segments:
                 plan, source, target = segment.plan, segment.rest, segment.plan.param_compute
@@ -43,6 +44,20 @@ class Executor:
                 else:
                     unit.handles += self._move(source, segment.full, plan.param_rest, target)
         unit.state = UnitState.GATHERING
+
+    def lay(self, unit: Unit) -> None:
+        """Give a new unit its storage: memory of its own where it rests whole, else a slot until it is released."""
+        if unit.shards:
+            unit.storage = torch.UntypedStorage(0, device=self._mesh.device)
+            self._lend(unit).last_use.wait()
+            unit.lay(unit.storage)
+        else:
+            unit.lay(allocate(unit.layout.num_bytes, torch.uint8, self._mesh.device).untyped_storage())
+
+    def _lend(self, unit: Unit, spare: bool = False) -> Slot:
+        unit.slot = self._ring.borrow(unit.layout.num_bytes, spare)
+        self._loan.lend(unit.storage, unit.slot)
+        return unit.slot
 
     def finish_gather(self, unit: Unit) -> None:
         """GATHERING to WHOLE: the current stream may use the parameters from here on."""

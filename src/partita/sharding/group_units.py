@@ -1,8 +1,9 @@
 """Which parameters are gathered and released together: a model's units.
 
-With ``units: auto`` every repeated block is a unit (a child of a ``ModuleList`` or ``Sequential`` that has a sibling of its
-class), and so is a large embedding or linear layer outside the blocks; the root unit takes the rest. A tied parameter
-lives in the deepest unit that contains all modules that hold it.
+With ``units: auto`` every repeated block is a unit (a child of a ``ModuleList`` or ``Sequential`` that has a sibling of
+its class), and so is a large embedding or linear layer outside the blocks; the root unit takes the rest. A tied
+parameter lives in the deepest unit that contains every place it is used from. Units come in the order of the model's
+modules, which is as a rule that of its forward: reductions go through them backwards.
 """
 
 import fnmatch
@@ -40,25 +41,51 @@ def group_units(model: nn.Module, choice: str | Sequence[str] = "auto") -> list[
     """The units of a model, in the order of its modules, the root unit first.
 
     Args:
-        choice: ``"auto"``, or module class names and patterns of fully qualified names (``layers.*``).
+        choice: ``"auto"``, or module class names and patterns of names (see :func:`modules_like`).
 
     Raises:
         ConfigError: a given name or pattern matches no module.
     """
-    roots = dict(_auto(model) if isinstance(choice, str) else _chosen(model, choice))
-    roots.pop("", None)
-    units = {"": UnitSpec("", model)} | {name: UnitSpec(name, module) for name, module in roots.items()}
+    modules = _auto(model) if isinstance(choice, str) else _chosen(model, choice)
+    chosen = {id(model), *(id(module) for module in modules)}
+    units = {id(module): UnitSpec(name, module) for name, module in model.named_modules() if id(module) in chosen}
+    at = {path: id(module) for path, module in _paths(model) if id(module) in chosen}
     for holding in find_holdings(model):
-        paths = [fqn.rpartition(".")[0] for fqn in holding.fqns]
-        inside = [name for name in units if all(_contains(name, path) for path in paths)]
-        units[max(inside, key=len)].holdings.append(holding)
+        around = [[at[path] for path in _outer_paths(fqn) if path in at] for fqn in holding.fqns]
+        inside = [unit for unit in around[0] if all(unit in others for others in around)]
+        units[inside[-1]].holdings.append(holding)
     return [unit for unit in units.values() if unit.holdings]
+
+
+def modules_like(model: nn.Module, pattern: str, key: str) -> list[nn.Module]:
+    """The modules of class ``pattern``, and those whose fully qualified name matches it (``layers.*``, ``*.norm``).
+
+    A name inside a name that matches is left out: ``layers.*`` are the layers, not what is in them.
+
+    Raises:
+        ConfigError: there are none; ``key`` is the config's key that names them.
+    """
+    found, outer = list[nn.Module](), ""
+    for name, module in model.named_modules():
+        inside = bool(outer) and _contains(outer, name)
+        if name and not inside and fnmatch.fnmatchcase(name, pattern):
+            outer = name
+            found.append(module)
+        elif type(module).__name__ == pattern:
+            found.append(module)
+    if not found:
+        classes = sorted({type(module).__name__ for module in model.modules()})
+        raise ConfigError(
+            f"{key}: '{pattern}' matches no module of {type(model).__name__} by class or name; "
+            f"its module classes are {', '.join(classes[:20])}"
+        )
+    return found
 
 
 def find_holdings(model: nn.Module) -> list[Holding]:
     """Every parameter once, with all its names and owners, in the order of ``named_parameters``."""
     found: dict[int, Holding] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in _paths(model):
         for attribute, param in module._parameters.items():
             if param is None:
                 continue
@@ -69,6 +96,19 @@ def find_holdings(model: nn.Module) -> list[Holding]:
     return list(found.values())
 
 
+def _paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every name of every module: a shared module has several."""
+    yield from model.named_modules(remove_duplicate=False)
+
+
+def _outer_paths(fqn: str) -> Iterator[str]:
+    """The names of the modules around a parameter, outermost first; the model's own is empty."""
+    yield ""
+    parts = fqn.split(".")
+    for end in range(1, len(parts)):
+        yield ".".join(parts[:end])
+
+
 def _contains(outer: str, path: str) -> bool:
     return not outer or path == outer or path.startswith(outer + ".")
 
@@ -77,21 +117,25 @@ def _bytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
-def _auto(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _chosen(model: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
+    for pattern in patterns:
+        yield from modules_like(model, pattern, "zero.units")
+
+
+def _auto(model: nn.Module) -> Iterator[nn.Module]:
     blocks = dict(_blocks(model, ""))
-    yield from blocks.items()
+    yield from blocks.values()
     least = LEAF_SHARE * max((_bytes(block) for block in blocks.values()), default=float("inf"))
-    holders = Counter(id(h.param) for h in find_holdings(model) for _ in h.fqns)
+    names = {id(holding.param): len(holding.fqns) for holding in find_holdings(model)}
     attention = [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
     for name, module in model.named_modules():
-        alone = all(holders[id(p)] == 1 for p in module.parameters())
         if (
             isinstance(module, nn.Embedding | nn.Linear)
-            and alone
+            and all(names[id(param)] == 1 for param in module.parameters())
             and _bytes(module) >= least
             and not any(_contains(outer, name) for outer in (*blocks, *attention))
         ):
-            yield name, module
+            yield module
 
 
 def _blocks(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -106,19 +150,3 @@ def _blocks(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
             yield full, child
         else:
             yield from _blocks(child, full)
-
-
-def _chosen(model: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    for pattern in patterns:
-        matches = [
-            (name, module)
-            for name, module in model.named_modules()
-            if type(module).__name__ == pattern or (name and fnmatch.fnmatchcase(name, pattern))
-        ]
-        if not matches:
-            classes = sorted({type(module).__name__ for module in model.modules()})
-            raise ConfigError(
-                f"zero.units: '{pattern}' matches no module of {type(model).__name__} by class or name; "
-                f"its module classes are {', '.join(classes[:20])}"
-            )
-        yield from matches

@@ -50,6 +50,7 @@ class UnitHooks:
         self._residency.open(self._unit)
         if torch.is_grad_enabled():
             for tensor in tensors_in((args, kwargs)):
+                visit.inputs.append(tensor)
                 # A leaf's gradient is accumulated as soon as it is ready, before the rest of the unit's backward.
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(lambda _: self._residency.close_backward(visit))
@@ -67,8 +68,11 @@ class UnitHooks:
         if any(tensor.untyped_storage().data_ptr() == base for tensor in tensors_in(output)):
             output = map_tensors(output, own)
         if torch.is_grad_enabled():
+            passed = {id(tensor) for tensor in visit.inputs}
             for tensor in tensors_in(output):
-                graph |= self._mark(tensor, visit)
+                if id(tensor) not in passed:
+                    graph |= self._mark(tensor, visit)
+        visit.inputs.clear()
         self._residency.close(self._unit, between=graph)
         return output
 

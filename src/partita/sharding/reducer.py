@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from partita.comm.collectives import Collectives
 from partita.memory.ledger import Ledger
@@ -18,7 +17,7 @@ from partita.memory.ring import Ring
 from partita.memory.streams import Stream, record
 from partita.plan.steps import AllReduce
 from partita.sharding.buckets import Bucket, BucketState
-from partita.sharding.unit import Member
+from partita.sharding.unit import Member, over
 
 DATA = ("data",)
 # How many buckets may be filled or under way at a time, and how many received parts are held.
@@ -48,6 +47,7 @@ class GradientReducer:
         self._in_flight: deque[Bucket] = deque()
         self._next = 0
         self._task: int | None = None
+        self._left_in_place = 0
         self.waves = 0
         self.reduce_now = True
         self.synchronize = True
@@ -71,6 +71,9 @@ class GradientReducer:
     def arrived(self, member: Member) -> None:
         """A parameter's gradient is in its ``.grad``."""
         bucket = self._bucket_of[id(member)]
+        if bucket.in_place and id(member) not in bucket.used and member.param.grad is not None:
+            self._left_in_place += member.param.grad.nbytes
+            self._ledger.add("gradients", member.param.grad.nbytes)
         bucket.used.add(id(member))
         if bucket.in_place or (not self.synchronize and not bucket.rests_whole):
             return
@@ -79,7 +82,9 @@ class GradientReducer:
         if bucket.rests_whole:
             self._reopen(bucket)
             bucket.absorb(member, self.divisor)
-        elif bucket.index == self._next or (bucket.index == self._next + 1 and self._sending.available(bucket.num_bytes)):
+        elif bucket.index == self._next or (
+            bucket.index == self._next + 1 and self._sending.available(bucket.num_bytes)
+        ):
             self._fill(bucket)
             bucket.absorb(member, self.divisor)
         if self._reducing(bucket):
@@ -116,14 +121,16 @@ class GradientReducer:
     # ------------------------------------------------------------- one reduction
 
     def _fill(self, bucket: Bucket) -> None:
-        """Give a bucket memory to collect in."""
+        """Give a bucket memory to collect in, once what it sent in the last wave has arrived."""
+        while bucket.state is BucketState.LAUNCHED:
+            self._finish()
         if bucket.whole is None:
             while not self._sending.available(bucket.num_bytes) and self._in_flight:
                 self._finish()
             slot = self._sending.borrow(bucket.num_bytes)
             slot.last_use.wait()
             bucket.slots.append(slot)
-            bucket.whole = _tensor(slot.storage, bucket.dtype, bucket.num_elements).view(bucket.num_rows, -1)
+            bucket.whole = over(slot.storage, bucket.dtype, bucket.num_elements).view(bucket.num_rows, -1)
             bucket.clear_gaps()
 
     def _reopen(self, bucket: Bucket) -> None:
@@ -154,7 +161,7 @@ class GradientReducer:
         num = self.collectives.received_elements(bucket.num_elements, DATA)
         slot = self._receiving.borrow(num * bucket.dtype.itemsize)
         bucket.slots.append(slot)
-        bucket.received = _tensor(slot.storage, bucket.dtype, num)
+        bucket.received = over(slot.storage, bucket.dtype, num)
         filled = record(self._device)
         with self._stream.use():
             filled.wait()
@@ -171,11 +178,14 @@ class GradientReducer:
         bucket = self._in_flight.popleft()
         assert bucket.handle is not None
         assert bucket.received is not None
+        assert bucket.whole is not None
         assert bucket.shard is not None
         with self._stream.use():
             bucket.handle.wait()
             accumulate = bucket.filled and not bucket.rests_whole
-            self.collectives.finish_reduce_scatter(bucket.shard, bucket.received, accumulate=accumulate)
+            self.collectives.finish_reduce_scatter(
+                bucket.shard, bucket.received, bucket.whole.view(-1), DATA, accumulate=accumulate
+            )
             if bucket.carry is not None:
                 bucket.shard.add_(bucket.carry)
                 self._ledger.remove("gradients", bucket.carry.nbytes)
@@ -202,7 +212,9 @@ class GradientReducer:
 
     def leftovers(self) -> list[bool]:
         """For each bucket, whether this rank holds gradients that no wave has taken."""
-        return [bool(bucket.reduces) and (bool(bucket.arrived) or bool(self._waiting(bucket))) for bucket in self.buckets]
+        return [
+            bool(bucket.reduces) and (bool(bucket.arrived) or bool(self._waiting(bucket))) for bucket in self.buckets
+        ]
 
     def launch(self, chosen: Sequence[bool]) -> None:
         """Reduce the chosen buckets (the same on every rank), in order, and end the wave."""
@@ -236,6 +248,8 @@ class GradientReducer:
     def zero(self) -> None:
         """Forget all gradients; their memory is kept for the next step where the table says that it rests."""
         self.suspect = False
+        self._ledger.remove("gradients", self._left_in_place)
+        self._left_in_place = 0
         for bucket in self.buckets:
             for member in bucket.members:
                 member.param.grad = None
@@ -244,6 +258,3 @@ class GradientReducer:
             bucket.used.clear()
             bucket.filled, bucket.state = False, BucketState.OPEN
 
-
-def _tensor(storage: torch.UntypedStorage, dtype: torch.dtype, num_elements: int) -> Tensor:
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (num_elements,))  # type: ignore[call-overload,no-any-return]

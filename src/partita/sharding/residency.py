@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from partita.errors import PartitaError
 from partita.sharding.agreement import STEP, Agreement
@@ -21,12 +21,12 @@ from partita.sharding.unit import Unit, UnitState
 
 @dataclass(eq=False)
 class Visit:
-    """One forward through a unit whose graph may come back in backward."""
+    """One forward through a unit whose graph may come back in backward; ``inputs`` are held while it runs."""
 
     unit: Unit
     version: int
     opened: bool = False
-    inputs: list[object] = field(default_factory=list)
+    inputs: list[Tensor] = field(default_factory=list)
 
 
 class Residency:
@@ -69,12 +69,11 @@ class Residency:
         """End a visit; at the last one the unit goes to rest, or (``between``) to where it waits for its backward."""
         assert unit.visits > 0
         unit.visits -= 1
-        if unit.visits or unit.pinned or unit.state is not UnitState.WHOLE:
+        if unit.in_use or unit.state is not UnitState.WHOLE:
             return
         if between:
             self._executor.keep_second(unit)
-            plan = unit.segments[0].plan
-            if not plan.param_between.shard_axes or self._recomputes(unit):
+            if unit.stays_whole or self._recomputes(unit):
                 return
         self._executor.release(unit)
         self._prefetch()
@@ -142,6 +141,23 @@ class Residency:
         self.open(unit)
         unit.visits -= 1
 
+    def hold(self, units: Sequence[Unit]) -> None:
+        """Make units whole outside of any forward, in memory beyond the ring's, until the matching :meth:`let_go`."""
+        for unit in units:
+            unit.holds += 1
+            if unit.state is UnitState.RESTING:
+                self._gather(unit, must=True, spare=True)
+        for unit in units:
+            if unit.state is UnitState.GATHERING:
+                self._agreement.verify()
+                self._executor.finish_gather(unit)
+
+    def let_go(self, units: Sequence[Unit]) -> None:
+        """End a :meth:`hold`."""
+        for unit in units:
+            unit.holds -= 1
+        self._rest_idle()
+
     def reset(self) -> None:
         """Close what an exception left open. Called when no forward and no backward is under way."""
         self._backward.clear()
@@ -168,7 +184,7 @@ class Residency:
 
     def _rest_idle(self) -> None:
         for unit in self.units:
-            if unit.visits == 0 and not unit.pinned and unit.state is not UnitState.RESTING:
+            if not unit.in_use and unit.state is not UnitState.RESTING:
                 self._evict(unit)
 
     def _evict(self, unit: Unit) -> None:
@@ -179,16 +195,16 @@ class Residency:
 
     # ----------------------------------------------------------------- prefetch
 
-    def _gather(self, unit: Unit, *, must: bool) -> bool:
-        """Start a gather; where the ring is full, idle units make room first if it ``must`` be."""
+    def _gather(self, unit: Unit, *, must: bool, spare: bool = False) -> bool:
+        """Start a gather; where the ring is full, idle units make room first if it ``must`` be, and ``spare`` memory may serve."""
         if must and not self._executor.can_gather(unit):
             for idle in self.units:
-                if idle.visits == 0 and not idle.pinned and idle.state is not UnitState.RESTING and idle is not unit:
+                if not idle.in_use and idle.state is not UnitState.RESTING and idle is not unit:
                     self._evict(idle)
         elif not must and not self._executor.can_gather(unit):
             return False
         self._agreement.post(self._number[id(unit)])
-        self._executor.start_gather(unit)
+        self._executor.start_gather(unit, spare)
         return True
 
     def _follow(self, unit: Unit) -> None:
@@ -203,7 +219,7 @@ class Residency:
         ahead, place = 0, self._position
         while place < len(self._order):
             unit = self._order[place]
-            if unit.visits == 0:
+            if not unit.in_use:
                 ahead += unit.layout.num_bytes
                 if ahead > self._prefetch_bytes:
                     return

@@ -13,10 +13,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 _METADATA = frozenset(
-    "shape dtype device requires_grad grad is_leaf ndim layout is_cuda is_cpu is_meta grad_fn names _version is_sparse "
-    "is_quantized size dim numel stride is_floating_point requires_grad_ is_contiguous element_size nelement is_complex "
-    "__hash__ __len__ register_hook register_post_accumulate_grad_hook storage_offset retains_grad itemsize nbytes "
-    "_backward_hooks _post_accumulate_grad_hooks is_sparse_csr is_mkldnn is_nested is_xla is_xpu is_mps".split()
+    ["shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "grad_fn", "names", "_version", "is_sparse", "is_quantized", "size", "dim", "numel", "stride", "is_floating_point", "requires_grad_", "is_contiguous", "element_size", "nelement", "is_complex", "__hash__", "__len__", "register_hook", "register_post_accumulate_grad_hook", "storage_offset", "retains_grad", "itemsize", "nbytes", "_backward_hooks", "_post_accumulate_grad_hooks", "is_sparse_csr", "is_mkldnn", "is_nested", "is_xla", "is_xpu", "is_mps"]
 )
 
 
@@ -35,7 +32,11 @@ class Resting(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         name = getattr(func, "__name__", str(func))
         if name in ("__get__", "__set__"):

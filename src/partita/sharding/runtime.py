@@ -23,8 +23,6 @@ from partita.sharding.residency import Residency
 from partita.sharding.unit import Member, Segment, Unit
 
 DATA = ("data",)
-# Small segments share a bucket up to this size; it bounds the number of messages, not the memory.
-BUCKET_BYTES = 4 * 2**20
 
 
 class Runtime:
@@ -54,8 +52,10 @@ class Runtime:
         self.loan = Loan(swap)
         sizes = [unit.layout.num_bytes for unit in sharded]
         ahead = _prefetch_bytes(config.zero.prefetch_bytes, sharded)
-        depth = len(sizes) if config.zero.keep_gathered else 1 + -(-ahead // max(sizes, default=1))
-        self.ring = Ring("ring", sizes, depth, ledger, self._device, backed=self.loan.swap)
+        # In backward a unit is opened before the one that follows it in forward is closed: two slots at the least.
+        depth = len(sizes) if all(unit.stays_whole for unit in sharded) else 1 + max(1, -(-ahead // max(sizes, default=1)))
+        outer = [unit.layout.num_bytes for unit in sharded if unit.is_outer(sharded)]
+        self.ring = Ring("ring", sizes, depth, ledger, self._device, lasting=outer, backed=self.loan.swap)
         self.executor = Executor(collectives, self.ring, self.loan, self)
         agreement = Agreement(collectives, [unit.title for unit in sharded])
         self.residency = Residency(sharded, self.executor, agreement, ahead)
@@ -73,10 +73,10 @@ class Runtime:
 
     def _assemble(self, assembly: Assembly) -> None:
         for unit in self.units:
+            self.executor.lay(unit)
             assembly.fill(unit)
             if unit.shards:
-                self.executor.put_to_rest(unit)
-                unit.storage.resize_(0)
+                self.executor.release(unit)
         assembly.fill_buffers()
 
     def _make_buckets(self) -> list[Bucket]:
@@ -87,7 +87,7 @@ class Runtime:
             for segment in unit.segments
             if segment.trains
         ]
-        buckets = make_buckets(groups, self.collectives.mesh.shape, BUCKET_BYTES)
+        buckets = make_buckets(groups, self.collectives.mesh.shape)
         for bucket in buckets:
             self.ledger.add("gradients", bucket.allocate(self.collectives.mesh.index(DATA), self._device))
         return buckets

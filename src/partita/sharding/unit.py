@@ -6,6 +6,7 @@ rank's part); ``second`` is the part kept beside it between forward and backward
 that the optimizer updates, and is ``rest``, or a part of it, wherever their encodings are the same.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 
 from partita.comm.collectives import Handle
 from partita.errors import ConfigError
+from partita.memory.allocate import allocate
 from partita.memory.ledger import Ledger
 from partita.memory.ring import Slot
 from partita.plan.mesh_shape import MeshShape
+from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import Residence
 from partita.plan.span import SegmentLayout, Span, UnitLayout
 from partita.plan.state_plan import StatePlan
@@ -62,8 +65,21 @@ class Member:
     def flat(self, values: Tensor) -> Tensor:
         """``values`` of this parameter's shape as ``[numel]`` in its stride order; a view where strides agree."""
         if values.stride() != self.stride:
-            values = torch.empty_strided(self.shape, self.stride, dtype=values.dtype, device=values.device).copy_(values)
+            values = torch.empty_strided(self.shape, self.stride, dtype=values.dtype, device=values.device).copy_(
+                values
+            )
         return values.as_strided((values.numel(),), (1,), values.storage_offset())
+
+
+def over(storage: torch.UntypedStorage, dtype: torch.dtype, num_elements: int, offset: int = 0) -> Tensor:
+    """A flat tensor over a storage, ``offset`` elements from its start."""
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, offset, (num_elements,))  # type: ignore[call-overload,no-any-return]
+
+
+def kept_copy(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of flat ``values`` in memory that stays."""
+    return allocate(values.numel(), dtype, values.device).copy_(values)
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
@@ -94,6 +110,11 @@ class Segment:
         return dtype_of(self.layout.encoding)
 
     @property
+    def planned(self) -> PlannedSegment:
+        """What the plan says of it."""
+        return PlannedSegment(self.layout, self.plan)
+
+    @property
     def holds_whole_master(self) -> bool:
         return self._mesh.group_size(self.plan.master.shard_axes) == 1
 
@@ -114,10 +135,10 @@ class Segment:
         if self._mesh.group_size(self.plan.param_rest.shard_axes) == 1:
             self.rest = self.full
         else:
-            self.rest = self.part(self.full, self.plan.param_rest).clone()
+            self.rest = kept_copy(self.part(self.full, self.plan.param_rest), self.dtype)
         ledger.add("parameters", self.rest.nbytes)
-        if self._mesh.group_size(self.plan.param_between.shard_axes) not in (1, self.layout.num_parts):
-            self.second = torch.empty_like(self.part(self.full, self.plan.param_between))
+        if self.planned.has_second(self._mesh):
+            self.second = kept_copy(self.part(self.full, self.plan.param_between), self.dtype)
             ledger.add("parameters", self.second.nbytes)
         if self.aliases_master:
             same = self.rest.numel() == self.plan.master.num_elements(self.layout.padded, self._mesh)
@@ -132,7 +153,7 @@ class Segment:
 
     def make_master(self, values: Tensor, ledger: Ledger) -> None:
         """Give master weights memory of their own, with the given values."""
-        self.master = values.to(dtype_of(self.plan.master.encoding), copy=True)
+        self.master = kept_copy(values, dtype_of(self.plan.master.encoding))
         ledger.add("master", self.master.nbytes)
 
 
@@ -151,8 +172,10 @@ class Unit:
         ]
         first = segments[0]
         self.shards = bool(steps(first.plan.param_rest, first.plan.param_compute, first._mesh))
+        self.stays_whole = not steps(first.plan.param_compute, first.plan.param_between, first._mesh)
         self.state = UnitState.WHOLE
-        self.visits = 0
+        self.visits = 0  # open forwards and backwards
+        self.holds = 0  # blocks of engine.gathered
         self.pinned = False
         self.has_second = False
         self.slot: Slot | None = None
@@ -160,18 +183,33 @@ class Unit:
         self.storage: torch.UntypedStorage
 
     @property
+    def planned(self) -> PlannedUnit:
+        """What the plan says of it."""
+        return PlannedUnit(self.name, tuple(segment.planned for segment in self.segments))
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the unit must stay whole."""
+        return self.visits > 0 or self.holds > 0 or self.pinned
+
+    def is_outer(self, units: "Sequence[Unit]") -> bool:
+        """Whether one of ``units`` lies inside this one, which then is open while they come and go."""
+        inside = {id(module) for module in self.module.modules()} - {id(self.module)}
+        return any(id(unit.module) in inside for unit in units)
+
+    @property
     def title(self) -> str:
         """The unit's name in messages."""
         return self.name or f"{type(self.module).__name__} (root)"
 
-    def lay(self, device: torch.device) -> None:
-        """Allocate ``full`` for every segment, one after the other in one storage, zeroed."""
-        whole = torch.zeros(self.layout.num_bytes, dtype=torch.uint8, device=device)
-        self.storage, offset = whole.untyped_storage(), 0
+    def lay(self, storage: torch.UntypedStorage) -> None:
+        """Lay ``full`` of every segment, one after the other, into a storage that has memory for now."""
+        self.storage, offset = storage, 0
         for segment in self.segments:
-            num_bytes = segment.layout.padded * segment.layout.encoding.itemsize
-            segment.full = whole[offset : offset + num_bytes].view(segment.dtype)
-            offset += num_bytes
+            itemsize = segment.layout.encoding.itemsize
+            segment.full = over(storage, segment.dtype, segment.layout.padded, offset // itemsize)
+            segment.full.zero_()
+            offset += segment.layout.padded * itemsize
 
     def adopt(self, member: Member) -> None:
         """Copy a parameter's values into ``full`` and make the parameter a view of it, giving its own memory back."""

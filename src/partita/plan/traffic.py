@@ -1,7 +1,6 @@
-"""What travelled: calls and bytes by collective, mesh axis and purpose."""
+"""What travels: calls and bytes by collective, mesh axes and purpose; counted while training, or expected by a plan."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -18,10 +17,16 @@ class TrafficCount:
     calls: int = 0
     sent_bytes: int = 0
 
+    def __add__(self, other: "TrafficCount") -> "TrafficCount":
+        return TrafficCount(self.calls + other.calls, self.sent_bytes + other.sent_bytes)
+
+    def __sub__(self, other: "TrafficCount") -> "TrafficCount":
+        return TrafficCount(self.calls - other.calls, self.sent_bytes - other.sent_bytes)
+
 
 @dataclass(frozen=True)
 class TrafficReport:
-    """What this rank sent so far; ``sent_bytes`` are bytes of payload, as a ring or a direct exchange sends them."""
+    """What one rank sends; ``sent_bytes`` are bytes of payload, as a ring or a direct exchange sends them."""
 
     rows: dict[TrafficKey, TrafficCount]
 
@@ -31,12 +36,8 @@ class TrafficReport:
 
     def since(self, earlier: "TrafficReport") -> "TrafficReport":
         """What was sent between two reports."""
-        rows = {}
-        for key, count in self.rows.items():
-            before = earlier.rows.get(key, TrafficCount())
-            if count != before:
-                rows[key] = TrafficCount(count.calls - before.calls, count.sent_bytes - before.sent_bytes)
-        return TrafficReport(rows)
+        rows = {key: count - earlier.rows.get(key, TrafficCount()) for key, count in self.rows.items()}
+        return TrafficReport({key: count for key, count in rows.items() if count != TrafficCount()})
 
     def __str__(self) -> str:
         lines = [f"{'collective':<16}{'axes':<14}{'purpose':<12}{'calls':>8}{'MB sent':>12}"]
@@ -46,18 +47,15 @@ class TrafficReport:
         return "\n".join(lines)
 
 
-@dataclass
 class TrafficMeter:
-    """Counts while the collectives run."""
+    """Adds traffic up."""
 
-    _rows: dict[TrafficKey, TrafficCount] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._rows: dict[TrafficKey, TrafficCount] = {}
 
-    def add(self, key: TrafficKey, sent_bytes: int) -> None:
-        count = self._rows.get(key, TrafficCount())
-        self._rows[key] = replace(count, calls=count.calls + 1, sent_bytes=count.sent_bytes + sent_bytes)
+    def add(self, key: TrafficKey, sent_bytes: int, calls: int = 1) -> None:
+        """Note ``calls`` calls that send ``sent_bytes`` together."""
+        self._rows[key] = self._rows.get(key, TrafficCount()) + TrafficCount(calls, sent_bytes)
 
     def report(self) -> TrafficReport:
         return TrafficReport(dict(self._rows))
-
-    def __iter__(self) -> Iterator[TrafficKey]:
-        return iter(self._rows)

@@ -1,0 +1,50 @@
+# make train    train a language model on the text of Python's standard library: two processes, ZeRO stage 3
+# make test     the tests; PYTEST_ARGS="-k name" to choose
+# make lint     style and types
+# make bench    every benchmark, in its quick form; BENCH=name for one
+# make clean    remove what was built, .venv too
+#
+# Everything runs in .venv, made once, and brought up to date when pyproject.toml or the kernels' sources change.
+# TORCH names the torch to install; another choice, once .venv exists, needs `make clean` first.
+
+TORCH ?= torch==2.13.0
+PYTEST_ARGS ?=
+BENCH ?= $(filter-out _%,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py)))
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: train test lint bench clean
+
+train: $(INSTALLED)
+	$(BIN)/partita train examples/train_stdlib.yaml --processes 2
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy --strict src
+
+bench: $(INSTALLED)
+	@echo "benchmarks: $(or $(strip $(BENCH)),none)"
+	@set -e; for name in $(BENCH); do echo "== $$name --quick"; $(BIN)/python -m benchmarks.$$name --quick; done
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# torch comes first: were it drawn in by another package, it would come with gigabytes of libraries for a GPU.
+.venv/.torch:
+	@set -e; for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    echo "making .venv with $$($$python --version)"; $$python -m venv --clear .venv; break; \
+	  fi; \
+	done; test -x $(BIN)/python || { echo "partita needs Python 3.11 or newer: none was found on the path" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	@touch $@
+
+$(INSTALLED): .venv/.torch pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@touch $@

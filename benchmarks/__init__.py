@@ -1,0 +1,1 @@
+"""One script a question; each prints its answer, and has a `--quick` form."""

@@ -1,0 +1,166 @@
+"""What the benchmarks share: running a mode on some ranks, and a report as Markdown."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks._loopback import private_network
+from benchmarks._machine import describe_machine
+from benchmarks._work import Work
+from partita.cli.machine import usable_cores
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+TIMEOUT_S = 600
+# Modes train alike; their sums are taken in other orders.
+LOSS_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the ranks of one run measured, in rank order (see :class:`benchmarks._rank.Rank`)."""
+
+    ranks: list[dict[str, Any]]
+    network_is_own: bool
+
+    @property
+    def step_s(self) -> float:
+        """The median step; a step is over when its slowest rank is."""
+        slowest = sorted(map(max, zip(*(rank["times_s"] for rank in self.ranks), strict=True)))
+        return float(slowest[len(slowest) // 2])
+
+    @property
+    def losses(self) -> list[float]:
+        """The mean loss over the ranks at each step."""
+        every = zip(*(rank["losses"] for rank in self.ranks), strict=True)
+        return [sum(losses) / len(losses) for losses in every]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The resident memory of the rank that takes most, at its peak."""
+        return max(int(rank["peak_bytes"]) for rank in self.ranks)
+
+    @property
+    def work_bytes(self) -> int:
+        """The same, without what the imports hold."""
+        return max(int(rank["peak_bytes"] - rank["imported_bytes"]) for rank in self.ranks)
+
+    def total(self, key: str) -> float:
+        """A figure summed over the ranks."""
+        return sum(float(rank[key]) for rank in self.ranks)
+
+
+def run(mode: str, num_ranks: int, work: Work) -> Run:
+    """Train in one mode, in processes of their own, on a loopback network of their own where that is allowed.
+
+    Raises:
+        RuntimeError: a rank failed, or the time was up; with the end of what the ranks said.
+    """
+    network = private_network()
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // num_ranks)),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as said:
+        command = [sys.executable, "-m", "benchmarks._ranks", str(num_ranks), mode, json.dumps(asdict(work)), folder]
+        process = subprocess.Popen(
+            [*network, *command],
+            cwd=ROOT,
+            env=environment,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status: int | str = process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            status = f"no end within {TIMEOUT_S} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if status:
+            said.seek(0)
+            raise RuntimeError(f"{mode} on {num_ranks} ranks failed ({status}):\n{said.read()[-4000:]}")
+        ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(num_ranks)]
+    return Run(ranks, bool(network))
+
+
+def check_losses(runs: dict[str, Run], reference: str) -> None:
+    """Whether all modes train the same.
+
+    Raises:
+        RuntimeError: the losses of a mode are not those of the reference.
+    """
+    for mode, other in runs.items():
+        pairs = zip(other.losses, runs[reference].losses, strict=True)
+        worst = max(abs(mine - theirs) / abs(theirs) for mine, theirs in pairs)
+        if not worst <= LOSS_TOLERANCE:
+            raise RuntimeError(f"{mode} does not train as {reference}: losses {worst:.1e} apart")
+
+
+@dataclass
+class Report:
+    """Markdown, printed as it comes, and the promises that did not hold."""
+
+    title: str
+    lines: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+
+    def begin(self) -> None:
+        self.write(f"# {self.title}")
+        self.write()
+        module = Path(sys.argv[0]).stem
+        command = " ".join(["python -m", f"benchmarks.{module}", *(arg for arg in sys.argv[1:] if arg != "--save")])
+        self.write(f"`{command}` on {describe_machine()}")
+        self.write()
+
+    def write(self, text: str = "") -> None:
+        print(text, flush=True)
+        self.lines.append(text)
+
+    def table(self, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """A table; rows are printed as soon as they are known."""
+        self.write("| " + " | ".join(header) + " |")
+        self.write("|" + " --- |" * len(header))
+        for row in rows:
+            self.write("| " + " | ".join(row) + " |")
+        self.write()
+
+    def expect(self, holds: bool, what: str) -> None:
+        if not holds:
+            self.broken.append(what)
+
+    def end(self, save: bool) -> int:
+        """Name what is broken; save the report; return the exit status."""
+        for text in self.broken:
+            self.write(f"- MISSED: {text}")
+        if not self.broken:
+            self.write("Every target is met.")
+        if save:
+            RESULTS.mkdir(exist_ok=True)
+            path = RESULTS / f"{Path(sys.argv[0]).stem}.md"
+            path.write_text("\n".join(self.lines) + "\n")
+        return 1 if self.broken else 0
+
+
+def parser(description: str, worlds: Sequence[int]) -> argparse.ArgumentParser:
+    """The arguments that the benchmarks have in common."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--quick", action="store_true", help="a small model and few modes: does it run?")
+    made.add_argument("--save", action="store_true", help=f"write the report into {RESULTS.relative_to(ROOT)}/")
+    made.add_argument("--ranks", type=int, nargs="+", default=list(worlds), help="numbers of ranks")
+    made.add_argument("--only", nargs="+", default=None, metavar="MODE", help="the modes to run, by name")
+    return made
+
+
+def megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.1f}"

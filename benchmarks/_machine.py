@@ -1,0 +1,27 @@
+"""What a result was measured on."""
+
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from partita.cli.machine import usable_cores
+
+
+def describe_machine() -> str:
+    """Processor, cores, versions and date, in a line."""
+    return (
+        f"{processor()}, {usable_cores()} cores; {platform.system()} {platform.machine()}, "
+        f"Python {platform.python_version()}, torch {torch.__version__}; {datetime.now(UTC).date()}"
+    )
+
+
+def processor() -> str:
+    """The processor's name, as the operating system has it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

@@ -1,0 +1,145 @@
+"""The ways to train that are compared: each builds the model and returns what takes a step.
+
+A mode imports what it needs before it calls ``build``, so that the memory of imports is told from that of training.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks._work import OPTIMIZER
+
+Build = Callable[[str], nn.Module]
+TakeStep = Callable[[Tensor, Tensor], float]
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """``take_step(tokens, targets)`` returns this rank's loss; ``engine`` is partita's, where the mode is partita's."""
+
+    take_step: TakeStep
+    engine: Any = None
+
+
+def plain(build: Build) -> Trainer:
+    """One process of plain PyTorch."""
+    model = build("cpu")
+    return _with_optimizer(model, _adamw(model))
+
+
+def ddp(build: Build) -> Trainer:
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(build("cpu"), gradient_as_bucket_view=True)
+    return _with_optimizer(model, _adamw(model))
+
+
+def ddp_with_sharded_optimizer(build: Build) -> Trainer:
+    """DistributedDataParallel and ZeroRedundancyOptimizer."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(build("cpu"), gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **OPTIMIZER)
+    return _with_optimizer(model, optimizer)
+
+
+def fsdp2(build: Build, *, kept: bool = False, device: str = "cpu") -> Trainer:
+    """``fully_shard`` of every block and of the rest; built on ``meta`` it is filled shard by shard."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = build(device)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=not kept)
+    fully_shard(model, mesh=mesh, reshard_after_forward=not kept)
+    if device == "meta":
+        model.to_empty(device="cpu")
+        for module in model.modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                module.reset_parameters()
+    return _with_optimizer(model, _adamw(model))
+
+
+def partita(build: Build, zero: dict[str, Any], *, device: str = "cpu") -> Trainer:
+    import partita
+
+    engine = partita.initialize(build(device), {"zero": zero, "optimizer": OPTIMIZER})
+
+    def take_step(tokens: Tensor, targets: Tensor) -> float:
+        loss = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return Trainer(take_step, engine)
+
+
+def deepspeed(build: Build, stage: int) -> Trainer:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    config = {
+        "train_micro_batch_size_per_gpu": 1,  # only divides the reported samples
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,  # 1.0 by default
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": stage},
+    }
+    model = build("cpu")
+    engine, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model), config=config)
+
+    def take_step(tokens: Tensor, targets: Tensor) -> float:
+        loss = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return Trainer(take_step)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), fused=True, **OPTIMIZER)
+
+
+def _with_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trainer:
+    def take_step(tokens: Tensor, targets: Tensor) -> float:
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    return Trainer(take_step)
+
+
+KEPT = {"stage": 3, "keep_gathered": True}
+PARTITA = {f"partita {stage}": partial(partita, zero={"stage": stage}) for stage in range(4)}
+PARTITA["partita 3, kept"] = partial(partita, zero=KEPT)
+DEEPSPEED = {f"DeepSpeed {stage}": partial(deepspeed, stage=stage) for stage in (1, 2, 3)}
+
+MODES: dict[str, Callable[[Build], Trainer]] = {
+    "plain": plain,
+    "DDP": ddp,
+    "DDP + ZeRO-1": ddp_with_sharded_optimizer,
+    "FSDP2": fsdp2,
+    "FSDP2, kept": partial(fsdp2, kept=True),
+    "FSDP2, from meta": partial(fsdp2, device="meta"),
+    **DEEPSPEED,
+    **PARTITA,
+    "partita 3, from meta": partial(partita, zero={"stage": 3}, device="meta"),
+}
+
+
+def deepspeed_is_here() -> bool:
+    return importlib.util.find_spec("deepspeed") is not None

@@ -1,0 +1,115 @@
+"""One rank of one run: trains in one mode and writes what it measured, as JSON.
+
+    python -m benchmarks._rank MODE WORK FOLDER
+
+WORK is a JSON object of :class:`benchmarks._work.Work`; the result is FOLDER/RANK.json.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks._loopback import sent_bytes
+from benchmarks._modes import MODES, Trainer
+from benchmarks._work import Work
+from partita.memory.ledger import STATES, process_memory
+
+
+class Rank:
+    """What a rank does and measures."""
+
+    def __init__(self, mode: str, work: Work) -> None:
+        self.mode, self.work = mode, work
+        self.rank, self.num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.measured: dict[str, Any] = {}
+
+    def run(self) -> dict[str, Any]:
+        trainer = MODES[self.mode](self._build)
+        losses, times, peak = [], [], 0
+        sent_before, report = 0, None
+        for step in range(self.work.steps):
+            batch = self.work.part_of_batch(step, self.rank, self.num_ranks)
+            if step == self.work.warmup:
+                peak = process_memory()[1]
+                self._meet()
+                _reset_peak()
+                sent_before = sent_bytes()
+                report = trainer.engine and trainer.engine.traffic_report()
+                self._meet()
+            begin = time.perf_counter()
+            losses.append(trainer.take_step(*batch))
+            times.append(time.perf_counter() - begin)
+        counted = trainer.engine and trainer.engine.traffic_report().since(report).sent_bytes()
+        self._meet()
+        num_measured = self.work.steps - self.work.warmup
+        steady = process_memory()[1]
+        self.measured |= {
+            "losses": losses,
+            "times_s": times[self.work.warmup :],
+            "peak_bytes": max(peak, steady),
+            "steady_peak_bytes": steady,
+            "loopback_bytes_a_step": (sent_bytes() - sent_before) / num_measured,
+        }
+        if trainer.engine is not None:
+            self._compare(trainer, counted / num_measured)
+        self._meet()
+        if trainer.engine is not None:
+            trainer.engine.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return self.measured
+
+    def _build(self, device: str) -> nn.Module:
+        self.measured["imported_bytes"] = process_memory()[0]
+        model = self.work.build(device)
+        self.measured["num_params"] = sum(param.numel() for param in model.parameters())
+        return model
+
+    def _compare(self, trainer: Trainer, counted_bytes_a_step: float) -> None:
+        """Partita's own figures beside its estimates."""
+        from partita.estimate.memory import model_state_bytes
+        from partita.estimate.traffic import step_traffic
+
+        engine = trainer.engine
+        held, shape = engine.memory_report().held, engine.mesh.shape
+        self.measured |= {
+            "state_bytes": {f"{state} {tier}": num for (state, tier), num in held.items() if state in STATES},
+            "expected_state_bytes": {
+                f"{state} {tier}": num
+                for (state, tier), num in model_state_bytes(engine.units, shape, self.rank).items()
+            },
+            "lent_bytes": sum(num for (state, _), num in held.items() if state not in STATES),
+            "counted_bytes_a_step": counted_bytes_a_step,
+            "expected_bytes_a_step": step_traffic(engine.units, shape).sent_bytes(),
+        }
+
+    def _meet(self) -> None:
+        if dist.is_initialized():
+            dist.barrier()
+
+
+def _reset_peak() -> None:
+    """Let the peak of this process's memory begin again (where the system can)."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def main() -> None:
+    mode, work, folder = sys.argv[1:]
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    rank = Rank(mode, Work(**json.loads(work)))
+    result = rank.run()
+    Path(folder, f"{rank.rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

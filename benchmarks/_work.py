@@ -1,0 +1,42 @@
+"""The work that every mode does: the same decoder, the same batches, the same optimizer."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from partita.train.decoder import Decoder, DecoderShape
+
+VOCAB = 256
+OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Sizes of the decoder, of a batch over all ranks, and of the run; the first ``warmup`` steps are not measured."""
+
+    layers: int
+    width: int
+    heads: int
+    ffn_width: int
+    batch: int = 8
+    sequence: int = 64
+    steps: int = 12
+    warmup: int = 3
+
+    def build(self, device: str = "cpu") -> Decoder:
+        """The decoder, with the same weights on every rank (on ``meta``: with none)."""
+        torch.manual_seed(0)
+        shape = DecoderShape(self.layers, self.width, self.heads, self.heads, self.ffn_width, VOCAB)
+        with torch.device(device):
+            return Decoder(shape)
+
+    def part_of_batch(self, step: int, rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
+        """A rank's tokens and targets, ``[batch / num_ranks, sequence]`` each.
+
+        Small tokens are more frequent than large ones, so that there is something to learn.
+        """
+        uniform = torch.rand(self.batch, self.sequence + 1, generator=Generator().manual_seed(step))
+        rows = uniform.square().mul(VOCAB).long().chunk(num_ranks)[rank]
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

@@ -1,0 +1,1 @@
+"""The ``partita`` command: parsing and printing only."""

@@ -1,0 +1,99 @@
+"""``partita doctor``: what this machine has, and what partita will use of it."""
+
+import importlib.util
+import platform
+import shutil
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from partita.cli.machine import memory_bytes, usable_cores
+from partita.config.resolve import resolve
+from partita.config.schema import Config
+from partita.observe.progress import format_bytes
+
+# What is lost without each package that is not required.
+OPTIONAL_PACKAGES = {
+    "transformers": "no Hugging Face models in a job",
+    "tensorboard": "no event files, only metrics.jsonl",
+}
+
+Row = tuple[str, str]
+
+
+def doctor() -> None:
+    """Show what this machine has, and what partita will use of it."""
+    console = Console()
+    for title, rows in (("this machine", machine_rows()), ("what partita uses here", choice_rows())):
+        table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in rows:
+            table.add_row(name, value)
+        console.print(table)
+        console.print()
+
+
+def machine_rows() -> Iterator[Row]:
+    """Versions, devices, cores, memory and disk."""
+    yield "Python", f"{platform.python_version()} on {platform.platform()}"
+    yield "PyTorch", torch.__version__
+    yield "devices", "\n".join(_devices())
+    yield "cores", f"{usable_cores()} usable; PyTorch computes with {torch.get_num_threads()} threads"
+    total, free = memory_bytes()
+    yield "memory", f"{format_bytes(total)}, {format_bytes(free)} free"
+    folder = Path.cwd()
+    disk = shutil.disk_usage(folder)
+    yield "disk", f"{format_bytes(disk.total)}, {format_bytes(disk.free)} free, at {folder}"
+    yield "backends", ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in _backends().items())
+
+
+def choice_rows() -> Iterator[Row]:
+    """What partita chooses on this machine, and what it does without."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    yield "processes", f"{max(1, torch.cuda.device_count())} by default (partita train --processes)"
+    yield "compute dtype", f"{resolve(Config(), 1, device).compute_dtype} (precision.compute: auto)"
+    yield (
+        "collectives",
+        "NCCL; gradients by its reduce-scatter"
+        if device == "cuda"
+        else "gloo; gradients by all-to-all and a local sum in rank order",
+    )
+    yield (
+        "gathered memory",
+        "lent by storage swap"
+        if hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+        else "taken and given back by resize_ (this PyTorch has no storage swap)",
+    )
+    yield (
+        "compiled kernels",
+        "present" if _is_importable("partita.kernels._native") else "not built; PyTorch's own are used",
+    )
+    for package, loss in OPTIONAL_PACKAGES.items():
+        yield package, metadata.version(package) if _is_importable(package) else f"not installed: {loss}"
+
+
+def _devices() -> list[str]:
+    names = [f"CPU: {platform.processor() or platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        names.append(f"GPU {index}: {properties.name}, {format_bytes(properties.total_memory)}")
+    return names
+
+
+def _backends() -> dict[str, bool]:
+    if not dist.is_available():
+        return {"torch.distributed": False}
+    return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+
+
+def _is_importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # not even the package that would hold it
+        return False

@@ -1,0 +1,112 @@
+"""Starts the processes of one machine, waits for them, and says in one message how they ended.
+
+The processes are those of torchrun's own agent: each has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT,
+runs in a session of its own, and gets a Ctrl-C from the agent. When one fails, the others are ended.
+"""
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from partita.cli.errors import FAILURE, USER_ERROR, show_error
+from partita.cli.machine import usable_cores
+
+# After Ctrl-C the processes finish their step and write the weights; after this they are killed.
+SHUTDOWN_TIMEOUT_S = 600
+
+
+def launch(num_processes: int, arguments: Sequence[str], console: Console) -> int:
+    """Runs ``partita.cli.worker`` with these arguments in ``num_processes`` processes; returns the exit code.
+
+    0; 2 for an error of the user's making; 1 where a process failed otherwise; 128 + the number of the signal that
+    ended the run (130 for Ctrl-C).
+    """
+    # The agent's account of a failure is replaced by ours.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="partita-") as folder, _environment(_variables(num_processes)):
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_processes,
+            run_id=Path(folder).name,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        try:
+            elastic_launch(config, sys.executable)("-m", "partita.cli.worker", *arguments)
+        except SignalException as interruption:
+            return 128 + int(interruption.sigval)
+        except ChildFailedError as error:
+            return _show_failure(error.failures, console)
+    return 0
+
+
+def _variables(num_processes: int) -> dict[str, str]:
+    """What the processes get beside this one's environment. The cores are divided, or all would use all of them."""
+    return {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, usable_cores() // num_processes))),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_TIMEOUT_S),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "",  # set by the agent itself: listed here to be restored
+    }
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _show_failure(failures: Mapping[int, ProcessFailure], console: Console) -> int:
+    rank, failure = min(failures.items(), key=_when)
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        hint = "; the system kills a process so when memory runs out" if name == "SIGKILL" else ""
+        show_error(console, f"rank {rank} (process {failure.pid}) was ended by {name}{hint}; so were the other ranks")
+        return FAILURE
+    message, trace = _recorded(failure)
+    if failure.exitcode == USER_ERROR and message:
+        show_error(console, f"rank {rank}: {message.partition(': ')[2]}")
+        return USER_ERROR
+    if trace:
+        console.print(Text(trace), soft_wrap=True)
+    reason = message or f"exit code {failure.exitcode}"
+    show_error(console, f"rank {rank} (process {failure.pid}) failed: {reason} (the other ranks were ended)")
+    return FAILURE
+
+
+def _when(item: tuple[int, ProcessFailure]) -> tuple[bool, float]:
+    """Order of the causes: a rank ended by a signal comes first, since it makes others fail; then the earliest."""
+    failure = item[1]
+    killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
+    file = Path(failure.error_file)
+    return not killed, file.stat().st_mtime if file.exists() else float(failure.timestamp)
+
+
+def _recorded(failure: ProcessFailure) -> tuple[str, str]:
+    """What the process wrote down before it ended: ``ErrorType: message``, and the traceback."""
+    data = failure.error_file_data.get("message")
+    if not isinstance(data, dict):
+        return "", ""
+    return str(data["message"]), str(data["extraInfo"]["py_callstack"])

@@ -1,0 +1,37 @@
+"""The ``partita`` command. Errors of the user's making are one message without a traceback, and exit code 2."""
+
+from typing import Annotated
+
+import typer
+
+from partita.cli.doctor import doctor
+from partita.cli.train import train
+
+app = typer.Typer(
+    name="partita",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    help="Train PyTorch models that do not fit: every training state split over the machines that are there.",
+)
+app.command()(train)
+app.command()(doctor)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(version("partita"))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """Options of the command as a whole."""
+
+
+if __name__ == "__main__":
+    app()

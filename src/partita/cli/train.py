@@ -1,0 +1,73 @@
+"""``partita train``: runs a job here, or on several processes that it starts."""
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from partita.cli.errors import INTERRUPTED, user_errors
+from partita.config.load import LaunchEnvironment, launch_environment
+from partita.config.resolve import resolve
+from partita.errors import ConfigError
+from partita.train.job import Job, load_job
+from partita.train.loop import train as run_job
+
+JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="The job, a YAML or JSON file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the job, such as train.steps=10. May be repeated."),
+]
+Processes = Annotated[
+    int | None,
+    typer.Option(min=1, help="Processes to start on this machine.", show_default="one a GPU, or one without GPUs"),
+]
+
+
+def train(job: JobFile, overrides: Overrides = None, processes: Processes = None) -> None:
+    """Train a model: metrics, a loss plot, a sample and the weights (safetensors) are in the job's folder.
+
+    Under torchrun or srun, this process is one of theirs. Ctrl-C finishes the step in progress, writes the weights and
+    the plot, and exits with 130; a second Ctrl-C ends at once.
+    """
+    with user_errors():
+        loaded = load_job(job, overrides or ())
+        environment = launch_environment()
+        if environment.world_size == 1:
+            num_processes = processes or max(1, torch.cuda.device_count())
+            check(loaded, num_processes)
+        elif processes is None:
+            num_processes = 1
+        else:
+            raise ConfigError(
+                f"--processes {processes}: a launcher started this process already, as one of "
+                f"{environment.world_size}; leave --processes out"
+            )
+    if num_processes > 1:
+        from partita.cli.launch import launch  # torch's agent takes a second to import
+
+        raise typer.Exit(launch(num_processes, [str(job), *(overrides or ())], Console(stderr=True)))
+    _run_in_place(loaded, environment)
+
+
+def check(job: Job, num_processes: int) -> None:
+    """Finds what is wrong before any process is started.
+
+    Raises:
+        ConfigError: the engine's configuration does not fit the number of processes, or ``train.out`` cannot be made.
+    """
+    resolve(job.engine, num_processes, "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        job.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"train.out: cannot make the folder '{job.out}': {error.strerror}; name another one"
+        ) from None
+
+
+def _run_in_place(job: Job, environment: LaunchEnvironment) -> None:
+    with user_errors(f"rank {environment.rank}: " if environment.world_size > 1 else ""):
+        outcome = run_job(job, Console())
+    if outcome.interrupted:
+        raise typer.Exit(INTERRUPTED)

@@ -1,0 +1,194 @@
+"""Where a configuration comes from: a YAML or JSON file, a mapping, overrides; and the launcher's environment.
+
+This is the only library file that reads the environment.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from partita.config.plain import dotted, plain, shown
+from partita.config.schema import Config
+from partita.config.text import Parsed, parse_json, parse_yaml
+from partita.errors import ConfigError
+
+MAX_FILE_BYTES = 2**20
+Where = Callable[[tuple[str, ...]], str]
+_SLURM_NODE_SIZES = "SLURM_STEP_TASKS_PER_NODE"
+_PARSERS = {".yaml": parse_yaml, ".yml": parse_yaml, ".json": parse_json}
+
+
+def load_config(source: str | Path | Mapping[str, object] | Config | None, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in ``source``, with ``overrides`` ("zero.stage=3", the value in YAML) applied in order.
+
+    ``source`` is the path of a .yaml, .yml or .json file, a mapping, a :class:`Config` (returned as it is where nothing
+    overrides it), or None for all defaults.
+
+    Raises:
+        ConfigError: the source cannot be read, or says something wrong; each key is named with where it was written.
+    """
+    if isinstance(source, Config) and not overrides:
+        return source
+    return Config.located(*read_sections(source, overrides))
+
+
+def read_sections(source: object, overrides: Sequence[str] = ()) -> tuple[dict[str, object], Where]:
+    """The plain sections that ``source`` and ``overrides`` give, of any schema, and where each path was written.
+
+    Raises:
+        ConfigError: the source or an override cannot be read.
+    """
+    name, parsed = _read(source)
+    data = {} if parsed.data is None else parsed.data
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{name}: expected sections (key: value) at the top level; got {shown(data)}")
+    sections = plain(data, name)
+    places = {path: f"{name}, line {line}" for path, line in parsed.lines.items()} | {(): name}
+    for override in _checked_overrides(overrides):
+        _apply(sections, override, places)
+
+    def where(path: tuple[str, ...]) -> str:
+        below = [known for known in places if known[: len(path)] == path]
+        above = [path[:depth] for depth in range(len(path) - 1, -1, -1)]
+        return next(places[near] for near in (path, *below, *above) if near in places)
+
+    return sections, where
+
+
+def _read(source: object) -> tuple[str, Parsed]:
+    """What to call the source in messages, and its data."""
+    if source is None:
+        return "the defaults", Parsed(None)
+    if isinstance(source, Config):
+        return "the given partita.Config", Parsed(source.model_dump(exclude_unset=True))
+    if isinstance(source, Mapping):
+        return "the given mapping", Parsed(source)
+    if isinstance(source, str | Path):
+        return _read_file(Path(source))
+    raise ConfigError(
+        f"config: expected a path, a mapping, a partita.Config or None; got {shown(source)} ({type(source).__name__})"
+    )
+
+
+def _read_file(path: Path) -> tuple[str, Parsed]:
+    name = str(path) if str(path).isprintable() else shown(str(path))
+    parser = _PARSERS.get(path.suffix.lower())
+    if parser is None:
+        raise ConfigError(
+            f"config file '{name}': expected a path that ends in .yaml, .yml or .json; rename the file, or pass its "
+            "content as a dict"
+        )
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(f"config file '{name}' does not exist; correct the path, or pass a dict") from None
+    except OSError as error:
+        raise ConfigError(f"config file '{name}' cannot be read: {error.strerror}") from None
+    except ValueError as error:  # a zero byte or a surrogate in the path
+        raise ConfigError(f"config file '{name}' cannot be read: {error}") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"config file '{name}' is larger than {MAX_FILE_BYTES} bytes; is it a configuration?")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config file '{name}' is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    return name, parser(text, name)
+
+
+def _checked_overrides(overrides: object) -> Sequence[str]:
+    if not isinstance(overrides, Sequence) or isinstance(overrides, str | bytes):
+        raise ConfigError(f"overrides: expected a list of 'section.key=value' texts; got {shown(overrides)}")
+    for override in overrides:
+        if not isinstance(override, str) or not override.partition("=")[0].strip() or "=" not in override:
+            raise ConfigError(f"override {shown(override)}: expected 'section.key=value', such as 'zero.stage=3'")
+    return overrides
+
+
+def _apply(sections: dict[str, object], override: str, places: dict[tuple[str, ...], str]) -> None:
+    """Sets one key; ``places`` learns that it comes from this override."""
+    key, _, text = override.partition("=")
+    path = tuple(part.strip() for part in key.split("."))
+    name = f"override {shown(override)}"
+    section = sections
+    for depth, part in enumerate(path[:-1], start=1):
+        inner = section.get(part)
+        if inner is None:
+            inner = section[part] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{name}: '{dotted(path[:depth])}' is {shown(inner)}, not a section; set it whole")
+        section = inner
+    section[path[-1]] = parse_yaml(text, name).data
+    for known in [known for known in places if known[: len(path)] == path]:
+        del places[known]
+    places[path] = name
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """This process among the processes of the job: its number over all nodes, and on its node."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
+    """Reads what torchrun, a Kubernetes job (``RANK``, ``WORLD_SIZE``) or ``srun`` says; without any, one process.
+
+    Raises:
+        ConfigError: naming the variable that is missing, no number or out of range.
+    """
+    environ = os.environ if environ is None else environ
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    elif "SLURM_PROCID" in environ:
+        names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", _SLURM_NODE_SIZES)
+    else:
+        return LaunchEnvironment()
+    rank_name, size_name, local_rank_name, local_size_name = names
+    world_size = _number(environ, size_name, 1, None)
+    rank = _number(environ, rank_name, 0, world_size)
+    if local_rank_name not in environ:
+        return LaunchEnvironment(rank, world_size, 0, 1)
+    if local_size_name == _SLURM_NODE_SIZES and local_size_name in environ:
+        local_size = _slurm_tasks(environ)
+    else:
+        local_size = _number(environ, local_size_name, 1, world_size + 1, default=world_size)
+    return LaunchEnvironment(rank, world_size, _number(environ, local_rank_name, 0, local_size), local_size)
+
+
+def _number(environ: Mapping[str, str], name: str, least: int, below: int | None, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None:
+        raise ConfigError(
+            f"environment variable {name} is missing although others of the launcher are set; start the script with "
+            "torchrun or srun, or unset RANK, WORLD_SIZE and SLURM_PROCID to run one process"
+        )
+    value = int(text) if re.fullmatch(r"[0-9]{1,9}", text.strip()) else -1
+    if value < least or (below is not None and value >= below):
+        limits = f"of at least {least}" if below is None else f"from {least} to {below - 1}"
+        raise ConfigError(f"environment variable {name}: expected a whole number {limits}; got {shown(text)}")
+    return value
+
+
+def _slurm_tasks(environ: Mapping[str, str]) -> int:
+    """Tasks on this node, from the run-length list of all nodes: ``2(x3),1`` is 2, 2, 2, 1."""
+    text = environ[_SLURM_NODE_SIZES]
+    node = _number(environ, "SLURM_NODEID", 0, None, default=0)
+    for run in text.split(","):
+        match = re.fullmatch(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,8})\))?", run.strip())
+        if match is None:
+            break
+        node -= int(match[2] or 1)
+        if node < 0:
+            return int(match[1])
+    raise ConfigError(
+        f"environment variable {_SLURM_NODE_SIZES}: expected tasks per node such as '2(x3),1', with an entry for "
+        f"SLURM_NODEID; got {shown(text)}"
+    )

@@ -1,0 +1,197 @@
+"""The configuration: one frozen section a component, every key with its default, unknown keys refused.
+
+Each section checks its own values here; what depends on several sections, on the number of ranks or on the device is
+checked in :mod:`partita.config.resolve`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NoReturn, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from partita.config.available import unavailable_problems
+from partita.config.fields import (
+    Auto,
+    Bytes,
+    Compute,
+    Count,
+    CountOrZero,
+    Flag,
+    Float,
+    NotNegative,
+    PathText,
+    Positive,
+    Share,
+    SharePair,
+    SomeTexts,
+    Stage,
+    Text,
+    Texts,
+    Tier,
+)
+from partita.config.plain import plain
+from partita.config.problems import report, validation_problems
+from partita.errors import ConfigError
+
+
+class Section(BaseModel):
+    """A frozen group of keys. An empty section (``zero:`` with nothing behind it) is one of defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_is_defaults(cls, data: object) -> object:
+        return {} if data is None else data
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise ConfigError(
+            f"a configuration does not change: '{name}' cannot be set to {value!r}; make another one with "
+            "partita.load_config(config, overrides=['section.key=value'])"
+        )
+
+
+class Parallel(Section):
+    """Number of ranks along each mesh axis; their product is the number of ranks."""
+
+    data: Auto | Count = Field("auto", description="data-parallel ranks; auto: all ranks that the other axes leave")
+    tensor: Count = Field(1, description="ranks that share each layer's matrices")
+    pipeline: Count = Field(1, description="ranks that hold successive groups of layers")
+    sequence: Count = Field(1, description="ranks that share each sample's sequence")
+
+
+class Offload(Section):
+    """Where each state rests: the device, the host's memory, or the disk."""
+
+    parameters: Tier = Field("none", description="tier of the parameters; auto: as much as fits")
+    optimizer: Tier = Field("none", description="tier of master weights and moments; auto: as much as fits")
+    gradients: Tier = Field("auto", description="tier of the gradients; auto: where the optimizer states are")
+    path: PathText | None = Field(None, description="folder of the disk tier")
+
+
+class Zero(Section):
+    """How the training states are split over the data-parallel ranks."""
+
+    stage: Stage = Field(
+        1, description="split over the data ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too"
+    )
+    offload: Offload = Field(Offload(), description="where each state rests")
+    units: Auto | SomeTexts = Field(
+        "auto", description="class names or name patterns of the modules gathered whole; auto: the repeated blocks"
+    )
+    prefetch_bytes: Auto | Bytes = Field(
+        "auto", description="bytes of parameters gathered ahead of their use at stage 3 (0: none)"
+    )
+    keep_gathered: Flag = Field(False, description="stage 3: keep parameters whole between forward and backward")
+    hierarchical: Flag = Field(False, description="stage 3: backward gathers inside the node, from a second shard")
+
+
+class Precision(Section):
+    """The dtype of each state."""
+
+    compute: Compute = Field("auto", description="dtype of forward and backward; auto: bf16 on CUDA, fp32 on CPU")
+    master: Literal["fp32", "split"] = Field("fp32", description="weights that the optimizer updates")
+    gradients: Float = Field("fp32", description="dtype in which gradients rest and travel")
+    moments: Literal["fp32", "int8"] = Field("fp32", description="the optimizer's running averages")
+    loss_scale: Literal["dynamic"] | Positive = Field(
+        "dynamic", description="factor on the loss under fp16 compute; dynamic: as large as stays finite"
+    )
+    keep_fp32: Texts = Field((), description="module class names or name patterns of modules that compute in fp32")
+
+
+class Batch(Section):
+    """Samples: total = micro x accumulate x data ranks. What is not given follows from the rest, else it is 1."""
+
+    micro: Auto | Count = Field("auto", description="samples a rank in one forward")
+    accumulate: Auto | Count = Field("auto", description="micro-batches between two optimizer steps")
+    total: Auto | Count = Field("auto", description="samples of one optimizer step, over all ranks")
+
+
+class Optimizer(Section):
+    """The optimizer that is built where ``initialize`` is given none."""
+
+    name: Literal["adamw", "adam", "sgd"] = Field("adamw", description="adamw, adam or sgd of torch.optim")
+    lr: NotNegative = Field(1.0e-3, description="learning rate (the highest of the schedule)")
+    betas: SharePair = Field((0.9, 0.999), description="decay of the two running averages (adamw and adam)")
+    eps: Positive = Field(1.0e-8, description="added to the divisor (adamw and adam)")
+    weight_decay: NotNegative = Field(0.01, description="decay of the weights a step: decoupled in adamw, L2 elsewhere")
+    momentum: Share = Field(0.0, description="decay of the running average (sgd only)")
+
+
+class Schedule(Section):
+    """The learning rate over optimizer steps: a linear warm-up, then the named curve."""
+
+    name: Literal["constant", "linear", "cosine"] = Field("constant", description="the curve after the warm-up")
+    warmup_steps: CountOrZero = Field(0, description="optimizer steps of warm-up")
+    total_steps: Count | None = Field(None, description="optimizer steps, warm-up included, until min_lr is reached")
+    min_lr: NotNegative = Field(0.0, description="learning rate at and after total_steps")
+
+
+class Activations(Section):
+    """What is kept of the forward for the backward, and where."""
+
+    checkpoint: Text = Field("none", description="which activations are recomputed in backward")
+    partition: Flag = Field(False, description="split kept activations over the tensor axis")
+    offload: Tier = Field("none", description="tier of kept activations")
+
+
+class Communication(Section):
+    """What travels between ranks."""
+
+    gradients: Text = Field("full", description="encoding of gradients as they travel; full: precision.gradients")
+    parameters: Text = Field("full", description="encoding of parameters as they travel; full: precision.compute")
+    buffers: Literal["broadcast", "local"] = Field(
+        "broadcast", description="buffers that change (BatchNorm) follow rank 0, or stay each rank's own"
+    )
+    timeout_s: Positive = Field(600.0, description="seconds that a collective may take before it is an error")
+
+
+class Checkpoint(Section):
+    """Saving while training."""
+
+    dir: PathText | None = Field(None, description="folder of the checkpoints; null: none are saved")
+    every_steps: Count | None = Field(None, description="optimizer steps between two checkpoints")
+    keep: Count = Field(3, description="how many of the newest checkpoints stay")
+    background: Flag = Field(True, description="write while training goes on")
+
+
+class Config(Section):
+    """The whole configuration of an engine.
+
+    Raises:
+        ConfigError: listing every unknown key, wrong value, and setting that this version does not have.
+    """
+
+    parallel: Parallel = Field(Parallel(), description="ranks along each mesh axis")
+    zero: Zero = Field(Zero(), description="how states are split and where they rest")
+    precision: Precision = Field(Precision(), description="the dtype of each state")
+    batch: Batch = Field(Batch(), description="samples of a step")
+    optimizer: Optimizer = Field(Optimizer(), description="the optimizer")
+    schedule: Schedule = Field(Schedule(), description="the learning rate over steps")
+    clip_grad_norm: Positive | None = Field(None, description="largest global norm of the gradients; null: not clipped")
+    activations: Activations = Field(Activations(), description="what is kept for backward")
+    communication: Communication = Field(Communication(), description="what travels between ranks")
+    checkpoint: Checkpoint = Field(Checkpoint(), description="saving while training")
+
+    def __init__(self, /, **sections: Any) -> None:
+        self._fill(sections, _nowhere)
+
+    @classmethod
+    def located(cls, sections: Mapping[str, object], where: Callable[[tuple[str, ...]], str]) -> Self:
+        """The configuration with these sections; errors say where a key comes from, by ``where(path)``."""
+        config = cls.__new__(cls)
+        config._fill(sections, where)
+        return config
+
+    def _fill(self, sections: Mapping[str, object], where: Callable[[tuple[str, ...]], str]) -> None:
+        data = plain(dict(sections), "the configuration")
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise report(validation_problems(error, type(self), data), where) from None
+        if problems := unavailable_problems(self):
+            raise report(problems, where)
+
+
+def _nowhere(path: tuple[str, ...]) -> str:
+    return ""

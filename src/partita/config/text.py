@@ -1,0 +1,151 @@
+"""YAML and JSON text to plain data, strictly: a key given twice, an unknown tag or a second document is an error.
+
+YAML is composed into nodes and read from them here, so that each key's line is known and aliases cannot blow up.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import yaml
+
+from partita.config.plain import MAX_DEPTH, MAX_VALUES, Budget, check_key, dotted, shown
+from partita.errors import ConfigError
+
+_Loader: type[yaml.SafeLoader] | type[yaml.CSafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_TAG = "tag:yaml.org,2002:"
+_CONVERTED = {_TAG + kind for kind in ("null", "bool", "int", "float")}
+_TEXT = {_TAG + kind for kind in ("str", "timestamp", "value")}
+_MERGE = _TAG + "merge"
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """Data, and the line (from 1) of each path whose line is known."""
+
+    data: object
+    lines: dict[tuple[str, ...], int] = field(default_factory=dict)
+
+
+def parse_json(text: str, name: str) -> Parsed:
+    """Reads JSON text; ``name`` says in errors where it comes from. Empty text is None.
+
+    Raises:
+        ConfigError: naming the line where there is one.
+    """
+    if not text.strip():
+        return Parsed(None)
+    try:
+        return Parsed(json.loads(text, object_pairs_hook=lambda pairs: _without_duplicates(pairs, name)))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{name}, line {error.lineno}: not valid JSON: {error.msg}; correct this line") from None
+    except RecursionError:
+        raise ConfigError(f"{name}: nested deeper than {MAX_DEPTH} levels") from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # an integer of more digits than Python converts
+        raise ConfigError(f"{name}: not valid JSON: {error}") from None
+
+
+def parse_yaml(text: str, name: str) -> Parsed:
+    """Reads YAML text; ``name`` says in errors where it comes from. Empty text is None.
+
+    Raises:
+        ConfigError: naming the line where there is one.
+    """
+    try:
+        _check_events(text, name)
+        loader = _Loader(text)
+        try:
+            root = loader.get_single_node()
+            reader = _NodeReader(name, loader.construct_object)
+            return Parsed(reader.read(root, ()) if root is not None else None, reader.lines)
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{name}, line {mark.line + 1}" if mark and "\n" in text else name
+        raise ConfigError(f"{place}: not valid YAML: {error.problem or error.context}; correct this line") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: not valid YAML: {str(error).splitlines()[0]}") from None
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name}: not valid YAML: a character that is no Unicode text") from None
+
+
+def _without_duplicates(pairs: list[tuple[str, object]], name: str) -> dict[str, object]:
+    data: dict[str, object] = {}
+    for key, value in pairs:
+        if key in data:
+            raise ConfigError(f"{name}: the key {shown(key)} is given twice in one section; keep one of them")
+        data[key] = value
+    return data
+
+
+def _check_events(text: str, name: str) -> None:
+    """Bounds depth and size before nodes are composed: composing is recursive C, whose overflow ends the process."""
+    depth = 0
+    for count, event in enumerate(yaml.parse(text, Loader=_Loader)):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"{name}: nested deeper than {MAX_DEPTH} levels")
+        if count > 2 * MAX_VALUES:
+            raise ConfigError(f"{name}: more than {MAX_VALUES} values; a configuration has about 40")
+
+
+class _NodeReader:
+    """Turns nodes into data, and remembers the line of each path."""
+
+    def __init__(self, name: str, construct: Callable[[yaml.Node], object]) -> None:
+        self.lines: dict[tuple[str, ...], int] = {}
+        self._name = name
+        self._construct = construct
+        self._budget = Budget(name)
+
+    def read(self, node: yaml.Node, path: tuple[str, ...]) -> object:
+        self._budget.spend(len(path))
+        self.lines.setdefault(path, node.start_mark.line + 1)
+        if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
+            return self._mapping(node, path)
+        if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
+            return [self.read(item, (*path, str(i))) for i, item in enumerate(node.value)]
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node)
+        raise self._error(node, f"the tag {shown(node.tag)} has no meaning here; remove it")
+
+    def _mapping(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, object]:
+        own: dict[str, object] = {}
+        merged: dict[str, object] = {}
+        for key_node, value_node in node.value:
+            if key_node.tag == _MERGE:
+                for source in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
+                    merged = self._merge_source(source, path) | merged
+                continue
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise self._error(key_node, "keys must be printable text; got a list or a section as a key")
+            key = self._scalar(key_node)
+            check_key(key, path, f"{self._name}, line {key_node.start_mark.line + 1}")
+            if key in own:
+                raise self._error(key_node, f"the key '{dotted((*path, str(key)))}' is given twice; keep one of them")
+            self.lines[*path, str(key)] = key_node.start_mark.line + 1
+            own[str(key)] = self.read(value_node, (*path, str(key)))
+        return merged | own
+
+    def _merge_source(self, node: yaml.Node, path: tuple[str, ...]) -> dict[str, object]:
+        if not isinstance(node, yaml.MappingNode):
+            raise self._error(node, "'<<' merges sections only")
+        inner = (*path, "<<")  # a merge that contains itself ends at the depth limit
+        self._budget.spend(len(inner))
+        return self._mapping(node, inner)
+
+    def _scalar(self, node: yaml.ScalarNode) -> object:
+        if node.tag in _TEXT:
+            return node.value
+        if node.tag not in _CONVERTED:
+            raise self._error(node, f"the tag {shown(node.tag)} has no meaning here; remove it")
+        try:
+            return self._construct(node)
+        except (ValueError, LookupError, ArithmeticError):
+            raise self._error(node, f"{shown(node.value)} is not a value of the kind {node.tag[len(_TAG) :]}") from None
+
+    def _error(self, node: yaml.Node, text: str) -> ConfigError:
+        return ConfigError(f"{self._name}, line {node.start_mark.line + 1}: {text}")

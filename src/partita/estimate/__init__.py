@@ -1,0 +1,1 @@
+"""What a plan costs, computed from the residence table before anything runs: bytes held, bytes sent."""

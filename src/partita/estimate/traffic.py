@@ -1,0 +1,128 @@
+"""Bytes that a rank sends in a step, straight from the table: what the traffic report will count.
+
+With P the padded bytes of the parameters on N ranks, data parallelism sends 2P (N-1)/N a rank and step, and so do
+stages 1 and 2; stage 3 sends 3P (N-1)/N, or 2P (N-1)/N where parameters are kept whole between forward and backward
+(Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 7). Beside
+them go control messages of some bytes each, which are counted here as well.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
+from partita.plan.residence import Residence
+from partita.plan.state_plan import DATA
+from partita.plan.steps import AllGather, AllReduce, Encode, ReduceScatter, Slice, steps
+from partita.plan.traffic import TrafficKey, TrafficMeter, TrafficReport
+
+# Bytes of a number in a control message: an event, a count of waves, a share of the norm, a loss.
+WORD_BYTES = 8
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What happens in a step.
+
+    ``accumulate``: micro-batches, each a forward of every unit and a backward through every unit. ``num_reduced``:
+    after how many of them gradients that rest split are reduced (if after none of them, then at the step); None: after
+    each, as without ``no_sync``. ``returns_loss``: the mean loss over the ranks is asked for, as ``train_batch`` does.
+    """
+
+    accumulate: int = 1
+    num_reduced: int | None = None
+    returns_loss: bool = False
+
+
+def step_traffic(units: Sequence[PlannedUnit], mesh: MeshShape, shape: StepShape = StepShape()) -> TrafficReport:
+    """What one rank sends in a step in which every parameter that trains gets a gradient. The ranks send the same.
+
+    Buffers that the forward changes (running statistics) come on top: they are no part of the plan.
+    """
+    meter = TrafficMeter()
+    for unit in units:
+        _add_gathers(meter, unit, mesh, shape.accumulate)
+    segments = reduction_order(units)
+    buckets = share_buckets(segments, mesh)
+    num_reduced = shape.accumulate if shape.num_reduced is None else max(1, shape.num_reduced)
+    for positions in buckets:
+        _add_reductions(meter, [segments[position] for position in positions], mesh, num_reduced)
+    for segment in segments:
+        _add(meter, segment.row.master, segment.row.param_rest, segment.layout.padded, mesh, "parameters")
+    _add_messages(meter, mesh, WORD_BYTES, shape.accumulate)  # the end of a micro-batch
+    num_members = sum(len(segment.layout.spans) for segment in segments)
+    _add_messages(meter, mesh, WORD_BYTES + len(buckets) + num_members)  # what was used, and what is left to reduce
+    _add_messages(meter, mesh, WORD_BYTES)  # the norm
+    if shape.returns_loss:
+        _add_messages(meter, mesh, WORD_BYTES)
+    return meter.report()
+
+
+def _add_gathers(meter: TrafficMeter, unit: PlannedUnit, mesh: MeshShape, num_visits: int) -> None:
+    """A unit's gathers for forward and backward, each announced by a message with the unit's number."""
+    row = unit.segments[0].row
+    if not steps(row.param_rest, row.param_compute, mesh):
+        return
+    num_gathers = num_visits * (2 if steps(row.param_compute, row.param_between, mesh) else 1)
+    _add_messages(meter, mesh, WORD_BYTES, num_gathers)
+    for segment in unit.segments:
+        row, padded = segment.row, segment.layout.padded
+        num_near = num_gathers - 1 if segment.has_second(mesh) else 0  # the second part lasts from forward to the step
+        _add(meter, row.param_rest, row.param_compute, padded, mesh, "parameters", num_gathers - num_near)
+        if num_near:
+            _add(meter, row.param_between, row.param_compute, padded, mesh, "parameters", num_near)
+
+
+def _add_reductions(meter: TrafficMeter, bucket: Sequence[PlannedSegment], mesh: MeshShape, num_reduced: int) -> None:
+    """The reductions of one bucket: of the parts that rest split after a micro-batch, of the rest at the step."""
+    row, num_elements = bucket[0].row, sum(segment.layout.padded for segment in bucket)
+    _add(meter, row.grad_arrival, row.grad_between, num_elements, mesh, "gradients", num_reduced)
+    _add(meter, row.grad_between, row.grad_step, num_elements, mesh, "gradients")
+
+
+def _add_messages(meter: TrafficMeter, mesh: MeshShape, num_bytes: int, calls: int = 1) -> None:
+    """Messages of ``num_bytes`` that every rank sends to every other."""
+    num = mesh.group_size(DATA)
+    if num > 1:
+        meter.add(TrafficKey("all_gather", DATA, "control"), calls * (num - 1) * num_bytes, calls)
+
+
+def _add(
+    meter: TrafficMeter,
+    src: Residence,
+    dst: Residence,
+    padded: int,
+    mesh: MeshShape,
+    purpose: str,
+    calls: int = 1,
+) -> None:
+    """What the table's steps from ``src`` to ``dst`` send for a flat buffer of ``padded`` elements, ``calls`` times."""
+    for collective, axes, num_bytes in sent_by_steps(src, dst, padded, mesh):
+        meter.add(TrafficKey(collective, axes, purpose), calls * num_bytes, calls)
+
+
+def sent_by_steps(
+    src: Residence, dst: Residence, padded: int, mesh: MeshShape
+) -> Iterator[tuple[str, tuple[str, ...], int]]:
+    """(collective, axes, bytes that one rank sends) for the steps from ``src`` to ``dst`` of ``padded`` elements.
+
+    An all-reduce is a reduce-scatter, and an all-gather once the norm is known.
+    """
+    num_bytes = src.num_bytes(padded, mesh)
+    itemsize = src.encoding.itemsize
+    for op in steps(src, dst, mesh):
+        if isinstance(op, Encode):
+            num_bytes, itemsize = num_bytes // itemsize * op.encoding.itemsize, op.encoding.itemsize
+        elif isinstance(op, AllGather):
+            num = mesh.group_size(op.axes)
+            yield "all_gather", op.axes, (num - 1) * num_bytes
+            num_bytes *= num
+        elif isinstance(op, ReduceScatter | AllReduce):
+            num = mesh.group_size(op.axes)
+            yield "reduce_scatter", op.axes, (num - 1) * num_bytes // num
+            if isinstance(op, AllReduce):
+                yield "all_gather", op.axes, (num - 1) * num_bytes // num
+            else:
+                num_bytes //= num
+        elif isinstance(op, Slice):
+            num_bytes //= mesh.group_size(op.axes)

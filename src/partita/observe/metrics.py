@@ -1,0 +1,116 @@
+"""Rows of metrics: written to ``metrics.jsonl`` as they come, and to TensorBoard where it is installed.
+
+A row is complete in itself (each has its step and token count), so a file that was cut off is readable to its end.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from partita.errors import PartitaError
+
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class TrainRow:
+    """Training since the row before: means over its steps, but ``lr`` and ``grad_norm`` of its last step.
+
+    ``tokens`` counts from the start, over all ranks; ``loss`` is in nats a token; ``memory_bytes`` has an entry a rank.
+    """
+
+    step: int
+    tokens: int
+    loss: float
+    lr: float
+    grad_norm: float | None
+    tokens_per_s: float
+    step_s: float
+    memory_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class HeldOutRow:
+    """Mean loss on held-out text, in nats a token, after ``step`` steps."""
+
+    step: int
+    tokens: int
+    held_out_loss: float
+
+
+class MetricsWriter:
+    """Writes rows into a folder, replacing the rows that an earlier run left there. A context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / METRICS_FILE).open("w")
+        except OSError as error:
+            raise PartitaError(
+                f"cannot write metrics into '{folder}': {error.strerror}; set train.out to another folder"
+            ) from None
+        self._board = _open_tensorboard(folder)
+
+    @property
+    def has_tensorboard(self) -> bool:
+        return self._board is not None
+
+    def write(self, row: TrainRow | HeldOutRow) -> None:
+        kind = "train" if isinstance(row, TrainRow) else "held_out"
+        self._file.write(json.dumps({"kind": kind, **asdict(row)}) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in _scalars(row):
+                self._board.add_scalar(name, value, row.step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> tuple[list[TrainRow], list[HeldOutRow]]:
+    """The rows of a ``metrics.jsonl``; a last line that was cut off is left out."""
+    train: list[TrainRow] = []
+    held_out: list[HeldOutRow] = []
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        if row.pop("kind") == "train":
+            train.append(TrainRow(**row | {"memory_bytes": tuple(row["memory_bytes"])}))
+        else:
+            held_out.append(HeldOutRow(**row))
+    return train, held_out
+
+
+def _scalars(row: TrainRow | HeldOutRow) -> Iterator[tuple[str, float]]:
+    if isinstance(row, HeldOutRow):
+        yield "loss/held_out", row.held_out_loss
+        return
+    yield "loss/train", row.loss
+    yield "learning_rate", row.lr
+    yield "tokens_per_s", row.tokens_per_s
+    yield "memory_bytes/largest_rank", max(row.memory_bytes)
+    if row.grad_norm is not None:
+        yield "gradient_norm", row.grad_norm
+
+
+def _open_tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    events = folder / "tensorboard"
+    for earlier in events.glob("events.out.tfevents.*"):  # or both runs would be drawn as one
+        earlier.unlink()
+    return SummaryWriter(str(events))

@@ -1,0 +1,79 @@
+"""The loss of a run as a picture."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from partita.observe.metrics import HeldOutRow, TrainRow
+
+# The smoothed curve is an average over about this share of all rows.
+_WINDOW = 0.05
+_TRAIN_COLOR, _HELD_OUT_COLOR = "#3b6fb6", "#c8452d"
+
+
+def plot_losses(
+    path: Path, train: Sequence[TrainRow], held_out: Sequence[HeldOutRow], title: str, token: str = "byte"
+) -> None:
+    """Draws training loss (raw and smoothed) and held-out loss over steps into a PNG.
+
+    ``token`` is what a token is called; with bytes the right axis is in bits a byte.
+    """
+    # Here, because it takes half a second that only the rank that draws should pay.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.8), dpi=120, layout="constrained")
+    axes = FigureCanvasAgg(figure).figure.subplots()
+    _draw_curves(axes, train, held_out)
+    tokens_per_step = train[-1].tokens // train[-1].step if train else 0
+    axes.set_title(title)
+    axes.set_xlabel(f"optimizer step ({tokens_per_step:,} {token}s each)" if tokens_per_step else "optimizer step")
+    axes.set_ylabel(f"loss (nats per {token})")
+    if token == "byte":
+        bits = axes.secondary_yaxis("right", functions=(_nats_to_bits, _bits_to_nats))
+        bits.set_ylabel("bits per byte")
+    axes.grid(alpha=0.25)
+    axes.margins(x=0.02)
+    axes.spines[["top"]].set_visible(False)
+    if train or held_out:
+        axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Exponential moving average, corrected for its start (Kingma & Ba, 2015, section 3)."""
+    new = min(1.0, 1.0 / (_WINDOW * len(values))) if values else 1.0
+    average, weight, out = 0.0, 0.0, []
+    for value in values:
+        average += new * (value - average)
+        weight += new * (1.0 - weight)
+        out.append(average / weight)
+    return out
+
+
+def _nats_to_bits(nats: Any) -> Any:
+    return nats / math.log(2)
+
+
+def _bits_to_nats(bits: Any) -> Any:
+    return bits * math.log(2)
+
+
+def _draw_curves(axes: Any, train: Sequence[TrainRow], held_out: Sequence[HeldOutRow]) -> None:
+    if train:
+        steps, losses = [row.step for row in train], [row.loss for row in train]
+        axes.plot(steps, losses, color=_TRAIN_COLOR, alpha=0.25, linewidth=1)
+        axes.plot(steps, smoothed(losses), color=_TRAIN_COLOR, linewidth=1.8, label="training text, smoothed")
+    if held_out:
+        steps, losses = [row.step for row in held_out], [row.held_out_loss for row in held_out]
+        axes.plot(steps, losses, color=_HELD_OUT_COLOR, marker="o", markersize=5, linewidth=1.2, label="held-out text")
+        last = held_out[-1]
+        axes.annotate(
+            f"{last.held_out_loss:.2f}",
+            (last.step, last.held_out_loss),
+            textcoords="offset points",
+            xytext=(-4, 8),
+            ha="right",
+            color=_HELD_OUT_COLOR,
+        )

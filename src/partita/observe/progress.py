@@ -1,0 +1,97 @@
+"""Live progress on rank 0: a bar in a terminal, one line an evaluation elsewhere; the other ranks are silent."""
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from partita.observe.metrics import HeldOutRow, TrainRow
+
+REFRESH_S = 0.2
+
+
+class TrainingProgress:
+    """Shows how far training is. A context manager: the bar ends with the block, whatever ends the block.
+
+    Args:
+        console: where to write; a silent one on all ranks but the first.
+        num_steps: optimizer steps of the whole run.
+    """
+
+    def __init__(self, console: Console, num_steps: int) -> None:
+        self._console, self._num_steps = console, num_steps
+        self._live = console.is_terminal and not console.quiet
+        self._last_row: TrainRow | None = None
+        self._started_s = self._refreshed_s = time.monotonic()
+        # Refreshed from the training loop: a thread that draws would take turns with it.
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            auto_refresh=False,
+            disable=not self._live,
+            expand=True,
+        )
+        self._task = self._bar.add_task("train", total=num_steps, figures="")
+
+    def step(self, step: int) -> None:
+        """``step`` optimizer steps are done."""
+        self._bar.update(self._task, completed=step)
+        now_s = time.monotonic()
+        if now_s - self._refreshed_s >= REFRESH_S:
+            self._refreshed_s = now_s
+            self._bar.refresh()
+
+    def row(self, row: TrainRow) -> None:
+        self._last_row = row
+        self._bar.update(self._task, figures=figures(row))
+
+    def held_out(self, row: HeldOutRow) -> None:
+        """An evaluation: shown as a line above the bar, or, without a terminal, with everything known by then."""
+        line = f"step {row.step:>{len(str(self._num_steps))}}/{self._num_steps}  held-out loss {row.held_out_loss:.4f}"
+        if not self._live and self._last_row is not None:
+            line += f"  {figures(self._last_row)}  ETA {_duration(self._remaining_s(row.step))}"
+        self.say(line)
+
+    def say(self, line: str) -> None:
+        """One line, above the bar where there is one. The text is shown as it is: no markup, no highlighting."""
+        self._console.print(Text(line), soft_wrap=True)
+
+    def _remaining_s(self, step: int) -> float:
+        elapsed_s = time.monotonic() - self._started_s
+        return elapsed_s / step * (self._num_steps - step) if step else 0.0
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+
+def figures(row: TrainRow) -> str:
+    """The figures of a row, short."""
+    norm = "" if row.grad_norm is None else f"  grad norm {row.grad_norm:.2f}"
+    return f"loss {row.loss:.4f}  {row.tokens_per_s:,.0f} tokens/s{norm}  {format_bytes(max(row.memory_bytes))} a rank"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Decimal units, three digits: 812 MB, 1.57 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"

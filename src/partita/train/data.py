@@ -1,0 +1,141 @@
+"""Text as one row of tokens, a part of it held out, and batches cut from it.
+
+Invariants: the held-out regions are never trained on; the split depends on the text, the share and the seed alone; the
+batch of a step is a pure function of (seed, step, data rank), so a data position needs no state, and the samples of a
+step are the same set for every micro x accumulate x ranks that make the same total.
+"""
+
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from partita.config.batch import ResolvedBatch
+from partita.errors import ConfigError
+from partita.train.job import DataSection
+
+# Longer texts are cut into regions of this many bytes, so that the held-out part of one long text is many places of it.
+LARGEST_REGION_BYTES = 2**18
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+Encode = Callable[[bytes], Tensor]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Two rows of tokens, [length] each: what is trained on, and what is only evaluated on."""
+
+    train: Tensor
+    held_out: Tensor
+
+
+def bytes_to_tokens(text: bytes) -> Tensor:
+    """Each byte is a token: [length], uint8."""
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+
+
+def load_corpus(data: DataSection, encode: Encode = bytes_to_tokens) -> Corpus:
+    """Reads the text and splits it.
+
+    Raises:
+        ConfigError: nothing to read there, or too little text for one sample on either side of the split.
+    """
+    documents = _read_stdlib() if data.corpus == "stdlib" else _read_files(Path(data.corpus), data.pattern)
+    train_text, held_out_text = split(documents, data.held_out, data.seed)
+    corpus = Corpus(encode(train_text), encode(held_out_text))
+    shortest = min(len(corpus.train), len(corpus.held_out))
+    if shortest <= data.sequence:
+        raise ConfigError(
+            f"data.corpus '{data.corpus}': {len(corpus.train)} tokens to train on and {len(corpus.held_out)} held out, "
+            f"but one sample is data.sequence + 1 = {data.sequence + 1} tokens; give more text, a shorter "
+            "data.sequence or another data.held_out"
+        )
+    return corpus
+
+
+def split(documents: Sequence[bytes], share: float, seed: int) -> tuple[bytes, bytes]:
+    """The text to train on and the held-out text: contiguous regions (whole documents where they are short enough).
+
+    Regions are held out in an order drawn from ``seed`` until they are at least ``share`` of the bytes. Both sides keep
+    the order of the text.
+    """
+    total = sum(map(len, documents))
+    length = min(LARGEST_REGION_BYTES, max(1, int(total * share)))
+    regions = [text[start : start + length] for text in documents for start in range(0, len(text), length)]
+    held_out: set[int] = set()
+    missing = total * share
+    for index in torch.randperm(len(regions), generator=torch.Generator().manual_seed(seed)).tolist():
+        if missing <= 0:
+            break
+        held_out.add(index)
+        missing -= len(regions[index])
+    train_text = b"".join(region for index, region in enumerate(regions) if index not in held_out)
+    return train_text, b"".join(regions[index] for index in sorted(held_out))
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The micro-batches of one of ``num_ranks`` data ranks: windows [micro, sequence + 1] of int64 on ``device``."""
+
+    corpus: Corpus
+    data: DataSection
+    batch: ResolvedBatch
+    rank: int
+    num_ranks: int
+    device: torch.device
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens predicted in one optimizer step, over all ranks."""
+        return self.batch.total * self.data.sequence
+
+    def train(self, step: int) -> Iterator[Tensor]:
+        """The ``accumulate`` micro-batches of a step: windows at random places of the training text."""
+        text = self.corpus.train
+        # torch's generator takes 32 bits of its seed; neighbouring seeds give unrelated numbers.
+        generator = torch.Generator().manual_seed(self.data.seed * 1_000_003 + step)
+        starts = torch.randint(len(text) - self.data.sequence, (self.batch.total,), generator=generator)
+        return self._micro_batches(text, starts)
+
+    def held_out(self, num_batches: int) -> Iterator[Tensor]:
+        """This rank's part of ``num_batches`` whole batches: windows spread evenly over the held-out text.
+
+        They are the same every time, and for every micro x accumulate x ranks that make the same total.
+        """
+        text = self.corpus.held_out
+        num_windows = num_batches * self.batch.total
+        last = len(text) - self.data.sequence - 1
+        return self._micro_batches(text, torch.arange(num_windows) * last // max(1, num_windows - 1))
+
+    def _micro_batches(self, text: Tensor, starts: Tensor) -> Iterator[Tensor]:
+        offsets = torch.arange(self.data.sequence + 1)
+        for mine in starts.view(-1, self.num_ranks, self.batch.micro)[:, self.rank]:
+            yield text[mine[:, None] + offsets].long().to(self.device, non_blocking=True)
+
+
+def _read_stdlib() -> list[bytes]:
+    """The modules of Python's standard library, without its tests, in the order of their paths."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = (path for path in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts[:-1]))
+    documents = [path.read_bytes() for path in sorted(paths)]
+    if not documents:
+        raise ConfigError(f"data.corpus 'stdlib': no sources in {root}; name a text file or a folder instead")
+    return documents
+
+
+def _read_files(path: Path, pattern: str) -> list[bytes]:
+    if path.is_file():
+        return [path.read_bytes()]
+    if not path.is_dir():
+        raise ConfigError(
+            f"data.corpus: no file or folder '{path}' (looked in {Path.cwd()}); correct the path, or set it to 'stdlib'"
+        )
+    files = sorted(found for found in path.rglob(pattern) if found.is_file())
+    visible = (file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    documents = [file.read_bytes() for file in visible]
+    if not any(documents):
+        raise ConfigError(f"data.corpus: no text in the files '{pattern}' of '{path}'; correct data.pattern")
+    return documents

@@ -1,0 +1,152 @@
+"""A training job: which model, on which text, for how long, with which engine.
+
+The ``engine`` section is the whole configuration of :func:`partita.initialize`; the others are the trainer's own.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, Strict, ValidationError, WithJsonSchema
+
+from partita.config.fields import Count, CountOrZero, Flag, NotNegative, PathText, Positive, Text
+from partita.config.load import Where, read_sections
+from partita.config.problems import Problem, report, validation_problems
+from partita.config.schema import Config, Section
+from partita.errors import ConfigError
+
+_HUGGINGFACE_SCHEMA = {
+    "anyOf": [
+        {"const": "the path of a model folder"},
+        {"const": "the path of a config.json"},
+        {"const": "a section such as {model_type: llama, hidden_size: 64}"},
+        {"type": "null"},
+    ]
+}
+HuggingFace = Annotated[PathText | dict[str, Any] | None, WithJsonSchema(_HUGGINGFACE_SCHEMA)]
+Weight = Annotated[float, Strict(), Field(gt=0, lt=1, allow_inf_nan=False)]
+
+
+class ModelSection(Section):
+    """The partita decoder of these sizes, or a Hugging Face causal language model."""
+
+    huggingface: HuggingFace = Field(None, description="folder or config of a causal language model to train instead")
+    layers: Count = Field(4, description="transformer blocks")
+    width: Count = Field(128, description="size of the residual stream")
+    heads: Count = Field(4, description="query heads")
+    kv_heads: Literal["auto"] | Count = Field("auto", description="key and value heads; auto: as many as query heads")
+    ffn_multiple: Positive = Field(2.75, description="feed-forward width / width; the former is a multiple of 16")
+    tied: Flag = Field(False, description="one matrix for the embedding and the output")
+    seed: CountOrZero = Field(0, description="seed of the initial weights")
+
+
+class DataSection(Section):
+    """The text, and how samples are cut from it."""
+
+    corpus: PathText = Field("stdlib", description="a file or folder; stdlib: the text of Python's standard library")
+    pattern: Text = Field("*", description="names of the files to read in a folder, at any depth")
+    sequence: Count = Field(128, description="tokens of a sample")
+    held_out: Weight = Field(0.02, description="share of the text that is never trained on")
+    seed: CountOrZero = Field(0, description="seed of the split and of the order of samples")
+
+
+class SampleSection(Section):
+    """The text written by the model at the end."""
+
+    prompt: Text = Field("def ", description="how the sample begins")
+    tokens: CountOrZero = Field(300, description="tokens (bytes, without a tokenizer) to write; 0: no sample")
+    temperature: NotNegative = Field(0.7, description="0: always the likeliest token")
+    seed: CountOrZero = Field(0, description="seed of the draws")
+
+
+class TrainSection(Section):
+    """How long to train, and what to write down on the way."""
+
+    steps: Count = Field(1000, description="optimizer steps")
+    log_every: Count = Field(10, description="steps between two rows of metrics; a row is the mean over them")
+    eval_every: Count = Field(250, description="steps between two evaluations on held-out text")
+    eval_batches: Count = Field(16, description="batches (of engine.batch.total samples) in an evaluation")
+    out: PathText | None = Field(None, description="folder of all results; null: runs/ and the name of the job file")
+    sample: SampleSection = Field(SampleSection(), description="the text written at the end")
+
+
+class Job(Section):
+    """A whole job. Build one with :func:`load_job`, which also says where a wrong key was written."""
+
+    model: ModelSection = Field(ModelSection(), description="what to train")
+    data: DataSection = Field(DataSection(), description="what to train on")
+    train: TrainSection = Field(TrainSection(), description="how long, and what to write down")
+    engine: Config = Field(Config(), description="how the training states are split and updated")
+
+    @property
+    def out(self) -> Path:
+        """The folder of all results."""
+        assert self.train.out is not None, "set by load_job"
+        return Path(self.train.out)
+
+
+def load_job(source: str | Path | Mapping[str, object], overrides: Sequence[str] = ()) -> Job:
+    """The job in ``source`` (the path of a YAML or JSON file, or a mapping), with overrides such as "train.steps=10".
+
+    Where a schedule needs ``engine.schedule.total_steps`` and does not have it, it is ``train.steps``.
+
+    Raises:
+        ConfigError: the source cannot be read, or says something wrong; each key is named with where it was written.
+    """
+    sections, where = read_sections(source, overrides)
+    engine = sections.pop("engine", None)
+    try:
+        job = Job.model_validate(sections)
+    except ValidationError as error:
+        raise report(validation_problems(error, Job, sections), where) from None
+    if problems := _model_problems(job.model):
+        raise report(problems, where)
+    config = _engine_config(engine, job.train.steps, where)
+    out = job.train.out or str(Path("runs", "job" if isinstance(source, Mapping) else Path(source).stem))
+    return job.model_copy(update={"engine": config, "train": job.train.model_copy(update={"out": out})})
+
+
+def _engine_config(engine: object, steps: int, where: Where) -> Config:
+    if isinstance(engine, Config):
+        return engine
+    if engine is not None and not isinstance(engine, Mapping):
+        raise ConfigError(f"engine: expected a section with the keys {', '.join(Config.model_fields)}; got {engine!r}")
+    sections = dict(engine or {})
+    schedule = sections.get("schedule")
+    if isinstance(schedule, Mapping) and schedule.get("name", "constant") != "constant":
+        sections["schedule"] = {**schedule, "total_steps": schedule.get("total_steps") or steps}
+    return Config.located(sections, lambda path: where(("engine", *path)))
+
+
+def _model_problems(model: ModelSection) -> list[Problem]:
+    """What pydantic cannot see: how the sizes of the decoder fit together."""
+    if model.huggingface is not None:
+        idle = [name for name, value in model if value != ModelSection.model_fields[name].default]
+        return [
+            Problem(
+                ("model", name),
+                f"model.{name}: has no effect on a Hugging Face model",
+                "remove it, or set it under model.huggingface",
+            )
+            for name in idle
+            if name not in ("huggingface", "seed")
+        ]
+    problems = []
+    if model.width % model.heads or model.width // model.heads % 2:
+        problems.append(
+            Problem(
+                ("model", "width"),
+                f"model.width: {model.width} over model.heads {model.heads} must give heads of one even size",
+                f"set model.width to a multiple of {2 * model.heads}",
+            )
+        )
+    if model.kv_heads != "auto" and model.heads % model.kv_heads:
+        divisors = ", ".join(str(n) for n in range(1, model.heads + 1) if model.heads % n == 0)
+        problems.append(
+            Problem(
+                ("model", "kv_heads"),
+                f"model.kv_heads: {model.kv_heads} does not divide model.heads {model.heads}",
+                f"set one of {divisors}",
+            )
+        )
+    return problems

@@ -1,0 +1,199 @@
+"""The training loop of a job, and everything it leaves in ``job.out``.
+
+All ranks run the same loop in step: each evaluates, stops and exports after the same steps. Only the first rank writes.
+``metrics.jsonl`` and TensorBoard events grow while training; ``job.yaml``, ``loss.png``, ``sample.txt`` and the weights
+in ``model/`` are there when it ends, by itself or (less the sample) by Ctrl-C.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import yaml
+from rich.console import Console
+from torch import Tensor
+
+from partita.config.resolve import describe, resolve
+from partita.engine import Engine, initialize
+from partita.errors import PartitaError
+from partita.observe.metrics import METRICS_FILE, HeldOutRow, MetricsWriter, TrainRow, read_metrics
+from partita.observe.plots import plot_losses
+from partita.observe.progress import TrainingProgress
+from partita.train.data import Batches, Corpus, load_corpus
+from partita.train.interrupt import Interruption
+from partita.train.job import Job
+from partita.train.models import ReadyModel, build_model
+from partita.train.sample import write_sample
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: the number of steps, whether by Ctrl-C, the last held-out loss in nats a token, the folder."""
+
+    steps: int
+    interrupted: bool
+    held_out_loss: float
+    out: Path
+
+
+@dataclass
+class _Meter:
+    """Losses and time since the last row. Losses stay on the device, so that no step waits for them."""
+
+    started_s: float = field(default_factory=time.perf_counter)
+    losses: list[Tensor] = field(default_factory=list)
+
+
+def train(job: Job, console: Console) -> Outcome:
+    """Runs the job on this rank, among the others of the launcher; shows progress on ``console`` on the first rank.
+
+    Raises:
+        ConfigError: the job does not fit this number of ranks, its text or its model.
+        PartitaError: the loss is not finite, or ``job.out`` cannot be written.
+    """
+    ready = build_model(job.model, job.data)
+    corpus = load_corpus(job.data, ready.encode)
+    with initialize(ready.module, config=job.engine) as engine:
+        return _Run(job, ready, corpus, engine, console).run()
+
+
+class _Run:
+    def __init__(self, job: Job, ready: ReadyModel, corpus: Corpus, engine: Engine, console: Console) -> None:
+        self._job, self._ready, self._engine = job, ready, engine
+        device = engine.mesh.device
+        self._resolved = resolve(job.engine, engine.mesh.num_ranks, device.type)
+        self._batches = Batches(
+            corpus,
+            job.data,
+            self._resolved.batch,
+            engine.mesh.coordinate("data"),
+            engine.mesh.size("data"),
+            device,
+        )
+        self._is_first = engine.mesh.rank == 0
+        self._progress = TrainingProgress(console if self._is_first else Console(quiet=True), job.train.steps)
+        self._writer = MetricsWriter(job.out) if self._is_first else None
+        self._last_held_out = math.nan
+
+    def run(self) -> Outcome:
+        self._say_start()
+        try:
+            with self._progress, Interruption() as interruption:
+                steps = self._train(interruption)
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+        interrupted = interruption.requested_anywhere
+        self._finish(steps, interrupted)
+        return Outcome(steps, interrupted, self._last_held_out, self._job.out)
+
+    def _train(self, interruption: Interruption) -> int:
+        """Returns the number of steps done."""
+        plan = self._job.train
+        self._evaluate(0)
+        meter = _Meter()
+        for step in range(1, plan.steps + 1):
+            meter.losses.append(self._engine.train_batch(self._micro_batches(self._batches.train(step))))
+            self._progress.step(step)
+            interruption.requested_anywhere = self._engine.any(interruption.requested)
+            ends = interruption.requested_anywhere or step == plan.steps
+            evaluates = step % plan.eval_every == 0 or step == plan.steps
+            if ends or evaluates or step % plan.log_every == 0:
+                self._log(step, meter)
+                if evaluates and not interruption.requested_anywhere:
+                    self._evaluate(step)
+                meter = _Meter()
+            if ends:
+                return step
+        raise AssertionError("a job has at least one step")
+
+    def _micro_batches(self, windows: Iterator[Tensor]) -> Iterator[dict[str, Tensor]]:
+        return (self._ready.inputs(window) for window in windows)
+
+    def _log(self, step: int, meter: _Meter) -> None:
+        loss = torch.stack(meter.losses).mean().item()
+        elapsed_s = time.perf_counter() - meter.started_s
+        steps = len(meter.losses)
+        result = self._engine.last_step
+        row = TrainRow(
+            step=step,
+            tokens=step * self._batches.tokens_per_step,
+            loss=loss,
+            lr=result.lr[0],
+            grad_norm=result.grad_norm,
+            tokens_per_s=steps * self._batches.tokens_per_step / elapsed_s,
+            step_s=elapsed_s / steps,
+            memory_bytes=self._memory_of_ranks(),
+        )
+        self._progress.row(row)
+        self._write(row)
+        if not math.isfinite(loss):
+            raise PartitaError(
+                f"the training loss is {loss} in steps {step - steps + 1} to {step}; lower engine.optimizer.lr "
+                f"({self._job.engine.optimizer.lr:g}), lengthen engine.schedule.warmup_steps, or set "
+                "engine.clip_grad_norm"
+            )
+
+    def _memory_of_ranks(self) -> tuple[int, ...]:
+        """Peak bytes of each rank: of the CUDA allocator where there is one, else of the whole process."""
+        report = self._engine.memory_report()
+        mine, num_ranks = report.device_peak_bytes or report.process_peak_bytes, self._batches.num_ranks
+        shares = [self._engine.mean(mine if rank == self._batches.rank else 0).item() for rank in range(num_ranks)]
+        return tuple(round(share * num_ranks) for share in shares)
+
+    @torch.no_grad()
+    def _evaluate(self, step: int) -> None:
+        engine = self._engine
+        engine.module.eval()
+        losses = []
+        for inputs in self._micro_batches(self._batches.held_out(self._job.train.eval_batches)):
+            output = engine(**inputs)
+            losses.append(output if isinstance(output, Tensor) else output.loss)
+        engine.module.train()
+        self._last_held_out = engine.mean(torch.stack(losses).float().mean()).item()
+        row = HeldOutRow(step, step * self._batches.tokens_per_step, self._last_held_out)
+        self._progress.held_out(row)
+        self._write(row)
+
+    def _write(self, row: TrainRow | HeldOutRow) -> None:
+        if self._writer is not None:
+            self._writer.write(row)
+
+    def _say_start(self) -> None:
+        job, corpus = self._job, self._batches.corpus
+        num_parameters = sum(parameter.numel() for parameter in self._engine.module.parameters())
+        token = self._ready.token
+        self._progress.say(
+            f"{num_parameters / 1e6:.2f}M parameters, {len(corpus.train) / 1e6:.2f}M {token}s to train on and "
+            f"{len(corpus.held_out) / 1e6:.2f}M held out, {job.train.steps} steps of {self._batches.tokens_per_step:,}"
+        )
+        self._progress.say(describe(self._resolved))
+        if self._writer is not None and not self._writer.has_tensorboard:
+            self._progress.say("TensorBoard is not installed: no event files")
+
+    def _finish(self, steps: int, interrupted: bool) -> None:
+        job, out = self._job, self._job.out
+        self._engine.export(out / "model")
+        sample = None if interrupted else self._write_sample()
+        if not self._is_first:
+            return
+        self._ready.save_config(out / "model")
+        (out / "job.yaml").write_text(yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False))
+        train_rows, held_out_rows = read_metrics(out / METRICS_FILE)
+        title = f"{out.name}: {steps} of {job.train.steps} steps" if interrupted else out.name
+        plot_losses(out / "loss.png", train_rows, held_out_rows, title, self._ready.token)
+        if sample is not None:
+            (out / "sample.txt").write_text(sample)
+            self._progress.say(f"sample:\n{sample}")
+        end = "stopped by Ctrl-C" if interrupted else "done"
+        self._progress.say(f"{end} after {steps} steps; results are in {out}")
+
+    def _write_sample(self) -> str | None:
+        sample = self._job.train.sample
+        if not sample.tokens:
+            return None
+        with self._engine.gathered(self._engine.module):  # one gather for the whole text
+            return write_sample(self._ready, self._engine.module, sample, self._job.data.sequence)

@@ -1,0 +1,75 @@
+"""Runs the command as a user does: as a process of its own, whose descendants can be looked for afterwards."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+SOURCES = Path(__file__).parents[2] / "src"
+
+TINY_JOB = """
+model: {layers: 1, width: 32, heads: 2}
+data: {sequence: 16, held_out: 0.1}
+train: {steps: 30, eval_every: 30, eval_batches: 2, log_every: 5, sample: {tokens: 5}}
+engine:
+  zero: {stage: 3}
+  batch: {total: 8}
+  optimizer: {lr: 1.0e-2}
+"""
+
+
+def write_job(folder: Path) -> Path:
+    """A job of a few seconds in ``folder``; its results go to ``folder/out``."""
+    text, job = folder / "text.txt", folder / "job.yaml"
+    text.write_bytes(b"to be or not to be, that is the question. " * 400)
+    settings = TINY_JOB.replace("data: {", f"data: {{corpus: {text}, ").replace(
+        "steps:", f"out: {folder / 'out'}, steps:"
+    )
+    job.write_text(settings)
+    return job
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    """Starts ``partita`` with these arguments, in the session of a terminal of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "partita.cli.main", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(SOURCES)},
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 90) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error; the process is ended where it takes longer."""
+    try:
+        out, error = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
+    return process.returncode, out, error
+
+
+def workers_of(job: Path) -> dict[int, int]:
+    """Process ids by rank of the workers of a job (a path of a test's own folder) that are alive."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().split(b"\0")
+            if b"partita.cli.worker" not in command or str(job).encode() not in command:
+                continue
+            variables = dict(line.partition(b"=")[::2] for line in (folder / "environ").read_bytes().split(b"\0"))
+            found[int(variables[b"RANK"])] = int(folder.name)
+        except (OSError, KeyError):  # it has just ended
+            continue
+    return found
+
+
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come about in {timeout_s:g} s"
+        time.sleep(0.05)

@@ -1,0 +1,140 @@
+"""``partita train --processes 2`` as real processes: it trains, fails, is interrupted, and never leaves one behind."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from safetensors.torch import load_file
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from partita.cli.launch import _show_failure, _variables
+from partita.observe.metrics import METRICS_FILE, read_metrics
+from tests.cli.processes import finish, start, wait_for, workers_of, write_job
+
+ENDLESS = ("--set", "train.steps=1000000", "--set", "train.eval_every=1000000")
+
+
+def training_has_begun(folder: Path) -> bool:
+    path = folder / "out" / METRICS_FILE
+    return path.exists() and bool(read_metrics(path)[0])
+
+
+def test_two_processes_train_and_leave_everything_behind(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    code, out, error = finish(start("train", job, "--processes", "2", "--set", "train.steps=20"))
+    assert code == 0, error
+    train, held_out = read_metrics(tmp_path / "out" / METRICS_FILE)
+    assert [row.step for row in held_out] == [0, 20]
+    assert held_out[1].held_out_loss < held_out[0].held_out_loss - 1
+    assert all(len(row.memory_bytes) == 2 for row in train)
+    assert (tmp_path / "out" / "loss.png").stat().st_size > 10_000
+    weights = load_file(tmp_path / "out" / "model" / "model.safetensors")
+    assert weights["embedding.weight"].shape == (256, 32)
+    assert out.count("held-out loss") == 2  # from one rank
+    assert (tmp_path / "out" / "sample.txt").read_text() in out
+    assert not workers_of(job)
+
+
+def test_ctrl_c_ends_all_ranks_after_one_step_with_their_weights(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    process = start("train", job, "--processes", "2", *ENDLESS)
+    wait_for(lambda: training_has_begun(tmp_path) or process.poll() is not None, "the first row of metrics")
+    process.send_signal(signal.SIGINT)
+    code, out, error = finish(process)
+    assert code == 130, error
+    assert "stopped by Ctrl-C after" in out
+    assert "Traceback" not in error
+    train, _ = read_metrics(tmp_path / "out" / METRICS_FILE)
+    assert f"after {train[-1].step} steps" in out
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+    assert (tmp_path / "out" / "loss.png").exists()
+    assert not workers_of(job)
+
+
+def test_a_rank_that_is_killed_is_named_and_the_others_end(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    process = start("train", job, "--processes", "2", *ENDLESS)
+    wait_for(lambda: training_has_begun(tmp_path) or process.poll() is not None, "the first row of metrics")
+    victim = workers_of(job)[1]
+    os.kill(victim, signal.SIGKILL)
+    code, _, error = finish(process)
+    assert code == 1
+    assert f"error: rank 1 (process {victim}) was ended by SIGKILL" in error
+    assert not workers_of(job)
+
+
+def test_an_error_of_the_users_making_in_the_workers_is_told_once(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    code, out, error = finish(start("train", job, "--processes", "2", "--set", "data.corpus=nowhere"))
+    assert code == 2
+    assert error.startswith("error: rank ")
+    assert "data.corpus: no file or folder 'nowhere'" in error
+    assert (out + error).count("nowhere") == 1
+    assert "Traceback" not in error
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends orphans on Linux only")
+def test_workers_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    process = start("train", job, "--processes", "2", *ENDLESS)
+    wait_for(lambda: training_has_begun(tmp_path) or process.poll() is not None, "the first row of metrics")
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not workers_of(job), "the end of the workers", 20)
+
+
+def failure(folder: Path, rank: int, exitcode: int, error: Exception | None = None) -> ProcessFailure:
+    """As the agent sees it; one that wrote its error down did so before the next one of a test."""
+    file = folder / f"error-{rank}.json"
+    if error is not None:
+        details = {"py_callstack": f"Traceback of rank {rank}", "timestamp": str(int(time.time()))}
+        message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
+        file.write_text(json.dumps({"message": message}))
+        os.utime(file, (1000 + rank, 1000 + rank))
+    return ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=exitcode, error_file=str(file))
+
+
+def told(failures: dict[int, ProcessFailure], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = _show_failure(failures, Console())
+    return code, capsys.readouterr().out
+
+
+def test_the_first_failure_is_told_with_its_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failures = {3: failure(tmp_path, 3, 1, KeyError("late")), 2: failure(tmp_path, 2, 1, ValueError("[early]"))}
+    code, text = told(failures, capsys)
+    assert code == 1
+    assert "Traceback of rank 2" in text
+    assert "error: rank 2 (process 102) failed: ValueError: [early]" in text
+    assert "late" not in text
+
+
+def test_a_killed_rank_is_the_cause_of_the_errors_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failures = {0: failure(tmp_path, 0, 1, RuntimeError("connection closed")), 1: failure(tmp_path, 1, -9)}
+    code, text = told(failures, capsys)
+    assert code == 1
+    assert "rank 1 (process 101) was ended by SIGKILL; the system kills a process so when memory runs out" in text
+
+
+def test_a_rank_that_the_agent_ended_is_not_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failures = {0: failure(tmp_path, 0, -15), 1: failure(tmp_path, 1, 2, ValueError("wrong: key"))}
+    code, text = told(failures, capsys)
+    assert (code, text) == (2, "error: rank 1: wrong: key\n")
+
+
+def test_a_failure_without_a_word_has_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = told({1: failure(tmp_path, 1, 7)}, capsys)
+    assert code == 1
+    assert "rank 1 (process 101) failed: exit code 7" in text
+
+
+def test_cores_are_divided_unless_the_user_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("partita.cli.launch.usable_cores", lambda: 8)
+    assert [_variables(num)["OMP_NUM_THREADS"] for num in (2, 3, 16)] == ["4", "2", "1"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert _variables(2)["OMP_NUM_THREADS"] == "5"

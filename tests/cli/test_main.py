@@ -1,0 +1,98 @@
+"""The command in this process: what it says about mistakes, and what doctor shows."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from partita.cli import doctor, machine
+from partita.cli.main import app
+from tests.cli.processes import write_job
+
+
+def invoke(*arguments: str | Path) -> tuple[int, str]:
+    """Exit code, and output and errors together, on lines as long as they are."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "300", "TERM": "dumb"})
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "train.stepz=3"], "train.stepz: unknown key; did you mean train.steps?"),
+        (["--set", "train.steps"], "expected 'section.key=value'"),
+        (["--set", "engine.zero.stage=4"], "zero.stage: expected one of 0, 1, 2, 3"),
+        (["--set", "engine.batch.total=9", "--processes", "2"], "batch.total 9 cannot be divided by"),
+        (["--set", "engine.parallel.data=3", "--processes", "2"], "but there are 2"),
+        (["--set", "engine.parallel.tensor=2", "--processes", "2"], "not available in this version"),
+        (["--set", "train.out=/proc/here"], "train.out: cannot make the folder '/proc/here'"),
+        (["--set", "data.corpus=nowhere"], "data.corpus: no file or folder 'nowhere'"),
+        (["--set", "model.heads=5"], "model.width: 32 over model.heads 5"),
+    ],
+)
+def test_mistakes_are_one_message_and_exit_code_2(tmp_path: Path, arguments: list[str], message: str) -> None:
+    code, output = invoke("train", write_job(tmp_path), *arguments)
+    assert code == 2
+    assert output.startswith("error: ")
+    assert message in output
+    assert "Traceback" not in output
+
+
+def test_a_job_that_does_not_exist_is_named() -> None:
+    code, output = invoke("train", "nowhere.yaml")
+    assert code == 2
+    assert "'nowhere.yaml' does not exist" in output
+
+
+def test_processes_are_not_started_under_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    code, output = invoke("train", write_job(tmp_path), "--processes", "2")
+    assert code == 2
+    assert "a launcher started this process already, as one of 4; leave --processes out" in output
+
+
+def test_an_unknown_option_or_command_is_refused() -> None:
+    assert invoke("train", "job.yaml", "--proceses", "2")[0] == 2
+    assert invoke("tarin")[0] == 2
+
+
+def test_one_process_trains_in_place(tmp_path: Path) -> None:
+    code, output = invoke("train", write_job(tmp_path), "--processes", "1", "--set", "train.steps=2")
+    assert code == 0
+    assert "done after 2 steps" in output
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+
+
+def test_help_and_version() -> None:
+    code, output = invoke("--help")
+    assert code == 0
+    assert {"train", "doctor"} <= set(output.split())
+
+
+def test_doctor_shows_the_machine_and_the_choices() -> None:
+    code, output = invoke("doctor")
+    assert code == 0
+    for word in (torch.__version__, "gloo yes", "cores", "memory", "disk", "compute dtype", "compiled kernels"):
+        assert word in output
+    wanted = "bf16" if torch.cuda.is_available() else "fp32"
+    assert f"{wanted} (precision.compute: auto)" in output
+
+
+def test_doctor_says_what_is_missing_and_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    rows = dict(doctor.choice_rows())
+    assert rows["transformers"] == "not installed: no Hugging Face models in a job"
+    assert rows["tensorboard"] == "not installed: no event files, only metrics.jsonl"
+    assert rows["compiled kernels"] == "not built; PyTorch's own are used"
+
+
+def test_memory_is_at_most_what_a_container_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_meminfo", lambda: {"MemTotal": 64_000, "MemAvailable": 50_000})
+    limits: dict[str, int | None] = {"/sys/fs/cgroup/memory.max": 8_000, "/sys/fs/cgroup/memory.current": 3_000}
+    monkeypatch.setattr(machine, "_number", limits.get)
+    assert machine.memory_bytes() == (8_000, 5_000)
+    limits["/sys/fs/cgroup/memory.max"] = None
+    assert machine.memory_bytes() == (64_000, 50_000)

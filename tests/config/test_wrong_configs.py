@@ -1,0 +1,307 @@
+"""Every way to be wrong has its own message: what, where, expected, got, and the remedy."""
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from partita.config import Config, Resolved, load_config, resolve
+from partita.errors import ConfigError, PartitaError
+
+
+class Wrong(NamedTuple):
+    config: object
+    fragments: tuple[str, ...]
+    num_ranks: int = 4
+    device: str = "cpu"
+
+
+VALUES = [
+    Wrong({"zero": {"stage": 5}}, ("zero.stage: expected one of 0, 1, 2, 3; got 5", "default 1")),
+    Wrong({"zero": {"stage": True}}, ("zero.stage: expected one of 0, 1, 2, 3; got true",)),
+    Wrong({"zero": {"stage": 1.5}}, ("zero.stage: expected one of 0, 1, 2, 3; got 1.5",)),
+    Wrong({"zero": {"stage": "three"}}, ("zero.stage: expected one of 0, 1, 2, 3; got 'three'",)),
+    Wrong({"zero": {"stage": None}}, ("zero.stage: expected one of 0, 1, 2, 3; got null",)),
+    Wrong({"zero": 3}, ("zero: expected a section with the keys stage, offload", "got 3", "write its keys below it")),
+    Wrong({"zero": {"offload": "host"}}, ("zero.offload: expected a section with the keys parameters", "got 'host'")),
+    Wrong(
+        {"zero": {"offload": {"optimizer": "cpu"}}}, ("zero.offload.optimizer: expected one of none, host, disk, auto",)
+    ),
+    Wrong({"zero": {"units": []}}, ("zero.units: expected auto or a list of one or more non-empty texts; got []",)),
+    Wrong({"zero": {"units": "Block"}}, ("zero.units: expected auto or a list", "got 'Block'")),
+    Wrong({"zero": {"units": ["Block", 3]}}, ("zero.units: expected auto or a list", "got ['Block', 3]")),
+    Wrong(
+        {"zero": {"prefetch_bytes": -1}},
+        ("zero.prefetch_bytes: expected auto or a whole number of at least 0", "64MiB"),
+    ),
+    Wrong({"zero": {"prefetch_bytes": 1.5}}, ("zero.prefetch_bytes: expected", "got 1.5")),
+    Wrong({"zero": {"prefetch_bytes": "64 lightyears"}}, ("zero.prefetch_bytes: expected", "got '64 lightyears'")),
+    Wrong({"zero": {"prefetch_bytes": "0.3b"}}, ("zero.prefetch_bytes: expected", "got '0.3b'")),
+    Wrong({"zero": {"keep_gathered": "yes"}}, ("zero.keep_gathered: expected true or false; got 'yes'",)),
+    Wrong({"zero": {"keep_gathered": 1}}, ("zero.keep_gathered: expected true or false; got 1",)),
+    Wrong({"parallel": {"data": 0}}, ("parallel.data: expected auto or a whole number of at least 1", "got 0")),
+    Wrong({"parallel": {"data": True}}, ("parallel.data: expected", "got true")),
+    Wrong({"parallel": {"data": 10**5000}}, ("parallel.data: expected", "at most 2147483647", "got <int>")),
+    Wrong({"parallel": {"tensor": "two"}}, ("parallel.tensor: expected a whole number of at least 1", "got 'two'")),
+    Wrong(
+        {"precision": {"compute": "bfloat16"}}, ("precision.compute: expected one of auto, fp32, bf16, fp16", "got 'bf")
+    ),
+    Wrong({"precision": {"gradients": "fp8"}}, ("precision.gradients: expected one of fp32, bf16, fp16; got 'fp8'",)),
+    Wrong({"precision": {"master": "bf16"}}, ("precision.master: expected one of fp32, split; got 'bf16'",)),
+    Wrong({"precision": {"loss_scale": 0}}, ("precision.loss_scale: expected dynamic or a number above 0; got 0",)),
+    Wrong({"precision": {"loss_scale": math.nan}}, ("precision.loss_scale: expected", "got nan")),
+    Wrong(
+        {"precision": {"keep_fp32": "norm"}}, ("precision.keep_fp32: expected a list of non-empty texts; got 'norm'",)
+    ),
+    Wrong({"batch": {"micro": "4.5"}}, ("batch.micro: expected auto or a whole number of at least 1", "got '4.5'")),
+    Wrong({"batch": {"total": -8}}, ("batch.total: expected auto or a whole number of at least 1", "got -8")),
+    Wrong({"optimizer": {"name": "AdamW"}}, ("optimizer.name: expected one of adamw, adam, sgd; got 'AdamW'",)),
+    Wrong({"optimizer": {"lr": -0.1}}, ("optimizer.lr: expected a number of at least 0; got -0.1", "default 0.001")),
+    Wrong({"optimizer": {"lr": math.inf}}, ("optimizer.lr: expected a number of at least 0; got inf",)),
+    Wrong({"optimizer": {"lr": "1e999"}}, ("optimizer.lr: expected a number of at least 0; got '1e999'",)),
+    Wrong({"optimizer": {"betas": [0.9, 1.0]}}, ("optimizer.betas: expected a list of 2 values", "got [0.9, 1.0]")),
+    Wrong({"optimizer": {"betas": [0.9]}}, ("optimizer.betas: expected a list of 2 values", "below 1; got [0.9]")),
+    Wrong({"optimizer": {"betas": 0.9}}, ("optimizer.betas: expected a list of 2 values", "got 0.9")),
+    Wrong({"optimizer": {"eps": 0}}, ("optimizer.eps: expected a number above 0; got 0",)),
+    Wrong({"optimizer": {"momentum": 1}}, ("optimizer.momentum: expected a number of at least 0 and below 1; got 1",)),
+    Wrong({"schedule": {"name": "wsd"}}, ("schedule.name: expected one of constant, linear, cosine; got 'wsd'",)),
+    Wrong(
+        {"schedule": {"warmup_steps": -1}}, ("schedule.warmup_steps: expected a whole number of at least 0", "got -1")
+    ),
+    Wrong({"schedule": {"total_steps": 0}}, ("schedule.total_steps: expected a whole number of at least 1", "or null")),
+    Wrong({"clip_grad_norm": 0}, ("clip_grad_norm: expected a number above 0 or null; got 0",)),
+    Wrong({"clip_grad_norm": {"max": 1}}, ("clip_grad_norm: expected a number above 0 or null; got {'max': 1}",)),
+    Wrong({"communication": {"timeout_s": 0}}, ("communication.timeout_s: expected a number above 0; got 0",)),
+    Wrong(
+        {"communication": {"buffers": "sync"}}, ("communication.buffers: expected one of broadcast, local; got 'sync'",)
+    ),
+    Wrong({"checkpoint": {"keep": 0}}, ("checkpoint.keep: expected a whole number of at least 1", "got 0")),
+]
+
+KEYS = [
+    Wrong({"optimiser": {}}, ("optimiser: unknown key; did you mean optimizer?",)),
+    Wrong({"zero": {"stag": 3}}, ("zero.stag: unknown key; did you mean zero.stage?",)),
+    Wrong({"zero": {"keep-gathered": True}}, ("zero.keep-gathered: unknown key; did you mean zero.keep_gathered?",)),
+    Wrong({"stage": 3}, ("stage: unknown key; did you mean zero.stage?",)),
+    Wrong({"zero": {"lr": 3}}, ("zero.lr: unknown key; did you mean optimizer.lr?",)),
+    Wrong({"batch": {"Micro": 3}}, ("batch.Micro: unknown key; did you mean batch.micro?",)),
+    Wrong(
+        {"zero": {"offload": {"param": "none"}}},
+        ("zero.offload.param: unknown key; did you mean zero.offload.parameters?",),
+    ),
+    Wrong({"xyzzy": 1}, ("xyzzy: unknown key; the keys at the top level are parallel, zero", "fix: remove it")),
+    Wrong({"batch": {"xyzzy": 1}}, ("batch.xyzzy: unknown key; the keys of batch are micro, accumulate, total",)),
+    Wrong({"two words": 1}, ("'two words': unknown key",)),
+    Wrong({1: 2}, ("keys must be printable text; got the key 1 at the top level; put quotes around it",)),
+    Wrong({"zero": {None: 2}}, ("keys must be printable text; got the key null in 'zero'",)),
+    Wrong({"zero": {b"stage": 2}}, ("keys must be printable text; got the key b'stage' in 'zero'",)),
+    Wrong(
+        {"zero": {"stage": 9}, "optimiser": {}, "clip_grad_norm": -1},
+        ("3 problems in the configuration", "zero.stage: expected", "clip_grad_norm: expected", "optimiser: unknown"),
+    ),
+]
+
+NOT_AVAILABLE = [
+    Wrong({section: value}, (f"{key}: ", "is not available in this version; remove it or set it back to its default"))
+    for section, value, key in [
+        ("parallel", {"tensor": 2}, "parallel.tensor"),
+        ("parallel", {"pipeline": 2}, "parallel.pipeline"),
+        ("parallel", {"sequence": 2}, "parallel.sequence"),
+        ("zero", {"offload": {"parameters": "host"}}, "zero.offload.parameters"),
+        ("zero", {"offload": {"optimizer": "auto"}}, "zero.offload.optimizer"),
+        ("zero", {"offload": {"gradients": "disk"}}, "zero.offload.gradients"),
+        ("zero", {"offload": {"path": "/scratch"}}, "zero.offload.path"),
+        ("precision", {"master": "split"}, "precision.master"),
+        ("precision", {"moments": "int8"}, "precision.moments"),
+        ("activations", {"checkpoint": "full"}, "activations.checkpoint"),
+        ("activations", {"partition": True}, "activations.partition"),
+        ("activations", {"offload": "host"}, "activations.offload"),
+        ("communication", {"gradients": "onebit"}, "communication.gradients"),
+        ("communication", {"parameters": "int8"}, "communication.parameters"),
+        ("checkpoint", {"dir": "out"}, "checkpoint.dir"),
+        ("checkpoint", {"every_steps": 10}, "checkpoint.every_steps"),
+        ("checkpoint", {"keep": 5}, "checkpoint.keep"),
+        ("checkpoint", {"background": False}, "checkpoint.background"),
+    ]
+]
+
+CROSS_FIELD = [
+    Wrong(
+        {"batch": {"micro": 4, "accumulate": 2, "total": 48}},
+        (
+            "batch.total is 48, but micro 4 x accumulate 2 x data 4 = 32",
+            "number of ranks",
+            "Fix: leave batch.total out",
+        ),
+    ),
+    Wrong(
+        {"batch": {"micro": 3, "total": 32}},
+        ("batch.total 32 cannot be divided by micro 3 x data 4 = 12", "auto  default", "Fix: set batch.total: 36."),
+    ),
+    Wrong(
+        {"batch": {"accumulate": 3, "total": 2}},
+        ("batch.total 2 cannot be divided by accumulate 3 x data 4 = 12", "Fix: set batch.total: 12."),
+    ),
+    Wrong(
+        {"batch": {"total": 6}}, ("batch.total 6 cannot be divided by accumulate 1 x data 4 = 4", "set batch.total: 8.")
+    ),
+    Wrong(
+        {"parallel": {"data": 3}},
+        ("data 3 x pipeline 1 x sequence 1 x tensor 1 = 3 ranks, but there are 4", "Fix: leave parallel.data out"),
+    ),
+    Wrong(
+        {"zero": {"keep_gathered": True}},
+        ("zero.keep_gathered belongs to stage 3", "zero.stage", "default", "Fix: leave"),
+    ),
+    Wrong(
+        {"zero": {"stage": 2, "hierarchical": True}},
+        ("zero.hierarchical belongs to stage 3", "2  config", "Fix: leave"),
+    ),
+    Wrong(
+        {"zero": {"stage": 3, "hierarchical": True, "keep_gathered": True}},
+        ("zero.hierarchical gathers parameters inside the node", "Fix: leave zero.keep_gathered out."),
+    ),
+    Wrong(
+        {"zero": {"prefetch_bytes": "1MiB"}},
+        ("zero.prefetch_bytes belongs to stage 3", "1048576  config", "Fix: leave"),
+    ),
+    Wrong(
+        {"precision": {"loss_scale": 128}},
+        (
+            "precision.loss_scale belongs to fp16 compute; under fp32 the loss is not scaled",
+            "auto on cpu",
+            "Fix: leave",
+        ),
+    ),
+    Wrong({"precision": {"loss_scale": 128}}, ("under bf16 the loss is not scaled", "auto on cuda"), device="cuda"),
+    Wrong(
+        {"optimizer": {"name": "sgd", "betas": [0.8, 0.9]}},
+        (
+            "optimizer.betas belongs to adam and adamw",
+            "Fix: write optimizer.momentum: 0.8 in place of optimizer.betas.",
+        ),
+    ),
+    Wrong({"optimizer": {"name": "sgd", "eps": 1e-6}}, ("optimizer.eps belongs to adam and adamw", "Fix: leave")),
+    Wrong(
+        {"optimizer": {"momentum": 0.9}},
+        ("optimizer.momentum belongs to sgd", "adamw  default", "betas[0]", "Fix: leave"),
+    ),
+    Wrong(
+        {"schedule": {"name": "cosine"}},
+        ("a cosine schedule needs to know where it ends", "Fix: set schedule.total_steps"),
+    ),
+    Wrong(
+        {"schedule": {"name": "linear", "warmup_steps": 20, "total_steps": 10}},
+        (
+            "the warm-up is longer than the whole schedule",
+            "20  config",
+            "Fix: set schedule.warmup_steps to at most 10.",
+        ),
+    ),
+    Wrong(
+        {"schedule": {"min_lr": 0.1}},
+        (
+            "the schedule's lowest learning rate is above its highest",
+            "0.001  default",
+            "Fix: set schedule.min_lr to at most",
+        ),
+    ),
+    Wrong({}, ("the number of ranks: expected a whole number of at least 1; got 0",), num_ranks=0),
+    Wrong({}, ("the number of ranks: expected", "got true"), num_ranks=True),
+    Wrong({}, ("device_type: expected a name such as 'cpu' or 'cuda'; got null",), device=None),  # type: ignore[arg-type]
+]
+
+SOURCES = [
+    Wrong(3, ("config: expected a path, a mapping, a partita.Config or None; got 3 (int)",)),
+    Wrong(b"x.yaml", ("config: expected a path, a mapping, a partita.Config or None; got b'x.yaml' (bytes)",)),
+    Wrong([], ("config: expected a path", "got [] (list)")),
+    Wrong("missing.yaml", ("config file 'missing.yaml' does not exist; correct the path",)),
+    Wrong("config.toml", ("config file 'config.toml': expected a path that ends in .yaml, .yml or .json",)),
+    Wrong("zero: {stage: 3}", ("expected a path that ends in .yaml, .yml or .json", "pass its content as a dict")),
+    Wrong("nul\0byte.yaml", ("cannot be read: embedded null byte",)),
+    Wrong(f"{'x' * 4000}.yaml", ("cannot be read: File name too long",)),
+    Wrong(Path("/"), ("expected a path that ends in .yaml, .yml or .json",)),
+]
+
+
+@pytest.mark.parametrize(
+    "wrong", [*VALUES, *KEYS, *NOT_AVAILABLE, *CROSS_FIELD, *SOURCES], ids=lambda w: w.fragments[0][:60]
+)
+def test_message(wrong: Wrong) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(load_config(wrong.config), wrong.num_ranks, wrong.device)  # type: ignore[arg-type]
+    missing = [fragment for fragment in wrong.fragments if fragment not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
+    assert isinstance(caught.value, PartitaError)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_there_are_many() -> None:
+    assert len([*VALUES, *KEYS, *NOT_AVAILABLE, *CROSS_FIELD, *SOURCES]) >= 100
+
+
+@pytest.mark.parametrize("wrong", [*VALUES, *NOT_AVAILABLE], ids=lambda w: w.fragments[0][:60])
+def test_constructing_a_config_says_the_same(wrong: Wrong) -> None:
+    assert isinstance(wrong.config, dict)
+    with pytest.raises(ConfigError) as caught:
+        Config(**wrong.config)
+    assert wrong.fragments[0] in str(caught.value)
+
+
+def test_a_problem_is_listed_once_a_key_and_long_lists_are_cut() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({f"unknown_{i}": i for i in range(100)})
+    assert "100 problems" in str(caught.value)
+    assert "... and 80 more" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        load_config({"batch": {"micro": []}})
+    assert str(caught.value).count("batch.micro") == 1
+
+
+def test_cyclic_and_exponential_data() -> None:
+    cyclic: dict[str, object] = {}
+    cyclic["zero"] = cyclic
+    with pytest.raises(ConfigError, match="nested deeper than 16 levels, or containing itself"):
+        load_config(cyclic)
+    shared: object = "x"
+    for _ in range(15):
+        shared = [shared] * 10
+    with pytest.raises(ConfigError, match="more than 10000 values"):
+        load_config({"zero": shared})
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("value", [Unprintable(), object(), np.ones(3), {1, 2}, lambda: 1, "\ud800", "\0"])
+@pytest.mark.parametrize("key", ["zero", "clip_grad_norm", "stage"])
+def test_foreign_objects(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: "):
+        load_config({key: value})
+    with pytest.raises(ConfigError, match=r"zero\.stage: expected"):
+        load_config({"zero": {"stage": value}})
+
+
+def test_surrogate_keys() -> None:
+    with pytest.raises(ConfigError, match=r"got the key '\\udfff' in 'zero'; remove these characters"):
+        load_config({"zero": {"\udfff": 2}})
+
+
+def test_changing_a_config_says_how() -> None:
+    config = Config()
+    with pytest.raises(ConfigError, match=r"'stage' cannot be set to 3.*overrides="):
+        config.zero.stage = 3  # type: ignore[misc]
+    assert config == Config()
+
+
+def test_resolving_what_is_no_config() -> None:
+    with pytest.raises(ConfigError, match=r"config: expected a partita\.Config .*; got \{'zero': \{\}\}"):
+        resolve({"zero": {}}, 1, "cpu")  # type: ignore[arg-type]
+
+
+def test_nothing_wrong_is_no_error() -> None:
+    assert isinstance(resolve(load_config(None), 1, "cpu"), Resolved)

@@ -1,0 +1,176 @@
+"""The engine against the estimates: model states to the byte, traffic to the byte and the call."""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import partita
+from partita.estimate.memory import model_state_bytes
+from partita.estimate.traffic import StepShape, step_traffic
+from partita.memory.ledger import STATES
+from partita.plan.traffic import TrafficReport
+from tests.local import pool
+from tests.local.models import CASES, parts
+
+ROWS: dict[str, dict[str, Any]] = {
+    "0": {"stage": 0},
+    "1": {"stage": 1},
+    "2": {"stage": 2},
+    "3": {"stage": 3},
+    "3-kept": {"stage": 3, "keep_gathered": True},
+}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"compute": "bf16"},
+    "bf16-gradients": {"compute": "bf16", "gradients": "bf16"},
+    "bf16-mixed": {"compute": "bf16", "keep_fp32": ["RMSNorm"]},  # two segments in a unit
+}
+SAMPLES_A_RANK = 2
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained, and how."""
+
+    zero: dict[str, Any]
+    precision: dict[str, Any] = field(default_factory=dict)
+    accumulate: int = 1
+    frozen: tuple[str, ...] = ()  # prefixes of parameters' names
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    num_moments: int = 2
+    ranks_per_node: int | None = None
+    reduced: int | None = None  # micro-batches outside no_sync, the last ones
+    by_train_batch: bool = False
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Counted and expected on one rank."""
+
+    held: dict[tuple[str, str], int]
+    expected_held: dict[tuple[str, str], int]
+    traffic: TrafficReport
+    expected_traffic: TrafficReport
+
+
+def train(run: Run) -> Bytes:
+    """Three steps; the bytes held after the first, the traffic of the last."""
+    rank = int(os.environ["RANK"])
+    launched = {}
+    if run.ranks_per_node is not None:
+        local = {"LOCAL_RANK": rank % run.ranks_per_node, "LOCAL_WORLD_SIZE": run.ranks_per_node}
+        launched = {name: str(value) for name, value in local.items()}
+    model = CASES["decoder"].build()
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.startswith(run.frozen or ("nothing",)))
+    config = {
+        "zero": run.zero,
+        "precision": run.precision,
+        "batch": {"micro": SAMPLES_A_RANK, "accumulate": run.accumulate},
+        "optimizer": run.optimizer,
+    }
+    with mock.patch.dict(os.environ, launched), partita.initialize(model, config) as engine:
+        shape = engine.mesh.shape
+        take_step(engine, run)
+        held = {key: num for key, num in engine.memory_report().held.items() if key[0] in STATES}
+        take_step(engine, run)
+        before = engine.traffic_report()
+        take_step(engine, run)
+        traffic = engine.traffic_report().since(before)
+        expected = step_traffic(engine.units, shape, StepShape(run.accumulate, run.reduced, run.by_train_batch))
+        return Bytes(held, model_state_bytes(engine.units, shape, rank, run.num_moments), traffic, expected)
+
+
+def take_step(engine: partita.Engine, run: Run) -> None:
+    case, world, rank = CASES["decoder"], engine.mesh.num_ranks, engine.mesh.rank
+    stream = case.batches(SAMPLES_A_RANK * world)
+    micro_batches = [parts(next(stream), world)[rank] for _ in range(run.accumulate)]
+    if run.by_train_batch:
+        engine.train_batch(iter(micro_batches))
+        return
+    num_unreduced = 0 if run.reduced is None else run.accumulate - run.reduced
+    for number, batch in enumerate(micro_batches):
+        if number < num_unreduced:
+            with engine.no_sync():
+                engine.backward(case.loss(engine(**batch)))
+        else:
+            engine.backward(case.loss(engine(**batch)))
+        result = engine.step()
+    assert result.stepped
+
+
+def train_each(runs: tuple[Run, ...]) -> list[Bytes]:
+    return [train(run) for run in runs]
+
+
+def check(world: int, *runs: Run) -> None:
+    for counts in pool.run(world, train_each, runs):
+        for run, counted in zip(runs, counts, strict=True):
+            assert counted.held == counted.expected_held, run
+            assert counted.traffic == counted.expected_traffic, f"{run}\n{counted.traffic}\n{counted.expected_traffic}"
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("row", ROWS)
+def test_every_row_holds_and_sends_what_the_table_says(row: str, world: int) -> None:
+    check(world, *(Run(ROWS[row], precision) for precision in PRECISIONS.values()))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("row", ROWS)
+def test_accumulation(row: str, world: int) -> None:
+    check(world, Run(ROWS[row], accumulate=3))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_micro_batches_inside_no_sync_reduce_nothing(row: str) -> None:
+    check(2, *(Run(ROWS[row], accumulate=3, reduced=reduced) for reduced in range(3)))
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
+def test_hierarchical(ranks_per_node: int) -> None:
+    zero = {"stage": 3, "hierarchical": True}
+    check(4, *(Run(zero, accumulate=accumulate, ranks_per_node=ranks_per_node) for accumulate in (1, 3)))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_frozen_parameters(row: str) -> None:
+    check(2, Run(ROWS[row], PRECISIONS["bf16"], frozen=("blocks.1.", "head")))
+
+
+@pytest.mark.parametrize("row", ["0", "1", "3"])
+def test_the_loss_of_train_batch_is_a_message_more(row: str) -> None:
+    check(2, Run(ROWS[row], accumulate=2, by_train_batch=True))
+
+
+@pytest.mark.parametrize(("momentum", "num_moments"), [(0.0, 0), (0.9, 1)])
+def test_other_optimizers_keep_other_moments(momentum: float, num_moments: int) -> None:
+    check(2, Run(ROWS["1"], optimizer={"name": "sgd", "momentum": momentum}, num_moments=num_moments))
+
+
+class Scaled(nn.Module):
+    """A model with a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 1), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * self.scale).mean()
+
+
+def train_scaled() -> tuple[int, int]:
+    with partita.initialize(Scaled()) as engine:
+        engine.backward(engine(torch.ones(2, 8)))
+        engine.step()
+        expected = model_state_bytes(engine.units, engine.mesh.shape, engine.mesh.rank)
+        return engine.memory_report().held["moments", "device"], expected["moments", "device"]
+
+
+def test_moments_of_a_parameter_without_dimensions() -> None:
+    assert pool.run(1, train_scaled) == [(2 * 4 * 10, 2 * 4 * 10)]

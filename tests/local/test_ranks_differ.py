@@ -1,0 +1,171 @@
+"""Ranks that do not run the same modules: right gradients, or within seconds an error that names the modules."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import partita
+from partita import PartitaError
+from tests.local import pool
+from tests.local.training import (
+    PLANS,
+    WIDTH,
+    Block,
+    Recipe,
+    Stack,
+    assert_idle,
+    check,
+    inputs,
+    module_of,
+    rank,
+    small_buckets,
+    square_loss,
+    train,
+)
+
+WHOLE = {name: PLANS[name] for name in ("0", "1", "2")}
+
+
+class Chosen(Stack):
+    """Runs the blocks it is told to."""
+
+    def forward(self, x: Tensor, blocks: list[int]) -> Tensor:
+        x = self.first(x)
+        for number in blocks:
+            x = self.blocks[number](x)
+        return self.last(x)
+
+
+def skips_on_rank_1(model: Any, rank: int, step: int) -> Tensor:
+    blocks = [0, 1, 2, 3, 4] if rank != 1 or step == 0 else [0, 1, 3, 4]
+    return model(inputs(rank, step), blocks).square().mean()
+
+
+def skips_others_each_step(model: Any, rank: int, step: int) -> Tensor:
+    blocks = [number for number in range(5) if (number + rank + step) % 3]
+    return model(inputs(rank, step), blocks).square().mean()
+
+
+def another_order_on_each_rank(model: Any, rank: int, step: int) -> Tensor:
+    blocks = [0, 1, 2, 3, 4] if rank % 2 else [4, 2, 3, 0, 1]
+    return model(inputs(rank, step), blocks).square().mean()
+
+
+def nothing_on_rank_1(model: Any, rank: int, step: int) -> Tensor | None:
+    return None if rank == 1 and step == 1 else model(inputs(rank, step), [0, 1, 2, 3, 4]).square().mean()
+
+
+def calls_twice_on_rank_1(model: Any, rank: int, step: int) -> Tensor:
+    blocks = [0, 1, 2, 2, 3, 4] if rank == 1 else [0, 1, 2, 3, 4]
+    return model(inputs(rank, step), blocks).square().mean()
+
+
+class Branches(nn.Module):
+    """All branches run on every rank; what the loss uses of them may differ."""
+
+    def __init__(self, num_branches: int = 7) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([Block() for _ in range(num_branches)])
+
+    def forward(self, x: Tensor, detached: list[int]) -> Tensor:
+        for number, branch in enumerate(self.branches):
+            added = branch(x)
+            x = x + (added.detach() if number in detached else added)
+        return x
+
+
+def detached_on_rank_1(model: Any, rank: int, step: int) -> Tensor:
+    detached = [4] if rank == 1 and step else []
+    return model(inputs(rank, step).requires_grad_(), detached).square().mean()
+
+
+def unused_everywhere(model: Any, rank: int, step: int) -> Tensor:
+    """In step 1 blocks 2 and 3 are used nowhere: no gradient, no decay, no update."""
+    return model(inputs(rank, step), [0, 1, 4] if step == 1 else [0, 1, 2, 3, 4]).square().mean()
+
+
+RECIPES = {
+    "skips on rank 1": Recipe(Chosen, skips_on_rank_1),
+    "skips others each step": Recipe(Chosen, skips_others_each_step),
+    "another order on each rank": Recipe(Chosen, another_order_on_each_rank),
+    "calls twice on rank 1": Recipe(Chosen, calls_twice_on_rank_1),
+}
+
+
+def run_whole(name: str) -> None:
+    check(RECIPES[name], WHOLE)
+
+
+def run_everywhere(recipe: Recipe) -> None:
+    check(recipe)
+
+
+def unused_in_a_step() -> None:
+    check(Recipe(Chosen, unused_everywhere))
+
+
+def detached_branch() -> None:
+    check(Recipe(Branches, detached_on_rank_1))
+
+
+def without_a_loss() -> None:
+    """A rank that has no loss in a step counts as gradients of zero."""
+    check(Recipe(Chosen, nothing_on_rank_1), WHOLE)
+
+
+def unit_skipped() -> None:
+    train(Recipe(Chosen, skips_on_rank_1), PLANS["3"])
+
+
+def unit_skipped_at_once() -> None:
+    train(Recipe(Chosen, skips_others_each_step), PLANS["3"])
+
+
+def one_rank_steps() -> None:
+    with partita.initialize(Stack(), {"zero": {"stage": 3}}) as engine:
+        engine.backward(square_loss(engine, rank(), 0))
+        if rank():
+            engine.step()
+        else:
+            engine(inputs(0, 1))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", RECIPES)
+def test_whole_parameters_have_right_gradients(name: str, world: int) -> None:
+    pool.run(world, run_whole, name)
+
+
+def test_parameters_unused_in_a_step_are_left_alone() -> None:
+    pool.run(2, unused_in_a_step)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_branch_without_gradient_on_one_rank(world: int) -> None:
+    pool.run(world, detached_branch)
+
+
+def test_a_rank_without_a_loss() -> None:
+    pool.run(2, without_a_loss)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_sharded_unit_skipped_on_a_rank_is_named(world: int) -> None:
+    with pytest.raises(PartitaError, match="the ranks run different modules") as raised:
+        pool.run(world, unit_skipped, timeout=20)
+    message = str(raised.value)
+    assert "rank 0 gathers 'blocks." in message
+    assert "rank 1 " in message
+    assert "zero.units" in message
+
+
+def test_units_that_differ_from_the_first_step_are_named() -> None:
+    with pytest.raises(PartitaError, match=r"rank 0 gathers 'blocks.1'; rank 1 gathers 'blocks.0'"):
+        pool.run(2, unit_skipped_at_once, timeout=20)
+
+
+def test_a_rank_that_steps_while_another_runs_forward_is_named() -> None:
+    with pytest.raises(PartitaError, match=r"rank 0 gathers '.*'; rank 1 is at engine.step\(\)"):
+        pool.run(2, one_rank_steps, timeout=20)

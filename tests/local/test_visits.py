@@ -1,0 +1,241 @@
+"""Units are whole exactly while they are used, whatever the order in which forward and backward visit them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import partita
+from tests.local import pool
+from tests.local.training import (
+    PLANS,
+    WIDTH,
+    Block,
+    Recipe,
+    Stack,
+    assert_idle,
+    check,
+    inputs,
+    module_of,
+    quiet,
+    rank,
+    square_loss,
+)
+
+GROWS = "the ring ring grows"
+
+
+class Tied(nn.Module):
+    """Two names for one matrix, in modules that are units by themselves but for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.decode = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.decode.weight = self.encode.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.encode(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.decode(x)
+
+
+class TiedBlocks(Stack):
+    """Two blocks share one matrix, which therefore lives in the unit above both."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+
+
+class Repeated(Stack):
+    """One block is called twice, and again after the others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.blocks[0](self.first(x)))
+        for block in self.blocks:
+            x = block(x)
+        return self.last(self.blocks[1](x))
+
+
+class Shuffled(Stack):
+    """The blocks run in another order in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        order = torch.randperm(len(self.blocks), generator=torch.Generator().manual_seed(self.calls))
+        self.calls += 1
+        for number in order.tolist():
+            x = self.blocks[number](x)
+        return self.last(x)
+
+
+class Keywords(Stack):
+    """Blocks that take keywords and return nested containers."""
+
+    class Inner(Block):
+        def forward(self, *, state: dict[str, Any]) -> dict[str, Any]:
+            x = super().forward(state["x"])
+            return {"x": x, "all": [*state["all"], (x, None)]}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Keywords.Inner() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = {"x": self.first(x), "all": []}
+        for block in self.blocks:
+            state = block(state=state)
+        return self.last(sum(x for x, _ in state["all"]))
+
+
+def siamese(model: Any, rank: int, step: int) -> Tensor:
+    one, other = model(inputs(rank, step)), model(inputs(rank, step + 100))
+    return (one * other).mean()
+
+
+def second_first(model: Any, rank: int, step: int) -> Tensor:
+    """Two forwards; only the gradient of the first arrives, then that of both."""
+    one, other = model(inputs(rank, step)), model(inputs(rank, step + 100))
+    return one.square().mean() + 0.5 * other.detach().square().mean()
+
+
+def leaf_inputs(model: Any, rank: int, step: int) -> Tensor:
+    return model(inputs(rank, step).requires_grad_()).square().mean()
+
+
+def input_gradient_first(model: Any, rank: int, step: int) -> Tensor:
+    x = inputs(rank, step).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x)
+    assert gradient.abs().sum() > 0
+    return square_loss(model, rank, step)
+
+
+def gradient_penalty(model: Any, rank: int, step: int) -> Tensor:
+    x = inputs(rank, step).requires_grad_()
+    output = model(x)
+    (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    return output.square().mean() + gradient.square().mean()
+
+
+def without_gradient_first(model: Any, rank: int, step: int) -> Tensor:
+    with torch.no_grad():
+        expected = model(inputs(rank, step))
+    output = model(inputs(rank, step))
+    assert torch.equal(output, expected)
+    return output.square().mean()
+
+
+def inference_first(model: Any, rank: int, step: int) -> Tensor:
+    with torch.inference_mode():
+        model(inputs(rank, step))
+    return square_loss(model, rank, step)
+
+
+def blocks_alone(model: Any, rank: int, step: int) -> Tensor:
+    """Blocks called by themselves, beside the model's forward."""
+    module = module_of(model)
+    return module.blocks[1](module.blocks[3](inputs(rank, step))).square().mean() + square_loss(model, rank, step)
+
+
+def retained(model: Any, rank: int, step: int) -> Tensor:
+    """A first backward through part of the graph, kept for the second."""
+    output = model(inputs(rank, step))
+    module = module_of(model)
+    (gradient,) = torch.autograd.grad(output.sum(), module.kept, retain_graph=True)
+    assert gradient.isfinite().all()
+    return output.square().mean()
+
+
+class KeepsInner(Stack):
+    """Keeps the value between two blocks where a caller can see it."""
+
+    kept: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            if number == 2:
+                self.kept = x
+            x = block(x)
+        return self.last(x)
+
+
+def freeze(model: nn.Module, trains: Callable[[str], bool]) -> nn.Module:
+    for name, param in model.named_parameters():
+        param.requires_grad_(trains(name))
+    return model
+
+
+def only_last_biases() -> nn.Module:
+    return freeze(Stack(), lambda name: name.endswith("down.bias"))
+
+
+def only_norms() -> nn.Module:
+    return freeze(Stack(), lambda name: ".norm." in name)
+
+
+def one_block_frozen() -> nn.Module:
+    return freeze(Stack(), lambda name: not name.startswith("blocks.2."))
+
+
+def first_half_frozen() -> nn.Module:
+    return freeze(Stack(), lambda name: not name.startswith(("first", "blocks.0", "blocks.1", "blocks.2")))
+
+
+def root_frozen() -> nn.Module:
+    return freeze(Stack(), lambda name: name.startswith("blocks"))
+
+
+RECIPES: dict[str, Recipe] = {
+    "plain": Recipe(Stack),
+    "plain in one bucket": Recipe(Stack, bucket_bytes=2**20),
+    "no prefetch": Recipe(Stack, config={"zero": {"prefetch_bytes": 0}}, plain=False),
+    "tied": Recipe(Tied),
+    "tied blocks": Recipe(TiedBlocks),
+    "repeated": Recipe(Repeated),
+    "shuffled": Recipe(Shuffled, plain=False),
+    "keywords": Recipe(Keywords),
+    "siamese": Recipe(Stack, siamese),
+    "one of two forwards": Recipe(Stack, second_first),
+    "inputs are leaves": Recipe(Stack, leaf_inputs),
+    "input gradient first": Recipe(Stack, input_gradient_first),
+    "gradient penalty": Recipe(Stack, gradient_penalty, ignored=GROWS),
+    "without gradient first": Recipe(Stack, without_gradient_first),
+    "inference mode first": Recipe(Stack, inference_first),
+    "blocks alone": Recipe(Stack, blocks_alone),
+    "retained graph": Recipe(KeepsInner, retained),
+    "only last biases": Recipe(only_last_biases),
+    "only norms": Recipe(only_norms),
+    "one block frozen": Recipe(one_block_frozen),
+    "first half frozen": Recipe(first_half_frozen),
+    "root frozen": Recipe(root_frozen),
+}
+
+
+def run_recipe(name: str) -> None:
+    recipe = RECIPES[name]
+    plans = dict(PLANS)
+    if "prefetch_bytes" in recipe.config.get("zero", {}):
+        plans = {"3": PLANS["3"], "default": {"stage": 3, "prefetch_bytes": "auto"}}
+    check(recipe, plans)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_trains_as_stage_0_and_as_plain_pytorch(name: str) -> None:
+    pool.run(2, run_recipe, name)
+
+
+@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("name", ["plain", "siamese", "only norms", "gradient penalty"])
+def test_other_numbers_of_ranks(world: int, name: str) -> None:
+    pool.run(world, run_recipe, name)

@@ -1,0 +1,57 @@
+"""Progress, in a terminal and elsewhere."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from partita.observe.metrics import HeldOutRow, TrainRow
+from partita.observe.progress import TrainingProgress, figures, format_bytes
+
+ROW = TrainRow(5, 320, 2.34567, 1e-3, 0.5, 12_345.6, 0.026, (10_000_000, 412_000_000))
+
+
+def shown(terminal: bool, quiet: bool = False) -> str:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=120, quiet=quiet, legacy_windows=False, color_system=None)
+    with TrainingProgress(console, 10) as progress:
+        for step in range(1, 11):
+            progress.step(step)
+            progress.row(ROW)
+            if step % 5 == 0:
+                progress.held_out(HeldOutRow(step, 0, 1.5))
+        progress.say("[not] {markup}")
+    return out.getvalue()
+
+
+def test_without_a_terminal_there_is_one_line_an_evaluation() -> None:
+    lines = shown(terminal=False).splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("step  5/10  held-out loss 1.5000  loss 2.3457  12,346 tokens/s  grad norm 0.50")
+    assert "412 MB a rank" in lines[0]
+    assert "ETA 0:00" in lines[1]
+    assert lines[2] == "[not] {markup}"
+
+
+def test_in_a_terminal_there_is_a_bar_and_lines_above_it() -> None:
+    text = shown(terminal=True)
+    assert "10/10" in text
+    assert "12,346 tokens/s" in text
+    assert "step  5/10  held-out loss 1.5000" in text
+
+
+def test_a_quiet_rank_shows_nothing() -> None:
+    assert shown(terminal=True, quiet=True) == ""
+
+
+def test_a_row_without_a_norm_shows_none() -> None:
+    row = TrainRow(1, 64, 2.0, 1e-3, None, 10.0, 1.0, (5,))
+    assert figures(row) == "loss 2.0000  10 tokens/s  5 B a rank"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (812_345_678, "812 MB"), (1.5e9, "1.5 GB"), (2.25e12, "2.25 TB")],
+)
+def test_bytes_have_three_digits(num_bytes: float, text: str) -> None:
+    assert format_bytes(num_bytes) == text

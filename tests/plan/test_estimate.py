@@ -1,0 +1,233 @@
+"""Bytes held and sent, against the closed forms of the papers and against what the table says of single units."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from partita.estimate.memory import model_state_bytes
+from partita.estimate.traffic import StepShape, sent_by_steps, step_traffic
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.planned import BUCKET_BYTES, PlannedSegment, PlannedUnit, reduction_order, share_buckets
+from partita.plan.residence import BF16, FP32, Encoding, Residence
+from partita.plan.span import QUANTUM, Entry, lay_out
+from partita.plan.state_plan import DATA, PRESETS, Encodings, preset
+from partita.plan.traffic import TrafficCount, TrafficKey, TrafficMeter, TrafficReport
+
+MIXED = Encodings(compute=BF16, gradients=BF16)
+MULTIPLES = {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 3, "zero3-kept": 2}
+
+presets = st.sampled_from(sorted(PRESETS))
+encodings = st.builds(Encodings, st.sampled_from([FP32, BF16]), st.just(FP32), st.sampled_from([FP32, BF16]))
+meshes = st.sampled_from([MeshShape(data=n, node=node) for n, node in ((1, 1), (2, 1), (2, 2), (3, 1), (4, 2), (8, 2), (8, 4))])
+shapes = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4)
+unit_shapes = st.lists(shapes, min_size=1, max_size=4)
+
+
+def plan(
+    units: Sequence[Sequence[tuple[int, ...]]],
+    name: str,
+    mesh: MeshShape,
+    used: Encodings,
+    *,
+    frozen: Sequence[int] = (),
+) -> list[PlannedUnit]:
+    """Units of parameters of the given shapes; the ``frozen`` ones (by number) do not train."""
+    planned = []
+    for number, shapes_of_unit in enumerate(units):
+        trains = number not in frozen
+        entries = [Entry(f"{number}.{i}", shape, used.compute, trains) for i, shape in enumerate(shapes_of_unit)]
+        layout = lay_out(str(number), entries, mesh.data)
+        segments = tuple(PlannedSegment(segment, preset(name, used)) for segment in layout.segments)
+        planned.append(PlannedUnit(layout.name, segments))
+    return planned
+
+
+def padded_elements(units: Sequence[PlannedUnit]) -> int:
+    return sum(segment.layout.padded for unit in units for segment in unit.segments)
+
+
+def total(held: dict[tuple[str, str], int]) -> int:
+    return sum(held.values())
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 64])
+@pytest.mark.parametrize(
+    ("name", "whole", "split"),
+    [("ddp", 16, 0), ("zero1", 4, 12), ("zero2", 2, 14), ("zero3", 0, 16), ("zero3-kept", 0, 16)],
+)
+def test_bytes_of_adam_in_mixed_precision_are_the_papers(name: str, whole: int, split: int, num_ranks: int) -> None:
+    mesh = MeshShape(data=num_ranks)
+    units = plan([[(1024, 1024)]] * 3, name, mesh, MIXED)  # these sizes need no padding
+    num = 3 * 1024 * 1024
+    for rank in {0, num_ranks - 1}:
+        assert total(model_state_bytes(units, mesh, rank)) == whole * num + split * num // num_ranks
+
+
+def test_fp32_gradients_and_parameters_make_it_18_and_16_bytes() -> None:
+    mesh = MeshShape()
+    units = plan([[(1024, 1024)]], "ddp", mesh, Encodings(compute=BF16))
+    assert total(model_state_bytes(units, mesh, 0)) == 18 * 2**20
+    units = plan([[(1024, 1024)]], "ddp", mesh, Encodings())
+    held = model_state_bytes(units, mesh, 0)
+    assert total(held) == 16 * 2**20
+    assert ("master", "device") not in held  # the parameters are the master weights
+
+
+@given(unit_shapes, presets, meshes, encodings, st.integers(0, 3))
+def test_ranks_together_hold_what_the_table_says(
+    units: list[list[tuple[int, int]]], name: str, mesh: MeshShape, used: Encodings, num_moments: int
+) -> None:
+    planned = plan(units, name, mesh, used)
+    row, padded, num = preset(name, used), padded_elements(planned), sum(math.prod(s) for unit in units for s in unit)
+    every = [model_state_bytes(planned, mesh, rank, num_moments) for rank in range(mesh.data)]
+
+    def over_ranks(state: str) -> int:
+        return sum(held.get((state, "device"), 0) for held in every)
+
+    def copies(residence: Residence) -> int:
+        return mesh.data // mesh.group_size(residence.shard_axes)
+
+    second = copies(row.param_between) if 1 < mesh.size("local") < mesh.data and name == "hierarchical" else 0
+    assert over_ranks("parameters") == padded * used.compute.itemsize * (copies(row.param_rest) + second)
+    assert over_ranks("master") == (0 if used.compute == FP32 else padded * 4 * copies(row.master))
+    assert over_ranks("moments") == num * 4 * num_moments * copies(row.moments)
+    in_place = mesh.data == 1 and used.compute == used.gradients
+    gradients = num if in_place else padded * copies(row.grad_between)
+    assert over_ranks("gradients") == gradients * used.gradients.itemsize
+
+
+def test_moments_follow_the_cuts() -> None:
+    """Three parameters of one quantum on two ranks: the first holds two of them, the second one."""
+    mesh = MeshShape(data=2)
+    units = plan([[(100,), (200,), (QUANTUM,)]], "zero1", mesh, Encodings())
+    held = [model_state_bytes(units, mesh, rank)["moments", "device"] for rank in range(2)]
+    assert held == [2 * 4 * 300, 2 * 4 * QUANTUM]
+
+
+def test_frozen_parameters_have_no_other_states() -> None:
+    mesh = MeshShape(data=2)
+    units = plan([[(512, 4)], [(512, 4)]], "zero1", mesh, MIXED, frozen=[0])
+    assert model_state_bytes(units, mesh, 0) == {
+        ("parameters", "device"): 2 * 2 * 2048,
+        ("gradients", "device"): 2 * 2048,
+        ("master", "device"): 4 * 1024,
+        ("moments", "device"): 8 * 1024,
+    }
+
+
+# -- traffic -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("encoding", [FP32, BF16])
+@pytest.mark.parametrize(("name", "multiple"), list(MULTIPLES.items()))
+def test_a_step_sends_two_or_three_times_the_parameters(
+    name: str, multiple: int, encoding: Encoding, num_ranks: int
+) -> None:
+    mesh = MeshShape(data=num_ranks)
+    units = plan([[(1000, 30), (7,)]] * 3, name, mesh, Encodings(compute=encoding, gradients=encoding))
+    report = step_traffic(units, mesh)
+    elements = padded_elements(units)
+    expected = multiple * elements * encoding.itemsize * (num_ranks - 1) // num_ranks
+    assert report.sent_bytes("parameters") + report.sent_bytes("gradients") == expected
+    assert report.sent_bytes("control") < 8 * 20 * num_ranks
+    assert bool(report.rows) == (num_ranks > 1)
+
+
+@given(unit_shapes, presets, meshes, encodings, st.integers(1, 4))
+def test_accumulation_repeats_what_is_not_whole(
+    units: list[list[tuple[int, int]]], name: str, mesh: MeshShape, used: Encodings, accumulate: int
+) -> None:
+    planned, row = plan(units, name, mesh, used), preset(name, used)
+    once, often = step_traffic(planned, mesh), step_traffic(planned, mesh, StepShape(accumulate))
+    no_sync = step_traffic(planned, mesh, StepShape(accumulate, num_reduced=1))
+    gathers, reductions = (
+        accumulate if row.param_rest.shard_axes else 1,
+        accumulate if row.grad_between.shard_axes else 1,
+    )
+    assert often.sent_bytes("parameters") == gathers * once.sent_bytes("parameters")
+    assert often.sent_bytes("gradients") == reductions * once.sent_bytes("gradients")
+    assert no_sync.sent_bytes("gradients") == once.sent_bytes("gradients")
+
+
+def test_wire_of_gradients_and_parameters_have_their_own_encodings() -> None:
+    mesh = MeshShape(data=4)
+    units = plan([[(1024, 4)]], "zero1", mesh, Encodings(compute=BF16, gradients=FP32))
+    report = step_traffic(units, mesh)
+    assert report.sent_bytes("gradients") == 4 * 1024 * 3
+    assert report.sent_bytes("parameters") == 2 * 1024 * 3
+
+
+def test_hierarchical_gathers_inside_the_node_for_backward() -> None:
+    mesh = MeshShape(data=8, node=2)
+    report = step_traffic(plan([[(8 * QUANTUM, 4)]], "hierarchical", mesh, Encodings()), mesh)
+    num_bytes = 8 * QUANTUM * 4 * 4
+    assert report.rows[TrafficKey("all_gather", ("data",), "parameters")] == TrafficCount(1, num_bytes * 7 // 8)
+    assert report.rows[TrafficKey("all_gather", ("local",), "parameters")] == TrafficCount(1, num_bytes * 3 // 4)
+
+
+def test_messages_are_counted_to_the_byte() -> None:
+    mesh = MeshShape(data=4)
+    units = plan([[(64, 64), (64,)], [(64, 64)]], "zero3", mesh, Encodings())
+    key = TrafficKey("all_gather", DATA, "control")
+    gathers, used = 3 * 2 * 2, 8 + 1 + 3  # two units, forward and backward, three times; one bucket, three parameters
+    shape = StepShape(accumulate=3, returns_loss=True)
+    expected = TrafficCount(gathers + 3 + 1 + 1 + 1, 3 * (8 * gathers + 8 * 3 + used + 8 + 8))
+    assert step_traffic(units, mesh, shape).rows[key] == expected
+
+
+def test_frozen_units_are_gathered_and_nothing_else() -> None:
+    mesh = MeshShape(data=2)
+    sizes = [[(512, 4)], [(512, 4)]]
+    report = step_traffic(plan(sizes, "zero3", mesh, Encodings(), frozen=[0]), mesh)
+    assert report.sent_bytes("parameters") == 2 * 2 * 4 * 1024
+    assert report.sent_bytes("gradients") == 4 * 1024
+
+
+def test_steps_send_in_the_encoding_they_move() -> None:
+    mesh = MeshShape(data=4)
+    partial, whole = Residence((), DATA, BF16), Residence((), (), FP32)
+    assert list(sent_by_steps(partial, whole, 4096, mesh)) == [
+        ("reduce_scatter", DATA, 3 * 4096),
+        ("all_gather", DATA, 3 * 4096),
+    ]
+    assert list(sent_by_steps(Residence(DATA), Residence(DATA, (), BF16), 4096, mesh)) == []
+
+
+# -- buckets and reports -----------------------------------------------------------------------------------------------
+
+
+def test_small_segments_share_a_bucket_in_the_order_of_backward() -> None:
+    mesh = MeshShape(data=2)
+    half = BUCKET_BYTES // 4 // 2
+    units = plan([[(half,)], [(half,)], [(half,)], [(3 * half,)]], "zero2", mesh, Encodings())
+    segments = reduction_order(units)
+    assert [segment.layout.spans[0].fqn for segment in segments] == ["3.0", "2.0", "1.0", "0.0"]
+    assert share_buckets(segments, mesh) == [(0,), (1, 2), (3,)]
+    assert share_buckets(segments, mesh, max_bytes=0) == [(0,), (1,), (2,), (3,)]
+
+
+def test_whole_gradients_have_buckets_of_their_own() -> None:
+    mesh = MeshShape(data=2)
+    segments = reduction_order(plan([[(8,)], [(8,)]], "ddp", mesh, Encodings()))
+    assert share_buckets(segments, mesh) == [(0,), (1,)]
+
+
+def test_report_between_two_moments() -> None:
+    meter = TrafficMeter()
+    gradients, control = TrafficKey("reduce_scatter", DATA, "gradients"), TrafficKey("all_gather", DATA, "control")
+    meter.add(gradients, 100)
+    meter.add(control, 8)
+    before = meter.report()
+    meter.add(gradients, 60, calls=2)
+    after = meter.report()
+    assert after.since(before) == TrafficReport({gradients: TrafficCount(2, 60)})
+    assert before.sent_bytes() == 108  # a report does not change afterwards
+    assert after.sent_bytes("gradients") == 160
+    assert "reduce_scatter  data          gradients          3       0.000" in str(after)

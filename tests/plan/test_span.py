@@ -1,0 +1,151 @@
+"""The layout of a unit: every element of every parameter lies once; cuts and starts are multiples of the quantum."""
+
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from partita.plan.residence import BF16, FP32, Encoding
+from partita.plan.span import QUANTUM, Box, Entry, SegmentLayout, Span, UnitLayout, lay_out
+
+Label = tuple[str, int] | None
+
+SHAPES = st.one_of(
+    st.just(()),
+    st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple),
+    st.sampled_from([(QUANTUM,), (QUANTUM - 1,), (QUANTUM + 1,), (2, QUANTUM), (5 * QUANTUM,), (0,)]),
+)
+ENTRIES = st.lists(
+    st.tuples(SHAPES, st.sampled_from([FP32, BF16, Encoding("int64", 8)]), st.booleans()), min_size=1, max_size=8
+).map(lambda rows: [Entry(f"p{number}", *row) for number, row in enumerate(rows)])
+NUM_PARTS = st.integers(1, 9)
+
+
+def labels(segment: SegmentLayout) -> list[Label]:
+    """What lies at each place of a segment: (parameter, element), or None for padding."""
+    found: list[Label] = [None] * segment.padded
+    for span in segment.spans:
+        for place in range(span.num_elements):
+            assert found[span.offset + place] is None, "two elements at one place"
+            found[span.offset + place] = (span.fqn, span.start + place)
+    return found
+
+
+@given(ENTRIES, NUM_PARTS)
+def test_every_element_lies_once(entries: list[Entry], num_parts: int) -> None:
+    layout = lay_out("unit", entries, num_parts)
+    lying = Counter(label for segment in layout.segments for label in labels(segment) if label is not None)
+    expected = {(entry.fqn, element) for entry in entries for element in range(math.prod(entry.shape))}
+    assert set(lying) == expected
+    assert set(lying.values()) <= {1}
+
+
+@given(ENTRIES, NUM_PARTS)
+def test_starts_and_cuts_are_multiples_of_the_quantum(entries: list[Entry], num_parts: int) -> None:
+    for segment in lay_out("unit", entries, num_parts).segments:
+        assert segment.part_elements % QUANTUM == 0
+        assert segment.num_parts == num_parts
+        assert segment.padded == num_parts * segment.part_elements
+        assert all(span.offset % QUANTUM == 0 for span in segment.spans)
+
+
+@given(ENTRIES, NUM_PARTS)
+def test_padding_is_less_than_a_quantum_a_parameter_and_a_part(entries: list[Entry], num_parts: int) -> None:
+    for segment in lay_out("unit", entries, num_parts).segments:
+        num_elements = sum(span.num_elements for span in segment.spans)
+        most = len(segment.spans) * (QUANTUM - 1) + num_parts * QUANTUM - 1
+        assert 0 <= segment.padded - num_elements <= most
+
+
+@given(ENTRIES, NUM_PARTS)
+def test_a_part_is_what_lies_between_its_cuts(entries: list[Entry], num_parts: int) -> None:
+    for segment in lay_out("unit", entries, num_parts).segments:
+        whole = labels(segment)
+        for index in range(num_parts):
+            mine: list[Label] = [None] * segment.part_elements
+            for span in segment.part(index):
+                assert span.num_elements > 0
+                assert span.box == next(other.box for other in segment.spans if other.fqn == span.fqn)
+                for place in range(span.num_elements):
+                    mine[span.offset + place] = (span.fqn, span.start + place)
+            assert mine == whole[index * segment.part_elements : (index + 1) * segment.part_elements]
+
+
+@given(ENTRIES, NUM_PARTS)
+def test_segments_are_by_encoding_and_whether_they_train(entries: list[Entry], num_parts: int) -> None:
+    layout = lay_out("unit", entries, num_parts)
+    kinds = [(segment.trainable, segment.encoding) for segment in layout.segments]
+    assert kinds == list(dict.fromkeys((entry.trainable, entry.encoding) for entry in entries))
+    for segment, kind in zip(layout.segments, kinds, strict=True):
+        expected = [entry.fqn for entry in entries if (entry.trainable, entry.encoding) == kind]
+        assert [span.fqn for span in segment.spans] == expected
+    boxes = {span.fqn: span.box for segment in layout.segments for span in segment.spans}
+    assert boxes == {entry.fqn: Box.whole(entry.shape) for entry in entries}
+
+
+@given(ENTRIES, NUM_PARTS)
+def test_bytes_are_those_of_the_segments(entries: list[Entry], num_parts: int) -> None:
+    layout = lay_out("unit", entries, num_parts)
+    assert layout.name == "unit"
+    assert layout.num_bytes == sum(len(labels(segment)) * segment.encoding.itemsize for segment in layout.segments)
+
+
+@given(ENTRIES, st.integers(1, 4), st.integers(1, 3))
+def test_parts_put_together_are_parts(entries: list[Entry], num_parts: int, times: int) -> None:
+    """A coarser division (a node's shards of data shards) cuts where the finer one does."""
+    for segment in lay_out("unit", entries, num_parts * times).segments:
+        assert segment.padded // num_parts == times * segment.part_elements
+
+
+def test_an_example() -> None:
+    entries = [
+        Entry("a.weight", (3, 100), FP32, True),
+        Entry("a.bias", (3,), FP32, True),
+        Entry("b.weight", (10,), BF16, True),
+        Entry("c.weight", (600,), FP32, True),
+    ]
+    a, bias, b, c = (Box.whole(entry.shape) for entry in entries)
+    first = SegmentLayout(
+        FP32,
+        True,
+        (Span("a.weight", a, 0, 300, 0), Span("a.bias", bias, 0, 3, 512), Span("c.weight", c, 0, 600, 768)),
+        2,
+        768,
+    )
+    second = SegmentLayout(BF16, True, (Span("b.weight", b, 0, 10, 0),), 2, 256)
+    layout = lay_out("block", entries, 2)
+    assert layout == UnitLayout("block", (first, second))
+    assert layout.num_bytes == 2 * 768 * 4 + 2 * 256 * 2
+    assert first.part(0) == (Span("a.weight", a, 0, 300, 0), Span("a.bias", bias, 0, 3, 512))
+    assert first.part(1) == (Span("c.weight", c, 0, 600, 0),)
+    assert second.part(1) == ()
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "expected"),
+    [
+        (0, 1000, (0, 500, 300)),
+        (300, 800, (0, 500, 0)),
+        (400, 600, (100, 300, 0)),
+        (0, 400, (0, 100, 300)),
+        (700, 900, (400, 500, 0)),
+        (0, 300, None),
+        (800, 900, None),
+        (400, 400, None),
+    ],
+)
+def test_a_span_within_a_range(begin: int, end: int, expected: tuple[int, int, int] | None) -> None:
+    span = Span("p", Box.whole((5, 100)), 0, 500, 300)
+    assert span.within(begin, end) == (Span("p", span.box, *expected) if expected else None)
+
+
+def test_a_span_within_a_range_counts_from_its_own_start() -> None:
+    assert Span("p", Box((10,), (50,)), 20, 40, 100).within(105, 500) == Span("p", Box((10,), (50,)), 25, 40, 0)
+
+
+def test_a_box() -> None:
+    assert Box.whole((4096, 14336)) == Box((0, 0), (4096, 14336))
+    assert Box((0, 1792), (4096, 1792)).num_elements == 4096 * 1792
+    assert Box.whole(()).num_elements == 1

@@ -1,0 +1,329 @@
+"""The shape of src/: layers, budgets, and what only one place may do. Each check is also shown what breaks it."""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "partita"
+
+# A file imports only from its own layer and from those before it. "" is the package root, which re-exports.
+LAYERS = (
+    *("errors", "plan", "config", "estimate", "comm", "memory", "kernels", "sharding", "parallel", "activation"),
+    *("attention", "optim", "checkpoint", "engine", "observe", "train", "simulate", "integrations", "", "cli"),
+)
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 70
+MAX_PARAMETERS = 8
+
+COLLECTIVES = ("comm/collectives.py",)
+ENVIRONMENT = ("config/load.py", "cli/launch*.py")
+STAGE = ("config/*.py", "plan/state_plan.py")
+
+COLLECTIVE_NAME = re.compile(
+    r"_?(all_?gather|reduce|all_?reduce|all_?to_?all|broadcast|barrier|monitored_barrier|gather|scatter"
+    r"|i?send|i?recv|batch_isend_irecv|P2POp)(_\w+)?"
+)
+COLLECTIVE_MODULES = ("torch.distributed._functional_collectives", "torch.distributed.nn")
+ENVIRONMENT_NAMES = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
+STAGE_CLASS = re.compile(r"(zero|stage)_?([0-3]|one|two|three)", re.IGNORECASE)
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of the package; `path` is relative to src/partita."""
+
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, self.path)
+
+    def at(self, node: ast.AST, what: str) -> str:
+        return f"{self.path}:{getattr(node, 'lineno', 1)}: {what}"
+
+    def is_one_of(self, patterns: tuple[str, ...]) -> bool:
+        return any(PurePosixPath(self.path).match(pattern) for pattern in patterns)
+
+    @property
+    def module(self) -> tuple[str, ...]:
+        """Its dotted name below partita, without a package's `__init__`."""
+        names = PurePosixPath(self.path).with_suffix("").parts
+        return names[:-1] if names[-1] == "__init__" else names
+
+    @property
+    def package(self) -> tuple[str, ...]:
+        return PurePosixPath(self.path).parts[:-1]
+
+    def imports(self) -> Iterator[tuple[ast.Import | ast.ImportFrom, str, str | None, str]]:
+        """(statement, module, name taken from it or None, the local name) for each import, relative ones resolved."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield node, alias.name, None, alias.asname or alias.name.partition(".")[0]
+            elif isinstance(node, ast.ImportFrom):
+                base = ("partita", *self.package)[: len(self.package) + 2 - node.level] if node.level else ()
+                module = ".".join([*base, *([node.module] if node.module else [])])
+                for alias in node.names:
+                    yield node, module, alias.name, alias.asname or alias.name
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """What each imported local name stands for, as a full dotted name."""
+        bound: dict[str, str] = {}
+        for node, module, name, local in self.imports():
+            if name is not None:
+                bound[local] = f"{module}.{name}"
+            else:
+                is_renamed = isinstance(node, ast.Import) and any(alias.asname == local for alias in node.names)
+                bound[local] = module if is_renamed else module.partition(".")[0]
+        return bound
+
+    def full_name(self, node: ast.expr) -> str | None:
+        """`dist.all_reduce` as `torch.distributed.all_reduce`; None for what does not begin with an imported name."""
+        if isinstance(node, ast.Name):
+            return self.names.get(node.id)
+        if isinstance(node, ast.Attribute) and (start := self.full_name(node.value)):
+            return f"{start}.{node.attr}"
+        match node:
+            case ast.Call(ast.Name("getattr"), [owner, ast.Constant(str(attribute)), *_]):
+                start = self.full_name(owner)
+                return start and f"{start}.{attribute}"
+        return None
+
+    def references(self) -> Iterator[tuple[ast.AST, str]]:
+        """Every full dotted name that is imported or used."""
+        for statement, module, name, _ in self.imports():
+            yield statement, module if name is None else f"{module}.{name}"
+        for node in ast.walk(self.tree):
+            if isinstance(node, (ast.Attribute, ast.Call)) and (full := self.full_name(node)):
+                yield node, full
+
+
+def layering(source: Source) -> Iterator[str]:
+    own = _layer(source.module)
+    if own is None:
+        yield f"{source.path}: belongs to no layer; name it in LAYERS"
+        return
+    for node, module, name, _ in source.imports():
+        if module.partition(".")[0] != "partita":
+            continue
+        parts = module.split(".")[1:]
+        if not parts and name is not None and name in LAYERS:
+            parts = [name]
+        imported = _layer(tuple(parts))
+        if imported is None:
+            yield source.at(node, f"imports partita.{parts[0]}, which belongs to no layer")
+        elif imported > own:
+            yield source.at(node, f"{LAYERS[own]} imports from {LAYERS[imported] or 'the package root'}, a later layer")
+
+
+def _layer(module: tuple[str, ...]) -> int | None:
+    name = module[0] if module else ""
+    return LAYERS.index(name) if name in LAYERS else None
+
+
+def file_budget(source: Source) -> Iterator[str]:
+    num_lines = len(source.text.splitlines())
+    if num_lines > MAX_FILE_LINES:
+        yield f"{source.path}: {num_lines} lines, at most {MAX_FILE_LINES}"
+
+
+def function_budget(source: Source) -> Iterator[str]:
+    for node, _ in _functions(source.tree):
+        num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        if num_lines > MAX_FUNCTION_LINES:
+            yield source.at(node, f"{node.name} has {num_lines} lines, at most {MAX_FUNCTION_LINES}")
+
+
+def parameter_budget(source: Source) -> Iterator[str]:
+    for node, in_class in _functions(source.tree):
+        arguments = node.args
+        named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        if in_class and named and named[0].arg in ("self", "cls"):
+            named = named[1:]
+        count = len(named) + sum(rest is not None for rest in (arguments.vararg, arguments.kwarg))
+        if count > MAX_PARAMETERS:
+            yield source.at(node, f"{node.name} has {count} parameters, at most {MAX_PARAMETERS}")
+
+
+def _functions(tree: ast.Module) -> Iterator[tuple[Function, bool]]:
+    """Each function, and whether it stands directly in a class."""
+    for parent in ast.walk(tree):
+        for node in ast.iter_child_nodes(parent):
+            if isinstance(node, Function):
+                yield node, isinstance(parent, ast.ClassDef)
+
+
+def collectives_in_one_file(source: Source) -> Iterator[str]:
+    if source.is_one_of(COLLECTIVES):
+        return
+    for node, full in source.references():
+        module, _, name = full.rpartition(".")
+        in_torch = module == "torch.distributed" or module.startswith("torch.distributed.")
+        if full.startswith(COLLECTIVE_MODULES) or (in_torch and COLLECTIVE_NAME.fullmatch(name)):
+            yield source.at(node, f"uses {full}; collectives are called in {COLLECTIVES[0]} only")
+
+
+def environment_read_in_few_places(source: Source) -> Iterator[str]:
+    if source.is_one_of(ENVIRONMENT):
+        return
+    for node, full in source.references():
+        if full in ENVIRONMENT_NAMES:
+            yield source.at(node, f"uses {full}; the environment is read in {' and '.join(ENVIRONMENT)} only")
+
+
+def stage_compared_in_few_places(source: Source) -> Iterator[str]:
+    if source.is_one_of(STAGE):
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Compare):
+            operands = [node.left, *node.comparators]
+        elif isinstance(node, ast.Match):
+            operands = [node.subject]
+        elif isinstance(node, (ast.If, ast.IfExp, ast.While)):
+            operands = [node.test]
+        else:
+            continue
+        if any(_is_stage(operand) for operand in operands):
+            yield source.at(node, f"decides by the stage; that is for {' and '.join(STAGE)}")
+
+
+def _is_stage(node: ast.expr) -> bool:
+    return (isinstance(node, ast.Name) and node.id == "stage") or (
+        isinstance(node, ast.Attribute) and node.attr == "stage"
+    )
+
+
+def no_class_of_a_stage(source: Source) -> Iterator[str]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ClassDef) and STAGE_CLASS.search(node.name):
+            yield source.at(node, f"class {node.name} is named after a stage")
+
+
+def docstring(source: Source) -> Iterator[str]:
+    if not ast.get_docstring(source.tree):
+        yield f"{source.path}: has no docstring"
+
+
+Check = Callable[[Source], Iterator[str]]
+CHECKS: tuple[Check, ...] = (
+    layering,
+    file_budget,
+    function_budget,
+    parameter_budget,
+    collectives_in_one_file,
+    environment_read_in_few_places,
+    stage_compared_in_few_places,
+    no_class_of_a_stage,
+    docstring,
+)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_source_holds(check: Check) -> None:
+    paths = sorted(SOURCE.rglob("*.py"))
+    assert paths, f"no sources in {SOURCE}"
+    sources = [Source(path.relative_to(SOURCE).as_posix(), path.read_text()) for path in paths]
+    problems = [problem for source in sources for problem in check(source)]
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_every_package_is_one() -> None:
+    packages = {path.parent for path in SOURCE.rglob("*.py")}
+    assert [str(package) for package in packages if not (package / "__init__.py").exists()] == []
+
+
+MANY_PARAMETERS = "a, b, c, d, /, e, f, *g, h"
+
+BAD = [
+    (layering, "plan/span.py", "from partita.comm import mesh"),
+    (layering, "plan/span.py", "import partita.comm.mesh"),
+    (layering, "plan/span.py", "from partita import comm"),
+    (layering, "plan/span.py", "from ..comm import mesh"),
+    (layering, "plan/span.py", "from .. import comm"),
+    (layering, "plan/span.py", "def late():\n    from partita.engine import Engine"),
+    (layering, "plan/span.py", "if TYPE_CHECKING:\n    from partita.config.schema import Config"),
+    (layering, "engine.py", "from partita import initialize"),
+    (layering, "errors.py", "import partita"),
+    (layering, "__init__.py", "from partita.cli.main import app"),
+    (layering, "helpers/a.py", ""),
+    (layering, "engine.py", "from partita.helpers import a"),
+    (file_budget, "engine.py", "x = 1\n" * 401),
+    (function_budget, "engine.py", "def f():\n" + "    x = 1\n" * 70),
+    (function_budget, "engine.py", "class A:\n  class B:\n    async def f(self):\n" + "      x = 1\n" * 70),
+    (parameter_budget, "engine.py", f"def f({MANY_PARAMETERS}, i): ..."),
+    (parameter_budget, "engine.py", f"def f({MANY_PARAMETERS}, **i): ..."),
+    (parameter_budget, "engine.py", f"def f(self, {MANY_PARAMETERS}): ..."),
+    (parameter_budget, "engine.py", f"class A:\n    def f(self, {MANY_PARAMETERS}, i): ..."),
+    (collectives_in_one_file, "engine.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
+    (collectives_in_one_file, "engine.py", "import torch\ntorch.distributed.all_gather_into_tensor(x, y)"),
+    (collectives_in_one_file, "engine.py", "import torch.distributed\ntorch.distributed.barrier()"),
+    (collectives_in_one_file, "engine.py", "from torch import distributed as d\nd.reduce_scatter_tensor(x, y)"),
+    (collectives_in_one_file, "engine.py", "import torch.distributed as dist\ngetattr(dist, 'barrier', None)()"),
+    (collectives_in_one_file, "engine.py", "from torch.distributed import all_to_all_single"),
+    (collectives_in_one_file, "engine.py", "from torch.distributed import broadcast_object_list as b"),
+    (collectives_in_one_file, "engine.py", "from torch.distributed.distributed_c10d import isend"),
+    (collectives_in_one_file, "engine.py", "import torch.distributed as dist\nrun = dist._all_gather_base"),
+    (collectives_in_one_file, "engine.py", "from torch.distributed import _functional_collectives as fc"),
+    (collectives_in_one_file, "engine.py", "import torch.distributed.nn.functional"),
+    (collectives_in_one_file, "comm/mesh.py", "import torch.distributed as dist\ndist.recv(x)"),
+    (environment_read_in_few_places, "engine.py", "import os\nos.environ['RANK']"),
+    (environment_read_in_few_places, "engine.py", "import os as system\nsystem.getenv('RANK')"),
+    (environment_read_in_few_places, "cli/main.py", "from os import environ"),
+    (environment_read_in_few_places, "config/resolve.py", "from os import getenv as g"),
+    (stage_compared_in_few_places, "engine.py", "if stage == 3: ..."),
+    (stage_compared_in_few_places, "engine.py", "x = 1 <= config.zero.stage"),
+    (stage_compared_in_few_places, "engine.py", "y = 1 if config.zero.stage else 2"),
+    (stage_compared_in_few_places, "plan/steps.py", "match zero.stage:\n    case 3: ..."),
+    (no_class_of_a_stage, "engine.py", "class Zero1Optimizer: ..."),
+    (no_class_of_a_stage, "engine.py", "class _Stage_3: ..."),
+    (no_class_of_a_stage, "engine.py", "class ShardedZeROThree: ..."),
+    (docstring, "engine.py", "# only a comment\nx = 1"),
+    (docstring, "plan/__init__.py", ""),
+]
+
+GOOD = [
+    (layering, "plan/span.py", "import os\nfrom partita.errors import PartitaError\nfrom partita.plan import steps"),
+    (layering, "plan/span.py", "from . import steps\nfrom .steps import Step\nfrom ..errors import PartitaError"),
+    (layering, "engine.py", "from partita.sharding.unit import Unit\nimport partita.comm.mesh"),
+    (layering, "__init__.py", "from partita.engine import Engine"),
+    (layering, "cli/main.py", "import partita\nfrom partita import initialize"),
+    (file_budget, "engine.py", "x = 1\n" * 400),
+    (function_budget, "engine.py", "def f():\n" + "    x = 1\n" * 69),
+    (parameter_budget, "engine.py", f"def f({MANY_PARAMETERS}): ..."),
+    (parameter_budget, "engine.py", f"class A:\n    def f(self, {MANY_PARAMETERS}): ..."),
+    (collectives_in_one_file, "comm/collectives.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
+    (collectives_in_one_file, "engine.py", "import torch.distributed as dist\ndist.get_rank()\ndist.ReduceOp.SUM"),
+    (collectives_in_one_file, "engine.py", "from partita.comm import collectives\ncollectives.all_reduce(x)"),
+    (collectives_in_one_file, "engine.py", "import torch\ntorch.gather(x, 0, y)\nx.scatter_(0, y)"),
+    (environment_read_in_few_places, "config/load.py", "import os\nos.environ['RANK']"),
+    (environment_read_in_few_places, "cli/launch_local.py", "from os import environ"),
+    (environment_read_in_few_places, "engine.py", "import os\nos.getpid()\nother.environ"),
+    (stage_compared_in_few_places, "plan/state_plan.py", "if stage == 3: ..."),
+    (stage_compared_in_few_places, "config/checks.py", "if zero.stage == 3: ..."),
+    (stage_compared_in_few_places, "engine.py", "plan = preset(config.zero.stage)\nif stages == 3: ..."),
+    (no_class_of_a_stage, "engine.py", "class ZeroSection: ...\nclass StagePlan: ..."),
+    (docstring, "engine.py", '"""An engine."""'),
+]
+
+
+@pytest.mark.parametrize(("check", "path", "text"), BAD)
+def test_check_can_fail(check: Check, path: str, text: str) -> None:
+    assert len(list(check(Source(path, text)))) >= 1
+
+
+@pytest.mark.parametrize(("check", "path", "text"), GOOD)
+def test_check_can_hold(check: Check, path: str, text: str) -> None:
+    assert list(check(Source(path, text))) == []
+
+
+def test_every_check_is_shown_both() -> None:
+    assert {check for check, _, _ in BAD} == {check for check, _, _ in GOOD} == set(CHECKS)

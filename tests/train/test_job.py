@@ -1,0 +1,111 @@
+"""The job file: defaults, overrides, what is filled in, and what is said about mistakes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from partita.config.schema import Config
+from partita.errors import ConfigError
+from partita.train.job import load_job
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "tale.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_an_empty_job_is_one_of_defaults(tmp_path: Path) -> None:
+    job = load_job(written(tmp_path, ""))
+    assert job.engine == Config()
+    assert (job.model.layers, job.data.corpus, job.train.steps) == (4, "stdlib", 1000)
+    assert job.out == Path("runs", "tale")
+
+
+def test_overrides_reach_every_section() -> None:
+    overrides = ["train.steps=10", "engine.zero.stage=2", "model.kv_heads=1", "train.out=elsewhere", "data.seed=4"]
+    job = load_job({"train": {"steps": 500}, "engine": {"zero": {"stage": 3}}}, overrides)
+    assert (job.train.steps, job.engine.zero.stage, job.model.kv_heads, job.data.seed) == (10, 2, 1, 4)
+    assert job.out == Path("elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "total_steps"),
+    [
+        ({"name": "cosine"}, 40),
+        ({"name": "linear", "warmup_steps": 3}, 40),
+        ({"name": "cosine", "total_steps": 99}, 99),
+        ({"name": "cosine", "total_steps": None}, 40),
+        ({"name": "constant"}, None),
+        ({"warmup_steps": 3}, None),
+    ],
+)
+def test_a_schedule_that_ends_ends_with_the_job(schedule: dict[str, Any], total_steps: int | None) -> None:
+    job = load_job({"train": {"steps": 40}, "engine": {"schedule": schedule}})
+    assert job.engine.schedule.total_steps == total_steps
+
+
+def test_the_job_written_down_is_the_job(tmp_path: Path) -> None:
+    huggingface = {"model_type": "llama", "hidden_size": 32}
+    job = load_job({"model": {"huggingface": huggingface, "seed": 2}, "engine": {"schedule": {"name": "cosine"}}})
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(job.model_dump(mode="json")))
+    assert load_job(path) == job
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        ("model:\n  widht: 64", ["model.widht: unknown key; did you mean model.width?", "tale.yaml, line 2"]),
+        ("zero: {stage: 3}", ["zero: unknown key; did you mean engine.zero?"]),
+        ("engine:\n  zero:\n    stge: 3", ["zero.stge: unknown key; did you mean zero.stage?", "tale.yaml, line 3"]),
+        ("engine: 3", ["engine: expected a section with the keys parallel, zero,", "got 3"]),
+        ("train: 3", ["train: expected a section with the keys steps,", "got 3"]),
+        ("train: {steps: 0}", ["train.steps: expected a whole number", "got 0"]),
+        ("data: {held_out: 1.5}", ["data.held_out: expected a number", "below 1", "got 1.5"]),
+        ("data: {sequence: lots}", ["data.sequence: expected a whole number", "got 'lots'"]),
+        (
+            "model: {huggingface: [a]}",
+            ["model.huggingface: expected the path of a model folder or", "a section such as {model_type:", "or null"],
+        ),
+        (
+            "model:\n  width: 30\n  heads: 4",
+            ["model.width: 30 over model.heads 4", "set model.width to a multiple of 8", "tale.yaml, line 2"],
+        ),
+        (
+            "model: {heads: 4, kv_heads: 3}",
+            ["model.kv_heads: 3 does not divide model.heads 4", "set one of 1, 2, 4"],
+        ),
+        (
+            "model: {huggingface: some/folder, layers: 2}",
+            ["model.layers: has no effect on a Hugging Face model"],
+        ),
+        ("train: {sample: {temperature: -1}}", ["train.sample.temperature: expected a number", "got -1"]),
+        ("- 1", ["expected sections (key: value) at the top level"]),
+        ("engine: {activations: {checkpoint: all}}", ["activations.checkpoint", "not available in this version"]),
+    ],
+)
+def test_mistakes_are_said_with_key_place_and_remedy(tmp_path: Path, text: str, messages: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_job(written(tmp_path, text))
+    for message in messages:
+        assert message in str(caught.value)
+
+
+def test_a_wrong_override_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"train\.stepz: unknown key; did you mean train\.steps\?.*override"):
+        load_job({}, ["train.stepz=3"])
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"'nowhere\.yaml' does not exist"):
+        load_job("nowhere.yaml")
+
+
+@pytest.mark.parametrize("name", ["train_stdlib", "train_hf"])
+def test_the_examples_are_jobs(name: str) -> None:
+    assert load_job(EXAMPLES / f"{name}.yaml").out == Path("runs", name)

@@ -1,0 +1,139 @@
+"""The training loop with the real engine, on one process."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from partita.errors import ConfigError, PartitaError
+from partita.observe.metrics import METRICS_FILE, read_metrics
+from partita.train import loop
+from partita.train.interrupt import Interruption
+from partita.train.job import DataSection, Job, ModelSection, load_job
+from partita.train.loop import Outcome
+from partita.train.models import build_model
+
+
+def tiny(folder: Path, overrides: list[str] | None = None) -> Job:
+    (folder / "text.txt").write_bytes(b"to be or not to be, that is the question. " * 400)
+    settings: dict[str, Any] = {
+        "model": {"layers": 1, "width": 32, "heads": 2},
+        "data": {"corpus": str(folder / "text.txt"), "sequence": 16, "held_out": 0.1},
+        "train": {"steps": 30, "eval_every": 10, "eval_batches": 2, "log_every": 5, "out": str(folder / "out")},
+        "engine": {"zero": {"stage": 3}, "batch": {"total": 8}, "optimizer": {"lr": 1e-2}, "clip_grad_norm": 1.0},
+    }
+    return load_job(settings, ["train.sample.tokens=5", *(overrides or [])])
+
+
+def run(job: Job) -> tuple[Outcome, str]:
+    out = io.StringIO()
+    outcome = loop.train(job, Console(file=out, width=120))
+    return outcome, out.getvalue()
+
+
+def test_it_learns_and_leaves_everything_behind(tmp_path: Path) -> None:
+    job = tiny(tmp_path)
+    outcome, shown = run(job)
+    assert (outcome.steps, outcome.interrupted, outcome.out) == (30, False, tmp_path / "out")
+    train, held_out = read_metrics(outcome.out / METRICS_FILE)
+    assert [row.step for row in train] == [5, 10, 15, 20, 25, 30]
+    assert [row.step for row in held_out] == [0, 10, 20, 30]
+    assert [row.tokens for row in held_out] == [0, 1280, 2560, 3840]
+    assert held_out[0].held_out_loss == pytest.approx(5.6, abs=0.3)
+    assert held_out[-1].held_out_loss == outcome.held_out_loss < 2.5
+    assert all(row.grad_norm and row.grad_norm > 0 and row.lr == pytest.approx(1e-2) for row in train)
+    assert all(len(row.memory_bytes) == 1 and row.memory_bytes[0] > 1e7 for row in train)
+    assert {"job.yaml", "loss.png", "sample.txt", "tensorboard"} <= {path.name for path in outcome.out.iterdir()}
+    assert load_job(outcome.out / "job.yaml") == job
+    sample = (outcome.out / "sample.txt").read_text()
+    assert sample.startswith("def ")
+    assert sample in shown
+    assert len([line for line in shown.splitlines() if line.startswith("step")]) == 4
+
+
+def test_exported_weights_give_the_loss_that_was_measured(tmp_path: Path) -> None:
+    job = tiny(tmp_path)
+    outcome, _ = run(job)
+    ready = build_model(ModelSection(layers=1, width=32, heads=2, seed=99), DataSection())
+    ready.module.load_state_dict(load_file(outcome.out / "model" / "model.safetensors"))
+    engine = loop.initialize(ready.module, {"batch": {"micro": 8}})
+    with engine:
+        again = loop._Run(job, ready, loop.load_corpus(job.data), engine, Console(quiet=True))
+        again._evaluate(0)
+        again._writer.close()  # type: ignore[union-attr]
+    assert again._last_held_out == pytest.approx(outcome.held_out_loss, rel=1e-5)
+
+
+def test_the_same_job_gives_the_same_losses(tmp_path: Path) -> None:
+    first, _ = run(tiny(tmp_path, ["train.steps=10"]))
+    torch.manual_seed(123)
+    again, _ = run(tiny(tmp_path, ["train.steps=10", "train.log_every=3", "train.eval_every=7"]))
+    assert again.held_out_loss == first.held_out_loss
+
+
+def test_accumulation_changes_nothing_but_rounding(tmp_path: Path) -> None:
+    whole, _ = run(tiny(tmp_path, ["train.steps=5"]))
+    parts, _ = run(tiny(tmp_path, ["train.steps=5", "engine.batch.accumulate=4"]))
+    assert parts.held_out_loss == pytest.approx(whole.held_out_loss, rel=1e-4)
+
+
+def test_hugging_face_model_is_trained_and_saved_with_its_config(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    huggingface = (
+        "{model_type: gpt2, n_embd: 32, n_layer: 1, n_head: 2, n_positions: 64, resid_pdrop: 0, embd_pdrop: 0, "
+        "attn_pdrop: 0}"
+    )
+    job = load_job(
+        tiny(tmp_path).model_dump(mode="json") | {"model": {}}, [f"model.huggingface={huggingface}", "train.steps=12"]
+    )
+    outcome, _ = run(job)
+    assert outcome.held_out_loss < 4.5
+    model = AutoModelForCausalLM.from_pretrained(outcome.out / "model", local_files_only=True)
+    windows = torch.tensor(list(b"to be or not to be"))[None]
+    assert model(windows, labels=windows).loss.item() < 4.5
+
+
+def test_ctrl_c_finishes_the_step_and_keeps_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = 0
+
+    class PressedInStepThree(Interruption):
+        @property
+        def requested(self) -> bool:
+            nonlocal steps
+            steps += 1
+            return steps >= 3
+
+        @requested.setter
+        def requested(self, value: bool) -> None:
+            assert not value
+
+    monkeypatch.setattr(loop, "Interruption", PressedInStepThree)
+    outcome, shown = run(tiny(tmp_path))
+    assert (outcome.steps, outcome.interrupted) == (3, True)
+    train, held_out = read_metrics(outcome.out / METRICS_FILE)
+    assert [row.step for row in train] == [3]
+    assert [row.step for row in held_out] == [0]
+    assert (outcome.out / "model" / "model.safetensors").exists()
+    assert (outcome.out / "loss.png").exists()
+    assert not (outcome.out / "sample.txt").exists()
+    assert "stopped by Ctrl-C after 3 steps" in shown
+
+
+@pytest.mark.filterwarnings("ignore:.*is not finite:UserWarning")
+def test_a_loss_that_is_not_finite_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = tiny(tmp_path)
+    broken = build_model(job.model, job.data)
+    torch.nn.init.constant_(next(broken.module.parameters()), torch.nan)
+    monkeypatch.setattr(loop, "build_model", lambda model, data: broken)
+    with pytest.raises(PartitaError, match=r"the training loss is nan in steps 1 to 5; lower engine\.optimizer\.lr"):
+        run(job)
+
+
+def test_a_job_that_does_not_fit_the_ranks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.data"):
+        run(tiny(tmp_path, ["engine.parallel.data=3"]))

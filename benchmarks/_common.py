@@ -3,7 +3,9 @@
 import argparse
 import json
 import os
+import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,8 +36,7 @@ class Run:
     @property
     def step_s(self) -> float:
         """The median step; a step is over when its slowest rank is."""
-        slowest = sorted(map(max, zip(*(rank["times_s"] for rank in self.ranks), strict=True)))
-        return float(slowest[len(slowest) // 2])
+        return statistics.median(map(max, zip(*(rank["times_s"] for rank in self.ranks), strict=True)))
 
     @property
     def losses(self) -> list[float]:
@@ -52,6 +53,11 @@ class Run:
     def work_bytes(self) -> int:
         """The same, without what the imports hold."""
         return max(int(rank["peak_bytes"] - rank["imported_bytes"]) for rank in self.ranks)
+
+    @property
+    def steady_work_bytes(self) -> int:
+        """The same over the measured steps."""
+        return max(int(rank["steady_peak_bytes"] - rank["imported_bytes"]) for rank in self.ranks)
 
     def total(self, key: str) -> float:
         """A figure summed over the ranks."""
@@ -119,7 +125,8 @@ class Report:
         self.write(f"# {self.title}")
         self.write()
         module = Path(sys.argv[0]).stem
-        command = " ".join(["python -m", f"benchmarks.{module}", *(arg for arg in sys.argv[1:] if arg != "--save")])
+        arguments = [argument for argument in sys.argv[1:] if argument != "--save"]
+        command = shlex.join(["python", "-m", f"benchmarks.{module}", *arguments])
         self.write(f"`{command}` on {describe_machine()}")
         self.write()
 
@@ -144,7 +151,7 @@ class Report:
         for text in self.broken:
             self.write(f"- MISSED: {text}")
         if not self.broken:
-            self.write("Every target is met.")
+            self.write("Everything that was checked holds.")
         if save:
             RESULTS.mkdir(exist_ok=True)
             path = RESULTS / f"{Path(sys.argv[0]).stem}.md"

@@ -15,11 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from partita.checkpoint.export import export, open_weights
 from partita.checkpoint.whole import Whole
 from partita.comm.collectives import Collectives
-from partita.comm.mesh import Mesh, Rendezvous
-from partita.config.load import launch_environment, load_config
-from partita.config.resolve import Resolved, describe, resolve
-from partita.config.schema import Config
-from partita.errors import ConfigError, PartitaError, not_available
+from partita.comm.mesh import Mesh
+from partita.config.resolve import Resolved, describe
+from partita.errors import PartitaError, not_available
 from partita.memory.ledger import Ledger, MemoryReport
 from partita.optim.build import Factory, build_optimizer, build_schedule
 from partita.optim.elementwise import check_elementwise
@@ -31,64 +29,9 @@ from partita.plan.state_plan import StatePlan
 from partita.plan.traffic import TrafficReport
 from partita.sharding.assemble import Blueprint
 from partita.sharding.runtime import Runtime
-from partita.sharding.unit import Segment
 
 DATA = ("data",)
 _log = logging.getLogger("partita")
-
-
-def initialize(
-    model: nn.Module,
-    config: str | Path | Mapping[str, Any] | Config | None = None,
-    *,
-    optimizer: Optimizer | Factory | None = None,
-    scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
-    loss_fn: Callable[[Any, Any], Tensor] | None = None,
-    weights: str | Path | None = None,
-    mesh: Mesh | None = None,
-) -> "Engine":
-    """Put a model under a plan.
-
-    The model's parameters are taken out of it and stay the same objects; it is trained through the returned engine.
-    Every rank calls this with the same model; all start from rank 0's values.
-
-    Args:
-        model: any module; on the ``meta`` device it is initialized (or loaded) unit by unit.
-        config: a YAML or JSON file, a mapping, or a :class:`partita.Config`; None: all defaults.
-        optimizer: an optimizer on ``model.parameters()``, or a callable that makes one; None: the config's.
-        scheduler: a scheduler on that optimizer, or a callable that makes one; None: the config's schedule.
-        loss_fn: ``loss_fn(output, batch)`` for :meth:`Engine.train_batch`; None: the output is the loss, or has ``.loss``.
-        weights: a safetensors file or folder to take the values from.
-        mesh: the mesh of another engine in this process, to share its process groups; None: a new one.
-
-    Raises:
-        ConfigError: the config, the model or the optimizer do not fit together.
-    """
-    settings, launch = load_config(config), launch_environment()
-    device = torch.device("cuda", launch.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    num_ranks = mesh.num_ranks if mesh else _num_ranks(launch.world_size)
-    resolved = resolve(settings, num_ranks, device.type, launch.local_world_size)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    if not any(True for _ in model.parameters()):
-        raise ConfigError(f"model: {type(model).__name__} has no parameters to train")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    rendezvous = Rendezvous(launch.rank, num_ranks, settings.communication.timeout_s)
-    axes = (("data",), ("local",)) if settings.zero.hierarchical else (("data",),)
-    owned = mesh is None
-    mesh = mesh or Mesh(resolved.mesh, device, rendezvous, axes)
-    try:
-        return Engine(model, resolved, mesh, Given(optimizer, scheduler, loss_fn, weights), owned)
-    except BaseException:
-        if owned:
-            mesh.close()
-        raise
-
-
-def _num_ranks(launched: int) -> int:
-    running = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if running else launched
 
 
 class Given:
@@ -107,9 +50,9 @@ class Given:
 class Engine:
     """Trains a model under a plan. Made by :func:`initialize`; every method but the reports is called on all ranks.
 
-    Attributes: ``module`` (the model), ``optimizer`` (a real ``torch.optim.Optimizer``), ``scheduler``, ``config``, ``mesh``, and
-    ``plan`` (unit name to its row of the residence table; the root unit is called ``""``), ``units`` (each unit's layout and
-    rows, which :mod:`partita.estimate` reads).
+    Attributes: ``module`` (the model), ``optimizer`` (a real ``torch.optim.Optimizer``), ``scheduler``, ``config``,
+    ``mesh``, and ``plan`` (unit name to its row of the residence table; the root unit is called ``""``), ``units``
+    (each unit's layout and rows, which :mod:`partita.estimate` reads).
     """
 
     def __init__(self, model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given, owns_mesh: bool) -> None:
@@ -128,7 +71,7 @@ class Engine:
             check_elementwise(self.optimizer)
         self._views = Views(self._runtime.units, self._ledger)
         self._views.attach(self.optimizer)
-        self._runtime.on_unfreeze = self._unfreeze
+        self._runtime.on_unfreeze = self._views.unfreeze
         scale = LossScale(settings.precision.loss_scale, resolved.compute_dtype == "fp16")
         reducer, executor = self._runtime.reducer, self._runtime.executor
         self._updater = Updater(
@@ -149,12 +92,8 @@ class Engine:
 
     def _make_scheduler(self, given: LRScheduler | Callable[[Optimizer], LRScheduler] | None) -> LRScheduler:
         if given is None:
-            return build_schedule(self.optimizer, self.config.schedule, self.config.optimizer.lr)
+            return build_schedule(self.optimizer, self.config.schedule)
         return given if isinstance(given, LRScheduler) else given(self.optimizer)
-
-    def _unfreeze(self, segment: Segment) -> None:
-        if segment.master is None:
-            self._views.unfreeze(segment, segment.part(segment.full, segment.plan.master))
 
     # ------------------------------------------------------------------ training
 
@@ -168,21 +107,18 @@ class Engine:
         Raises:
             PartitaError: ``loss`` is no scalar that depends on the parameters, or they were updated since its forward.
         """
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            said = (
-                f"shape {tuple(loss.shape)}, requires_grad {loss.requires_grad}"
-                if isinstance(loss, Tensor)
-                else type(loss)
-            )
+        if not _is_scalar(loss) or not loss.requires_grad:
+            said = getattr(loss, "shape", type(loss).__name__)
             raise PartitaError(f"engine.backward: expected a scalar loss that depends on the parameters; got {said}")
         waves, scale = self._runtime.reducer.waves, self._updater.scale.value
         try:
-            (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]
+            (loss if scale == 1.0 else loss * scale).backward()
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
             raise PartitaError(
-                "backward needs values that were overwritten since its forward; after engine.step() run the forward again "
+                "backward needs values that were overwritten since its forward; after engine.step() run the forward "
+                "again "
                 f"before the next backward. Autograd: {error}"
             ) from error
         if self._runtime.reducer.waves == waves:
@@ -190,6 +126,7 @@ class Engine:
 
     def step(self) -> StepResult:
         """End a micro-batch; after the last one of a batch clip, update the parameters, and zero the gradients."""
+        self._runtime.reducer.end_micro_batch()
         self._runtime.residency.end_micro_batch()
         self._micro += 1
         if self._micro < self._accumulate:
@@ -204,7 +141,8 @@ class Engine:
         return result
 
     def train_batch(self, iterator: Iterator[Any] | Iterable[Any]) -> Tensor:
-        """Train on one global batch: draws ``batch.accumulate`` micro-batches and returns their mean loss over all ranks.
+        """Train on one global batch: draws ``batch.accumulate`` micro-batches and returns their mean loss over all
+        ranks.
 
         A micro-batch is a mapping (passed as keywords), a tuple or list (as arguments), or a tensor.
 
@@ -221,7 +159,8 @@ class Engine:
                 if micro == 0:
                     raise
                 raise PartitaError(
-                    f"train_batch: the iterator ended after {micro} of {self._accumulate} micro-batches (batch.accumulate)"
+                    f"train_batch: the iterator ended after {micro} of {self._accumulate} micro-batches "
+                    "(batch.accumulate)"
                 ) from None
             loss = self._loss(self._forward(batch), batch)
             self.backward(loss)
@@ -238,9 +177,10 @@ class Engine:
         loss = self._loss_fn(output, batch) if self._loss_fn else getattr(output, "loss", output)
         if isinstance(output, Mapping) and not self._loss_fn:
             loss = output.get("loss", loss)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
+        if not _is_scalar(loss):
             raise PartitaError(
-                f"train_batch: the model returned a {type(output).__name__} without a scalar loss; return the loss, an output "
+                f"train_batch: the model returned a {type(output).__name__} without a scalar loss; return the loss, "
+                "an output "
                 "with .loss (pass labels), or give loss_fn to partita.initialize"
             )
         return loss
@@ -249,8 +189,8 @@ class Engine:
     def no_sync(self) -> Iterator[None]:
         """Let gradients add up on each rank without reducing them; the next backward outside, or ``step``, does.
 
-        Legal at every stage. Stages 2 and 3 then hold this rank's gradients whole (as many bytes as the parameters in the
-        compute dtype) until they are reduced.
+        Legal at every stage. Stages 2 and 3 then hold this rank's gradients whole (as many bytes as the parameters in
+        the compute dtype) until they are reduced.
         """
         reducer = self._runtime.reducer
         before, reducer.synchronize = reducer.synchronize, False
@@ -346,3 +286,7 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1

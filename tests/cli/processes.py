@@ -31,14 +31,14 @@ def write_job(folder: Path) -> Path:
     return job
 
 
-def start(*arguments: str | Path) -> subprocess.Popen[str]:
-    """Starts ``partita`` with these arguments, in the session of a terminal of its own."""
+def start(job: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Starts ``partita train`` on a job, with two processes. Temporary files go beside the job: a kill leaves some."""
     return subprocess.Popen(
-        [sys.executable, "-m", "partita.cli.main", *map(str, arguments)],
+        [sys.executable, "-m", "partita.cli.main", "train", str(job), "--processes", "2", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(SOURCES)},
+        env=os.environ | {"PYTHONPATH": str(SOURCES), "TMPDIR": str(job.parent)},
     )
 
 

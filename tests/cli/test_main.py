@@ -62,7 +62,7 @@ def test_an_unknown_option_or_command_is_refused() -> None:
 def test_one_process_trains_in_place(tmp_path: Path) -> None:
     code, output = invoke("train", write_job(tmp_path), "--processes", "1", "--set", "train.steps=2")
     assert code == 0
-    assert "done after 2 steps" in output
+    assert "done after step 2" in output
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
 
 

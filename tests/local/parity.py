@@ -65,8 +65,8 @@ TIMEOUT_S = 240  # of a call on the ranks, which runs many courses
 class Course:
     """What one rank saw: its own loss and the gradient norm of each step, and whole tensors by name.
 
-    `gradients` are those of the first batch, in evaluation mode; `weights` are the final ones, on rank 0 only; `buffers`
-    are this rank's own at the end, which differ between ranks where they follow the batches.
+    `gradients` are those of the first batch, in evaluation mode; `weights` are the final ones, on rank 0 only;
+    `buffers` are this rank's own at the end: running statistics have seen its last batch.
     """
 
     losses: list[float] = field(default_factory=list)

@@ -46,6 +46,7 @@ class Run:
     ranks_per_node: int | None = None
     reduced: int | None = None  # micro-batches outside no_sync, the last ones
     by_train_batch: bool = False
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def train(run: Run) -> Bytes:
     if run.ranks_per_node is not None:
         local = {"LOCAL_RANK": rank % run.ranks_per_node, "LOCAL_WORLD_SIZE": run.ranks_per_node}
         launched = {name: str(value) for name, value in local.items()}
-    model = CASES["decoder"].build()
+    model = CASES["decoder"].build(device=run.device)
     for name, param in model.named_parameters():
         param.requires_grad_(not name.startswith(run.frozen or ("nothing",)))
     config = {
@@ -151,6 +152,11 @@ def test_the_loss_of_train_batch_is_a_message_more(row: str) -> None:
 @pytest.mark.parametrize(("momentum", "num_moments"), [(0.0, 0), (0.9, 1)])
 def test_other_optimizers_keep_other_moments(momentum: float, num_moments: int) -> None:
     check(2, Run(ROWS["1"], optimizer={"name": "sgd", "momentum": momentum}, num_moments=num_moments))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_model_built_on_meta_is_the_same_to_the_plan(row: str) -> None:
+    check(2, Run(ROWS[row], device="meta"), Run(ROWS[row], PRECISIONS["bf16"], device="meta"))
 
 
 class Scaled(nn.Module):

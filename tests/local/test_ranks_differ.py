@@ -107,7 +107,12 @@ def unused_in_a_step() -> None:
 
 
 def detached_branch() -> None:
-    check(Recipe(Branches, detached_on_rank_1))
+    """Where nothing is gathered in backward, ranks whose backwards differ still meet in the same reductions."""
+    check(Recipe(Branches, detached_on_rank_1), {**WHOLE, "3-kept": PLANS["3-kept"]})
+
+
+def detached_sharded_branch() -> None:
+    train(Recipe(Branches, detached_on_rank_1), PLANS["3"])
 
 
 def without_a_loss() -> None:
@@ -145,6 +150,11 @@ def test_parameters_unused_in_a_step_are_left_alone() -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_branch_without_gradient_on_one_rank(world: int) -> None:
     pool.run(world, detached_branch)
+
+
+def test_a_branch_without_backward_on_one_rank_is_named() -> None:
+    with pytest.raises(PartitaError, match=r"rank 0 gathers 'branches.\d'; rank 1 gathers 'branches.\d'"):
+        pool.run(2, detached_sharded_branch, timeout=30)
 
 
 def test_a_rank_without_a_loss() -> None:

@@ -25,7 +25,7 @@ from tests.local.training import (
     square_loss,
 )
 
-GROWS = "the ring ring grows"
+GROWS = "'ring' .* grows"
 
 
 class Tied(nn.Module):
@@ -96,6 +96,55 @@ class Keywords(Stack):
         for block in self.blocks:
             state = block(state=state)
         return self.last(sum(x for x, _ in state["all"]))
+
+
+class TwoInputs(nn.Module):
+    """Blocks with two inputs, of which one joins late, and two outputs."""
+
+    class Joined(Block):
+        def forward(self, x: Tensor, late: Tensor) -> tuple[Tensor, Tensor]:
+            inner = self.up(self.norm(x))
+            late = late + inner
+            return x + self.down(late), late
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.side = nn.Linear(WIDTH, 2 * WIDTH)
+        self.blocks = nn.ModuleList([TwoInputs.Joined() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        late = self.side(x)
+        x = self.first(x)
+        for block in self.blocks:
+            x, late = block(x, late)
+        return x
+
+
+class InnerLoss(Stack):
+    """A loss on a value inside a block, kept on the module."""
+
+    class Noticed(Block):
+        noticed: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            inner = self.up(self.norm(x))
+            self.noticed = inner.square().mean()
+            return x + self.down(F.gelu(inner))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([InnerLoss.Noticed() for _ in range(4)])
+
+
+def with_inner_loss(model: Any, rank: int, step: int) -> Tensor:
+    loss = square_loss(model, rank, step)
+    return loss + sum(block.noticed for block in module_of(model).blocks)
+
+
+def inner_loss_alone(model: Any, rank: int, step: int) -> Tensor:
+    square_loss(model, rank, step)
+    return module_of(model).blocks[2].noticed
 
 
 def siamese(model: Any, rank: int, step: int) -> Tensor:
@@ -205,6 +254,9 @@ RECIPES: dict[str, Recipe] = {
     "repeated": Recipe(Repeated),
     "shuffled": Recipe(Shuffled, plain=False),
     "keywords": Recipe(Keywords),
+    "two inputs": Recipe(TwoInputs),
+    "inner loss": Recipe(InnerLoss, with_inner_loss),
+    "inner loss alone": Recipe(InnerLoss, inner_loss_alone),
     "siamese": Recipe(Stack, siamese),
     "one of two forwards": Recipe(Stack, second_first),
     "inputs are leaves": Recipe(Stack, leaf_inputs),

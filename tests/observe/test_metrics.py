@@ -63,5 +63,7 @@ def test_without_tensorboard_there_are_rows_only(tmp_path: Path, monkeypatch: py
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(PartitaError, match=r"cannot write metrics into '.*file/inner': Not a directory; set train\.out"):
+    with pytest.raises(
+        PartitaError, match=r"cannot write metrics into '.*file/inner': Not a directory; set train\.out"
+    ):
         MetricsWriter(tmp_path / "file" / "inner")

@@ -13,7 +13,9 @@ ROW = TrainRow(5, 320, 2.34567, 1e-3, 0.5, 12_345.6, 0.026, (10_000_000, 412_000
 
 def shown(terminal: bool, quiet: bool = False) -> str:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=120, quiet=quiet, legacy_windows=False, color_system=None)
+    console = Console(
+        file=out, force_terminal=terminal, width=120, quiet=quiet, legacy_windows=False, color_system=None
+    )
     with TrainingProgress(console, 10) as progress:
         for step in range(1, 11):
             progress.step(step)

@@ -21,7 +21,8 @@ MULTIPLES = {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 3, "zero3-kept": 2}
 
 presets = st.sampled_from(sorted(PRESETS))
 encodings = st.builds(Encodings, st.sampled_from([FP32, BF16]), st.just(FP32), st.sampled_from([FP32, BF16]))
-meshes = st.sampled_from([MeshShape(data=n, node=node) for n, node in ((1, 1), (2, 1), (2, 2), (3, 1), (4, 2), (8, 2), (8, 4))])
+_SIZES = ((1, 1), (2, 1), (2, 2), (3, 1), (4, 2), (8, 2), (8, 4))
+meshes = st.sampled_from([MeshShape(data=data, node=node) for data, node in _SIZES])
 shapes = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4)
 unit_shapes = st.lists(shapes, min_size=1, max_size=4)
 

@@ -9,9 +9,7 @@ from partita.sharding.dtypes import dtype_of, encoding_of
 DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "encoding"), [(torch.float32, FP32), (torch.bfloat16, BF16), (torch.float16, FP16)]
-)
+@pytest.mark.parametrize(("dtype", "encoding"), [(torch.float32, FP32), (torch.bfloat16, BF16), (torch.float16, FP16)])
 def test_those_of_the_table(dtype: torch.dtype, encoding: object) -> None:
     assert encoding_of(dtype) is encoding
 

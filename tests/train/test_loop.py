@@ -121,7 +121,7 @@ def test_ctrl_c_finishes_the_step_and_keeps_the_weights(tmp_path: Path, monkeypa
     assert (outcome.out / "model" / "model.safetensors").exists()
     assert (outcome.out / "loss.png").exists()
     assert not (outcome.out / "sample.txt").exists()
-    assert "stopped by Ctrl-C after 3 steps" in shown
+    assert "stopped by Ctrl-C after step 3" in shown
 
 
 @pytest.mark.filterwarnings("ignore:.*is not finite:UserWarning")

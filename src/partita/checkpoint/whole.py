@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from partita.comm.collectives import Collectives
 from partita.errors import PartitaError
 from partita.optim.views import Views
-from partita.sharding.buckets import BucketState
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member, Segment, Unit
 
@@ -46,23 +45,24 @@ class Whole:
         bucket = next((b for b in reducer.buckets if any(m is member for m in b.members)), None)
         if bucket is None:
             return None
+        reducer.join()
         reducer.drain()
         flat = torch.zeros(member.span.num_elements + 1, dtype=torch.float32, device=self._collectives.mesh.device)
         values, flat[-1] = flat[:-1], float(id(member) in bucket.used)
-        if bucket.state is BucketState.REDUCED or bucket.filled:
-            for piece in bucket.pieces[id(member)]:
-                if piece.row == self._row and bucket.shard is not None:
-                    values[piece.start : piece.stop] = bucket.shard[piece.column :][: piece.stop - piece.start]
-        elif id(member) in bucket.arrived and bucket.whole is not None:
-            for piece in bucket.pieces[id(member)]:
-                values[piece.start : piece.stop] = bucket.whole[piece.row, piece.column :][: piece.stop - piece.start]
+        for piece in bucket.pieces[id(member)]:
+            if piece.row == self._row and bucket.reduced is not None:
+                values[piece.start : piece.stop] += bucket.reduced[piece.column :][: piece.stop - piece.start]
+            if id(member) in bucket.arrived and bucket.whole is not None:
+                values[piece.start : piece.stop] += bucket.whole[piece.row, piece.column :][: piece.stop - piece.start]
         if member.param.grad is not None:
             values.add_(member.flat(member.param.grad.detach()).float(), alpha=1.0 / reducer.divisor)
         self._collectives.all_reduce(flat, DATA)
         return self._shaped(member, values.div_(scale)) if flat[-1] > 0 else None
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
-        """The optimizer's state of a parameter, tensors whole and in the parameter's shape; empty before its first update."""
+        """The optimizer's state of a parameter, tensors whole and in the parameter's shape; empty before its first
+        update.
+        """
         member = self.member(name)
         view = self._views.of(member.param)
         state = dict(self._optimizer.state.get(view.tensor, {})) if view is not None else {}

@@ -32,8 +32,7 @@ def launch(num_processes: int, arguments: Sequence[str], console: Console) -> in
     0; 2 for an error of the user's making; 1 where a process failed otherwise; 128 + the number of the signal that
     ended the run (130 for Ctrl-C).
     """
-    # The agent's account of a failure is replaced by ours.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    _silence_agent()
     with tempfile.TemporaryDirectory(prefix="partita-") as folder, _environment(_variables(num_processes)):
         config = LaunchConfig(
             min_nodes=1,
@@ -53,6 +52,13 @@ def launch(num_processes: int, arguments: Sequence[str], console: Console) -> in
         except ChildFailedError as error:
             return _show_failure(error.failures, console)
     return 0
+
+
+def _silence_agent() -> None:
+    """The agent's account of a failure is replaced by ours. Each of its modules has a logger with its own level."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _variables(num_processes: int) -> dict[str, str]:
@@ -91,7 +97,7 @@ def _show_failure(failures: Mapping[int, ProcessFailure], console: Console) -> i
         return USER_ERROR
     if trace:
         console.print(Text(trace), soft_wrap=True)
-    reason = message or f"exit code {failure.exitcode}"
+    reason = message.strip(": ") or f"exit code {failure.exitcode}"
     show_error(console, f"rank {rank} (process {failure.pid}) failed: {reason} (the other ranks were ended)")
     return FAILURE
 

@@ -21,7 +21,6 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the job on this rank; returns the exit code, 0 after a first Ctrl-C too (the launcher makes it 130)."""
-    end_with_parent()
     try:
         train(load_job(arguments[0], arguments[1:]), Console())
     except KeyboardInterrupt:
@@ -39,4 +38,5 @@ def end_with_parent() -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     sys.exit(main(sys.argv[1:]))

@@ -1,11 +1,12 @@
 """The collectives: the only file that calls those of ``torch.distributed``. Every call is counted.
 
 Over a gloo group a reduction is a direct exchange and a local sum in rank order: it moves half of what gloo's own
-reduce-scatter moves, and its result does not depend on how a ring would have cut the tensor. An all-gather is a broadcast
-from every rank: as many bytes as gloo's own, without its flat copy of the whole. NCCL has both natively.
+reduce-scatter moves, and its result does not depend on how a ring would have cut the tensor. An all-gather is a direct
+exchange, too: as many bytes as gloo's own, without its flat copy of the whole. NCCL has both natively.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +23,8 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 class _Work(Protocol):
-    def wait(self) -> Any: ...
+    def wait(self, timeout: timedelta = ...) -> Any: ...
+    def is_completed(self) -> bool: ...
 
 
 class Handle:
@@ -30,6 +32,16 @@ class Handle:
 
     def __init__(self, works: Sequence[_Work | None], what: str) -> None:
         self._works, self._what = works, what
+
+    def wait_for(self, seconds: float) -> bool:
+        """Wait at most so long, for an :meth:`Collectives.exchange` only; whether it has ended, well or not."""
+        for work in self._works:
+            if work is not None:
+                try:
+                    work.wait(timedelta(seconds=seconds))
+                except RuntimeError:
+                    return work.is_completed()
+        return True
 
     def wait(self) -> None:
         works, self._works = self._works, ()
@@ -45,27 +57,50 @@ class Handle:
 
 
 class Collectives:
-    """Collectives over the axes of a mesh. Tensors are flat and contiguous; part ``i`` belongs to rank ``i`` of the group."""
+    """Collectives over the axes of a mesh. Tensors are flat and contiguous; part ``i`` belongs to rank ``i`` of the
+    group.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.meter = mesh, TrafficMeter()
         self.ordered = mesh.device.type == "cpu"
 
-    def all_gather(self, whole: Tensor, part: Tensor, axes: tuple[str, ...], purpose: str = "parameters") -> Handle:
-        """Start gathering every rank's ``part`` ``[n]`` into ``whole`` ``[group size * n]``."""
+    def all_gather(
+        self, whole: Tensor, part: Tensor, axes: tuple[str, ...], purpose: str = "parameters", tag: int = 0
+    ) -> Handle:
+        """Start gathering every rank's ``part`` ``[n]`` into ``whole`` ``[group size * n]``.
+
+        Ranks that gather under different tags wait for each other, where the same tag with other sizes would end them.
+        """
         num = self.mesh.shape.group_size(axes)
         self._count("all_gather", axes, purpose, (num - 1) * part.nbytes)
-        group = self.mesh.group(axes, purpose)
-        works: list[_Work] = []
         if self.ordered:
             rows = whole.view(num, -1)
             own = rows[self.mesh.index(axes)]
             if own.data_ptr() != part.data_ptr():
                 own.copy_(part)
-            works += [dist.broadcast(rows[i], group=group, group_src=i, async_op=True) for i in range(num)]
+            works = self._direct(lambda source: rows[source], lambda _: part, (axes, purpose), tag)
         else:
-            works.append(_all_gather_single(whole, part, group=group, async_op=True))
+            group = self.mesh.group(axes, purpose)
+            works = [_all_gather_single(whole, part, group=group, async_op=True)]
         return Handle(works, self._name("all-gather", axes, purpose))
+
+    def _direct(
+        self,
+        incoming: Callable[[int], Tensor],
+        outgoing: Callable[[int], Tensor],
+        over: tuple[tuple[str, ...], str],
+        tag: int = 0,
+    ) -> list[_Work | None]:
+        """Receive ``incoming(i)`` from, and send ``outgoing(i)`` to, every other rank ``i`` of the group ``over``."""
+        axes, purpose = over
+        num, own, group = self.mesh.shape.group_size(axes), self.mesh.index(axes), self.mesh.group(axes, purpose)
+        works: list[_Work | None] = []
+        for distance in range(1, num):
+            source, target = (own - distance) % num, (own + distance) % num
+            works.append(dist.irecv(incoming(source), group=group, group_src=source, tag=tag))
+            works.append(dist.isend(outgoing(target), group=group, group_dst=target, tag=tag))
+        return works
 
     def start_reduce_scatter(self, received: Tensor, sent: Tensor, axes: tuple[str, ...]) -> Handle:
         """Start reducing ``sent`` ``[group size * n]``; :meth:`finish_reduce_scatter` brings the sum.
@@ -74,16 +109,12 @@ class Collectives:
         """
         num, own = self.mesh.shape.group_size(axes), self.mesh.index(axes)
         self._count("reduce_scatter", axes, "gradients", (num - 1) * sent.nbytes // num)
-        group = self.mesh.group(axes, "gradients")
-        works: list[_Work | None] = []
         if self.ordered:
             outgoing, incoming = sent.view(num, -1), received.view(num - 1, -1)
-            for distance in range(1, num):
-                source, target = (own - distance) % num, (own + distance) % num
-                works.append(dist.irecv(incoming[source - (source > own)], group=group, group_src=source))
-                works.append(dist.isend(outgoing[target], group=group, group_dst=target))
+            works = self._direct(lambda i: incoming[i - (i > own)], lambda i: outgoing[i], (axes, "gradients"))
         else:
-            works.append(_reduce_scatter_single(received, sent, group=group, async_op=True))
+            group = self.mesh.group(axes, "gradients")
+            works = [_reduce_scatter_single(received, sent, group=group, async_op=True)]
         return Handle(works, self._name("reduce-scatter", axes, "gradients"))
 
     def received_elements(self, num_sent: int, axes: tuple[str, ...]) -> int:
@@ -123,7 +154,9 @@ class Collectives:
         return tensor
 
     def exchange(self, message: Tensor, axes: tuple[str, ...]) -> tuple[Tensor, Handle]:
-        """Start an all-gather of a small host tensor ``[n]``: returns ``[group size, n]``, filled once the handle is waited for."""
+        """Start an all-gather of a small host tensor ``[n]``: returns ``[group size, n]``, filled once the handle is
+        waited for.
+        """
         num = self.mesh.shape.group_size(axes)
         every = message.new_empty((num, message.numel()))
         if num == 1:

@@ -57,9 +57,9 @@ class Mesh:
         self._groups: dict[tuple[tuple[str, ...], str], dist.ProcessGroup] = {}
         for names in axes:
             if shape.group_size(names) > 1:
-                self._open(names)
+                self.open(names)
 
-    def _open(self, axes: tuple[str, ...]) -> None:
+    def open(self, axes: tuple[str, ...]) -> None:
         """Create this rank's groups over ``axes``; every rank takes part in creating all of them, in one order."""
         for ranks in self.shape.groups(axes):
             for purpose in PURPOSES:

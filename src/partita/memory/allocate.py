@@ -1,7 +1,7 @@
 """Memory that stays: for states and slots, never for what a step makes and drops.
 
-On the host every allocation is an anonymous mapping of its own. Taken from malloc's heap, large blocks that live for the
-whole run lie between those that a step allocates and frees, and the heap grows by the holes.
+On the host every allocation is an anonymous mapping of its own. Taken from malloc's heap, large blocks that live for
+the whole run lie between those that a step allocates and frees, and the heap grows by the holes.
 """
 
 import mmap

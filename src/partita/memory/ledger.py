@@ -16,10 +16,10 @@ STATES = ("parameters", "gradients", "master", "moments")
 class MemoryReport:
     """Bytes of this rank, by state and tier, now and at their peak.
 
-    ``held`` and ``peak`` are keyed by (state, tier): the model states ``parameters``, ``gradients``, ``master`` (only where
-    it is not the parameter itself) and ``moments``, the ``ring`` that lends memory to gathered parameters, the ``buckets``
-    that gradients travel in. ``process_bytes`` is the resident set of the process (its peak: ``process_peak_bytes``),
-    ``device_bytes`` and ``device_peak_bytes`` what the CUDA allocator says (0 on CPU).
+    ``held`` and ``peak`` are keyed by (state, tier): the model states ``parameters``, ``gradients``, ``master`` (only
+    where it is not the parameter itself) and ``moments``, the ``ring`` that lends memory to gathered parameters, the
+    ``buckets`` that gradients travel in. ``process_bytes`` is the resident set of the process (its peak:
+    ``process_peak_bytes``), ``device_bytes`` and ``device_peak_bytes`` what the CUDA allocator says (0 on CPU).
     """
 
     held: dict[tuple[str, str], int]

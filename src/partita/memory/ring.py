@@ -36,8 +36,8 @@ class Ring:
         name: the ledger's state, and the name in warnings.
         sizes: bytes of every tensor that may be lent a slot.
         depth: slots in a class; a class that serves fewer tensors has one for each of these.
-        lasting: those of the sizes whose tensors keep their slot while others come and go: each has one beside ``depth``.
         ledger: where the slots' bytes are entered.
+        lasting: those of the sizes whose tensors keep their slot while others come and go: each adds one to ``depth``.
         backed: whether slots have memory of their own (not where a :class:`Loan` resizes instead of swapping).
     """
 
@@ -62,6 +62,11 @@ class Ring:
             served, kept = (sum(self._class_of(other) == size for other in group) for group in (sizes, lasting))
             self._free[size] = [self._new(size) for _ in range(min(depth + kept, served))]
 
+    def provide(self, num_bytes: int, depth: int) -> None:
+        """Have ``depth`` slots for tensors of another size, where no larger ones serve."""
+        if all(size < num_bytes for size in self._free):
+            self._free[num_bytes] = [self._new(num_bytes) for _ in range(depth)]
+
     def available(self, num_bytes: int) -> bool:
         """Whether a slot for ``num_bytes`` is free."""
         return bool(self._free[self._class_of(num_bytes)])
@@ -69,7 +74,8 @@ class Ring:
     def borrow(self, num_bytes: int, spare: bool = False) -> Slot:
         """A slot of at least ``num_bytes``; its ``last_use`` must be waited for before it is written.
 
-        Where none is free, ``spare`` asks for memory that is given up when the slot comes back, instead of a larger ring.
+        Where none is free, ``spare`` asks for memory that is given up when the slot comes back, instead of a larger
+        ring.
         """
         free = self._free[self._class_of(num_bytes)]
         if free:
@@ -79,9 +85,9 @@ class Ring:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"the {self._name} ring grows by {num_bytes / 1e6:.1f} MB: more of the model is whole at the same time than "
-                "in a plain forward and backward (create_graph, units inside each other, a view of a parameter kept); "
-                "each slot stays for the rest of the run",
+                f"'{self._name}' (see memory_report) grows by {num_bytes / 1e6:.1f} MB: more of the model is whole at "
+                "the same time than in a plain forward and backward (create_graph, units inside each other, a "
+                "parameter read by another unit); the memory stays for the rest of the run",
                 stacklevel=2,
             )
         return self._new(self._class_of(num_bytes))
@@ -117,15 +123,20 @@ class Loan:
 
     def lend(self, storage: torch.UntypedStorage, slot: Slot) -> None:
         if self.swap:
-            storage._swap_data_ptr_(slot.storage)
+            _swap(storage, slot.storage)
         else:
             storage.resize_(slot.num_bytes)
 
     def take_back(self, storage: torch.UntypedStorage, slot: Slot) -> None:
         if self.swap:
-            storage._swap_data_ptr_(slot.storage)
+            _swap(storage, slot.storage)
         else:
             storage.resize_(0)
+
+
+def _swap(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    swap = getattr(storage, "_swap_data_ptr_")  # noqa: B009 - torch's stubs do not know it
+    swap(other)
 
 
 def storage_swap_available() -> bool:

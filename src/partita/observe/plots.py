@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from partita.observe.metrics import HeldOutRow, TrainRow
 
-# The smoothed curve is an average over about this share of all rows.
+# The smoothed curve is a mean over about this share of all rows.
 _WINDOW = 0.05
 _TRAIN_COLOR, _HELD_OUT_COLOR = "#3b6fb6", "#c8452d"
 
@@ -42,14 +43,11 @@ def plot_losses(
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Exponential moving average, corrected for its start (Kingma & Ba, 2015, section 3)."""
-    new = min(1.0, 1.0 / (_WINDOW * len(values))) if values else 1.0
-    average, weight, out = 0.0, 0.0, []
-    for value in values:
-        average += new * (value - average)
-        weight += new * (1.0 - weight)
-        out.append(average / weight)
-    return out
+    """The mean of a window around each value; it is narrower towards both ends, so that the curve does not lag."""
+    half, last = round(_WINDOW * len(values) / 2), len(values) - 1
+    sums = list(accumulate(values, initial=0.0))
+    widths = [min(half, index, last - index) for index in range(len(values))]
+    return [(sums[i + width + 1] - sums[i - width]) / (2 * width + 1) for i, width in enumerate(widths)]
 
 
 def _nats_to_bits(nats: Any) -> Any:
@@ -67,7 +65,7 @@ def _draw_curves(axes: Any, train: Sequence[TrainRow], held_out: Sequence[HeldOu
         axes.plot(steps, smoothed(losses), color=_TRAIN_COLOR, linewidth=1.8, label="training text, smoothed")
     if held_out:
         steps, losses = [row.step for row in held_out], [row.held_out_loss for row in held_out]
-        axes.plot(steps, losses, color=_HELD_OUT_COLOR, marker="o", markersize=5, linewidth=1.2, label="held-out text")
+        axes.plot(steps, losses, color=_HELD_OUT_COLOR, marker="o", markersize=4.5, linewidth=1, label="held-out text")
         last = held_out[-1]
         axes.annotate(
             f"{last.held_out_loss:.2f}",

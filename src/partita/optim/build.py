@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import nn
@@ -40,18 +41,21 @@ def build_optimizer(
     return torch.optim.SGD(params, section.lr, momentum=section.momentum, weight_decay=section.weight_decay, fused=True)
 
 
-def build_schedule(optimizer: Optimizer, section: schema.Schedule, lr: float) -> LambdaLR:
-    """A schedule over optimizer steps: linear warm-up, then constant, or linear or cosine decay to ``min_lr``."""
-    least = section.min_lr / lr if lr else 0.0
-    total = section.total_steps or 0
+def build_schedule(optimizer: Optimizer, section: schema.Schedule) -> LambdaLR:
+    """A schedule over optimizer steps: linear warm-up, then constant, or linear or cosine decay to ``min_lr``.
 
-    def factor(step: int) -> float:
+    Every group starts from its own rate; one whose rate is below ``min_lr`` keeps it.
+    """
+
+    def factor(least: float, step: int) -> float:
         if step < section.warmup_steps:
             return (step + 1) / (section.warmup_steps + 1)
         if section.name == "constant":
             return 1.0
-        done = min(1.0, (step - section.warmup_steps) / max(1, total - section.warmup_steps))
+        decay_steps = (section.total_steps or 0) - section.warmup_steps
+        done = min(1.0, (step - section.warmup_steps) / max(1, decay_steps))
         left = 1.0 - done if section.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
         return least + (1.0 - least) * left
 
-    return LambdaLR(optimizer, factor)
+    rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+    return LambdaLR(optimizer, [partial(factor, min(1.0, section.min_lr / lr) if lr else 1.0) for lr in rates])

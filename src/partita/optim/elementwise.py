@@ -1,7 +1,7 @@
 """Which optimizers may run on slices of parameters: those that treat every element by itself.
 
-Known classes are known by name; a user declares one with :func:`elementwise`; any other is tried on a small matrix, whole
-and in two flat halves.
+Known classes are known by name; a user declares one with :func:`elementwise`; any other is tried on a small matrix,
+whole and in two flat halves.
 """
 
 import inspect
@@ -53,7 +53,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """
     kind = type(optimizer)
     base = next((b for b in kind.__mro__ if b in _KNOWN), None)
-    if base is not None and (base is kind or kind.step is base.step):
+    if base is not None and _step(kind) is _step(base):
         return
     reason = next((_REASONS[b.__name__] for b in kind.__mro__ if b.__name__ in _REASONS), None) or _trial(optimizer)
     if reason:
@@ -61,6 +61,11 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
             f"optimizer {kind.__name__} cannot run on slices of parameters: {reason}. Use zero.stage 0 (it keeps "
             "parameters whole), an elementwise optimizer such as AdamW, or declare the class with partita.elementwise"
         )
+
+
+def _step(kind: Any) -> object:
+    """The class's own function: torch wraps ``step`` anew in each class when its first object is made."""
+    return inspect.unwrap(kind.step)
 
 
 def _trial(optimizer: torch.optim.Optimizer) -> str | None:
@@ -73,8 +78,9 @@ def _trial(optimizer: torch.optim.Optimizer) -> str | None:
     start = torch.randn(4, 8, generator=generator)
     gradients = [torch.randn(4, 8, generator=generator) for _ in range(_TRIAL_STEPS)]
     try:
-        whole = _run(kind, arguments, [start.clone()], [[g] for g in gradients])
-        halves = _run(kind, arguments, list(start.clone().view(2, -1)), [list(g.view(2, -1)) for g in gradients])
+        with torch.random.fork_rng(devices=[]):  # the user's random numbers do not depend on whether a trial was needed
+            whole = _run(kind, arguments, [start.clone()], [[g] for g in gradients])
+            halves = _run(kind, arguments, list(start.clone().view(2, -1)), [list(g.view(2, -1)) for g in gradients])
     except Exception as error:  # the class is the user's: whatever it raises is the reason
         return f"a trial on slices of a small matrix raised {type(error).__name__}: {error}"
     if torch.equal(whole[0].view(-1), torch.cat([half.view(-1) for half in halves])):

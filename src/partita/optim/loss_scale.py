@@ -39,7 +39,8 @@ class LossScale:
             return
         if self.value <= SMALLEST:
             raise PartitaError(
-                f"the loss scale is at its smallest value ({SMALLEST:g}) and gradients are still not finite: {culprit}. "
+                f"the loss scale is at its smallest value ({SMALLEST:g}) and gradients are still not finite: "
+                f"{culprit}. "
                 "Look for a division by zero or a too large learning rate, or use precision.compute bf16"
             )
         self.value /= FACTOR

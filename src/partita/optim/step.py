@@ -1,7 +1,7 @@
 """One optimizer step: agree, finish the reductions, measure, clip, update, publish.
 
-Every stage runs the same code on the same cuts: the norm is the rank-ordered sum of what each rank's shards contribute, and
-gradients are scaled before they are spread, so the numbers do not depend on the stage.
+Every stage runs the same code on the same cuts: the norm is the rank-ordered sum of what each rank's shards contribute,
+and gradients are scaled before they are spread, so the numbers do not depend on the stage.
 """
 
 import math
@@ -146,7 +146,9 @@ class Updater:
         return math.sqrt(total) if total >= 0 else math.nan
 
     def _owned(self, bucket: Bucket) -> list[Tensor]:
-        """What this rank owns of a bucket's reduced gradient, a tensor for each segment (or parameter, if not collected)."""
+        """What this rank owns of a bucket's reduced gradient, a tensor for each segment (or parameter, if not
+        collected).
+        """
         if bucket.in_place:
             return [m.param.grad for m in bucket.members if m.param.grad is not None]
         assert bucket.shard is not None
@@ -227,4 +229,5 @@ class Updater:
 
 def _square(grad: Tensor) -> Tensor:
     """The sum of squares, in float64."""
-    return torch.linalg.vector_norm(grad, dtype=torch.float32).double().square()
+    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float32)
+    return norm.double().square()

@@ -1,8 +1,8 @@
 """The optimizer's side of the parameters: one view of this rank's master weights for each parameter.
 
-Where the optimizer sees parameters whole, a view has the parameter's shape; else it is the flat slice that this rank owns
-(nothing, where it owns none). Views take the place of the user's parameters in the optimizer's groups, so per-group rates,
-schedulers and hooks stay as they are.
+Where the optimizer sees parameters whole, a view has the parameter's shape; else it is the flat slice that this rank
+owns (nothing, where it owns none). Views take the place of the user's parameters in the optimizer's groups, so
+per-group rates, schedulers and hooks stay as they are.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,9 @@ from partita.sharding.unit import Member, Segment, Unit
 
 
 class View:
-    """This rank's master weights of one parameter, as the optimizer sees them; ``start`` is its first element's place."""
+    """This rank's master weights of one parameter, as the optimizer sees them; ``start`` is its first element's
+    place.
+    """
 
     def __init__(self, member: Member) -> None:
         self.member = member
@@ -98,9 +100,11 @@ class Views:
             for key, value in state.items()
         }
 
-    def unfreeze(self, segment: Segment, values: Tensor) -> None:
-        """Give a segment that begins to train master weights, and connect its views."""
-        segment.make_master(values, self._ledger)
+    def unfreeze(self, segment: Segment) -> None:
+        """Give a segment that begins to train master weights, where it has none, and connect its views."""
+        if segment.master is not None:
+            return
+        segment.make_master(self._ledger)
         for view in self:
             if view.member.segment is segment:
                 view.connect()

@@ -1,7 +1,8 @@
 """From the user's model to units: values are taken out of it unit by unit, and its memory is given back at once.
 
 Every rank ends with rank 0's values. A model on the ``meta`` device is initialized unit by unit, by its modules' own
-``reset_parameters`` (or, for a Hugging Face model, its ``_init_weights``), so no rank ever holds more than a unit of it whole.
+``reset_parameters`` (or, for a Hugging Face model, its ``_init_weights``), so no rank ever holds more than a unit of it
+whole.
 """
 
 from collections.abc import Callable
@@ -55,7 +56,7 @@ def plan_units(model: nn.Module, blueprint: Blueprint) -> list[Unit]:
         ConfigError: a parameter's kind is not supported, or a pattern of the config matches nothing.
     """
     kept = keep_fp32_modules(model, blueprint.config.precision.keep_fp32)
-    units = []
+    units = list[Unit]()
     for spec in group_units(model, blueprint.config.zero.units):
         for holding in spec.holdings:
             check_supported(holding)
@@ -68,7 +69,7 @@ def plan_units(model: nn.Module, blueprint: Blueprint) -> list[Unit]:
             Segment(s, preset(blueprint.preset, blueprint.encodings(s.encoding)), blueprint.mesh, blueprint.rank)
             for s in layout.segments
         ]
-        units.append(Unit(spec, layout, segments))
+        units.append(Unit(spec, layout, segments, len(units)))
     return units
 
 
@@ -86,8 +87,8 @@ Source = Callable[[list[str]], Tensor | None]
 class Assembly:
     """Fills units with the model's values, one after the other.
 
-    ``source`` brings the values of a parameter or buffer by any of its names, whole, and is asked on rank 0 only; without
-    one the model's own values are taken.
+    ``source`` brings the values of a parameter or buffer by any of its names, whole, and is asked on rank 0 only;
+    without one the model's own values are taken.
     """
 
     def __init__(self, model: nn.Module, collectives: Collectives, ledger: Ledger, source: Source | None) -> None:
@@ -95,7 +96,9 @@ class Assembly:
         self._device = collectives.mesh.device
 
     def fill(self, unit: Unit) -> None:
-        """Move a unit's values into its buffers, the same on every rank, and keep what rests; the unit is left whole."""
+        """Move a unit's values into its buffers, the same on every rank, and keep what rests; the unit is left
+        whole.
+        """
         fresh = [member for member in unit.members if member.param.is_meta]
         for member in unit.members:
             unit.adopt(member)
@@ -133,8 +136,8 @@ class Assembly:
                     module._buffers[name] = buffer = values.to(buffer.dtype)
                 if buffer.is_meta:
                     raise ConfigError(
-                        f"buffer '{where}' is on the meta device and no reset_parameters of {type(module).__name__} fills it; "
-                        "fill it there, or build the model on a real device"
+                        f"buffer '{where}' is on the meta device, and no reset_parameters of "
+                        f"{type(module).__name__} fills it; fill it there, or build the model on a real device"
                     )
                 if buffer.device != self._device:
                     module._buffers[name] = buffer.to(self._device)

@@ -1,9 +1,10 @@
 """Where gradients are collected and reduced: buckets of constant order, of one large or several small segments.
 
-Names: a bucket's ``whole`` is ``[group size, columns]``, a row for each rank that will own its sum; ``shard`` is this rank's
-row of the reduced gradient, ``[columns]``. Where the table keeps gradients whole between micro-batches, ``whole`` rests and
-``shard`` is a row of it; elsewhere ``whole`` is a slot borrowed from a ring while one backward fills and sends it. Where no
-step leads from autograd's gradient to the optimizer's, there is neither: the gradient stays where autograd put it.
+Names: a bucket's ``whole`` is ``[group size, columns]``, a row for each rank that will own its sum; ``shard`` is this
+rank's row of the reduced gradient, ``[columns]``. Where the table keeps gradients whole between micro-batches,
+``whole`` rests and ``shard`` is a row of it; elsewhere ``whole`` is a slot borrowed from a ring while one backward
+fills and sends it. Where no step leads from autograd's gradient to the optimizer's, there is neither: the gradient
+stays where autograd put it.
 """
 
 from collections.abc import Sequence
@@ -42,8 +43,8 @@ class BucketState(Enum):
 class Bucket:
     """Segments whose gradients are reduced together.
 
-    ``arrived``: members whose gradients lie in ``whole``; ``fresh``: those that brought one in this wave; ``expected``: those
-    it waits for, learned from the last two waves; ``used``: those that brought one since the last update.
+    ``arrived``: members whose gradients lie in ``whole``; ``fresh``: those that brought one in this wave; ``expected``:
+    those it waits for, learned from the last two waves; ``used``: those that brought one since the last update.
     """
 
     def __init__(self, index: int, segments: Sequence[Segment], members: Sequence[Member], mesh: MeshShape) -> None:
@@ -101,9 +102,6 @@ class Bucket:
     def complete(self) -> bool:
         return self.expected <= self.fresh
 
-    def expects_now(self, member: Member) -> None:
-        self.expected.add(id(member))
-
     def allocate(self, row: int, device: torch.device) -> int:
         """Memory for the gradients that rest here; returns its bytes. ``row`` is this rank's."""
         if self.in_place or self.shard is not None:
@@ -136,6 +134,13 @@ class Bucket:
         self.arrived.add(id(member))
         self.used.add(id(member))
         member.param.grad = None
+
+    @property
+    def reduced(self) -> Tensor | None:
+        """This rank's row of the sums over the ranks so far, ``[columns]``; what was collected since is not in it."""
+        if self.carry is not None:
+            return self.carry
+        return self.shard if self.state is BucketState.REDUCED or (self.filled and not self.rests_whole) else None
 
     def clear(self, member: Member) -> None:
         """Zeros in place of a gradient that did not come."""

@@ -1,6 +1,6 @@
 """Dtypes at the borders: the model's floating-point inputs, and the modules that stay in fp32."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,18 @@ def cast_borders(model: nn.Module, compute: torch.dtype, kept: set[int]) -> None
     """Let the ``kept`` modules work in fp32 inside a model that computes in ``compute``."""
     if compute == torch.float32:
         return
-    for module in model.modules():
-        if id(module) in kept and any(True for _ in module.parameters(recurse=False)):
-            module.register_forward_pre_hook(_to_fp32, with_kwargs=True)
-            module.register_forward_hook(lambda _, __, output: map_floats(output, compute))
+    for module in {id(module): module for module in _outermost(model, kept)}.values():
+        module.register_forward_pre_hook(_to_fp32, with_kwargs=True)
+        module.register_forward_hook(lambda _, __, output: map_floats(output, compute))
+
+
+def _outermost(module: nn.Module, kept: set[int]) -> Iterator[nn.Module]:
+    """The kept modules that are called by modules that are not: between those inside, values stay in fp32."""
+    if id(module) in kept and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        yield module
+    else:
+        for child in module.children():
+            yield from _outermost(child, kept)
 
 
 def _to_fp32(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -20,8 +20,8 @@ class Executor:
     written only after the event of its last use; a GATHERING unit's parameters are still of class ``Resting``.
     """
 
-    def __init__(self, collectives: Collectives, ring: Ring, loan: Loan, guardian: resting.Guardian) -> None:
-        self._collectives, self._ring, self._loan, self._guardian = collectives, ring, loan, guardian
+    def __init__(self, collectives: Collectives, ring: Ring, loan: Loan) -> None:
+        self._collectives, self._ring, self._loan = collectives, ring, loan
         self._mesh = collectives.mesh
         self._stream = Stream(self._mesh.device)
         self._published = Event()
@@ -40,9 +40,10 @@ class Executor:
             for segment in unit.segments:
                 plan, source, target = segment.plan, segment.rest, segment.plan.param_compute
                 if unit.has_second and segment.second is not None:
-                    unit.handles += self._move(segment.second, segment.full, plan.param_between, target)
+                    unit.second_kept.wait()
+                    unit.handles += self._move(segment.second, segment.full, plan.param_between, target, unit.number)
                 else:
-                    unit.handles += self._move(source, segment.full, plan.param_rest, target)
+                    unit.handles += self._move(source, segment.full, plan.param_rest, target, unit.number)
         unit.state = UnitState.GATHERING
 
     def lay(self, unit: Unit) -> None:
@@ -75,6 +76,7 @@ class Executor:
             if segment.second is not None:
                 self._move(segment.full, segment.second, segment.plan.param_compute, segment.plan.param_between)
                 unit.has_second = True
+        unit.second_kept = record(self._mesh.device)
 
     def release(self, unit: Unit) -> None:
         """WHOLE to RESTING: the slot goes back, usable once the current stream's work so far is done."""
@@ -88,7 +90,7 @@ class Executor:
     def put_to_rest(self, unit: Unit) -> None:
         """Mark the unit's parameters as being without data."""
         for member in unit.members:
-            resting.rest(member.param, self._guardian)
+            resting.rest(member.param)
         unit.state = UnitState.RESTING
 
     def publish(self, segment: Segment) -> list[Handle]:
@@ -100,12 +102,12 @@ class Executor:
         """All of this step's updates are queued: later gathers wait for them."""
         self._published = record(self._mesh.device)
 
-    def _move(self, source: Tensor, target: Tensor, src: Residence, dst: Residence) -> list[Handle]:
+    def _move(self, source: Tensor, target: Tensor, src: Residence, dst: Residence, tag: int = 0) -> list[Handle]:
         """Run ``steps(src, dst)`` from one flat tensor into another; handles of what is still under way."""
         handles = []
         for op in steps(src, dst, self._mesh.shape):
             if isinstance(op, AllGather):
-                handles.append(self._collectives.all_gather(target, source, op.axes))
+                handles.append(self._collectives.all_gather(target, source, op.axes, tag=tag))
             elif isinstance(op, Slice):
                 target.copy_(source.view(self._mesh.shape.group_size(op.axes), -1)[self._mesh.index(op.axes)])
             elif isinstance(op, Encode):

@@ -15,9 +15,9 @@ from partita.sharding.unit import Unit
 class UnitHooks:
     """All visits of one unit.
 
-    The unit's own module opens and closes it. The modules inside that own its parameters only mark their outputs, so that a
-    backward that does not come through the unit's output (an auxiliary loss on an inner value) finds it whole, too. The
-    root unit's owners open and close it as well: methods other than ``forward`` run them directly.
+    The unit's own module opens and closes it. The modules inside that own its parameters only mark their outputs, so
+    that a backward that does not come through the unit's output (an auxiliary loss on an inner value) finds it whole,
+    too. The root unit's owners open and close it as well: methods other than ``forward`` run them directly.
     """
 
     def __init__(self, unit: Unit, residency: Residency, is_root: bool) -> None:
@@ -91,18 +91,19 @@ class UnitHooks:
 class ForwardHooks:
     """Hooks on the model itself: what happens once a forward, whatever the stage.
 
-    ``prepare(args, kwargs)`` returns the arguments to use; ``entered`` and ``left`` tell that the outermost forward begins and
-    ends; ``backward_began`` is called when a gradient reaches its output.
+    ``prepare(args, kwargs)`` returns the arguments to use; ``depth_changed`` is told how many forwards are under way (a
+    model may call itself); ``graph_ended`` is called at the end of the outermost and returns what to call when a gradient
+    reaches its output.
     """
 
     def __init__(
         self,
         model: nn.Module,
         prepare: Callable[[Any, Any], tuple[Any, Any]],
-        backward_began: Callable[[], None],
         depth_changed: Callable[[int], None],
+        graph_ended: Callable[[], Callable[[], None]],
     ) -> None:
-        self._prepare, self._backward_began, self._depth_changed = prepare, backward_began, depth_changed
+        self._prepare, self._depth_changed, self._graph_ended = prepare, depth_changed, graph_ended
         self._depth = 0
         self._handles = [
             model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
@@ -124,6 +125,7 @@ class ForwardHooks:
         self._depth = max(self._depth - 1, 0)
         self._depth_changed(self._depth)
         if torch.is_grad_enabled() and self._depth == 0:
+            began = self._graph_ended()
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self._backward_began())
+                    tensor.register_hook(lambda _: began())

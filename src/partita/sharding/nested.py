@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with its tensors changed, in the same containers; the same object where nothing changed."""
+    """``value`` with its tensors changed, in containers of the same kinds; the same object where nothing changed."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list | tuple):
@@ -32,11 +33,20 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        changed = {key: map_tensors(item, change) for key, item in value.items()}
-        if all(changed[key] is value[key] for key in changed):
-            return value
-        value = copy.copy(value)
+    if isinstance(value, dict | UserDict):
+        changed = _changed(value, change)
+        value = copy.copy(value) if changed else value
         for key, item in changed.items():
             value[key] = item
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = _changed({name: getattr(value, name) for name in value.__dataclass_fields__}, change)
+        value = copy.copy(value) if changed else value
+        for name, item in changed.items():
+            object.__setattr__(value, name, item)  # a frozen one is changed too: the copy is not yet anyone's
     return value
+
+
+def _changed(items: Mapping[Any, Any], change: Callable[[Tensor], Tensor]) -> dict[Any, Any]:
+    """Those of the items that contain tensors which ``change`` replaces, mapped."""
+    mapped = ((key, item, map_tensors(item, change)) for key, item in items.items())
+    return {key: new for key, old, new in mapped if new is not old}

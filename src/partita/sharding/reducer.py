@@ -1,9 +1,9 @@
 """Gradients on their way: collected as backward produces them, reduced in one order fixed when the plan is made.
 
-A *wave* reduces every bucket once, in order: a bucket is launched as soon as it has all it expects and every earlier one is
-launched, and when the backward ends the rest follow, with zeros for what did not come. So ranks may run different modules
-(or none) and still meet in the same reductions. What arrives after its bucket was launched waits for the next wave; what
-is left when the step ends is agreed on by all ranks and reduced then.
+A *wave* reduces every bucket once, in order: a bucket is launched as soon as it has all it expects and every earlier
+one is launched, and when the backward ends the rest follow, with zeros for what did not come. So ranks may run
+different modules (or none) and still meet in the same reductions. What arrives after its bucket was launched waits for
+the next wave; what is left when the step ends is agreed on by all ranks and reduced then.
 """
 
 from collections import deque
@@ -25,11 +25,12 @@ SENDING, RECEIVING = 2, 1
 
 
 class GradientReducer:
-    """Collects and reduces the gradients of all buckets: their mean over the ranks and the ``accumulate`` micro-batches.
+    """Collects and reduces the gradients of all buckets: their mean over the ranks and the ``accumulate``
+    micro-batches.
 
     ``reduce_now`` says whether gradients that rest whole are to be reduced as this backward brings them (the last
-    micro-batch); ``synchronize`` is off inside ``no_sync``, where gradients stay with their parameters, whole. With ``trace``
-    on, ``suspect`` tells whether this rank sent a gradient that is not finite since the last update.
+    micro-batch); ``synchronize`` is off inside ``no_sync``, where gradients stay with their parameters, whole. With
+    ``trace`` on, ``suspect`` tells whether this rank sent a gradient that is not finite since the last update.
     """
 
     def __init__(self, buckets: list[Bucket], collectives: Collectives, ledger: Ledger, accumulate: int) -> None:
@@ -53,11 +54,17 @@ class GradientReducer:
         self.synchronize = True
         self.trace = False
         self.suspect = False
+        self._took_part = False
 
     def add(self, bucket: Bucket) -> None:
         """Take up the bucket of a segment that begins to train; it is reduced last."""
         self.buckets.append(bucket)
         self._bucket_of.update((id(member), bucket) for member in bucket.members)
+        if bucket.reduces:
+            received = self.collectives.received_elements(bucket.num_elements, DATA) * bucket.dtype.itemsize
+            self._receiving.provide(received, RECEIVING)
+            if not bucket.rests_whole:
+                self._sending.provide(bucket.num_bytes, SENDING)
 
     # ---------------------------------------------------------------- in backward
 
@@ -70,6 +77,7 @@ class GradientReducer:
 
     def arrived(self, member: Member) -> None:
         """A parameter's gradient is in its ``.grad``."""
+        self._took_part = True
         bucket = self._bucket_of[id(member)]
         if bucket.in_place and id(member) not in bucket.used and member.param.grad is not None:
             self._left_in_place += member.param.grad.nbytes
@@ -108,12 +116,36 @@ class GradientReducer:
             self._launch(self.buckets[self._next])
             self._next += 1
 
+    def release_held_back(self) -> None:
+        """The others do not answer; they may wait for a bucket that this rank holds back for gradients that do not
+        come.
+
+        A sign of that is a later bucket that is complete. What still comes is reduced at the step.
+        """
+        later = self.buckets[self._next + 1 :]
+        if self._task is not None and any(bucket.complete and self._reducing(bucket) for bucket in later):
+            self._launch(self.buckets[self._next])
+            self._next += 1
+            self._launch_ready()
+
+    def join(self) -> None:
+        """A micro-batch that brought this rank no gradient: join the others' reductions, with zeros."""
+        if not self._took_part:
+            self.end_wave()
+        self._took_part = True
+
+    def end_micro_batch(self) -> None:
+        """This rank has come to the end of a micro-batch."""
+        self.join()
+        self._took_part = False
+
     def end_wave(self) -> None:
         """Launch what this wave has not launched yet, with zeros for what did not come."""
         if self.buckets and self._reducing(self.buckets[0]):
             for bucket in self.buckets[self._next :]:
                 self._launch(bucket)
             self.waves += 1
+            self._took_part = True
         for bucket in self.buckets:
             bucket.fresh.clear()
         self._next = 0
@@ -257,4 +289,3 @@ class GradientReducer:
             bucket.fresh.clear()
             bucket.used.clear()
             bucket.filled, bucket.state = False, BucketState.OPEN
-

@@ -1,9 +1,9 @@
 """When a unit is whole: a count of open visits, and a prefetch that follows the order of the last step.
 
-A visit is opened by a unit's forward and closed at its end; in backward it is opened by the gradient of the unit's output
-and closed by the gradient of its input, and whatever is still open when a backward ends is closed then. "The last gradient
-has arrived" plays no part in it: that moment does not come with frozen layers, two forwards before a backward, or
-gradients of inputs alone.
+A visit is opened by a unit's forward and closed at its end; in backward it is opened by the gradient of the unit's
+output and closed by the gradient of its input, and whatever is still open when a backward ends is closed then. "The
+last gradient has arrived" plays no part in it: that moment does not come with frozen layers, two forwards before a
+backward, or gradients of inputs alone.
 """
 
 import warnings
@@ -39,7 +39,6 @@ class Residency:
 
     def __init__(self, units: Sequence[Unit], executor: Executor, agreement: Agreement, prefetch_bytes: int) -> None:
         self.units, self._executor, self._agreement = units, executor, agreement
-        self._number = {id(unit): number for number, unit in enumerate(units)}
         self._owner = {id(member.param): unit for unit in units for member in unit.members}
         self._prefetch_bytes = prefetch_bytes
         self._order: list[Unit] = []
@@ -92,11 +91,7 @@ class Residency:
         """
         if visit.opened:
             return
-        if visit.version != self.version:
-            raise PartitaError(
-                f"backward reached unit '{visit.unit.title}' with parameters that engine.step() changed after its forward: "
-                "run the forward again before this backward"
-            )
+        self.check_version(visit.version, f"unit '{visit.unit.title}'")
         visit.opened = True
         task = torch._C._current_graph_task_id()
         if task not in self._backward:
@@ -106,6 +101,18 @@ class Residency:
         self.open(visit.unit)
         if torch.is_grad_enabled():
             visit.unit.pinned = True
+
+    def check_version(self, version: int, what: str) -> None:
+        """A backward has reached the graph of a forward.
+
+        Raises:
+            PartitaError: the parameters were changed since that forward.
+        """
+        if version != self.version:
+            raise PartitaError(
+                f"backward reached {what} with parameters that were changed after its forward (by engine.step() or "
+                "engine.gathered): run the forward again before this backward"
+            )
 
     def close_backward(self, visit: Visit) -> None:
         """The gradient of a unit's input is complete."""
@@ -133,7 +140,8 @@ class Residency:
         if unit.title not in self._warned:
             self._warned.add(unit.title)
             warnings.warn(
-                f"parameter '{fqn}' is read outside the forward of its unit '{unit.title}', which now stays whole until the "
+                f"parameter '{fqn}' is read outside the forward of its unit '{unit.title}', which now stays whole "
+                "until the "
                 "step ends; to gather it with its reader, name a module that contains both in zero.units",
                 stacklevel=2,
             )
@@ -166,7 +174,9 @@ class Residency:
         self._rest_idle()
 
     def end_micro_batch(self) -> None:
-        """All ranks have come to the end of a micro-batch: what was pinned goes to rest, the recorded order is the next one."""
+        """All ranks have come to the end of a micro-batch: what was pinned goes to rest, the recorded order is the
+        next one.
+        """
         self._agreement.post(STEP)
         self._agreement.verify()
         for unit in self.units:
@@ -196,14 +206,16 @@ class Residency:
     # ----------------------------------------------------------------- prefetch
 
     def _gather(self, unit: Unit, *, must: bool, spare: bool = False) -> bool:
-        """Start a gather; where the ring is full, idle units make room first if it ``must`` be, and ``spare`` memory may serve."""
+        """Start a gather; where the ring is full, idle units make room first if it ``must`` be, and ``spare`` memory
+        may serve.
+        """
         if must and not self._executor.can_gather(unit):
             for idle in self.units:
                 if not idle.in_use and idle.state is not UnitState.RESTING and idle is not unit:
                     self._evict(idle)
         elif not must and not self._executor.can_gather(unit):
             return False
-        self._agreement.post(self._number[id(unit)])
+        self._agreement.post(unit.number)
         self._executor.start_gather(unit, spare)
         return True
 

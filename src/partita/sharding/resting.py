@@ -1,8 +1,8 @@
 """What a parameter is while its data is not there: its shape, dtype and device answer, its data says where it is.
 
-A parameter at rest is given the class :class:`Resting` and gets its own class back when it is whole. Reading it then asks
-its :class:`Guardian`, which either makes it whole (a module reads another unit's parameter inside the engine's forward)
-or raises an error that names the parameter.
+A parameter at rest is given the class :class:`Resting` and gets its own class back when it is whole. Reading it then
+asks its :class:`Guardian`, which either makes it whole (a module reads another unit's parameter inside the engine's
+forward) or raises an error that names the parameter.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 _METADATA = frozenset(
-    ["shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "grad_fn", "names", "_version", "is_sparse", "is_quantized", "size", "dim", "numel", "stride", "is_floating_point", "requires_grad_", "is_contiguous", "element_size", "nelement", "is_complex", "__hash__", "__len__", "register_hook", "register_post_accumulate_grad_hook", "storage_offset", "retains_grad", "itemsize", "nbytes", "_backward_hooks", "_post_accumulate_grad_hooks", "is_sparse_csr", "is_mkldnn", "is_nested", "is_xla", "is_xpu", "is_mps"]
+    """
+    shape dtype device requires_grad grad is_leaf ndim layout is_cuda is_cpu is_meta grad_fn names _version
+    is_sparse is_quantized size dim numel stride is_floating_point requires_grad_ is_contiguous element_size
+    nelement is_complex __hash__ __len__ register_hook register_post_accumulate_grad_hook storage_offset
+    retains_grad itemsize nbytes _backward_hooks _post_accumulate_grad_hooks is_sparse_csr is_mkldnn is_nested
+    is_xla is_xpu is_mps
+    """.split()
 )
 
 
@@ -24,7 +30,7 @@ class Guardian(Protocol):
         """Called when data of a resting ``param`` is asked for by ``what``. Makes it whole or raises."""
 
 
-_guardians = WeakIdKeyDictionary()  # resting parameter -> Guardian; only a tensor is at hand when it is touched
+_guardians = WeakIdKeyDictionary()  # parameter of an engine -> Guardian; only a tensor is at hand when it is touched
 
 
 class Resting(nn.Parameter):
@@ -48,13 +54,29 @@ class Resting(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"Parameter at rest: shape {tuple(self.shape)}, {self.dtype}, {self.device}; its data is split over the ranks"
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Parameter at rest (its data is split over the ranks): {tuple(self.shape)}, {self.dtype}, {self.device}"
 
 
-def rest(param: nn.Parameter, guardian: Guardian) -> None:
-    """Mark ``param`` as being without data."""
+def claim(param: nn.Parameter, guardian: Guardian) -> None:
+    """Make ``guardian`` the one that is asked about ``param``."""
     _guardians[param] = guardian
+
+
+def disclaim(param: nn.Parameter) -> None:
+    """``param`` is a parameter like any other again."""
+    del _guardians[param]
+
+
+def is_claimed(param: nn.Parameter) -> bool:
+    return param in _guardians
+
+
+def rest(param: nn.Parameter) -> None:
+    """Mark ``param``, which is claimed, as being without data."""
     param.__class__ = Resting
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from partita.comm.collectives import Collectives
-from partita.errors import PartitaError
 from partita.memory.ledger import Ledger
 from partita.memory.ring import Loan, Ring
+from partita.sharding import resting
 from partita.sharding.agreement import Agreement
 from partita.sharding.assemble import Assembly, Blueprint, Source, plan_units
 from partita.sharding.buckets import Bucket, make_buckets
@@ -20,6 +20,7 @@ from partita.sharding.executor import Executor
 from partita.sharding.hooks import ForwardHooks, UnitHooks
 from partita.sharding.reducer import GradientReducer
 from partita.sharding.residency import Residency
+from partita.sharding.structure import Structure
 from partita.sharding.unit import Member, Segment, Unit
 
 DATA = ("data",)
@@ -53,19 +54,23 @@ class Runtime:
         sizes = [unit.layout.num_bytes for unit in sharded]
         ahead = _prefetch_bytes(config.zero.prefetch_bytes, sharded)
         # In backward a unit is opened before the one that follows it in forward is closed: two slots at the least.
-        depth = len(sizes) if all(unit.stays_whole for unit in sharded) else 1 + max(1, -(-ahead // max(sizes, default=1)))
+        beside = max(1, -(-ahead // max(sizes, default=1)))
+        depth = len(sizes) if all(unit.stays_whole for unit in sharded) else 1 + beside
         outer = [unit.layout.num_bytes for unit in sharded if unit.is_outer(sharded)]
         self.ring = Ring("ring", sizes, depth, ledger, self._device, lasting=outer, backed=self.loan.swap)
-        self.executor = Executor(collectives, self.ring, self.loan, self)
-        agreement = Agreement(collectives, [unit.title for unit in sharded])
+        self.executor = Executor(collectives, self.ring, self.loan)
+        agreement = Agreement(
+            collectives, [unit.title for unit in self.units], lambda: self.reducer.release_held_back()
+        )
         self.residency = Residency(sharded, self.executor, agreement, ahead)
         self._assemble(Assembly(model, collectives, ledger, source))
+        self._structure = Structure(model, self.units)
         self.reducer = GradientReducer(self._make_buckets(), collectives, ledger, accumulate)
         self._compute = dtype_of(blueprint.compute)
         cast_borders(model, self._compute, kept)
         self._buffers = BufferSync(model, collectives, config.communication.buffers == "broadcast")
         self._hooks: list[Any] = [UnitHooks(unit, self.residency, not unit.name) for unit in sharded]
-        self._hooks.append(ForwardHooks(model, self._prepare, self.reducer.backward_began, self._depth_changed))
+        self._hooks.append(ForwardHooks(model, self._prepare, self._depth_changed, self._graph_of_now))
         self.on_unfreeze: Callable[[Segment], None] = lambda segment: None
         self._refresh()
 
@@ -75,6 +80,8 @@ class Runtime:
         for unit in self.units:
             self.executor.lay(unit)
             assembly.fill(unit)
+            for member in unit.members:
+                resting.claim(member.param, self)
             if unit.shards:
                 self.executor.release(unit)
         assembly.fill_buffers()
@@ -102,27 +109,26 @@ class Runtime:
         self._buffers.before_forward()
         return map_floats(args, self._compute), map_floats(kwargs, self._compute)
 
+    def _graph_of_now(self) -> Callable[[], None]:
+        """What to do when a backward reaches the output of the forward that ends now."""
+        version = self.residency.version
+
+        def began() -> None:
+            self.residency.check_version(version, "the model's output")
+            self.reducer.backward_began()
+
+        return began
+
     def _depth_changed(self, depth: int) -> None:
         self.residency.forward_depth = depth
 
     def _refresh(self) -> None:
-        """Notice what the user did to parameters since the last forward: unfrozen, replaced, moved.
-
-        Raises:
-            PartitaError: a parameter is no longer the one, or no longer lies where, it was at ``initialize``.
-        """
+        """Notice what the user did to parameters since the last forward: unfrozen, replaced, moved."""
+        self._structure.check()
         with torch._C.DisableTorchFunctionSubclass():
-            for unit in self.units:
-                home = unit.storage._cdata
-                for member in unit.members:
-                    param = member.param
-                    if param.untyped_storage()._cdata != home:
-                        raise PartitaError(_MOVED.format(member.fqn))
-                    for owner, name in member.holding.owners:
-                        if owner._parameters.get(name) is not param:
-                            raise PartitaError(_REPLACED.format(member.fqn, type(owner).__name__, name))
-                    if param.requires_grad and not member.hooked:
-                        self._train(member)
+            for _, member in self.members():
+                if member.param.requires_grad and not member.hooked:
+                    self._train(member)
 
     def _train(self, member: Member) -> None:
         """A parameter trains for the first time."""
@@ -134,7 +140,8 @@ class Runtime:
             self.ledger.add("gradients", bucket.allocate(self.collectives.mesh.index(DATA), self._device))
             self.reducer.add(bucket)
             self.on_unfreeze(segment)
-        member.param.register_post_accumulate_grad_hook(lambda _: self.reducer.arrived(member))
+        arrived = member.param.register_post_accumulate_grad_hook(lambda _: self.reducer.arrived(member))
+        self._hooks.append(arrived)
         member.hooked = True
 
     # ----------------------------------------------------------------- otherwise
@@ -156,9 +163,12 @@ class Runtime:
                 yield unit, member
 
     def close(self) -> None:
-        """Take the hooks off; parameters stay where they are."""
+        """Take the hooks off. Parameters stay where they are; those that rest whole are the user's own again."""
         for hook in self._hooks:
             hook.remove()
+        for unit, member in self.members():
+            if not unit.shards:
+                resting.disclaim(member.param)
 
 
 def _prefetch_bytes(setting: int | str, sharded: list[Unit]) -> int:
@@ -167,14 +177,3 @@ def _prefetch_bytes(setting: int | str, sharded: list[Unit]) -> int:
         return setting
     sizes = [unit.layout.num_bytes for unit in sharded if unit.name] or [unit.layout.num_bytes for unit in sharded]
     return max(sizes, default=0)
-
-
-_MOVED = (
-    "parameter '{}' no longer lies in its unit's buffer: its .data, dtype or device was changed after initialize "
-    "(model.double(), model.to(), param.data = ..., flatten_parameters()). Do that before initialize; to change values, write "
-    "them in place inside `with engine.gathered(..., modify=True)`"
-)
-_REPLACED = (
-    "parameter '{}' was replaced ({}.{} is another object now): its new values would never be trained. Replace, resize and "
-    "tie parameters before initialize"
-)

@@ -1,9 +1,9 @@
 """A unit at rest and whole: the parameters that are gathered and released together.
 
 Names used everywhere: a segment's ``full`` is the flat buffer of all its parameters in the compute encoding, which the
-user's ``nn.Parameter`` objects are permanent views of; ``rest`` is what stays of it between steps (``full`` itself, or this
-rank's part); ``second`` is the part kept beside it between forward and backward (hierarchical); ``master`` holds the values
-that the optimizer updates, and is ``rest``, or a part of it, wherever their encodings are the same.
+user's ``nn.Parameter`` objects are permanent views of; ``rest`` is what stays of it between steps (``full`` itself, or
+this rank's part); ``second`` is the part kept beside it between forward and backward (hierarchical); ``master`` holds
+the values that the optimizer updates, and is ``rest``, or a part of it, wherever their encodings are the same.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ from partita.errors import ConfigError
 from partita.memory.allocate import allocate
 from partita.memory.ledger import Ledger
 from partita.memory.ring import Slot
+from partita.memory.streams import Event
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import Residence
@@ -25,6 +26,7 @@ from partita.plan.span import SegmentLayout, Span, UnitLayout
 from partita.plan.state_plan import StatePlan
 from partita.plan.steps import steps
 from partita.sharding.dtypes import dtype_of
+from partita.sharding import resting
 from partita.sharding.group_units import Holding, UnitSpec
 
 
@@ -84,7 +86,7 @@ def kept_copy(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     """The tensor's strides if they fill memory without gaps, else those of a contiguous tensor."""
-    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.size(d)))
+    order = sorted(range(tensor.dim()), key=tensor.stride)
     expected = 1
     for dim in order:
         if tensor.size(dim) > 1 and tensor.stride(dim) != expected:
@@ -141,31 +143,37 @@ class Segment:
             self.second = kept_copy(self.part(self.full, self.plan.param_between), self.dtype)
             ledger.add("parameters", self.second.nbytes)
         if self.aliases_master:
-            same = self.rest.numel() == self.plan.master.num_elements(self.layout.padded, self._mesh)
-            self.master = self.rest if same else self.part(self.rest, self.plan.master)
+            self.master = self._rest_of_master
         elif self.layout.trainable:
-            self.make_master(self.part(self.full, self.plan.master), ledger)
+            self.make_master(ledger)
+
+    @property
+    def _rest_of_master(self) -> Tensor:
+        """What rests of the values that the master weights of this rank stand for."""
+        same = self.rest.numel() == self.plan.master.num_elements(self.layout.padded, self._mesh)
+        return self.rest if same else self.part(self.rest, self.plan.master)
 
     @property
     def aliases_master(self) -> bool:
         """Whether the master weights are the parameters themselves (or this rank's part of them)."""
         return self.plan.master.encoding == self.layout.encoding
 
-    def make_master(self, values: Tensor, ledger: Ledger) -> None:
-        """Give master weights memory of their own, with the given values."""
-        self.master = kept_copy(values, dtype_of(self.plan.master.encoding))
+    def make_master(self, ledger: Ledger) -> None:
+        """Give master weights memory of their own, with the values that rest."""
+        self.master = kept_copy(self._rest_of_master, dtype_of(self.plan.master.encoding))
         ledger.add("master", self.master.nbytes)
 
 
 class Unit:
     """The parameters of one module (without those of units inside it), and their state.
 
-    A unit is RESTING until it is gathered, WHOLE while anyone has it open, and goes back through the ring's slot. Where its
-    residence at rest is whole it is WHOLE for ever.
+    A unit is RESTING until it is gathered, WHOLE while anyone has it open, and goes back through the ring's slot. Where
+    its residence at rest is whole it is WHOLE for ever.
     """
 
-    def __init__(self, spec: UnitSpec, layout: UnitLayout, segments: list[Segment]) -> None:
+    def __init__(self, spec: UnitSpec, layout: UnitLayout, segments: list[Segment], number: int) -> None:
         self.name, self.module, self.layout, self.segments = spec.name, spec.module, layout, segments
+        self.number = number
         holdings = {holding.fqns[0]: holding for holding in spec.holdings}
         self.members = [
             Member(holdings[span.fqn], span, segment) for segment in segments for span in segment.layout.spans
@@ -178,6 +186,7 @@ class Unit:
         self.holds = 0  # blocks of engine.gathered
         self.pinned = False
         self.has_second = False
+        self.second_kept = Event()
         self.slot: Slot | None = None
         self.handles: list[Handle] = []
         self.storage: torch.UntypedStorage
@@ -229,13 +238,20 @@ class Unit:
         try:
             param.data = view
         except RuntimeError:  # another device: only torch's own swap keeps the object
-            fresh = nn.Parameter(view, requires_grad=param.requires_grad)
+            # Made from the view itself, it would share the version of the whole buffer, which every gather raises.
+            fresh = nn.Parameter(view.new_empty(0), requires_grad=param.requires_grad)
+            fresh.data = view
             torch.utils.swap_tensors(param, fresh)
 
 
 def check_supported(holding: Holding) -> None:
     """Refuse, by name, parameters whose memory cannot be a view of a flat buffer."""
     param, name = holding.param, holding.fqns[0]
+    if resting.is_claimed(param):
+        raise ConfigError(
+            f"parameter '{name}' already belongs to another engine (one that is open, or was closed while the parameter "
+            "was split over the ranks): close that one first, or build the model anew and pass weights="
+        )
     plain = type(param) in (nn.Parameter, nn.parameter.Buffer) or isinstance(param, nn.Parameter)
     if not plain or type(param.data) is not Tensor:
         raise ConfigError(

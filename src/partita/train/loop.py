@@ -17,11 +17,12 @@ from rich.console import Console
 from torch import Tensor
 
 from partita.config.resolve import describe, resolve
-from partita.engine import Engine, initialize
+from partita.engine import Engine
 from partita.errors import PartitaError
 from partita.observe.metrics import METRICS_FILE, HeldOutRow, MetricsWriter, TrainRow, read_metrics
 from partita.observe.plots import plot_losses
 from partita.observe.progress import TrainingProgress
+from partita.start import initialize
 from partita.train.data import Batches, Corpus, load_corpus
 from partita.train.interrupt import Interruption
 from partita.train.job import Job
@@ -189,7 +190,7 @@ class _Run:
             (out / "sample.txt").write_text(sample)
             self._progress.say(f"sample:\n{sample}")
         end = "stopped by Ctrl-C" if interrupted else "done"
-        self._progress.say(f"{end} after {steps} steps; results are in {out}")
+        self._progress.say(f"{end} after step {steps}; results are in {out}")
 
     def _write_sample(self) -> str | None:
         sample = self._job.train.sample

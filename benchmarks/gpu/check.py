@@ -1,0 +1,171 @@
+"""The CUDA paths on one GPU, in one call: python -m benchmarks.gpu.check
+
+1. the NCCL collectives, called directly in a group of one, against sums in float64;
+2. every stage against plain PyTorch with float64 parameters, and bitwise against stage 0, in fp32, bf16 and fp16;
+3. the time of a step beside plain PyTorch with the same fused optimizer, in CUDA events, and peak memory.
+"""
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import partita
+from partita.comm.collectives import Collectives
+from partita.comm.mesh import Mesh, Rendezvous
+from partita.plan.mesh_shape import MeshShape
+from partita.train.decoder import Decoder, DecoderShape
+
+PLANS = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3},
+    "kept": {"stage": 3, "keep_gathered": True},
+}
+# How far a loss may be from float64's, as a share of it.
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}
+STEPS = 8
+
+
+def check_collectives(device: torch.device) -> None:
+    """All-gather, reduce-scatter and all-reduce over NCCL, each written into poisoned memory."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29577", RANK="0", WORLD_SIZE="1")
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    mesh = Mesh(MeshShape(), device, Rendezvous(0, 1, 60.0))
+    mesh.open(("data",))
+    collectives = Collectives(mesh)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        part = torch.randn(1 << 22, device=device).to(dtype)
+        whole = torch.full_like(part, torch.nan)
+        collectives.all_gather(whole, part, ("data",)).wait()
+        assert torch.equal(whole, part), f"all-gather in {dtype}"
+        received, out = torch.full_like(part, torch.nan), torch.ones_like(part)
+        collectives.start_reduce_scatter(received, part, ("data",)).wait()
+        collectives.finish_reduce_scatter(out, received, part, ("data",), accumulate=True)
+        error = (out.double() - (part.double() + 1)).norm() / part.double().norm()
+        assert error < (1e-6 if dtype == torch.float32 else 1e-2), f"reduce-scatter in {dtype}: {error}"
+    mesh.close()
+    dist.destroy_process_group()
+    print("collectives over NCCL: right in fp32, bf16 and fp16")
+
+
+def build(width: int, layers: int, seed: int = 0) -> Decoder:
+    torch.manual_seed(seed)
+    return Decoder(
+        DecoderShape(layers=layers, width=width, heads=width // 64, kv_heads=width // 64, ffn_width=3 * width)
+    )
+
+
+def tokens(device: torch.device, batch: int, length: int, step: int) -> Tensor:
+    generator = torch.Generator(device).manual_seed(step)
+    return torch.randint(256, (batch, length + 1), generator=generator, device=device)
+
+
+def losses_of(model: torch.nn.Module, device: torch.device, update: Callable[[Tensor], None]) -> list[float]:
+    losses = []
+    for step in range(STEPS):
+        rows = tokens(device, 8, 128, step)
+        loss = model(rows[:, :-1], rows[:, 1:])
+        update(loss)
+        losses.append(loss.item())
+    return losses
+
+
+def check_stages(device: torch.device) -> None:
+    """Losses of every stage and precision against float64, and against stage 0 bit for bit."""
+    exact = build(256, 4).double().to(device)
+    optimizer = torch.optim.AdamW(exact.parameters(), lr=1e-3, weight_decay=0.01)
+
+    def update(loss: Tensor) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    reference = losses_of(exact, device, update)
+    print(f"\n| precision | {' | '.join(PLANS)} |\n|---|{'---|' * len(PLANS)}")
+    for compute, tolerance in TOLERANCE.items():
+        cells, first = [], None
+        for zero in PLANS.values():
+            config = {"zero": zero, "precision": {"compute": compute}, "optimizer": {"lr": 1e-3}}
+            with partita.initialize(build(256, 4), config) as engine:
+
+                def step(loss: Tensor, engine: partita.Engine = engine) -> None:
+                    engine.backward(loss)
+                    engine.step()
+
+                losses = losses_of(engine.module, device, step)
+            worst = max(abs(a - b) / b for a, b in zip(losses, reference, strict=True))
+            assert worst < tolerance, f"{compute} {zero}: {worst:.1e} from float64"
+            first = first or losses
+            cells.append(f"{worst:.1e}{', bitwise' if losses == first else ''}")
+        print(f"| {compute} | {' | '.join(cells)} |")
+
+
+def time_steps(device: torch.device, width: int, layers: int, repeats: int) -> None:
+    """Milliseconds a step (median, CUDA events) and peak memory: plain PyTorch in bf16, then each stage on one GPU."""
+    rows = tokens(device, 8, 1024, 0)
+
+    def measure(step: Callable[[], None]) -> tuple[float, float]:
+        torch.cuda.reset_peak_memory_stats()
+        times = []
+        for _ in range(repeats + 3):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            step()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end))
+        return statistics.median(times[3:]), torch.cuda.max_memory_allocated() / 2**30
+
+    def plain_step() -> Callable[[], None]:
+        model = build(width, layers).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+        def step() -> None:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(rows[:, :-1], rows[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    table = [("plain PyTorch, autocast", *measure(plain_step()))]
+    for name, zero in PLANS.items():
+        torch.cuda.empty_cache()
+        with partita.initialize(build(width, layers), {"zero": zero}) as engine:
+
+            def step(engine: partita.Engine = engine) -> None:
+                engine.backward(engine(rows[:, :-1], rows[:, 1:]))
+                engine.step()
+
+            table.append((name, *measure(step)))
+    num_parameters = sum(p.numel() for p in build(width, layers).parameters())
+    print(f"\n{num_parameters / 1e6:.0f}M parameters, {rows.numel()} tokens a step\n")
+    print("| mode | ms a step | ratio | peak GiB |\n|---|---|---|---|")
+    for name, milliseconds, peak in table:
+        print(f"| {name} | {milliseconds:.2f} | {milliseconds / table[0][1]:.3f} | {peak:.2f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--repeats", type=int, default=20)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA device here: nothing to check")
+    device = torch.device("cuda", 0)
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    check_collectives(device)
+    check_stages(device)
+    time_steps(device, arguments.width, arguments.layers, arguments.repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""How many bytes travel in a step: counted, expected by the plan, and seen by the operating system, beside torch's.
+
+    python -m benchmarks.traffic            # 2 and 4 ranks
+    python -m benchmarks.traffic --quick    # 2 ranks, a small model
+    python -m benchmarks.traffic --save     # into benchmarks/results/traffic.md
+
+It ends with status 1 where a target is missed: counted bytes are the plan's exactly; the loopback counters of the
+system agree within 3 %; stages 1 and 2 send what DDP sends, stage 3 sends 1.5 times that.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+
+from benchmarks._common import Report, Run, check_losses, megabytes, parser, run
+from benchmarks._loopback import sent_bytes
+from benchmarks._modes import PARTITA
+from benchmarks._work import Work
+
+MODES = ("DDP", "DDP + ZeRO-1", "FSDP2", "FSDP2, kept", *PARTITA)
+QUICK_MODES = ("DDP", "FSDP2", "partita 1", "partita 3")
+WORK = Work(layers=8, width=512, heads=8, ffn_width=1376, steps=6, warmup=2)
+QUICK_WORK = Work(layers=4, width=256, heads=4, ffn_width=704, steps=4, warmup=2)
+# Times DDP's bytes.
+TARGETS = {"partita 0": 1.0, "partita 1": 1.0, "partita 2": 1.0, "partita 3": 1.5, "partita 3, kept": 1.0}
+TOLERANCE = 0.03
+
+# On a network that is shared with others, a run counts if the network was idle before and after it.
+IDLE_BYTES_A_S, LISTEN_S, TRIES = 100_000, 1.0, 10
+
+
+def main() -> int:
+    options = parser("Bytes a step", (2, 4)).parse_args()
+    work, modes = (QUICK_WORK, QUICK_MODES) if options.quick else (WORK, MODES)
+    worlds = options.ranks[:1] if options.quick else options.ranks
+    report = Report("Traffic")
+    report.begin()
+    report.write(_TEXT)
+    report.write()
+    header = ["ranks", "mode", "counted MB", "plan MB", "system MB", "system / counted", "x DDP", "target"]
+    rows = (row for world in worlds for row in _rows(report, world, work, options.only or modes))
+    report.table(header, rows)
+    return report.end(options.save)
+
+
+_TEXT = """Megabytes sent in a step by all ranks together. *counted*: what the collectives counted (its equality with
+*plan*, the formula computed from the residence table, is exact on every rank). *system*: what the loopback interface
+carried, with the protocol's own headers and the barriers around the measured steps. *x DDP*: system bytes, in units of
+DDP's."""
+
+
+def _rows(report: Report, world: int, work: Work, modes: tuple[str, ...]) -> Iterator[list[str]]:
+    runs: dict[str, Run] = {}
+    for mode in modes:
+        result = runs[mode] = _run_alone(mode, world, work)
+        check_losses(runs, modes[0])
+        cells = [str(world), mode, "", "", megabytes(_seen(result)), "", "", ""]
+        if "counted_bytes_a_step" in result.ranks[0]:
+            counted = result.total("counted_bytes_a_step")
+            exact = all(rank["counted_bytes_a_step"] == rank["expected_bytes_a_step"] for rank in result.ranks)
+            report.expect(exact, f"{mode} on {world} ranks counts what the plan says")
+            agreement = _seen(result) / counted
+            report.expect(abs(agreement - 1) <= TOLERANCE, f"{mode} on {world} ranks: system / counted {agreement:.3f}")
+            cells[2:4] = megabytes(counted), megabytes(result.total("expected_bytes_a_step"))
+            cells[5] = f"{agreement:.3f}"
+        if "DDP" in runs:
+            ratio = _seen(result) / _seen(runs["DDP"])
+            cells[6] = f"{ratio:.3f}"
+            if mode in TARGETS:
+                target = TARGETS[mode]
+                report.expect(
+                    abs(ratio / target - 1) <= TOLERANCE, f"{mode} on {world} ranks: {ratio:.3f} x DDP's bytes"
+                )
+                cells[7] = f"{target:.2f}"
+        yield cells
+
+
+def _seen(result: Run) -> float:
+    """The interface is one for all ranks: rank 0's reading, which lies between two barriers."""
+    return float(result.ranks[0]["loopback_bytes_a_step"])
+
+
+def _run_alone(mode: str, world: int, work: Work) -> Run:
+    """Run in a network of its own, or, on a shared one, until nobody else was heard around the run.
+
+    Raises:
+        RuntimeError: others were heard every time.
+    """
+    for _ in range(TRIES):
+        before = _others_bytes_a_s()
+        result = run(mode, world, work)
+        if result.network_is_own or max(before, _others_bytes_a_s()) <= IDLE_BYTES_A_S:
+            return result
+    raise RuntimeError(f"the loopback network was in use around each of {TRIES} runs; run nothing else beside this")
+
+
+def _others_bytes_a_s() -> float:
+    before = sent_bytes()
+    time.sleep(LISTEN_S)
+    return (sent_bytes() - before) / LISTEN_S
+
+
+if __name__ == "__main__":
+    sys.exit(main())

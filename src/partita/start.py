@@ -1,0 +1,71 @@
+"""From the user's arguments to an engine: config, device, ranks, mesh."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from partita.comm.mesh import Mesh, Rendezvous
+from partita.config.load import launch_environment, load_config
+from partita.config.resolve import resolve
+from partita.config.schema import Config
+from partita.engine import Engine, Given
+from partita.errors import ConfigError
+from partita.optim.build import Factory
+
+
+def initialize(
+    model: nn.Module,
+    config: str | Path | Mapping[str, Any] | Config | None = None,
+    *,
+    optimizer: Optimizer | Factory | None = None,
+    scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    weights: str | Path | None = None,
+    mesh: Mesh | None = None,
+) -> Engine:
+    """Put a model under a plan.
+
+    The model's parameters are taken out of it and stay the same objects; it is trained through the returned engine.
+    Every rank calls this with the same model; all start from rank 0's values.
+
+    Args: model: any module; on the ``meta`` device it is initialized (or loaded) unit by unit. config: a YAML or JSON
+        file, a mapping, or a :class:`partita.Config`; None: all defaults. optimizer: an optimizer on
+        ``model.parameters()``, or a callable that makes one; None: the config's. scheduler: a scheduler on that
+        optimizer, or a callable that makes one; None: the config's schedule. loss_fn: ``loss_fn(output, batch)`` for
+        :meth:`Engine.train_batch`; None: the output is the loss, or has ``.loss``. weights: a safetensors file or
+        folder to take the values from. mesh: the mesh of another engine in this process, to share its process groups;
+        None: a new one.
+
+    Raises:
+        ConfigError: the config, the model or the optimizer do not fit together.
+    """
+    settings, launch = load_config(config), launch_environment()
+    device = torch.device("cuda", launch.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    num_ranks = mesh.num_ranks if mesh else _num_ranks(launch.world_size)
+    resolved = resolve(settings, num_ranks, device.type, launch.local_world_size)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if not any(True for _ in model.parameters()):
+        raise ConfigError(f"model: {type(model).__name__} has no parameters to train")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    rendezvous = Rendezvous(launch.rank, num_ranks, settings.communication.timeout_s)
+    axes = (("data",), ("local",)) if settings.zero.hierarchical else (("data",),)
+    owned = mesh is None
+    mesh = mesh or Mesh(resolved.mesh, device, rendezvous, axes)
+    try:
+        return Engine(model, resolved, mesh, Given(optimizer, scheduler, loss_fn, weights), owned)
+    except BaseException:
+        if owned:
+            mesh.close()
+        raise
+
+
+def _num_ranks(launched: int) -> int:
+    running = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if running else launched

@@ -1,0 +1,185 @@
+"""An exception in forward or backward leaves nothing open, and the next good step is as if it had not happened."""
+
+import gc
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import partita
+from partita import PartitaError
+from tests.local import pool
+from tests.local.training import ADAMW, PLANS, Stack, assert_idle, inputs, rank, small_buckets, square_loss, whole_weights
+
+
+class Boom(Exception):
+    pass
+
+
+class Fuse(torch.autograd.Function):
+    """Raises in backward while ``Fuse.lit``."""
+
+    lit = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if Fuse.lit:
+            raise Boom("in backward")
+        return grads[0]
+
+
+class Fragile(Stack):
+    """Raises where it is told to."""
+
+    fails_at: str = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 2:
+                if self.fails_at == "root":
+                    raise Boom("in the root's forward")
+                x = Fuse.apply(x)
+        return self.last(x)
+
+
+def fail(engine: partita.Engine, where: str) -> None:
+    """One step that ends in an exception."""
+    module: Any = engine.module
+    handles = []
+    if where == "root":
+        module.fails_at = "root"
+    elif where == "block":
+        handles.append(module.blocks[3].up.register_forward_hook(_raise))
+    elif where == "hook before":
+        handles.append(module.blocks[3].register_forward_pre_hook(_raise))
+    elif where == "input":
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            engine(torch.ones(3, 5))
+        return
+    try:
+        if where == "backward":
+            loss, Fuse.lit = square_loss(engine, rank(), 50), True
+            with pytest.raises(Boom):
+                engine.backward(loss)
+        elif where == "plain backward":
+            loss, Fuse.lit = square_loss(engine, rank(), 50), True
+            with pytest.raises(Boom):
+                loss.backward()
+        else:
+            with pytest.raises(Boom):
+                square_loss(engine, rank(), 50)
+    finally:
+        Fuse.lit, module.fails_at = False, ""
+        for handle in handles:
+            handle.remove()
+
+
+def _raise(*_: Any) -> None:
+    raise Boom("in a hook")
+
+
+def train_over(zero: Mapping[str, Any], where: str, plain: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """Three steps, with a failed one before the second."""
+    torch.manual_seed(0)
+    losses = []
+    with small_buckets(), partita.initialize(Fragile(), {"optimizer": ADAMW, "zero": zero}) as engine:
+        for step in range(3):
+            if step == 1 and where:
+                fail(engine, where)
+                engine.zero_grad()
+            loss = square_loss(engine, rank(), step)
+            if plain:
+                loss.backward()
+            else:
+                engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            assert_idle(engine)
+        return losses, whole_weights(engine)
+
+
+WHERE = ("root", "block", "hook before", "input", "backward", "plain backward")
+
+
+def survive(where: str) -> None:
+    for name, zero in PLANS.items():
+        for plain in (False, True):
+            expected, expected_weights = train_over(zero, "", plain)
+            losses, weights = train_over(zero, where, plain)
+            assert losses == expected, f"plan {name}: {losses}, {expected}"
+            assert all(torch.equal(weights[key], expected_weights[key]) for key in weights), f"plan {name}"
+
+
+def stale(zero: Mapping[str, Any], plain: bool) -> str:
+    with partita.initialize(Stack(), {"zero": zero}) as engine:
+        engine.backward(square_loss(engine, rank(), 0))
+        old = square_loss(engine, rank(), 1)
+        engine.step()
+        with pytest.raises(PartitaError) as raised:
+            old.backward() if plain else engine.backward(old)
+        engine.zero_grad()
+        engine.backward(square_loss(engine, rank(), 2))
+        assert engine.step().stepped
+        assert_idle(engine)
+        return str(raised.value)
+
+
+def stale_graphs(plain: bool) -> list[str]:
+    return [stale(zero, plain) for zero in PLANS.values()]
+
+
+def stale_after_writing() -> list[str]:
+    messages = []
+    for zero in PLANS.values():
+        with partita.initialize(Stack(), {"zero": zero}) as engine:
+            loss = square_loss(engine, rank(), 0)
+            with engine.gathered(modify=True), torch.no_grad():
+                engine.module.first.weight.mul_(2)
+            with pytest.raises(PartitaError) as raised:
+                engine.backward(loss)
+            messages.append(str(raised.value))
+    return messages
+
+
+def graph_that_is_dropped() -> None:
+    """A forward whose graph is never used holds nothing."""
+    for zero in PLANS.values():
+        with partita.initialize(Stack(), {"zero": zero}) as engine:
+            for step in range(3):
+                output = engine(inputs(rank(), 100))
+                seen = weakref.ref(output)
+                del output
+                gc.collect()
+                assert seen() is None
+                engine.backward(square_loss(engine, rank(), step))
+                engine.step()
+                assert_idle(engine)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_next_step_is_as_if_it_had_not_happened(where: str) -> None:
+    pool.run(2, survive, where)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_backward_after_the_step_is_refused(plain: bool) -> None:
+    for messages in pool.run(2, stale_graphs, plain):
+        assert all("run the forward again" in message for message in messages), messages
+
+
+def test_backward_after_writing_is_refused() -> None:
+    for messages in pool.run(2, stale_after_writing):
+        assert all("run the forward again" in message for message in messages), messages
+
+
+def test_dropped_graph_holds_nothing() -> None:
+    pool.run(2, graph_that_is_dropped)

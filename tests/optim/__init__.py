@@ -1,0 +1,1 @@
+"""Tests of partita.optim without process groups."""

@@ -1,0 +1,298 @@
+"""Buckets: where each element of a gradient lies, and what is added up there; without sending anything."""
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.planned import BUCKET_BYTES, PlannedSegment, share_buckets
+from partita.plan.residence import BF16, FP32, Encoding
+from partita.plan.span import QUANTUM, Box, Entry, SegmentLayout, Span, lay_out
+from partita.plan.state_plan import PRESETS, Encodings, preset
+from partita.plan.steps import AllReduce, ReduceScatter
+from partita.sharding.buckets import Bucket, make_buckets
+from partita.sharding.group_units import Holding
+from partita.sharding.unit import Member, Segment
+
+CPU = torch.device("cpu")
+Shapes = list[list[tuple[int, ...]]]
+# A list of shapes for each segment of a bucket.
+SHAPES: st.SearchStrategy[Shapes] = st.lists(
+    st.lists(st.lists(st.integers(0, 30), max_size=2).map(tuple), min_size=1, max_size=4), min_size=1, max_size=3
+)
+PLAIN = Encodings()
+WHOLE, SHARDED = ["ddp", "zero1"], ["zero2", "zero3", "zero3-kept", "hierarchical"]
+
+
+def segment_of(
+    number: int, shapes: Sequence[tuple[int, ...]], mesh: MeshShape, name: str, encodings: Encodings = PLAIN
+) -> tuple[Segment, list[Member]]:
+    """A segment with a parameter of each shape, of values that do not matter."""
+    entries = [Entry(f"{number}.{index}", shape, FP32, True) for index, shape in enumerate(shapes)]
+    layout = lay_out(str(number), entries, mesh.data).segments[0]
+    segment = Segment(layout, preset(name, encodings), mesh, 0)
+    members = [
+        Member(Holding(nn.Parameter(torch.zeros(span.box.sizes)), [span.fqn]), span, segment) for span in layout.spans
+    ]
+    return segment, members
+
+
+def bucket_of(shapes: Shapes, mesh: MeshShape, name: str, encodings: Encodings = PLAIN) -> Bucket:
+    made = [segment_of(number, group, mesh, name, encodings) for number, group in enumerate(shapes)]
+    return Bucket(0, [segment for segment, _ in made], [member for _, members in made for member in members], mesh)
+
+
+def places(bucket: Bucket, member: Member) -> list[tuple[int, int]]:
+    """Row and column of each element of a member, from the layout alone."""
+    sizes = [segment.layout.part_elements for segment in bucket.segments]
+    first = [0, *accumulate(sizes)][next(i for i, s in enumerate(bucket.segments) if s is member.segment)]
+    cut = member.segment.layout.part_elements
+    found = []
+    for element in range(member.span.num_elements):
+        row, column = divmod(member.span.offset + element, cut)
+        found.append((row, first + column))
+    return found
+
+
+def filled(bucket: Bucket, seed: int = 0, scale: float = 1.0) -> dict[int, Tensor]:
+    """Give every member a random gradient; returns them by member."""
+    generator = torch.Generator().manual_seed(seed)
+    grads = {}
+    for member in bucket.members:
+        grad = torch.randint(-64, 64, tuple(member.shape), generator=generator) * scale
+        member.param.grad = grad
+        grads[id(member)] = grad.clone()
+    return grads
+
+
+def with_whole(bucket: Bucket) -> Bucket:
+    """Give the bucket memory that holds nothing yet."""
+    bucket.whole = torch.full((bucket.num_rows, bucket.columns), math.nan, dtype=bucket.dtype)
+    bucket.clear_gaps()
+    return bucket
+
+
+# -------------------------------------------------------------------------------------------------- where things lie
+
+
+@given(SHAPES, st.integers(1, 6), st.sampled_from(list(PRESETS)))
+def test_pieces_are_where_the_layout_says(shapes: Shapes, num_ranks: int, name: str) -> None:
+    bucket = bucket_of(shapes, MeshShape(data=num_ranks), name)
+    assert bucket.num_rows == num_ranks
+    assert bucket.columns == sum(segment.layout.part_elements for segment in bucket.segments)
+    assert bucket.num_elements == sum(segment.layout.padded for segment in bucket.segments)
+    for member in bucket.members:
+        lying = [
+            (piece.row, piece.column + index)
+            for piece in bucket.pieces[id(member)]
+            for index in range(piece.stop - piece.start)
+        ]
+        elements = [element for piece in bucket.pieces[id(member)] for element in range(piece.start, piece.stop)]
+        assert elements == list(range(member.span.num_elements))
+        assert lying == places(bucket, member)
+
+
+@given(SHAPES, st.integers(1, 6))
+def test_gaps_are_what_no_parameter_covers(shapes: Shapes, num_ranks: int) -> None:
+    bucket = bucket_of(shapes, MeshShape(data=num_ranks), "zero2")
+    covered = torch.zeros(bucket.num_rows, bucket.columns, dtype=torch.int64)
+    for member in bucket.members:
+        for row, column in places(bucket, member):
+            covered[row, column] += 1
+    for row, begin, end in bucket.gaps:
+        assert begin < end
+        covered[row, begin:end] += 1
+    assert bool((covered == 1).all())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_rests(name: str) -> None:
+    """Gradients rest as their row says; alone, and in the encoding of autograd, they stay where autograd put them."""
+    shapes: Shapes = [[(300,), (5, 5)], [(1000,)]]
+    mixed = Encodings(compute=BF16, gradients=FP32)
+    for mesh in (MeshShape(data=2), MeshShape(data=4, node=2)):
+        bucket = bucket_of(shapes, mesh, name)
+        assert (bucket.in_place, bucket.rests_whole) == (False, name in WHOLE)
+        assert [type(op) for op in bucket.reduces] == [AllReduce if name == "ddp" else ReduceScatter]
+        num_bytes = bucket.allocate(1, CPU)
+        assert num_bytes == bucket.num_bytes // (1 if name in WHOLE else mesh.data)
+        assert num_bytes == sum(s.plan.grad_between.num_bytes(s.layout.padded, mesh) for s in bucket.segments)
+        assert bucket.shard is not None
+        assert bucket.shard.shape == (bucket.columns,)
+        assert bucket.shard.dtype == torch.float32
+        assert (bucket.whole is None) == (name in SHARDED)
+        assert bucket.allocate(1, CPU) == 0, "only once"
+    alone = bucket_of(shapes, MeshShape(), name)
+    assert (alone.in_place, alone.reduces, alone.allocate(0, CPU)) == (True, [], 0)
+    encoded = bucket_of(shapes, MeshShape(), name, mixed)
+    assert (encoded.in_place, encoded.rests_whole, encoded.reduces) == (False, True, [])
+    assert encoded.allocate(0, CPU) == encoded.num_bytes
+
+
+# ------------------------------------------------------------------------------------------------------- collecting
+
+
+@given(SHAPES, st.integers(1, 4), st.sampled_from(["zero2", "zero1"]), st.sampled_from([1, 2, 4]))
+def test_gradients_are_added_up_in_their_places(shapes: Shapes, num_ranks: int, name: str, divisor: int) -> None:
+    bucket = with_whole(bucket_of(shapes, MeshShape(data=num_ranks), name))
+    expected = torch.zeros(bucket.num_rows, bucket.columns)
+    for seed in range(3):
+        grads = filled(bucket, seed)
+        for member in bucket.members:
+            bucket.absorb(member, divisor)
+            assert member.param.grad is None
+            flat = grads[id(member)].flatten()
+            for (row, column), value in zip(places(bucket, member), flat.tolist(), strict=True):
+                expected[row, column] += value / divisor
+    assert bucket.whole is not None
+    assert torch.equal(bucket.whole, expected)
+    assert bucket.arrived == bucket.used == {id(member) for member in bucket.members}
+
+
+def test_what_did_not_come_is_zero() -> None:
+    bucket = with_whole(bucket_of([[(300,), (40, 20)], [(7,)]], MeshShape(data=3), "zero2"))
+    first, *others = bucket.members
+    first.param.grad = torch.ones(300)
+    for member in bucket.members:
+        bucket.absorb(member, 1)
+    for member in others:
+        bucket.clear(member)
+    assert bucket.whole is not None
+    assert bucket.whole.sum() == 300
+    assert bucket.used == {id(first)}
+
+
+@pytest.mark.parametrize("divisor", [1, 3])
+def test_gradients_take_the_encoding_of_the_row(divisor: int) -> None:
+    """Converted first, then divided: nothing is lost to the smaller float."""
+    bucket = with_whole(bucket_of([[(300,)]], MeshShape(data=2), "zero2", Encodings(BF16, FP32, FP32)))
+    (member,) = bucket.members
+    member.param.data = member.param.data.bfloat16()
+    values = torch.arange(256.0).bfloat16()
+    member.param.grad = torch.cat([values, values[:44]])
+    bucket.absorb(member, divisor)
+    assert bucket.whole is not None
+    assert bucket.whole.dtype == torch.float32
+    assert torch.equal(bucket.whole.view(-1)[:256], torch.arange(256.0) * (1.0 / divisor))
+
+
+def test_a_gradient_of_other_strides() -> None:
+    values = torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+    layout = lay_out("unit", [Entry("w", (4, 3, 2, 2), FP32, True)], 2).segments[0]
+    segment = Segment(layout, preset("zero2"), MeshShape(data=2), 0)
+    member = Member(Holding(nn.Parameter(values), ["w"]), layout.spans[0], segment)
+    bucket = with_whole(Bucket(0, [segment], [member], MeshShape(data=2)))
+    grad = torch.randn(4, 3, 2, 2)
+    member.param.grad = grad.clone()
+    bucket.absorb(member, 1)
+    assert bucket.whole is not None
+    assert torch.equal(member.shaped(bucket.whole.view(-1)[: grad.numel()]), grad)
+
+
+# ---------------------------------------------------------------------------------------------------------- reduced
+
+
+@given(SHAPES, st.integers(2, 4), st.sampled_from(list(PRESETS)))
+def test_what_the_optimizer_sees(shapes: Shapes, num_ranks: int, name: str) -> None:
+    """All ranks' buckets, with the sum of their rows brought to the owners by hand."""
+    mesh = MeshShape(data=num_ranks)
+    shared = shapes[:1] if name == "ddp" else shapes  # what the optimizer sees whole shares no bucket
+    buckets = [bucket_of(shared, mesh, name) for _ in range(num_ranks)]
+    sums: list[Tensor] = []
+    for rank, bucket in enumerate(buckets):
+        bucket.allocate(rank, CPU)
+        if bucket.whole is None:
+            with_whole(bucket)
+        grads = list(filled(bucket, seed=rank).values())
+        sums = [a + b for a, b in zip(sums, grads, strict=True)] if sums else grads
+        for member in bucket.members:
+            bucket.absorb(member, 1)
+    total = torch.stack([bucket.whole for bucket in buckets if bucket.whole is not None]).sum(0)
+    for rank, bucket in enumerate(buckets):
+        assert bucket.shard is not None
+        bucket.shard.copy_(total[rank])
+        if name == "ddp":
+            assert bucket.whole is not None
+            bucket.whole.copy_(total)
+    for number, expected in enumerate(sums):
+        owned = []
+        for rank, bucket in enumerate(buckets):
+            member = bucket.members[number]
+            piece, seen = bucket.owned_of(member, rank), bucket.grad_of(member, rank)
+            owned += [] if piece is None else [piece]
+            if name == "ddp":
+                assert seen is not None
+                assert torch.equal(seen, expected)
+            else:
+                assert (seen is None) == (piece is None)
+                assert seen is None or (piece is not None and torch.equal(seen, piece))
+        assert torch.equal(torch.cat([torch.empty(0), *owned]), expected.flatten())
+
+
+def test_a_gradient_in_place_is_autograds_own() -> None:
+    bucket = bucket_of([[(3, 4)]], MeshShape(), "zero3")
+    grads, (member,) = filled(bucket), bucket.members
+    assert bucket.owned_of(member, 0) is bucket.grad_of(member, 0) is member.param.grad
+    assert member.param.grad is not None
+    assert torch.equal(member.param.grad, grads[id(member)])
+
+
+# ------------------------------------------------------------------------------------------------------ sharing buckets
+
+
+def planned(num_elements: int, num_parts: int, name: str) -> PlannedSegment:
+    """A segment of so many elements, padding included."""
+    span = Span("p", Box.whole((num_elements,)), 0, num_elements, 0)
+    return PlannedSegment(SegmentLayout(FP32, True, (span,), num_parts, num_elements // num_parts), preset(name))
+
+
+@given(
+    st.lists(st.integers(1, 40), max_size=12),
+    st.integers(1, 4),
+    st.sampled_from(list(PRESETS)),
+    st.integers(1, 60).map(lambda quanta: quanta * QUANTUM * 4),
+)
+@example([1, 1, 1], 2, "zero1", 2 * 2 * QUANTUM * 4)
+def test_neighbours_share_buckets_while_they_fit(quanta: list[int], num_ranks: int, name: str, most: int) -> None:
+    mesh, row = MeshShape(data=num_ranks), preset(name)
+    segments = [planned(num * QUANTUM * num_ranks, num_ranks, name) for num in quanta]
+    sizes = [segment.layout.padded * 4 for segment in segments]
+    groups = share_buckets(segments, mesh, most)
+    assert [position for group in groups for position in group] == list(range(len(segments)))
+    shares = mesh.group_size(row.grad_step.shard_axes) > 1
+    held = [sum(sizes[position] for position in group) for group in groups]
+    assert all(len(group) == 1 or (shares and size <= most) for group, size in zip(groups, held, strict=True))
+    for size, following in zip(held, groups[1:], strict=False):
+        assert not shares or size + sizes[following[0]] > most, "the next one does not fit"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_buckets_of_a_model(name: str) -> None:
+    large, mesh = BUCKET_BYTES // 4 + 1, MeshShape(data=2)
+    made = [
+        segment_of(number, shapes, mesh, name)
+        for number, shapes in enumerate([[(10,)], [(20,), (5,)], [(large,)], [(3,)]])
+    ]
+    buckets = make_buckets(made, mesh)
+    assert [bucket.index for bucket in buckets] == list(range(len(buckets)))
+    expected = (
+        [["0.0"], ["1.0", "1.1"], ["2.0"], ["3.0"]] if name == "ddp" else [["0.0", "1.0", "1.1"], ["2.0"], ["3.0"]]
+    )
+    assert [[member.fqn for member in bucket.members] for bucket in buckets] == expected
+    assert [segment for bucket in buckets for segment in bucket.segments] == [segment for segment, _ in made]
+
+
+def test_the_size_of_a_bucket_is_that_of_what_travels() -> None:
+    """Gradients that travel in two bytes share buckets twice as large in elements."""
+    mesh = MeshShape(data=2)
+    half = Encodings(Encoding("bf16", 2), FP32, BF16)
+    num_elements = BUCKET_BYTES // 4
+    segments = [PlannedSegment(planned(num_elements, 2, "zero2").layout, preset("zero2", e)) for e in [half, half]]
+    assert share_buckets(segments, mesh) == [(0, 1)]
+    assert share_buckets([planned(num_elements, 2, "zero2")] * 2, mesh) == [(0,), (1,)]

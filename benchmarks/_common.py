@@ -68,7 +68,7 @@ def run(mode: str, num_ranks: int, work: Work) -> Run:
     """Train in one mode, in processes of their own, on a loopback network of their own where that is allowed.
 
     Raises:
-        RuntimeError: a rank failed, or the time was up; with the end of what the ranks said.
+        RuntimeError: a rank failed, or the time was up; with the end of what the ranks that failed said.
     """
     network = private_network()
     environment = os.environ | {
@@ -95,7 +95,7 @@ def run(mode: str, num_ranks: int, work: Work) -> Run:
                 process.wait()
         if status:
             said.seek(0)
-            raise RuntimeError(f"{mode} on {num_ranks} ranks failed ({status}):\n{said.read()[-4000:]}")
+            raise RuntimeError(f"{mode} on {num_ranks} ranks failed ({status}):\n{said.read()}")
         ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(num_ranks)]
     return Run(ranks, bool(network))
 

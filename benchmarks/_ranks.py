@@ -1,7 +1,7 @@
 """Starts the ranks of one run and waits for them: `python -m benchmarks._ranks NUM_RANKS MODE WORK FOLDER`.
 
 It is a process of its own so that it can stand in a network namespace of its own. When a rank fails, the others are
-ended.
+ended, and what it said is printed.
 """
 
 import os
@@ -9,10 +9,12 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from benchmarks._loopback import bring_up
 
 POLL_S = 0.1
+LAST_CHARACTERS = 3000
 
 
 def main() -> int:
@@ -27,15 +29,25 @@ def main() -> int:
         network = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
         own = {name: str(value) for name, value in (places | network).items()}
         command = [sys.executable, "-m", "benchmarks._rank", mode, work, folder]
-        ranks.append(subprocess.Popen(command, env=os.environ | own))
-    while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
-        time.sleep(POLL_S)
-    failed = any(rank.poll() for rank in ranks)
-    for rank in ranks:
+        with Path(folder, f"{rank}.log").open("w") as said:
+            ranks.append(subprocess.Popen(command, env=os.environ | own, stdout=said, stderr=subprocess.STDOUT))
+    return wait(ranks, folder)
+
+
+def wait(ranks: list[subprocess.Popen[bytes]], folder: str) -> int:
+    """Wait for all ranks, or for the first that fails."""
+    while True:
+        failed = [rank for rank, process in enumerate(ranks) if process.poll()]
         if failed:
-            rank.kill()
-        rank.wait()
-    return int(failed)
+            for process in ranks:
+                process.kill()
+                process.wait()
+            for rank in failed:
+                print(f"rank {rank}:\n{Path(folder, f'{rank}.log').read_text()[-LAST_CHARACTERS:]}", flush=True)
+            return 1
+        if all(process.poll() == 0 for process in ranks):
+            return 0
+        time.sleep(POLL_S)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The engine: a model, its plan and its optimizer, behind the calls of a training loop."""
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,7 +16,7 @@ from partita.checkpoint.export import export, open_weights
 from partita.checkpoint.whole import Whole
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
-from partita.config.resolve import Resolved, describe
+from partita.config.resolve import Resolved
 from partita.errors import PartitaError, not_available
 from partita.memory.ledger import Ledger, MemoryReport
 from partita.optim.build import Factory, build_optimizer, build_schedule
@@ -31,20 +31,16 @@ from partita.sharding.assemble import Blueprint
 from partita.sharding.runtime import Runtime
 
 DATA = ("data",)
-_log = logging.getLogger("partita")
 
 
+@dataclass(frozen=True)
 class Given:
-    """What the user passes beside model and config."""
+    """What the user passes beside model and config (see :func:`partita.initialize`)."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer | Factory | None,
-        scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None,
-        loss_fn: Callable[[Any, Any], Tensor] | None,
-        weights: str | Path | None,
-    ) -> None:
-        self.optimizer, self.scheduler, self.loss_fn, self.weights = optimizer, scheduler, loss_fn, weights
+    optimizer: Optimizer | Factory | None
+    scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None
+    loss_fn: Callable[[Any, Any], Tensor] | None
+    weights: str | Path | None
 
 
 class Engine:
@@ -63,12 +59,20 @@ class Engine:
         settings = resolved.config
         self.optimizer = build_optimizer(list(model.parameters()), settings.optimizer, given.optimizer)
         blueprint = Blueprint(settings, ENCODINGS[resolved.compute_dtype], resolved.mesh, mesh.rank)
+        if mesh.shape.group_size(blueprint.row.master.shard_axes) > 1:
+            check_elementwise(self.optimizer)
         source = open_weights(given.weights) if given.weights is not None else None
         self._runtime = Runtime(model, blueprint, self._collectives, self._ledger, self._accumulate, source)
         self.units = [unit.planned for unit in self._runtime.units]
         self.plan: dict[str, StatePlan] = {unit.name: unit.segments[0].row for unit in self.units}
-        if any(mesh.shape.group_size(plan.master.shard_axes) > 1 for plan in self.plan.values()):
-            check_elementwise(self.optimizer)
+        try:
+            self._add_optimizer(resolved, given)
+        except BaseException:
+            self._runtime.close()
+            raise
+
+    def _add_optimizer(self, resolved: Resolved, given: Given) -> None:
+        settings = resolved.config
         self._views = Views(self._runtime.units, self._ledger)
         self._views.attach(self.optimizer)
         self._runtime.on_unfreeze = self._views.unfreeze
@@ -87,8 +91,6 @@ class Engine:
         self._whole = Whole(self._runtime, self._views, self.optimizer)
         self.scheduler = self._make_scheduler(given.scheduler)
         reducer.reduce_now = self._accumulate == 1
-        if mesh.rank == 0:
-            _log.info("%s", describe(resolved))
 
     def _make_scheduler(self, given: LRScheduler | Callable[[Optimizer], LRScheduler] | None) -> LRScheduler:
         if given is None:
@@ -99,6 +101,7 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward; floating-point inputs are cast to the compute dtype."""
+        self._check_open()
         return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
@@ -107,6 +110,7 @@ class Engine:
         Raises:
             PartitaError: ``loss`` is no scalar that depends on the parameters, or they were updated since its forward.
         """
+        self._check_open()
         if not _is_scalar(loss) or not loss.requires_grad:
             said = getattr(loss, "shape", type(loss).__name__)
             raise PartitaError(f"engine.backward: expected a scalar loss that depends on the parameters; got {said}")
@@ -118,14 +122,14 @@ class Engine:
                 raise
             raise PartitaError(
                 "backward needs values that were overwritten since its forward; after engine.step() run the forward "
-                "again "
-                f"before the next backward. Autograd: {error}"
+                f"again before the next backward. Autograd: {error}"
             ) from error
         if self._runtime.reducer.waves == waves:
             self._runtime.reducer.end_wave()
 
     def step(self) -> StepResult:
         """End a micro-batch; after the last one of a batch clip, update the parameters, and zero the gradients."""
+        self._check_open()
         self._runtime.reducer.end_micro_batch()
         self._runtime.residency.end_micro_batch()
         self._micro += 1
@@ -179,9 +183,8 @@ class Engine:
             loss = output.get("loss", loss)
         if not _is_scalar(loss):
             raise PartitaError(
-                f"train_batch: the model returned a {type(output).__name__} without a scalar loss; return the loss, "
-                "an output "
-                "with .loss (pass labels), or give loss_fn to partita.initialize"
+                f"train_batch: the model returned a {type(output).__name__} without a scalar loss; return the loss, an "
+                "output with .loss (pass labels), or give loss_fn to partita.initialize"
             )
         return loss
 
@@ -249,16 +252,21 @@ class Engine:
         """Load a checkpoint (a later version does)."""
         raise not_available("engine.load")
 
-    def mean(self, value: Tensor | float) -> Tensor:
-        """The mean of a number over the data-parallel ranks, in rank order."""
+    def each(self, value: Tensor | float) -> list[float]:
+        """A number of every data-parallel rank, in rank order, on all of them."""
         mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().view(1)
         every, handle = self._collectives.exchange(mine, DATA)
         handle.wait()
-        return every.view(-1).mean().to(torch.float32)
+        return [float(number) for number in every.view(-1).tolist()]
+
+    def mean(self, value: Tensor | float) -> Tensor:
+        """The mean of a number over the data-parallel ranks."""
+        every = self.each(value)
+        return torch.tensor(sum(every) / len(every))
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is set on any rank."""
-        return bool(self.mean(float(flag)) > 0)
+        return any(self.each(float(flag)))
 
     def memory_report(self) -> MemoryReport:
         """Bytes held by this rank now and at their peak, by state and tier."""
@@ -273,11 +281,18 @@ class Engine:
     def close(self) -> None:
         """Take the hooks off, and end the process groups that were started here."""
         if not self._closed:
-            self._closed = True
             self._runtime.reducer.drain()
-            self._runtime.close()
-            if self._owns_mesh:
-                self.mesh.close()
+            self._end()
+
+    def _end(self) -> None:
+        self._closed = True
+        self._runtime.close()
+        if self._owns_mesh:
+            self.mesh.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PartitaError("the engine is closed: make another one with partita.initialize")
 
     def __enter__(self) -> Self:
         return self
@@ -285,7 +300,10 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        elif not self._closed:  # the other ranks may never finish what is under way
+            self._end()
 
 
 def _is_scalar(value: object) -> bool:

@@ -1,5 +1,6 @@
 """From the user's arguments to an engine: config, device, ranks, mesh."""
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from partita.comm.mesh import Mesh, Rendezvous
 from partita.config.load import launch_environment, load_config
-from partita.config.resolve import resolve
+from partita.config.resolve import Resolved, describe, resolve
 from partita.config.schema import Config
 from partita.engine import Engine, Given
 from partita.errors import ConfigError
 from partita.optim.build import Factory
 
+_log = logging.getLogger("partita")
 
 def initialize(
     model: nn.Module,
@@ -33,13 +35,14 @@ def initialize(
     The model's parameters are taken out of it and stay the same objects; it is trained through the returned engine.
     Every rank calls this with the same model; all start from rank 0's values.
 
-    Args: model: any module; on the ``meta`` device it is initialized (or loaded) unit by unit. config: a YAML or JSON
-        file, a mapping, or a :class:`partita.Config`; None: all defaults. optimizer: an optimizer on
-        ``model.parameters()``, or a callable that makes one; None: the config's. scheduler: a scheduler on that
-        optimizer, or a callable that makes one; None: the config's schedule. loss_fn: ``loss_fn(output, batch)`` for
-        :meth:`Engine.train_batch`; None: the output is the loss, or has ``.loss``. weights: a safetensors file or
-        folder to take the values from. mesh: the mesh of another engine in this process, to share its process groups;
-        None: a new one.
+    Args:
+        model: any module; on the ``meta`` device it is initialized (or loaded) unit by unit.
+        config: a YAML or JSON file, a mapping, or a :class:`partita.Config`; None: all defaults.
+        optimizer: an optimizer on ``model.parameters()``, or a callable that makes one; None: the config's.
+        scheduler: a scheduler on that optimizer, or a callable that makes one; None: the config's schedule.
+        loss_fn: ``loss_fn(output, batch)`` for :meth:`Engine.train_batch`; None: the output is it, or has ``.loss``.
+        weights: a safetensors file or folder to take the values from.
+        mesh: the mesh of another engine in this process, to share its process groups; None: a new one.
 
     Raises:
         ConfigError: the config, the model or the optimizer do not fit together.
@@ -54,16 +57,32 @@ def initialize(
         raise ConfigError(f"model: {type(model).__name__} has no parameters to train")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if launch.rank == 0:
+        _announce(resolved)
     rendezvous = Rendezvous(launch.rank, num_ranks, settings.communication.timeout_s)
     axes = (("data",), ("local",)) if settings.zero.hierarchical else (("data",),)
     owned = mesh is None
-    mesh = mesh or Mesh(resolved.mesh, device, rendezvous, axes)
+    if mesh is None:
+        mesh = Mesh(resolved.mesh, device, rendezvous, axes)
+    elif mesh.shape != resolved.mesh:
+        raise ConfigError(f"mesh: the given mesh is {mesh.shape}, but the config asks for {resolved.mesh}")
+    else:
+        for names in axes:
+            mesh.open(names)
     try:
         return Engine(model, resolved, mesh, Given(optimizer, scheduler, loss_fn, weights), owned)
     except BaseException:
         if owned:
             mesh.close()
         raise
+
+
+def _announce(resolved: Resolved) -> None:
+    """Say what will be run, through the logger ``partita``: on standard error where no logging is set up."""
+    if not (_log.hasHandlers() or _log.level):
+        _log.addHandler(logging.StreamHandler())
+        _log.setLevel(logging.INFO)
+    _log.info("%s", describe(resolved))
 
 
 def _num_ranks(launched: int) -> int:

@@ -102,7 +102,7 @@ def adapted_bytes() -> None:
         assert held["master", "device"] == 4 * trained // split, name
         assert held["moments", "device"] == 2 * 4 * trained // split, name
         assert held["gradients", "device"] == 4 * trained // grads_split, name
-        frozen = 4 * (64 * 64 + QUANTUM)
+        frozen = 4 * (64 * 64 + 2 * QUANTUM)  # of the bias, padded to equal parts
         assert held["parameters", "device"] == 2 * (trained + frozen) // (2 if zero["stage"] == 3 else 1), name
 
 

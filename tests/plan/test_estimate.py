@@ -141,20 +141,19 @@ def test_a_step_sends_two_or_three_times_the_parameters(
     assert bool(report.rows) == (num_ranks > 1)
 
 
-@given(unit_shapes, presets, meshes, encodings, st.integers(1, 4))
+@given(unit_shapes, st.sampled_from(sorted(MULTIPLES)), meshes, encodings, st.integers(1, 4))
 def test_accumulation_repeats_what_is_not_whole(
     units: list[list[tuple[int, int]]], name: str, mesh: MeshShape, used: Encodings, accumulate: int
 ) -> None:
     planned, row = plan(units, name, mesh, used), preset(name, used)
     once, often = step_traffic(planned, mesh), step_traffic(planned, mesh, StepShape(accumulate))
-    no_sync = step_traffic(planned, mesh, StepShape(accumulate, num_reduced=1))
-    gathers, reductions = (
-        accumulate if row.param_rest.shard_axes else 1,
-        accumulate if row.grad_between.shard_axes else 1,
-    )
-    assert often.sent_bytes("parameters") == gathers * once.sent_bytes("parameters")
-    assert often.sent_bytes("gradients") == reductions * once.sent_bytes("gradients")
-    assert no_sync.sent_bytes("gradients") == once.sent_bytes("gradients")
+    num_gathers = accumulate if row.param_rest.shard_axes else 1
+    num_reductions = accumulate if row.grad_between.shard_axes else 1
+    assert often.sent_bytes("parameters") == num_gathers * once.sent_bytes("parameters")
+    assert often.sent_bytes("gradients") == num_reductions * once.sent_bytes("gradients")
+    for num_reduced in (0, 1):
+        no_sync = step_traffic(planned, mesh, StepShape(accumulate, num_reduced))
+        assert no_sync.sent_bytes("gradients") == once.sent_bytes("gradients")
 
 
 def test_wire_of_gradients_and_parameters_have_their_own_encodings() -> None:
@@ -165,12 +164,15 @@ def test_wire_of_gradients_and_parameters_have_their_own_encodings() -> None:
     assert report.sent_bytes("parameters") == 2 * 1024 * 3
 
 
-def test_hierarchical_gathers_inside_the_node_for_backward() -> None:
+@pytest.mark.parametrize(("accumulate", "num_near"), [(1, 1), (3, 5)])
+def test_hierarchical_gathers_inside_the_node_after_the_first_forward(accumulate: int, num_near: int) -> None:
     mesh = MeshShape(data=8, node=2)
-    report = step_traffic(plan([[(8 * QUANTUM, 4)]], "hierarchical", mesh, Encodings()), mesh)
+    units = plan([[(8 * QUANTUM, 4)]], "hierarchical", mesh, Encodings())
+    rows = step_traffic(units, mesh, StepShape(accumulate)).rows
     num_bytes = 8 * QUANTUM * 4 * 4
-    assert report.rows[TrafficKey("all_gather", ("data",), "parameters")] == TrafficCount(1, num_bytes * 7 // 8)
-    assert report.rows[TrafficKey("all_gather", ("local",), "parameters")] == TrafficCount(1, num_bytes * 3 // 4)
+    assert rows[TrafficKey("all_gather", ("data",), "parameters")] == TrafficCount(1, num_bytes * 7 // 8)
+    near = TrafficCount(num_near, num_near * num_bytes * 3 // 4)
+    assert rows[TrafficKey("all_gather", ("local",), "parameters")] == near
 
 
 def test_messages_are_counted_to_the_byte() -> None:

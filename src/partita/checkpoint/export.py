@@ -4,6 +4,7 @@ A tied parameter is written once, under its first name; buffers that belong to t
 """
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ class _Writer:
             save_file(self._pending, path, metadata={"format": "pt"})
         except (OSError, SafetensorError) as error:
             raise PartitaError(f"engine.export: cannot write '{path}': {error}") from error
+        path.chmod(0o666 & ~_umask())
         self._files.append((path, list(self._pending)))
         self._total += self._bytes()
         self._pending = {}
@@ -89,6 +91,13 @@ class _Writer:
             where.update(dict.fromkeys(names, name))
         index = {"metadata": {"total_size": self._total}, "weight_map": where}
         (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _umask() -> int:
+    """The process's file mode mask: safetensors makes files that only their owner can read."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def open_weights(path: str | Path) -> Callable[[list[str]], Tensor | None]:

@@ -56,11 +56,14 @@ class Mesh:
             raise PartitaError(f"the mesh has {shape.num_ranks} ranks, but {num_ranks} processes are running")
         self._groups: dict[tuple[tuple[str, ...], str], dist.ProcessGroup] = {}
         for names in axes:
-            if shape.group_size(names) > 1:
-                self.open(names)
+            self.open(names)
 
     def open(self, axes: tuple[str, ...]) -> None:
-        """Create this rank's groups over ``axes``; every rank takes part in creating all of them, in one order."""
+        """Create this rank's groups over ``axes``, if there are none; every rank takes part in creating all of them, in
+        one order.
+        """
+        if self.shape.group_size(axes) == 1 or (axes, PURPOSES[0]) in self._groups:
+            return
         for ranks in self.shape.groups(axes):
             for purpose in PURPOSES:
                 backend = "gloo" if purpose == "control" or self.device.type == "cpu" else "nccl"
@@ -86,7 +89,12 @@ class Mesh:
 
     def group(self, axes: tuple[str, ...], purpose: str) -> dist.ProcessGroup:
         """The process group over ``axes`` for one of :data:`PURPOSES`."""
-        return self._groups[axes, purpose]
+        try:
+            return self._groups[axes, purpose]
+        except KeyError:
+            raise PartitaError(
+                f"there is no process group over {', '.join(axes)}: the engine that owns this mesh is closed"
+            ) from None
 
     def close(self) -> None:
         """Destroy the groups made here, and ``torch.distributed`` itself if it was started here."""

@@ -20,7 +20,7 @@ from partita.memory.ledger import Ledger
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import ENCODINGS, Encoding
 from partita.plan.span import Entry, lay_out
-from partita.plan.state_plan import Encodings, preset, preset_name
+from partita.plan.state_plan import Encodings, StatePlan, preset, preset_name
 from partita.sharding.casts import keep_fp32_modules
 from partita.sharding.dtypes import encoding_of
 from partita.sharding.group_units import Holding, group_units
@@ -42,6 +42,11 @@ class Blueprint:
     def preset(self) -> str:
         zero = self.config.zero
         return preset_name(zero.stage, keep_gathered=zero.keep_gathered, hierarchical=zero.hierarchical)
+
+    @property
+    def row(self) -> StatePlan:
+        """The row of the table that parameters in the compute encoding have."""
+        return preset(self.preset, self.encodings(self.compute))
 
     def encodings(self, compute: Encoding) -> Encodings:
         precision = self.config.precision

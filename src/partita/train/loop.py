@@ -141,9 +141,8 @@ class _Run:
     def _memory_of_ranks(self) -> tuple[int, ...]:
         """Peak bytes of each rank: of the CUDA allocator where there is one, else of the whole process."""
         report = self._engine.memory_report()
-        mine, num_ranks = report.device_peak_bytes or report.process_peak_bytes, self._batches.num_ranks
-        shares = [self._engine.mean(mine if rank == self._batches.rank else 0).item() for rank in range(num_ranks)]
-        return tuple(round(share * num_ranks) for share in shares)
+        mine = report.device_peak_bytes or report.process_peak_bytes
+        return tuple(round(num_bytes) for num_bytes in self._engine.each(mine))
 
     @torch.no_grad()
     def _evaluate(self, step: int) -> None:

@@ -78,14 +78,16 @@ class Rank:
         from partita.estimate.traffic import step_traffic
 
         engine = trainer.engine
-        held, shape = engine.memory_report().held, engine.mesh.shape
+        report, shape = engine.memory_report(), engine.mesh.shape
         self.measured |= {
-            "state_bytes": {f"{state} {tier}": num for (state, tier), num in held.items() if state in STATES},
+            "state_bytes": {
+                f"{state} {tier}": num for (state, tier), num in report.peak.items() if state in STATES and num
+            },
             "expected_state_bytes": {
                 f"{state} {tier}": num
                 for (state, tier), num in model_state_bytes(engine.units, shape, self.rank).items()
             },
-            "lent_bytes": sum(num for (state, _), num in held.items() if state not in STATES),
+            "lent_bytes": sum(num for (state, _), num in report.peak.items() if state not in STATES),
             "counted_bytes_a_step": counted_bytes_a_step,
             "expected_bytes_a_step": step_traffic(engine.units, shape).sent_bytes(),
         }

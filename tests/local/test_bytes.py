@@ -60,7 +60,7 @@ class Bytes:
 
 
 def train(run: Run) -> Bytes:
-    """Three steps; the bytes held after the first, the traffic of the last."""
+    """Three steps; the bytes held in the second, and the traffic of the last."""
     rank = int(os.environ["RANK"])
     launched = {}
     if run.ranks_per_node is not None:
@@ -78,8 +78,7 @@ def train(run: Run) -> Bytes:
     with mock.patch.dict(os.environ, launched), partita.initialize(model, config) as engine:
         shape = engine.mesh.shape
         take_step(engine, run)
-        held = {key: num for key, num in engine.memory_report().held.items() if key[0] in STATES}
-        take_step(engine, run)
+        held = take_step(engine, run)
         before = engine.traffic_report()
         take_step(engine, run)
         traffic = engine.traffic_report().since(before)
@@ -87,13 +86,14 @@ def train(run: Run) -> Bytes:
         return Bytes(held, model_state_bytes(engine.units, shape, rank, run.num_moments), traffic, expected)
 
 
-def take_step(engine: partita.Engine, run: Run) -> None:
+def take_step(engine: partita.Engine, run: Run) -> dict[tuple[str, str], int]:
+    """Returns the bytes of model states that are held before the update, when gradients are there."""
     case, world, rank = CASES["decoder"], engine.mesh.num_ranks, engine.mesh.rank
     stream = case.batches(SAMPLES_A_RANK * world)
     micro_batches = [parts(next(stream), world)[rank] for _ in range(run.accumulate)]
     if run.by_train_batch:
         engine.train_batch(iter(micro_batches))
-        return
+        return states_held(engine)
     num_unreduced = 0 if run.reduced is None else run.accumulate - run.reduced
     for number, batch in enumerate(micro_batches):
         if number < num_unreduced:
@@ -101,8 +101,14 @@ def take_step(engine: partita.Engine, run: Run) -> None:
                 engine.backward(case.loss(engine(**batch)))
         else:
             engine.backward(case.loss(engine(**batch)))
+        held = states_held(engine)
         result = engine.step()
     assert result.stepped
+    return held
+
+
+def states_held(engine: partita.Engine) -> dict[tuple[str, str], int]:
+    return {key: num for key, num in engine.memory_report().held.items() if key[0] in STATES}
 
 
 def train_each(runs: tuple[Run, ...]) -> list[Bytes]:

@@ -73,7 +73,7 @@ def run(mode: str, num_ranks: int, work: Work) -> Run:
     network = private_network()
     environment = os.environ | {
         "OMP_NUM_THREADS": str(max(1, usable_cores() // num_ranks)),
-        "TOKENIZERS_PARALLELISM": "false",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # DeepSpeed looks for ninja there
     }
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as said:
         command = [sys.executable, "-m", "benchmarks._ranks", str(num_ranks), mode, json.dumps(asdict(work)), folder]
@@ -164,7 +164,7 @@ def parser(description: str, worlds: Sequence[int]) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--quick", action="store_true", help="a small model and few modes: does it run?")
     made.add_argument("--save", action="store_true", help=f"write the report into {RESULTS.relative_to(ROOT)}/")
-    made.add_argument("--ranks", type=int, nargs="+", default=list(worlds), help="numbers of ranks")
+    made.add_argument("--ranks", type=int, nargs="+", default=list(worlds), help="numbers of ranks (not with --quick)")
     made.add_argument("--only", nargs="+", default=None, metavar="MODE", help="the modes to run, by name")
     return made
 

@@ -64,8 +64,8 @@ _TEXT = """A decoder of {millions:.1f}M parameters in fp32 with AdamW; short seq
 Every figure is of the rank where it is largest. *states*: parameters, gradients, master weights and moments that were
 held at most, says the ledger; *plan*: the same, computed from the residence table. *lent*: memory that gathered
 parameters and gradients under way borrow. *resident*: peak of the process's resident memory over the whole run, start
-included, above what it held before the model was built; *steady*: the same over the last steps. The model is built whole
-on every rank, or on the meta device where that is said."""
+included, above what it held before the model was built; *steady*: the same over the last steps. The model is built
+whole on every rank, or on the meta device where that is said."""
 
 
 def _rows(report: Report, world: int, work: Work, modes: Sequence[str], quick: bool) -> Iterator[list[str]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Set by pytest itself at each phase of a test, and by torch's compiler when it is first used.
-EXEMPT_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "TRITON_")
+EXEMPT_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")
 
 
 def child_processes() -> set[int]:

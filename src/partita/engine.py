@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from partita.checkpoint.export import export, open_weights
+from partita.checkpoint.export import export
+from partita.checkpoint.weights import Weights
 from partita.checkpoint.whole import Whole
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
@@ -23,7 +24,7 @@ from partita.optim.build import Factory, build_optimizer, build_schedule
 from partita.optim.elementwise import check_elementwise
 from partita.optim.loss_scale import LossScale
 from partita.optim.step import StepResult, Updater
-from partita.optim.views import Views
+from partita.optim.views import Views, check_groups
 from partita.plan.residence import ENCODINGS
 from partita.plan.state_plan import StatePlan
 from partita.plan.traffic import TrafficReport
@@ -58,21 +59,15 @@ class Engine:
         self._ledger, self._collectives = Ledger(), Collectives(mesh)
         settings = resolved.config
         self.optimizer = build_optimizer(list(model.parameters()), settings.optimizer, given.optimizer)
+        self.scheduler = build_schedule(self.optimizer, settings.schedule, given.scheduler)
+        check_groups(self.optimizer, {id(param) for param in model.parameters()})
         blueprint = Blueprint(settings, ENCODINGS[resolved.compute_dtype], resolved.mesh, mesh.rank)
         if mesh.shape.group_size(blueprint.row.master.shard_axes) > 1:
             check_elementwise(self.optimizer)
-        source = open_weights(given.weights) if given.weights is not None else None
+        source = Weights(given.weights) if given.weights is not None else None
         self._runtime = Runtime(model, blueprint, self._collectives, self._ledger, self._accumulate, source)
         self.units = [unit.planned for unit in self._runtime.units]
         self.plan: dict[str, StatePlan] = {unit.name: unit.segments[0].row for unit in self.units}
-        try:
-            self._add_optimizer(resolved, given)
-        except BaseException:
-            self._runtime.close()
-            raise
-
-    def _add_optimizer(self, resolved: Resolved, given: Given) -> None:
-        settings = resolved.config
         self._views = Views(self._runtime.units, self._ledger)
         self._views.attach(self.optimizer)
         self._runtime.on_unfreeze = self._views.unfreeze
@@ -89,13 +84,7 @@ class Engine:
             self._ledger,
         )
         self._whole = Whole(self._runtime, self._views, self.optimizer)
-        self.scheduler = self._make_scheduler(given.scheduler)
         reducer.reduce_now = self._accumulate == 1
-
-    def _make_scheduler(self, given: LRScheduler | Callable[[Optimizer], LRScheduler] | None) -> LRScheduler:
-        if given is None:
-            return build_schedule(self.optimizer, self.config.schedule)
-        return given if isinstance(given, LRScheduler) else given(self.optimizer)
 
     # ------------------------------------------------------------------ training
 
@@ -115,6 +104,7 @@ class Engine:
             said = getattr(loss, "shape", type(loss).__name__)
             raise PartitaError(f"engine.backward: expected a scalar loss that depends on the parameters; got {said}")
         waves, scale = self._runtime.reducer.waves, self._updater.scale.value
+        self._runtime.reducer.watch(loss)
         try:
             (loss if scale == 1.0 else loss * scale).backward()
         except RuntimeError as error:
@@ -130,6 +120,8 @@ class Engine:
     def step(self) -> StepResult:
         """End a micro-batch; after the last one of a batch clip, update the parameters, and zero the gradients."""
         self._check_open()
+        if self._whole.num_gathered:
+            raise PartitaError("engine.step() inside engine.gathered(...): leave the block first")
         self._runtime.reducer.end_micro_batch()
         self._runtime.residency.end_micro_batch()
         self._micro += 1

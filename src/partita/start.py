@@ -20,6 +20,7 @@ from partita.optim.build import Factory
 
 _log = logging.getLogger("partita")
 
+
 def initialize(
     model: nn.Module,
     config: str | Path | Mapping[str, Any] | Config | None = None,

@@ -51,7 +51,11 @@ def micro_batch(step: int, part: int) -> Tensor:
 def trained(zero: Mapping[str, Any], how: str) -> tuple[list[float], list[float | None], dict[str, Tensor]]:
     """The same global batches in another way: mean losses, norms and weights."""
     accumulate = NUM_PARTS // world()
-    config = {"optimizer": ADAMW, "zero": zero, "batch": {"accumulate": 1 if how == "several backwards" else accumulate}}
+    config = {
+        "optimizer": ADAMW,
+        "zero": zero,
+        "batch": {"accumulate": 1 if how == "several backwards" else accumulate},
+    }
     torch.manual_seed(0)
     losses, norms = [], []
     with small_buckets(), partita.initialize(Stack(), config) as engine:
@@ -63,10 +67,7 @@ def trained(zero: Mapping[str, Any], how: str) -> tuple[list[float], list[float 
                 total += engine.mean(loss).item() / accumulate
                 if how == "several backwards":
                     engine.backward(loss / accumulate)
-                elif how == "no_sync but the last" and not last:
-                    with engine.no_sync():
-                        engine.backward(loss)
-                elif how == "no_sync around all":
+                elif (how == "no_sync but the last" and not last) or how == "no_sync around all":
                     with engine.no_sync():
                         engine.backward(loss)
                 else:
@@ -97,7 +98,7 @@ def compare(how: str) -> None:
 
 def everything_in_no_sync() -> None:
     """The step inside no_sync, too: it reduces what is there."""
-    losses, weights = plain_training()
+    _, weights = plain_training()
     for zero in PLANS.values():
         torch.manual_seed(0)
         config = {"optimizer": ADAMW, "zero": zero, "batch": {"accumulate": NUM_PARTS // world()}}

@@ -3,13 +3,12 @@
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 
 from tests.local import pool
 from tests.local.test_visits import freeze, siamese
-from tests.local.training import PLANS, Recipe, Stack, check, inputs, square_loss
+from tests.local.training import Recipe, Stack, check, inputs, square_loss
 
 
 class Recomputed(Stack):

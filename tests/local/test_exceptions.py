@@ -7,15 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import partita
 from partita import PartitaError
 from tests.local import pool
-from tests.local.training import ADAMW, PLANS, Stack, assert_idle, inputs, rank, small_buckets, square_loss, whole_weights
+from tests.local.training import (
+    ADAMW,
+    PLANS,
+    Stack,
+    assert_idle,
+    inputs,
+    rank,
+    small_buckets,
+    square_loss,
+    whole_weights,
+)
 
 
-class Boom(Exception):
+class BoomError(Exception):
     pass
 
 
@@ -31,7 +41,7 @@ class Fuse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if Fuse.lit:
-            raise Boom("in backward")
+            raise BoomError("in backward")
         return grads[0]
 
 
@@ -46,7 +56,7 @@ class Fragile(Stack):
             x = block(x)
             if number == 2:
                 if self.fails_at == "root":
-                    raise Boom("in the root's forward")
+                    raise BoomError("in the root's forward")
                 x = Fuse.apply(x)
         return self.last(x)
 
@@ -68,14 +78,14 @@ def fail(engine: partita.Engine, where: str) -> None:
     try:
         if where == "backward":
             loss, Fuse.lit = square_loss(engine, rank(), 50), True
-            with pytest.raises(Boom):
+            with pytest.raises(BoomError):
                 engine.backward(loss)
         elif where == "plain backward":
             loss, Fuse.lit = square_loss(engine, rank(), 50), True
-            with pytest.raises(Boom):
+            with pytest.raises(BoomError):
                 loss.backward()
         else:
-            with pytest.raises(Boom):
+            with pytest.raises(BoomError):
                 square_loss(engine, rank(), 50)
     finally:
         Fuse.lit, module.fails_at = False, ""
@@ -84,7 +94,7 @@ def fail(engine: partita.Engine, where: str) -> None:
 
 
 def _raise(*_: Any) -> None:
-    raise Boom("in a hook")
+    raise BoomError("in a hook")
 
 
 def train_over(zero: Mapping[str, Any], where: str, plain: bool) -> tuple[list[float], dict[str, Tensor]]:

@@ -1,6 +1,5 @@
 """Frozen parameters cost no gradient, master or optimizer memory; they may be unfrozen and frozen again at any step."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -9,8 +8,8 @@ from torch import Tensor, nn
 
 import partita
 from tests.local import pool
-from tests.local.test_visits import freeze, only_last_biases, only_norms
-from tests.local.training import PLANS, WIDTH, Recipe, Stack, check, inputs, rank, square_loss, train
+from tests.local.test_visits import freeze, only_norms
+from tests.local.training import PLANS, WIDTH, Recipe, Stack, check, inputs, rank, square_loss
 
 QUANTUM = 256
 

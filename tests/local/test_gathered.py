@@ -1,12 +1,10 @@
 """engine.gathered: whole parameters for a while, to read and to write; and engine uses of all kinds in turn."""
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partita
@@ -34,7 +32,9 @@ def reads() -> None:
                 assert is_resting(module.blocks[2].up.weight) == (zero["stage"] == 3)
                 with engine.gathered(module.blocks[1]):
                     pass
-                assert torch.equal(module.blocks[1].up.weight, expected["blocks.1.up.weight"]), "held by the outer block"
+                assert torch.equal(module.blocks[1].up.weight, expected["blocks.1.up.weight"]), (
+                    "held by the outer block"
+                )
             assert is_resting(module.blocks[1].up.weight) == (zero["stage"] == 3)
             assert_idle(engine)
 

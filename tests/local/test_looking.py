@@ -1,7 +1,6 @@
 """Whole gradients and optimizer states by name, state dicts, exported weights, and the two reports."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from partita.estimate.memory import model_state_bytes
 from tests.local import pool
 from tests.local.models import CASES
 from tests.local.test_visits import Tied, freeze
-from tests.local.training import ADAMW, PLANS, WIDTH, Recipe, Stack, inputs, rank, square_loss, train_plain, world
+from tests.local.training import ADAMW, PLANS, WIDTH, Recipe, Stack, rank, square_loss, train_plain
 
 
 def gradients_and_states() -> None:
@@ -174,13 +173,16 @@ def wrong_weights(folder: Path) -> None:
     with (
         pytest.warns(UserWarning, match=r"no values for 6 parameters \('blocks.2.norm.weight', "),
         partita.initialize(model, {"zero": {"stage": 3}}, weights=folder) as engine,
+        engine.gathered(),
     ):
-        with engine.gathered():
-            torch.testing.assert_close(model.blocks[2].up.weight, kept) if rank() == 0 else None
+        torch.testing.assert_close(model.blocks[2].up.weight, kept) if rank() == 0 else None
     with torch.device("meta"):
         unknown: Any = Stack(2)
     unknown.extra = nn.Parameter(torch.ones(3, device="meta"))
-    with pytest.raises(PartitaError, match="'extra' is on the meta device"):
+    with (
+        pytest.raises(PartitaError, match="'extra' is on the meta device"),
+        pytest.warns(UserWarning, match=r"no values for 1 parameters \('extra'\)"),
+    ):
         partita.initialize(unknown, {"zero": {"stage": 3}}, weights=folder)
     wider: Any = Stack(2)
     wider.last = nn.Linear(WIDTH, 3)

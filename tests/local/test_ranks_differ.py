@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 import partita
@@ -11,16 +10,12 @@ from partita import PartitaError
 from tests.local import pool
 from tests.local.training import (
     PLANS,
-    WIDTH,
     Block,
     Recipe,
     Stack,
-    assert_idle,
     check,
     inputs,
-    module_of,
     rank,
-    small_buckets,
     square_loss,
     train,
 )

@@ -19,19 +19,15 @@ from tests.local import pool
 from tests.local.training import (
     PLANS,
     WIDTH,
-    Block,
     Recipe,
     Stack,
-    assert_idle,
     check,
     inputs,
-    module_of,
     quiet,
     rank,
     same,
     square_loss,
     train,
-    whole_weights,
 )
 
 SHARDED = {"zero": {"stage": 3}}
@@ -65,7 +61,7 @@ def metadata() -> None:
             assert str(tuple(expected.shape)) in repr(param)
             assert "rest" in repr(param)
         assert str(engine.module) == str(plain)
-        assert "at rest" in str(list(engine.module.parameters())[0])
+        assert "at rest" in str(next(engine.module.parameters()))
         assert "at rest" in f"{engine.module.first.weight}"
         count = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
         assert count == sum(p.numel() for p in plain.parameters())
@@ -368,7 +364,9 @@ def test_metadata_answers() -> None:
 def test_reading_names_the_parameter_and_the_remedy() -> None:
     for said in pool.run(2, reads):
         wrong = {
-            name: text for name, text in said.items() if not ("'first.weight' is at rest" in text and "gathered" in text)
+            name: text
+            for name, text in said.items()
+            if not ("'first.weight' is at rest" in text and "gathered" in text)
         }
         assert not wrong, wrong
 

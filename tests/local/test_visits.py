@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import partita
 from tests.local import pool
 from tests.local.training import (
     PLANS,
@@ -16,12 +15,9 @@ from tests.local.training import (
     Block,
     Recipe,
     Stack,
-    assert_idle,
     check,
     inputs,
     module_of,
-    quiet,
-    rank,
     square_loss,
 )
 

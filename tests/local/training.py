@@ -187,14 +187,15 @@ def check(recipe: Recipe, plans: Mapping[str, Mapping[str, Any]] = PLANS) -> Non
 
 
 def same(one: Trained, other: Trained, what: str) -> None:
-    """Losses, norms and weights are equal bit for bit."""
-    assert one.losses == other.losses, f"{what}: losses {one.losses}, {other.losses}"
-    assert one.norms == other.norms, f"{what}: norms {one.norms}, {other.norms}"
+    """Losses, norms (also those that are no numbers) and weights are equal bit for bit."""
+    assert str(one.losses) == str(other.losses), f"{what}: losses {one.losses}, {other.losses}"
+    assert str(one.norms) == str(other.norms), f"{what}: norms {one.norms}, {other.norms}"
     for step, (mine, theirs) in enumerate(zip(one.gradients, other.gradients, strict=True)):
         for name, grad in mine.items():
             assert (grad is None) == (theirs[name] is None), f"{what}: gradient of {name} in step {step}"
             if grad is not None:
-                torch.testing.assert_close(grad, theirs[name], rtol=1e-5, atol=1e-6, msg=f"{what}: {name}, step {step}")
+                where = f"{what}: {name}, step {step}"
+                torch.testing.assert_close(grad, theirs[name], rtol=1e-5, atol=1e-6, equal_nan=True, msg=where)
     differ = [name for name in one.weights if not torch.equal(one.weights[name], other.weights[name])]
     assert not differ, f"{what}: weights {differ} differ"
 
@@ -221,7 +222,9 @@ def whole_weights(engine: partita.Engine) -> dict[str, Tensor]:
 def assert_idle(engine: partita.Engine) -> None:
     """Between steps nothing is open: units rest, all slots of all rings are back, no reduction is under way."""
     residency, reducer = engine._runtime.residency, engine._runtime.reducer
-    open_units = [u.title for u in residency.units if u.state is not UnitState.RESTING or u.visits or u.pinned or u.slot]
+    open_units = [
+        u.title for u in residency.units if u.state is not UnitState.RESTING or u.visits or u.pinned or u.slot
+    ]
     assert not open_units, f"open: {open_units}"
     held = engine.memory_report().held
     assert _free_bytes(engine._runtime.ring) == held.get(("ring", "device"), 0)

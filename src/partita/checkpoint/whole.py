@@ -22,6 +22,7 @@ class Whole:
         self._runtime, self._views, self._optimizer = runtime, views, optimizer
         self._collectives: Collectives = runtime.collectives
         self._row = self._collectives.mesh.index(DATA)
+        self.num_gathered = 0  # blocks of gathered that are open
         self._named = {fqn: member for _, member in runtime.members() for fqn in member.holding.fqns}
 
     def member(self, name: str) -> Member:
@@ -99,27 +100,46 @@ class Whole:
     @contextmanager
     def gathered(self, items: tuple[nn.Module | nn.Parameter, ...], modify: bool) -> Iterator[None]:
         """Hold the units of the given modules and parameters whole (see :meth:`Engine.gathered`)."""
-        wanted = {id(p) for item in items for p in (item.parameters() if isinstance(item, nn.Module) else (item,))}
-        chosen = [(unit, member) for unit, member in self._runtime.members() if id(member.param) in wanted]
-        if len({id(member.param) for _, member in chosen}) < len(wanted):
-            raise PartitaError("engine.gathered: a given module or parameter is no part of the engine's model")
-        units = list({id(unit): unit for unit, _ in chosen}.values())
+        wanted = self._parameters_of(items)
+        units = [unit for unit in self._runtime.units if any(id(m.param) in wanted for m in unit.members)]
         sharded = [unit for unit in units if unit.shards]
         self._runtime.residency.hold(sharded)
-        before = {id(member.param): member.param._version for _, member in chosen}
+        self.num_gathered += 1
+        members = [member for unit in units for member in unit.members]
+        before = [member.param._version for member in members]
         try:
             yield
-            changed = [member.fqn for _, member in chosen if member.param._version != before[id(member.param)]]
-            if changed and not modify:
-                raise PartitaError(
-                    f"parameter '{changed[0]}' was written inside engine.gathered(...) without modify=True: the change "
-                    "would be lost; pass modify=True"
-                )
+            for member, version in zip(members, before, strict=True):
+                asked = modify and id(member.param) in wanted
+                if member.param._version != version and not asked:
+                    raise PartitaError(
+                        f"parameter '{member.fqn}' was written inside engine.gathered(...) without being given to it "
+                        "with modify=True: the ranks and the optimizer would not learn of it"
+                    )
             if modify:
                 for unit in units:
                     self._write_back(unit)
         finally:
+            self.num_gathered -= 1
             self._runtime.residency.let_go(sharded)
+
+    def _parameters_of(self, items: tuple[nn.Module | nn.Parameter, ...]) -> set[int]:
+        """Ids of the parameters that are asked for."""
+        known = {id(member.param) for _, member in self._runtime.members()}
+        wanted = set[int]()
+        for item in items:
+            if not isinstance(item, nn.Module | nn.Parameter):
+                raise PartitaError(f"engine.gathered: expected modules and parameters; got a {type(item).__name__}")
+            wanted.update(id(param) for param in (item.parameters() if isinstance(item, nn.Module) else (item,)))
+        if not wanted <= known:
+            raise PartitaError("engine.gathered: a given module or parameter is no part of the engine's model")
+        return wanted
+
+    def raise_together(self, problem: str | None) -> None:
+        """Raise on every rank what any rank met."""
+        for found in self._collectives.exchange_objects(problem, DATA):
+            if found is not None:
+                raise PartitaError(found)
 
     def _write_back(self, unit: Unit) -> None:
         """Make rank 0's values those of all ranks, and of what rests."""

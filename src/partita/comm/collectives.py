@@ -172,12 +172,15 @@ class Collectives:
         if num == 1:
             return
         group = self.mesh.group(axes, "parameters")
-        works = []
-        for tensor in tensors:
+        works, copies = [], [tensor.contiguous() for tensor in tensors]
+        for tensor in copies:
             self._count("broadcast", axes, purpose, (num - 1) * tensor.nbytes if self.mesh.index(axes) == 0 else 0)
             works.append(dist.broadcast(tensor, group=group, group_src=0, async_op=True))
         for work in works:
             Handle([work], self._name("broadcast", axes, purpose)).wait()
+        for tensor, sent in zip(tensors, copies, strict=True):
+            if sent is not tensor:
+                tensor.copy_(sent)
 
     def exchange_objects(self, value: object, axes: tuple[str, ...]) -> list[Any]:
         """Every rank's ``value``, in rank order. For rare, small Python values (reports, names in an error)."""

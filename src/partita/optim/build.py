@@ -2,17 +2,17 @@
 
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from partita.config import schema
 from partita.errors import ConfigError
 
 Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
+Scheduling = Callable[[Optimizer], LRScheduler]
 
 
 def build_optimizer(
@@ -21,16 +21,18 @@ def build_optimizer(
     """The user's optimizer, the one that the user's callable makes, or the config's (torch's fused kernels).
 
     Raises:
-        ConfigError: the callable does not return a ``torch.optim.Optimizer``.
+        ConfigError: what is given is no optimizer, and no callable that returns one.
     """
     if isinstance(given, Optimizer):
         return given
     if given is not None:
+        if not callable(given):
+            raise ConfigError(
+                f"optimizer: expected a torch.optim.Optimizer or a callable that makes one; got a {_kind(given)}"
+            )
         made = given(params)
         if not isinstance(made, Optimizer):
-            raise ConfigError(
-                f"optimizer: the callable returned a {type(made).__name__}, expected a torch.optim.Optimizer"
-            )
+            raise ConfigError(f"optimizer: the callable returned a {_kind(made)}, expected a torch.optim.Optimizer")
         return made
     adam = {"lr": section.lr, "betas": tuple(section.betas), "eps": section.eps, "weight_decay": section.weight_decay}
     if section.name == "adamw":
@@ -41,21 +43,62 @@ def build_optimizer(
     return torch.optim.SGD(params, section.lr, momentum=section.momentum, weight_decay=section.weight_decay, fused=True)
 
 
-def build_schedule(optimizer: Optimizer, section: schema.Schedule) -> LambdaLR:
+def build_schedule(
+    optimizer: Optimizer, section: schema.Schedule, given: LRScheduler | Scheduling | None = None
+) -> LRScheduler:
+    """The user's scheduler, the one that the user's callable makes, or the config's.
+
+    Raises:
+        ConfigError: what is given is no scheduler of ``optimizer``, or one that has to be told a metric.
+    """
+    if given is None:
+        return Schedule(optimizer, section)
+    if not isinstance(given, LRScheduler) and not callable(given):
+        raise ConfigError(f"scheduler: expected a torch scheduler or a callable that makes one; got a {_kind(given)}")
+    made = given if isinstance(given, LRScheduler) else given(optimizer)
+    if not isinstance(made, LRScheduler):
+        raise ConfigError(f"scheduler: the callable returned a {_kind(made)}, expected a torch scheduler")
+    if isinstance(made, ReduceLROnPlateau):
+        raise ConfigError(
+            "scheduler: ReduceLROnPlateau has to be told a metric, which the engine does not know; make it on "
+            "engine.optimizer and call its step(metric) yourself"
+        )
+    if made.optimizer is not optimizer:
+        raise ConfigError(
+            "scheduler: it was made on another optimizer than the engine's; pass that optimizer, too, or a callable"
+        )
+    return made
+
+
+class Schedule(LRScheduler):
     """A schedule over optimizer steps: linear warm-up, then constant, or linear or cosine decay to ``min_lr``.
 
-    Every group starts from its own rate; one whose rate is below ``min_lr`` keeps it.
+    Every group starts from its own rate; one whose rate is below ``min_lr`` keeps it. A constant schedule leaves the
+    rates alone after the warm-up, so that they may be set by hand or by another scheduler.
     """
 
-    def factor(least: float, step: int) -> float:
-        if step < section.warmup_steps:
-            return (step + 1) / (section.warmup_steps + 1)
-        if section.name == "constant":
+    def __init__(self, optimizer: Optimizer, section: schema.Schedule) -> None:
+        self._name, self._warmup, self._least = section.name, section.warmup_steps, section.min_lr
+        self._total = section.total_steps or 0
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The rate of each group in the next step; groups may have been added since."""
+        step, groups = self.last_epoch, self.optimizer.param_groups
+        if self._name == "constant" and step > self._warmup:
+            return [group["lr"] for group in groups]
+        peaks = [float(group.setdefault("initial_lr", group["lr"])) for group in groups]
+        return [peak * self._factor(min(1.0, self._least / peak) if peak else 1.0, step) for peak in peaks]
+
+    def _factor(self, least: float, step: int) -> float:
+        if step < self._warmup:
+            return (step + 1) / (self._warmup + 1)
+        if self._name == "constant":
             return 1.0
-        decay_steps = (section.total_steps or 0) - section.warmup_steps
-        done = min(1.0, (step - section.warmup_steps) / max(1, decay_steps))
-        left = 1.0 - done if section.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        done = min(1.0, (step - self._warmup) / max(1, self._total - self._warmup))
+        left = 1.0 - done if self._name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
         return least + (1.0 - least) * left
 
-    rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
-    return LambdaLR(optimizer, [partial(factor, min(1.0, section.min_lr / lr) if lr else 1.0) for lr in rates])
+
+def _kind(value: object) -> str:
+    return type(value).__name__

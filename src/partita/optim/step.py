@@ -83,6 +83,7 @@ class Updater:
         self._row = self._collectives.mesh.index(DATA)
         self._buckets = reducer.buckets
         self._steps = 0
+        reducer.trace = scale.dynamic
         self._num_states = -1
 
     def update(self) -> StepResult:

@@ -6,6 +6,7 @@ per-group rates, schedulers and hooks stay as they are.
 """
 
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,9 @@ class Views:
         self._ledger = ledger
         self._known = {id(member.param) for unit in units for member in unit.members}
         self._views = {id(m.param): View(m) for unit in units for m in unit.members if m.param.is_floating_point()}
+        self._grouped = set[
+            int
+        ]()  # views of parameters that a group holds, also of those that this rank has no part of
         self._by_tensor = {id(view.tensor): view for view in self._views.values()}
 
     def __iter__(self) -> Iterator[View]:
@@ -71,25 +75,30 @@ class Views:
         A parameter of which this rank owns nothing leaves the group. Called again, it takes up groups added since.
 
         Raises:
-            ConfigError: a group holds a tensor that is no parameter of the model.
+            ConfigError: a group holds a tensor that is no parameter of the model, or one that another group holds.
         """
+        if all(id(param) in self._by_tensor for group in optimizer.param_groups for param in group["params"]):
+            return
+        check_groups(optimizer, self._known | self._by_tensor.keys())
         for number, group in enumerate(optimizer.param_groups):
-            if all(id(param) in self._by_tensor for param in group["params"]):
-                continue
             params = []
             for param in group["params"]:
                 view = self._by_tensor.get(id(param)) or self.of(param)
-                if view is None and id(param) not in self._known:
-                    raise ConfigError(
-                        f"optimizer group {number} holds a tensor of shape {tuple(param.shape)} that is no "
-                        "parameter of the model; build the optimizer on model.parameters()"
-                    )
-                if view is None or not view.num_elements:
+                if view is None:
                     continue
-                if param is not view.tensor and param in optimizer.state:
-                    optimizer.state[view.tensor] = self._cut(optimizer.state.pop(param), view)
-                params.append(view.tensor)
+                if param is not view.tensor:
+                    self._take(number, view)
+                    state = optimizer.state.pop(param, None)
+                    if state and view.num_elements:
+                        optimizer.state[view.tensor] = self._cut(state, view)
+                if view.num_elements:
+                    params.append(view.tensor)
             group["params"] = params
+
+    def _take(self, number: int, view: View) -> None:
+        if id(view) in self._grouped:
+            raise ConfigError(f"optimizer group {number} holds '{view.member.fqn}', as an earlier group does")
+        self._grouped.add(id(view))
 
     def _cut(self, state: dict[str, object], view: View) -> dict[str, object]:
         numel = view.member.span.num_elements
@@ -108,6 +117,21 @@ class Views:
         for view in self:
             if view.member.segment is segment:
                 view.connect()
+
+
+def check_groups(optimizer: torch.optim.Optimizer, known: AbstractSet[int]) -> None:
+    """Refuse an optimizer on other tensors than those with the ``known`` ids.
+
+    Raises:
+        ConfigError: a group holds a tensor that is no parameter of the model.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in known:
+                raise ConfigError(
+                    f"optimizer group {number} holds a tensor of shape {tuple(param.shape)} that is no parameter of "
+                    "the model; build the optimizer on model.parameters()"
+                )
 
 
 def moment_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -7,6 +7,7 @@ operations is empty.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby, takewhile
 
 from partita.plan.mesh_shape import MeshShape, expand
@@ -68,6 +69,7 @@ class Write:
 Step = AllGather | ReduceScatter | AllReduce | Slice | Encode | Copy | Read | Write
 
 
+@cache
 def steps(src: Residence, dst: Residence, mesh: MeshShape) -> tuple[Step, ...]:
     """The ordered operations from ``src`` to ``dst``; empty when nothing has to move.
 

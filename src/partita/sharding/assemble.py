@@ -5,9 +5,10 @@ Every rank ends with rank 0's values. A model on the ``meta`` device is initiali
 whole.
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,8 @@ from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import Encodings, StatePlan, preset, preset_name
 from partita.sharding.casts import keep_fp32_modules
 from partita.sharding.dtypes import encoding_of
-from partita.sharding.group_units import Holding, group_units
+from partita.sharding.group_units import Holding, find_holdings, group_units
+from partita.sharding.initialize import initialize_module
 from partita.sharding.unit import Segment, Unit, check_supported
 
 DATA = ("data",)
@@ -86,45 +88,82 @@ def _encoding(holding: Holding, compute: Encoding, kept: set[int]) -> Encoding:
     return ENCODINGS["fp32"] if stays else compute
 
 
-Source = Callable[[list[str]], Tensor | None]
+class Source(Protocol):
+    """Where values come from instead of the model: whole tensors by name."""
+
+    title: str
+
+    def find(self, names: Sequence[str]) -> str | None:
+        """The first of the names that there is a tensor of."""
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str) -> Tensor: ...
 
 
 class Assembly:
     """Fills units with the model's values, one after the other.
 
-    ``source`` brings the values of a parameter or buffer by any of its names, whole, and is asked on rank 0 only;
-    without one the model's own values are taken.
+    Where there is a ``source``, it brings the values of parameters and buffers by any of their names; they are read on
+    rank 0 only. What it lacks keeps the model's own values.
+
+    Raises:
+        ConfigError: a tensor of the source has another shape, or none is the model's.
     """
 
     def __init__(self, model: nn.Module, collectives: Collectives, ledger: Ledger, source: Source | None) -> None:
         self._model, self._collectives, self._ledger, self._source = model, collectives, ledger, source
         self._device = collectives.mesh.device
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        if source is not None:
+            self._check_source(source)
+
+    def _check_source(self, source: Source) -> None:
+        missing, holdings = [], find_holdings(self._model)
+        for holding in holdings:
+            name, wanted = source.find(holding.fqns), tuple(holding.param.shape)
+            if name is None:
+                missing.append(holding.fqns[0])
+            elif source.shape(name) != wanted:
+                raise ConfigError(
+                    f"{source.title}: '{name}' has the shape {source.shape(name)}, the model's has {wanted}"
+                )
+        if len(missing) == len(holdings):
+            raise ConfigError(
+                f"{source.title}: none of its tensors is a parameter of {type(self._model).__name__}, whose first is "
+                f"'{missing[0]}'"
+            )
+        if missing and self._collectives.mesh.rank == 0:
+            listed = ", ".join(f"'{name}'" for name in missing[:5]) + ", ..." * (len(missing) > 5)
+            warnings.warn(
+                f"{source.title} has no values for {len(missing)} parameters ({listed}); they start as the model makes "
+                "them",
+                stacklevel=2,
+            )
+
+    def _has(self, *names: str) -> bool:
+        return self._source is not None and self._source.find(names) is not None
 
     def fill(self, unit: Unit) -> None:
         """Move a unit's values into its buffers, the same on every rank, and keep what rests; the unit is left
         whole.
         """
-        fresh = [member for member in unit.members if member.param.is_meta]
+        fresh = [member for member in unit.members if member.param.is_meta and not self._has(*member.holding.fqns)]
         for member in unit.members:
             unit.adopt(member)
-        if self._source is not None:
-            self._load(unit, self._source)
-        elif fresh:
-            owners = {id(owner): owner for member in fresh for owner, _ in member.holding.owners}
-            for owner in owners.values():
-                initialize_module(self._model, owner, fresh[0].fqn)
+        owners = {id(owner): owner for member in unit.members for owner, _ in member.holding.owners}
+        needed = {id(owner) for member in fresh for owner, _ in member.holding.owners}
+        for key, owner in reversed(owners.items()):  # parents last: they may set what is inside them anew
+            if key in needed or self._needs_buffers(owner):
+                initialize_module(self._model, owner, self._paths[key], self._device)
+        if self._source is not None and self._collectives.mesh.rank == 0:
+            for member in unit.members:
+                if (name := self._source.find(member.holding.fqns)) is not None:
+                    with torch.no_grad():
+                        member.param.copy_(self._source.read(name))
         self._collectives.broadcast([segment.full for segment in unit.segments], DATA, "start")
         for segment in unit.segments:
             segment.cut_rest(self._ledger)
-
-    def _load(self, unit: Unit, source: Source) -> None:
-        if self._collectives.mesh.rank:
-            return
-        for member in unit.members:
-            values = source(member.holding.fqns)
-            if values is not None:
-                with torch.no_grad():
-                    member.param.copy_(values)
 
     def fill_buffers(self) -> None:
         """Move the model's buffers to the device; every rank gets rank 0's values.
@@ -132,41 +171,22 @@ class Assembly:
         Raises:
             ConfigError: a buffer is still on ``meta``.
         """
-        for module_name, module in self._model.named_modules():
+        for path, module in self._model.named_modules():
+            if self._needs_buffers(module):
+                initialize_module(self._model, module, path, self._device)
             for name, buffer in module._buffers.items():
                 if buffer is None:
                     continue
-                where = f"{module_name}.{name}" if module_name else name
-                if self._source is not None and (values := self._source([where])) is not None:
-                    module._buffers[name] = buffer = values.to(buffer.dtype)
-                if buffer.is_meta:
-                    raise ConfigError(
-                        f"buffer '{where}' is on the meta device, and no reset_parameters of "
-                        f"{type(module).__name__} fills it; fill it there, or build the model on a real device"
-                    )
-                if buffer.device != self._device:
-                    module._buffers[name] = buffer.to(self._device)
-        self._collectives.broadcast([b.contiguous() for b in self._model.buffers()], DATA, "start")
+                where = f"{path}.{name}" if path else name
+                if self._source is not None and (found := self._source.find([where])) is not None:
+                    buffer = self._source.read(found).to(buffer.dtype)
+                module._buffers[name] = buffer.to(self._device)
+        self._collectives.broadcast(list(self._model.buffers()), DATA, "start")
 
-
-def initialize_module(model: nn.Module, module: nn.Module, fqn: str) -> None:
-    """Give the parameters of one module their initial values.
-
-    Raises:
-        ConfigError: the module has no way to initialize itself.
-    """
-    reset: Callable[[], Any] | None = getattr(module, "reset_parameters", None)
-    by_model: Callable[[nn.Module], Any] | None = getattr(model, "_init_weights", None)
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            module._buffers[name] = torch.empty_like(buffer, device="cpu")
-    with torch.no_grad():
-        if by_model is not None:
-            by_model(module)
-        elif reset is not None:
-            reset()
-        else:
-            raise ConfigError(
-                f"parameter '{fqn}' is on the meta device, and {type(module).__name__} has no reset_parameters() to "
-                "initialize it: add that method, or build the model on a real device"
-            )
+    def _needs_buffers(self, module: nn.Module) -> bool:
+        """Whether a buffer of the module itself has no values, and the source has none for it."""
+        path = self._paths[id(module)]
+        return any(
+            buffer is not None and buffer.is_meta and not self._has(f"{path}.{name}" if path else name)
+            for name, buffer in module._buffers.items()
+        )

@@ -92,8 +92,8 @@ class ForwardHooks:
     """Hooks on the model itself: what happens once a forward, whatever the stage.
 
     ``prepare(args, kwargs)`` returns the arguments to use; ``depth_changed`` is told how many forwards are under way (a
-    model may call itself); ``graph_ended`` is called at the end of the outermost and returns what to call when a gradient
-    reaches its output.
+    model may call itself); ``graph_ended`` is called at the end of the outermost and returns what to call when a
+    gradient reaches its output.
     """
 
     def __init__(

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from partita.comm.collectives import Collectives
 from partita.memory.ledger import Ledger
@@ -29,8 +30,9 @@ class GradientReducer:
     micro-batches.
 
     ``reduce_now`` says whether gradients that rest whole are to be reduced as this backward brings them (the last
-    micro-batch); ``synchronize`` is off inside ``no_sync``, where gradients stay with their parameters, whole. With
-    ``trace`` on, ``suspect`` tells whether this rank sent a gradient that is not finite since the last update.
+    micro-batch); ``synchronize`` is off inside ``no_sync``, where gradients stay with their parameters, whole.
+    ``suspect`` tells whether this rank's loss, or with ``trace`` on a gradient that it sent, was not finite since the
+    last update.
     """
 
     def __init__(self, buckets: list[Bucket], collectives: Collectives, ledger: Ledger, accumulate: int) -> None:
@@ -53,7 +55,7 @@ class GradientReducer:
         self.reduce_now = True
         self.synchronize = True
         self.trace = False
-        self.suspect = False
+        self._finite: Tensor | None = None
         self._took_part = False
 
     def add(self, bucket: Bucket) -> None:
@@ -67,6 +69,16 @@ class GradientReducer:
                 self._sending.provide(bucket.num_bytes, SENDING)
 
     # ---------------------------------------------------------------- in backward
+
+    def watch(self, value: Tensor) -> None:
+        """Remember whether a number of this rank's is finite, without waiting for it."""
+        finite = value.detach().isfinite().all()
+        self._finite = finite if self._finite is None else self._finite & finite
+
+    @property
+    def suspect(self) -> bool:
+        """Whether a number that was watched since the last update is not finite."""
+        return self._finite is not None and not bool(self._finite)
 
     def backward_began(self) -> None:
         """A gradient reached the model's output: the wave ends with this backward (once a backward)."""
@@ -109,7 +121,8 @@ class GradientReducer:
 
     def _waiting(self, bucket: Bucket) -> list[Member]:
         """Members whose gradients are still with their parameters."""
-        return [member for member in bucket.members if member.param.grad is not None]
+        with torch._C.DisableTorchFunctionSubclass():  # resting parameters answer through Python
+            return [member for member in bucket.members if member.param.grad is not None]
 
     def _launch_ready(self) -> None:
         while self._next < len(self.buckets) and self.buckets[self._next].complete:
@@ -189,7 +202,7 @@ class GradientReducer:
             self._finish()
         assert bucket.whole is not None
         if self.trace:
-            self.suspect |= not bool(torch.isfinite(bucket.whole.sum(dtype=torch.float32)))
+            self.watch(bucket.whole.sum(dtype=torch.float32))
         num = self.collectives.received_elements(bucket.num_elements, DATA)
         slot = self._receiving.borrow(num * bucket.dtype.itemsize)
         bucket.slots.append(slot)
@@ -279,11 +292,11 @@ class GradientReducer:
 
     def zero(self) -> None:
         """Forget all gradients; their memory is kept for the next step where the table says that it rests."""
-        self.suspect = False
+        self._finite = None
         self._ledger.remove("gradients", self._left_in_place)
         self._left_in_place = 0
         for bucket in self.buckets:
-            for member in bucket.members:
+            for member in self._waiting(bucket):
                 member.param.grad = None
             bucket.arrived.clear()
             bucket.fresh.clear()

@@ -44,6 +44,7 @@ class Residency:
         self._order: list[Unit] = []
         self._recorded: list[Unit] = []
         self._position = 0
+        self._records = True
         self._backward: dict[int, list[Visit]] = {}
         self._warned: set[str] = set()
         self.forward_depth = 0
@@ -54,8 +55,9 @@ class Residency:
     def open(self, unit: Unit) -> None:
         """Make a unit whole and keep it so until the matching :meth:`close`."""
         unit.visits += 1
-        if unit.visits == 1:
-            self._recorded.append(unit)
+        if unit.visits == 1 and not unit.holds:
+            if self._records:
+                self._recorded.append(unit)
             self._follow(unit)
         if unit.state is UnitState.RESTING:
             self._gather(unit, must=True)
@@ -165,6 +167,14 @@ class Residency:
         for unit in units:
             unit.holds -= 1
         self._rest_idle()
+
+    def begin_forward(self) -> None:
+        """A forward of the whole model begins. The order of the next step is learned from forwards that "
+        "have a backward."""
+        self.reset()
+        self._records = torch.is_grad_enabled()
+        if not self._records or not self._recorded:
+            self._position = 0
 
     def reset(self) -> None:
         """Close what an exception left open. Called when no forward and no backward is under way."""

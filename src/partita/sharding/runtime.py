@@ -104,7 +104,7 @@ class Runtime:
     def _prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before every forward of the whole model."""
         if torch._C._current_graph_task_id() == -1:
-            self.residency.reset()
+            self.residency.begin_forward()
         self._refresh()
         self._buffers.before_forward()
         return map_floats(args, self._compute), map_floats(kwargs, self._compute)

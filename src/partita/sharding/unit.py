@@ -25,8 +25,8 @@ from partita.plan.residence import Residence
 from partita.plan.span import SegmentLayout, Span, UnitLayout
 from partita.plan.state_plan import StatePlan
 from partita.plan.steps import steps
-from partita.sharding.dtypes import dtype_of
 from partita.sharding import resting
+from partita.sharding.dtypes import dtype_of
 from partita.sharding.group_units import Holding, UnitSpec
 
 
@@ -249,7 +249,8 @@ def check_supported(holding: Holding) -> None:
     param, name = holding.param, holding.fqns[0]
     if resting.is_claimed(param):
         raise ConfigError(
-            f"parameter '{name}' already belongs to another engine (one that is open, or was closed while the parameter "
+            f"parameter '{name}' already belongs to another engine (one that is open, or was closed while the "
+            "parameter "
             "was split over the ranks): close that one first, or build the model anew and pass weights="
         )
     plain = type(param) in (nn.Parameter, nn.parameter.Buffer) or isinstance(param, nn.Parameter)

@@ -1,0 +1,53 @@
+"""First values for modules that were built on the ``meta`` device, by their own means."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partita.errors import ConfigError
+
+
+def initialize_module(model: nn.Module, module: nn.Module, name: str, device: torch.device) -> None:
+    """Let a module fill its own parameters, which have memory by now, and its buffers, which get it here.
+
+    A Hugging Face model fills its modules by ``_init_weights``; any other module by ``reset_parameters``.
+
+    Raises:
+        ConfigError: neither is there, or a value is left without having been written.
+    """
+    for key, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[key] = torch.empty_like(buffer, device=device)
+    values = {**module._parameters, **module._buffers}
+    tensors = {key: value for key, value in values.items() if value is not None}
+    by_model: Callable[[nn.Module], Any] | None = getattr(model, "_init_weights", None)
+    own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    with torch.no_grad():
+        for tensor in tensors.values():
+            _blank(tensor)
+        if by_model is not None:
+            by_model(module)
+        if own is not None and (by_model is None or any(_is_blank(t) for t in tensors.values())):
+            own()
+        for key, tensor in tensors.items():
+            if _is_blank(tensor):
+                raise ConfigError(
+                    f"'{f'{name}.{key}' if name else key}' is on the meta device, and {type(module).__name__} has no "
+                    "reset_parameters() that fills it: add that method, or build the model on a real device"
+                )
+
+
+def _blank(tensor: Tensor) -> None:
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        tensor.fill_(torch.nan)
+    elif tensor.dtype is not torch.bool:
+        tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+def _is_blank(tensor: Tensor) -> bool:
+    """Whether an element is still as :func:`_blank` left it (two truth values leave no room to tell)."""
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return bool(tensor.isnan().any())
+    return tensor.dtype is not torch.bool and bool((tensor == torch.iinfo(tensor.dtype).max).any())

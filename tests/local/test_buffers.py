@@ -1,0 +1,142 @@
+"""Buffers: rank 0's at the start, and those that a training forward changes follow rank 0 (or stay each rank's own)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import partita
+from tests.local import pool
+from tests.local.training import PLANS, WIDTH, inputs, rank, square_loss
+
+SGD = {"name": "sgd", "lr": 0.1, "weight_decay": 0.0}
+
+
+class Normalized(nn.Module):
+    """Batch norms in the root and in units, a constant buffer, and one that the user writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3)])
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("constant", torch.full((3,), float(rank())))
+        self.register_buffer("sliced", torch.randn(4, 4).t())
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        if self.training:
+            self.steps += 1
+        return self.norm(x)
+
+
+def against_ddp() -> None:
+    """Batch statistics are each rank's own, running statistics are rank 0's: as in DistributedDataParallel."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Normalized())
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        square_loss(ddp, rank(), step).backward()
+        optimizer.step()
+    expected = {name: value.clone() for name, value in ddp.module.state_dict().items()}
+    for zero in PLANS.values():
+        torch.manual_seed(0)
+        with partita.initialize(Normalized(), {"zero": zero, "optimizer": SGD}) as engine:
+            for step in range(4):
+                engine.backward(square_loss(engine, rank(), step))
+                engine.step()
+            state = engine.state_dict()
+            buffers = dict(engine.module.named_buffers())
+        if rank() == 0:
+            for name, value in expected.items():
+                torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6, msg=name)
+        for name, value in buffers.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def start() -> None:
+    """Rank 0's buffers go to all at the start, whatever their strides."""
+    torch.manual_seed(rank())
+    with partita.initialize(Normalized(), {"zero": {"stage": 1}}) as engine:
+        module: Any = engine.module
+        assert torch.equal(module.constant, torch.zeros(3))
+        torch.manual_seed(0)
+        assert torch.equal(module.sliced, Normalized().sliced)
+
+
+def follow(setting: str) -> list[float]:
+    """Running means before and after an evaluation."""
+    with partita.initialize(Normalized(), {"communication": {"buffers": setting}}) as engine:
+        module: Any = engine.module
+        for step in range(2):
+            engine.backward(square_loss(engine, rank(), step))
+            engine.step()
+        square_loss(engine, 0, 5)  # the same samples everywhere: what differs is what was there before
+        engine.eval()
+        before = engine.traffic_report()
+        engine(inputs(0, 9))
+        assert not [key for key in engine.traffic_report().since(before).rows if key.purpose == "buffers"]
+        return module.norm.running_mean.tolist()
+
+
+def constants_do_not_travel() -> None:
+    with partita.initialize(Normalized(), {"zero": {"stage": 1}}) as engine:
+        for step in range(3):
+            before = engine.traffic_report()
+            engine.backward(square_loss(engine, rank(), step))
+            engine.step()
+            rows = engine.traffic_report().since(before).rows
+            calls = sum(row.calls for key, row in rows.items() if key.purpose == "buffers")
+            assert calls == 4 * 3 + (step > 0), "three buffers for each batch norm, and the counter once it has changed"
+
+
+def written_by_the_user() -> list[float]:
+    """A buffer that is written outside forward follows rank 0 at the next training forward."""
+    with partita.initialize(Normalized(), {"zero": {"stage": 3}}) as engine:
+        module: Any = engine.module
+        module.constant.fill_(5.0 + rank())
+        engine(inputs(rank(), 0))
+        return module.constant.tolist()
+
+
+def half_precision() -> None:
+    """Batch norms stay in fp32 where the rest computes in bf16."""
+    for zero in PLANS.values():
+        with partita.initialize(Normalized(), {"zero": zero, "precision": {"compute": "bf16"}}) as engine:
+            module: Any = engine.module
+            engine.backward(square_loss(engine, rank(), 0))
+            engine.step()
+            assert module.norm.running_mean.dtype == torch.float32
+            assert module.norm.weight.dtype == torch.float32
+            assert module.layers[0][0].weight.dtype == torch.bfloat16
+            assert module.norm.running_mean.abs().sum() > 0
+
+
+def test_running_statistics_as_in_ddp() -> None:
+    pool.run(2, against_ddp)
+
+
+def test_start_from_rank_0() -> None:
+    pool.run(2, start)
+
+
+def test_broadcast_or_local() -> None:
+    one, other = pool.run(2, follow, "broadcast")
+    assert one == other
+    one, other = pool.run(2, follow, "local")
+    assert one != other
+
+
+def test_constant_buffers_do_not_travel() -> None:
+    pool.run(2, constants_do_not_travel)
+
+
+def test_buffer_written_by_the_user() -> None:
+    assert pool.run(2, written_by_the_user) == [[5.0] * 3] * 2
+
+
+def test_batch_norm_in_half_precision() -> None:
+    pool.run(2, half_precision)

@@ -1,0 +1,217 @@
+"""Models built on the meta device: made real unit by unit, the same at every stage and on any number of ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import partita
+from partita import ConfigError
+from tests.local import pool
+from tests.local.models import CASES, parts
+from tests.local.training import (
+    PLANS,
+    WIDTH,
+    Block,
+    Stack,
+    assert_idle,
+    rank,
+    square_loss,
+    whole_weights,
+    world,
+)
+
+
+def on_meta(build: Any) -> Any:
+    with torch.device("meta"):
+        return build()
+
+
+def whole(build: Any, zero: dict[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(7 + rank())  # the values are rank 0's
+    model = on_meta(build)
+    with partita.initialize(model, {"zero": zero}) as engine:
+        assert all(not p.is_meta for p in model.parameters())
+        weights = whole_weights(engine)
+        engine.backward(square_loss(engine, rank(), 0))
+        assert engine.step().stepped
+        assert_idle(engine)
+    return weights
+
+
+def same_at_every_stage() -> dict[str, Tensor]:
+    results = [whole(Stack, zero) for zero in PLANS.values()]
+    for weights in results[1:]:
+        assert all(torch.equal(value, results[0][name]) for name, value in weights.items())
+    return results[0]
+
+
+def parameters_stay_the_same_objects() -> None:
+    for zero in PLANS.values():
+        model = on_meta(Stack)
+        before = {name: id(p) for name, p in model.named_parameters()}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with partita.initialize(model, {"zero": zero}, optimizer=optimizer) as engine:
+            assert {name: id(p) for name, p in model.named_parameters()} == before
+            first = whole_weights(engine)
+            engine.backward(square_loss(engine, rank(), 0))
+            assert engine.step().stepped
+            assert all(not torch.equal(value, first[name]) for name, value in whole_weights(engine).items())
+
+
+def distributions() -> None:
+    """Each module's own initialization: a norm's ones and zeros, a linear layer's bound."""
+    with partita.initialize(on_meta(Stack), {"zero": {"stage": 3}}) as engine, engine.gathered():
+        module: Any = engine.module
+        for block in module.blocks:
+            assert torch.equal(block.norm.weight, torch.ones(WIDTH))
+            assert torch.equal(block.norm.bias, torch.zeros(WIDTH))
+            assert 0.15 < block.up.weight.abs().max() <= 0.25
+        assert not torch.equal(module.blocks[0].up.weight, module.blocks[1].up.weight)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 4)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.output = nn.Linear(WIDTH, 8, bias=False)
+        self.output.weight = self.embedding.weight
+        self.register_buffer("scale", torch.ones(2))
+
+    def reset_parameters(self) -> None:
+        self.scale.fill_(3.0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + self.attention(x, x, x)[0]
+        return self.output(self.norm(x)) * self.scale[0]
+
+
+def buffers_and_ties() -> None:
+    for zero in PLANS.values():
+        model = on_meta(Tied)
+        with partita.initialize(model, {"zero": zero}) as engine:
+            assert torch.equal(model.scale, torch.full((2,), 3.0))
+            assert torch.equal(model.norm.running_var, torch.ones(WIDTH))
+            assert model.norm.num_batches_tracked == 0
+            assert model.output.weight is model.embedding.weight
+            with engine.gathered():
+                assert torch.equal(model.attention.in_proj_bias, torch.zeros(3 * WIDTH))
+                assert torch.equal(model.attention.out_proj.bias, torch.zeros(WIDTH))
+            engine.backward(engine(torch.arange(6)).square().mean())
+            assert engine.step().stepped
+
+
+class Silent(nn.Module):
+    """Makes a parameter in its constructor and has no way to make it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.gain = nn.Parameter(torch.ones(3))
+
+
+class Forgetful(Silent):
+    def reset_parameters(self) -> None:
+        """Forgets the gain."""
+
+
+class SilentBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("table", torch.arange(4))
+
+
+def without_reset() -> list[str]:
+    said = []
+    for build in (Silent, Forgetful, SilentBuffer):
+        model = nn.Sequential(nn.Linear(2, 2), on_meta(build))
+        with pytest.raises(ConfigError) as raised:
+            partita.initialize(model, {"zero": {"stage": 3}})
+        said.append(str(raised.value))
+    return said
+
+
+def half_meta() -> None:
+    """Some modules real, some not."""
+    torch.manual_seed(0)
+    model = Stack()
+    kept = model.blocks[0].up.weight.detach().clone()
+    model.blocks[1] = on_meta(Block)
+    with partita.initialize(model, {"zero": {"stage": 3}}) as engine, engine.gathered():
+        assert torch.equal(model.blocks[0].up.weight, kept) or rank()
+        assert torch.equal(model.blocks[1].norm.weight, torch.ones(WIDTH))
+
+
+def hugging_face(name: str) -> None:
+    case = CASES[name]
+    losses = []
+    for zero in PLANS.values():
+        torch.manual_seed(7)
+        with partita.initialize(case.build(device="meta"), {"zero": zero}) as engine:
+            loss = case.loss(engine(**parts(next(case.batches(4)), world())[rank()]))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    assert all(loss == losses[0] for loss in losses)
+    assert 3.5 < losses[0] < 6.0
+
+
+def streamed(name: str, folder: Path) -> None:
+    """A meta model with weights from a folder is the model they came from."""
+    case = CASES[name]
+    model = case.build()
+    batch = next(case.batches(2))
+    if rank() == 0:
+        model.save_pretrained(folder)
+    expected = case.loss(model.eval()(**batch)).item()
+    if world() > 1:
+        torch.distributed.barrier()
+    for zero in PLANS.values():
+        with partita.initialize(case.build(device="meta"), {"zero": zero}, weights=folder) as engine, torch.no_grad():
+            engine.eval()
+            assert case.loss(engine(**batch)).item() == expected
+
+
+def test_same_weights_at_every_stage_and_number_of_ranks() -> None:
+    results = [weights for world in (1, 2, 4) for weights in pool.run(world, same_at_every_stage)]
+    for weights in results[1:]:
+        assert all(torch.equal(value, results[0][name]) for name, value in weights.items())
+
+
+def test_parameters_stay_the_same_objects() -> None:
+    pool.run(2, parameters_stay_the_same_objects)
+
+
+def test_values_are_each_modules_own() -> None:
+    pool.run(2, distributions)
+
+
+def test_buffers_and_ties() -> None:
+    pool.run(2, buffers_and_ties)
+
+
+def test_modules_that_cannot_fill_themselves_are_named() -> None:
+    for said in pool.run(2, without_reset):
+        for text, name in zip(said, ("'1.gain'", "'1.gain'", "'1.table'"), strict=True):
+            assert name in text, text
+            assert "reset_parameters" in text
+
+
+def test_partly_on_meta() -> None:
+    pool.run(2, half_meta)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "mixtral"])
+def test_hugging_face_models(name: str) -> None:
+    pool.run(2, hugging_face, name)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_weights_are_streamed(name: str, tmp_path: Path) -> None:
+    pool.run(2, streamed, name, tmp_path)

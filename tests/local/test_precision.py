@@ -1,0 +1,358 @@
+"""Compute, master and gradient dtypes; loss scaling; gradients that are not finite."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import partita
+from partita import PartitaError
+from partita.optim import loss_scale
+from tests.local import pool
+from tests.local.training import (
+    PLANS,
+    WIDTH,
+    Recipe,
+    Stack,
+    assert_idle,
+    check,
+    inputs,
+    rank,
+    square_loss,
+    train,
+    whole_weights,
+)
+
+HALF = ("bf16", "fp16")
+
+
+SKIPPED = "step .* is not finite"
+
+
+def as_stage_0(precision: Mapping[str, Any]) -> None:
+    check(Recipe(Stack, config={"precision": precision}, plain=False, ignored=SKIPPED, num_steps=5))
+
+
+def close_to_fp32() -> None:
+    full = train(Recipe(Stack, num_steps=5), PLANS["3"])
+    for compute in HALF:
+        precision = {"compute": compute, "loss_scale": 256.0} if compute == "fp16" else {"compute": compute}
+        half = train(Recipe(Stack, num_steps=5, config={"precision": precision}), PLANS["3"])
+        torch.testing.assert_close(half.losses, full.losses, rtol=0.02, atol=0)
+        torch.testing.assert_close(half.norms, full.norms, rtol=0.05, atol=0)
+
+
+def dtypes() -> None:
+    for compute, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        for zero in PLANS.values():
+            with partita.initialize(Stack(), {"zero": zero, "precision": {"compute": compute}}) as engine:
+                assert all(p.dtype == dtype for p in engine.module.parameters())
+                output = engine(inputs(0, 0))
+                assert output.dtype == dtype
+                engine.backward(output.float().square().mean())
+                assert engine.gradient("first.weight").dtype == torch.float32  # type: ignore[union-attr]
+                engine.step()
+                assert engine.optimizer_state("first.weight")["exp_avg"].dtype == torch.float32
+                state = engine.state_dict()
+                assert all(value.dtype == torch.float32 for value in state.values())
+
+
+def master_weights_keep_small_updates() -> None:
+    """Updates below bf16's resolution add up in the master weights."""
+    for zero in PLANS.values():
+        model = nn.Linear(WIDTH, WIDTH, bias=False)
+        nn.init.ones_(model.weight)
+        config = {"zero": zero, "precision": {"compute": "bf16"}, "optimizer": {"name": "sgd", "lr": 2.0**-11}}
+        config["optimizer"]["weight_decay"] = 0.0
+        with partita.initialize(model, config) as engine:
+            for _ in range(8):
+                engine.backward(engine(torch.eye(WIDTH)).sum())
+                engine.step()
+            with engine.gathered():
+                expected = torch.full((WIDTH, WIDTH), 1 - 8 * 2.0**-11)
+                assert torch.equal(model.weight.float(), expected.bfloat16().float())
+            state = engine.state_dict()
+            assert rank() or torch.equal(state["weight"], expected)
+
+
+class Mixed(nn.Module):
+    """Layers whose frozen int8 weights are parameters, with scales, norms kept in fp32, and a flag."""
+
+    class Quantized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            whole = torch.randint(-5, 5, (WIDTH, WIDTH), dtype=torch.int8)
+            self.weight = nn.Parameter(whole, requires_grad=False)
+            self.mask = nn.Parameter(torch.rand(WIDTH) > 0.2, requires_grad=False)
+            self.scale = nn.Parameter(torch.full((WIDTH,), 0.1))
+            self.norm = nn.LayerNorm(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(x)
+            weight = self.weight.to(x.dtype) * self.scale[:, None]
+            return F.linear(x, weight) * self.mask
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Mixed.Quantized() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def mixed(compute: str) -> None:
+    precision = {"compute": compute, "keep_fp32": ["LayerNorm"] if compute != "fp32" else []}
+    check(Recipe(Mixed, config={"precision": precision}, plain=compute == "fp32"))
+
+
+def kept_in_fp32() -> None:
+    precision = {"compute": "bf16", "keep_fp32": ["LayerNorm", "last"]}
+    for zero in PLANS.values():
+        with partita.initialize(Stack(), {"zero": zero, "precision": precision}) as engine:
+            module: Any = engine.module
+            dtypes = {name: p.dtype for name, p in module.named_parameters()}
+            assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == {
+                name for name in dtypes if ".norm." in name or name.startswith("last")
+            }
+            seen = []
+            module.blocks[1].norm.register_forward_hook(lambda _, args, out: seen.append((args[0].dtype, out.dtype)))
+            module.blocks[1].up.register_forward_hook(lambda _, args, out: seen.append((args[0].dtype, out.dtype)))
+            engine.backward(engine(inputs(rank(), 0)).float().square().mean())
+            engine.step()
+            assert seen == [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
+
+
+class Explosive(Stack):
+    """Multiplies by what it is told inside one layer."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+def explode(engine: partita.Engine, step: int, on_rank: int, value: float = float("inf")) -> partita.StepResult:
+    module: Any = engine.module
+    module.factor = value if rank() == on_rank else 1.0
+    engine.backward(engine(inputs(rank(), step)).float().square().mean())
+    module.factor = 1.0
+    return engine.step()
+
+
+def dynamic_scale() -> list[str]:
+    """A gradient that is not finite halves the scale and is skipped; the parameters stay as they were."""
+    said = []
+    for zero in PLANS.values():
+        torch.manual_seed(0)
+        with partita.initialize(Explosive(), {"zero": zero, "precision": {"compute": "fp16"}}) as engine:
+            first = explode(engine, 0, -1)
+            assert first.stepped
+            assert first.loss_scale == 2.0**16
+            before = whole_weights(engine)
+            for turn in range(2):
+                with pytest.warns(UserWarning) as caught:
+                    result = explode(engine, 1, 1 if turn else 0)
+                said += [str(warning.message) for warning in caught]
+                assert not result.stepped
+                assert result.skipped
+                assert result.loss_scale == 2.0 ** (16 - turn)
+                assert result.lr == first.lr
+            assert all(torch.equal(value, before[name]) for name, value in whole_weights(engine).items())
+            result = explode(engine, 2, -1)
+            assert result.stepped
+            assert result.loss_scale == 2.0**14
+            assert result.grad_norm is not None
+            assert result.grad_norm < 100, "the norm is that of the gradients without the scale"
+            assert engine.optimizer_state("first.weight")["step"] == 2
+            assert_idle(engine)
+    return said
+
+
+def scale_grows() -> None:
+    intervals = loss_scale.GROWTH_INTERVAL
+    loss_scale.GROWTH_INTERVAL = 3
+    try:
+        with partita.initialize(Explosive(), {"precision": {"compute": "fp16"}}) as engine:
+            scales = [explode(engine, step, -1).loss_scale for step in range(7)]
+            assert scales == [2.0**16] * 3 + [2.0**17] * 3 + [2.0**18]
+    finally:
+        loss_scale.GROWTH_INTERVAL = intervals
+
+
+def scale_ends() -> str:
+    """A gradient that is never finite ends in an error that names it."""
+    with partita.initialize(Explosive(), {"precision": {"compute": "fp16"}}) as engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine._updater.scale.value = loss_scale.SMALLEST * 2
+        explode(engine, 0, 0)
+        with pytest.raises(PartitaError) as raised:
+            explode(engine, 1, 0)
+        return str(raised.value)
+
+
+def fixed_scale() -> None:
+    for zero in PLANS.values():
+        with partita.initialize(
+            Explosive(), {"zero": zero, "precision": {"compute": "fp16", "loss_scale": 128.0}}
+        ) as engine:
+            assert explode(engine, 0, -1).loss_scale == 128.0
+            with pytest.warns(UserWarning, match="not finite"):
+                result = explode(engine, 1, 0)
+            assert result.skipped
+            assert result.loss_scale == 128.0
+            assert explode(engine, 2, -1).stepped
+
+
+def without_scale(compute: str) -> list[str]:
+    """In fp32 and bf16, too, such an update is skipped with a warning; training goes on."""
+    said = []
+    for zero in PLANS.values():
+        torch.manual_seed(0)
+        with partita.initialize(Explosive(), {"zero": zero, "precision": {"compute": compute}}) as engine:
+            explode(engine, 0, -1)
+            before = whole_weights(engine)
+            for turn in range(2):
+                with pytest.warns(UserWarning) as caught:
+                    result = explode(engine, 1, 1, float("nan") if turn else float("inf"))
+                said += [str(warning.message) for warning in caught]
+                assert result.skipped
+                assert result.loss_scale == 1.0
+            assert all(torch.equal(value, before[name]) for name, value in whole_weights(engine).items())
+            assert explode(engine, 2, -1).stepped
+    return said
+
+
+def first_culprit() -> str:
+    """The parameter that is named is one whose gradient is not finite, not just any."""
+    model = Stack()
+    with partita.initialize(model, {"zero": {"stage": 3}}) as engine:
+        module: Any = engine.module
+        if rank() == 1:
+            module.blocks[2].up.weight.register_hook(lambda grad: grad * float("nan"))
+        for step in range(2):
+            engine.backward(square_loss(engine, rank(), step))
+            with pytest.warns(UserWarning) as caught:
+                assert engine.step().skipped
+        return str(caught[0].message)
+
+
+def clipped() -> None:
+    """One norm and one clipping at every stage and dtype of gradients: torch's."""
+    for config in ({}, {"precision": {"compute": "bf16"}}):
+        recipe = Recipe(Stack, config={"clip_grad_norm": 0.05, **config}, plain=False)
+        check(recipe)
+    torch.manual_seed(0)
+    plain = Stack()
+    for other in range(2):
+        (square_loss(plain, other, 0) / 2).backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+    expected = {name: p - 0.5 * p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    config = {"clip_grad_norm": 0.05, "optimizer": {"name": "sgd", "lr": 0.5, "weight_decay": 0.0}}
+    for zero in PLANS.values():
+        torch.manual_seed(0)
+        with partita.initialize(Stack(), {"zero": zero, **config}) as engine:
+            engine.backward(square_loss(engine, rank(), 0))
+            result = engine.step()
+            torch.testing.assert_close(result.grad_norm, norm.item(), rtol=1e-5, atol=0)
+            for name, value in whole_weights(engine).items():
+                torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-7)
+
+
+def inputs_are_cast() -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+            self.seen: list[Any] = []
+
+        def forward(self, x: Tensor, *, options: dict[str, Any], index: Tensor) -> Tensor:
+            self.seen = [x.dtype, options["y"].dtype, options["list"][0].dtype, index.dtype]
+            return self.layer(x)
+
+    for compute, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        with partita.initialize(Takes(), {"precision": {"compute": compute}}) as engine:
+            x = inputs(0, 0)
+            y = x.double() if compute == "fp32" else x
+            engine(y, options={"y": y, "list": [y, "text"], "none": None}, index=torch.arange(3))
+            assert engine.module.seen == [dtype, dtype, dtype, torch.int64]
+            assert x.dtype == torch.float32
+
+
+@pytest.mark.parametrize("compute", HALF)
+@pytest.mark.parametrize("gradients", ["fp32", "bf16"])
+def test_half_precision_as_stage_0(compute: str, gradients: str) -> None:
+    pool.run(2, as_stage_0, {"compute": compute, "gradients": gradients})
+
+
+def test_half_precision_is_close_to_full() -> None:
+    pool.run(2, close_to_fp32)
+
+
+def test_dtypes_of_all_states() -> None:
+    pool.run(2, dtypes)
+
+
+def test_master_weights_keep_small_updates() -> None:
+    pool.run(2, master_weights_keep_small_updates)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_mixed_dtypes_in_a_unit(compute: str) -> None:
+    pool.run(2, mixed, compute)
+
+
+def test_modules_kept_in_fp32() -> None:
+    pool.run(2, kept_in_fp32)
+
+
+def test_dynamic_loss_scale() -> None:
+    for said in pool.run(2, dynamic_scale):
+        assert len(said) == 2 * len(PLANS)
+        for number, text in enumerate(said):
+            turn = number % 2
+            assert f"step {2 + turn}: the gradient of '" in text, text
+            assert "is not finite" in text
+            assert "the update is skipped" in text
+            assert f"loss scale {2 ** (16 - turn)} -> {2 ** (15 - turn)}" in text, text
+            assert f"from rank {turn})" in text, text
+
+
+def test_loss_scale_grows() -> None:
+    pool.run(2, scale_grows)
+
+
+def test_loss_scale_at_its_end_names_the_parameter() -> None:
+    for text in pool.run(2, scale_ends):
+        assert "the loss scale is at its smallest value" in text
+        assert "the gradient of '" in text
+
+
+def test_fixed_loss_scale() -> None:
+    pool.run(2, fixed_scale)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_not_finite_without_loss_scale(compute: str) -> None:
+    for said in pool.run(2, without_scale, compute):
+        assert all("is not finite" in text and "the update is skipped" in text for text in said), said
+        assert all("from rank 1)" in text for text in said), said
+        assert not any("loss scale" in text for text in said)
+
+
+def test_culprit_is_named() -> None:
+    for text in pool.run(2, first_culprit):
+        assert "'blocks.2.up.weight' is not finite (from rank 1)" in text
+
+
+def test_clipping() -> None:
+    pool.run(2, clipped)
+
+
+def test_inputs_are_cast() -> None:
+    pool.run(1, inputs_are_cast)

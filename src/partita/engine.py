@@ -55,7 +55,7 @@ class Engine:
     def __init__(self, model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given, owns_mesh: bool) -> None:
         self.module, self.config, self.mesh = model, resolved.config, mesh
         self._accumulate, self._loss_fn, self._owns_mesh = resolved.batch.accumulate, given.loss_fn, owns_mesh
-        self._closed, self._micro = False, 0
+        self._closed = False
         self._ledger, self._collectives = Ledger(), Collectives(mesh)
         settings = resolved.config
         self.optimizer = build_optimizer(list(model.parameters()), settings.optimizer, given.optimizer)
@@ -84,7 +84,7 @@ class Engine:
             self._ledger,
         )
         self._whole = Whole(self._runtime, self._views, self.optimizer)
-        reducer.reduce_now = self._accumulate == 1
+        self._begin_micro_batch(0)
 
     # ------------------------------------------------------------------ training
 
@@ -101,7 +101,9 @@ class Engine:
         """
         self._check_open()
         if not _is_scalar(loss) or not loss.requires_grad:
-            said = getattr(loss, "shape", type(loss).__name__)
+            said = f"a {type(loss).__name__}"
+            if isinstance(loss, Tensor):
+                said = f"one of shape {tuple(loss.shape)} with requires_grad {loss.requires_grad}"
             raise PartitaError(f"engine.backward: expected a scalar loss that depends on the parameters; got {said}")
         waves, scale = self._runtime.reducer.waves, self._updater.scale.value
         self._runtime.reducer.watch(loss)
@@ -124,17 +126,20 @@ class Engine:
             raise PartitaError("engine.step() inside engine.gathered(...): leave the block first")
         self._runtime.reducer.end_micro_batch()
         self._runtime.residency.end_micro_batch()
-        self._micro += 1
-        if self._micro < self._accumulate:
-            result = StepResult(False, None, self._updater.scale.value)
+        done = self._micro + 1
+        if done < self._accumulate:
+            result = StepResult(False, None, self._updater.scale.value, False, self._updater.rates)
         else:
-            self._micro = 0
             result = self._updater.update()
             if result.stepped:
                 self._runtime.updated()
                 self.scheduler.step()
-        self._runtime.reducer.reduce_now = self._micro + 1 == self._accumulate
+        self._begin_micro_batch(done % self._accumulate)
         return result
+
+    def _begin_micro_batch(self, number: int) -> None:
+        self._micro = number
+        self._runtime.reducer.reduce_now = number + 1 == self._accumulate
 
     def train_batch(self, iterator: Iterator[Any] | Iterable[Any]) -> Tensor:
         """Train on one global batch: draws ``batch.accumulate`` micro-batches and returns their mean loss over all
@@ -144,8 +149,10 @@ class Engine:
 
         Raises:
             StopIteration: the iterator is empty.
-            PartitaError: it ended inside a batch, or the loss cannot be found in the model's output.
+            PartitaError: it is no iterator, it ended inside a batch, or the loss cannot be found in the model's output.
         """
+        if not isinstance(iterator, Iterable):
+            raise PartitaError(f"train_batch: a {type(iterator).__name__} is not an iterator over micro-batches")
         batches = iter(iterator)
         total = torch.zeros((), device=self.mesh.device)
         for micro in range(self._accumulate):
@@ -195,9 +202,10 @@ class Engine:
             reducer.synchronize = before
 
     def zero_grad(self) -> None:
-        """Drop the gradients collected so far."""
+        """Drop the gradients collected so far: the next micro-batch is the first of a batch."""
         self._runtime.reducer.drain()
         self._runtime.reducer.zero()
+        self._begin_micro_batch(0)
 
     def train(self, mode: bool = True) -> Self:
         """Set the model's training mode."""

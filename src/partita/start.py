@@ -50,6 +50,8 @@ def initialize(
     """
     settings, launch = load_config(config), launch_environment()
     device = torch.device("cuda", launch.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ConfigError(f"mesh: expected the mesh of another engine; got a {type(mesh).__name__}")
     num_ranks = mesh.num_ranks if mesh else _num_ranks(launch.world_size)
     resolved = resolve(settings, num_ranks, device.type, launch.local_world_size)
     if not isinstance(model, nn.Module):

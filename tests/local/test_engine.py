@@ -171,7 +171,7 @@ def numbers() -> None:
 def wrong_losses() -> None:
     for zero in PLANS.values():
         with partita.initialize(Stack(1), {"zero": zero}) as engine:
-            with pytest.raises(PartitaError, match=r"scalar loss.*\(4, 16\)|scalar loss.*\[4, 16\]"):
+            with pytest.raises(PartitaError, match=r"scalar loss.*\(4, 16\)"):
                 engine.backward(engine(inputs(0, 0)))
             with pytest.raises(PartitaError, match=r"scalar loss that depends on the parameters.*requires_grad"):
                 engine.backward(torch.tensor(1.0))

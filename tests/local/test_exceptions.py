@@ -80,6 +80,11 @@ def fail(engine: partita.Engine, where: str) -> None:
             loss, Fuse.lit = square_loss(engine, rank(), 50), True
             with pytest.raises(BoomError):
                 engine.backward(loss)
+        elif where == "second backward":
+            engine.backward(square_loss(engine, rank(), 60))
+            loss, Fuse.lit = square_loss(engine, rank(), 50), True
+            with pytest.raises(BoomError):
+                engine.backward(loss)
         elif where == "plain backward":
             loss, Fuse.lit = square_loss(engine, rank(), 50), True
             with pytest.raises(BoomError):
@@ -117,7 +122,7 @@ def train_over(zero: Mapping[str, Any], where: str, plain: bool) -> tuple[list[f
         return losses, whole_weights(engine)
 
 
-WHERE = ("root", "block", "hook before", "input", "backward", "plain backward")
+WHERE = ("root", "block", "hook before", "input", "backward", "plain backward", "second backward")
 
 
 def survive(where: str) -> None:

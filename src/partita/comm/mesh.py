@@ -45,7 +45,7 @@ class Mesh:
     ) -> None:
         self.shape, self.device = shape, device
         self._timeout = timedelta(seconds=rendezvous.timeout_s)
-        self._started = False
+        self._started = self._closed = False
         if rendezvous.num_ranks > 1 and not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=self._timeout)
@@ -61,7 +61,12 @@ class Mesh:
     def open(self, axes: tuple[str, ...]) -> None:
         """Create this rank's groups over ``axes``, if there are none; every rank takes part in creating all of them, in
         one order.
+
+        Raises:
+            PartitaError: the mesh is closed.
         """
+        if self._closed:
+            raise PartitaError("the mesh is closed, as the engine is that made it: open another engine first")
         if self.shape.group_size(axes) == 1 or (axes, PURPOSES[0]) in self._groups:
             return
         for ranks in self.shape.groups(axes):
@@ -98,7 +103,7 @@ class Mesh:
 
     def close(self) -> None:
         """Destroy the groups made here, and ``torch.distributed`` itself if it was started here."""
-        groups, self._groups = self._groups, {}
+        groups, self._groups, self._closed = self._groups, {}, True
         if not dist.is_initialized():
             return
         if self._started:

@@ -92,7 +92,7 @@ class Updater:
         agreed = self._agree()
         self._finish_gradients(agreed)
         norm = self._norm() / self.scale.value
-        lr = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
+        lr = self.rates
         self._steps += 1
         if not math.isfinite(norm):
             scale = self.scale.value
@@ -107,6 +107,11 @@ class Updater:
         self.scale.succeeded()
         self._count_moments()
         return result
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The learning rate of each parameter group."""
+        return tuple(float(group["lr"]) for group in self.optimizer.param_groups)
 
     @property
     def _members(self) -> list[Member]:

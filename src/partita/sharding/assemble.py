@@ -63,10 +63,10 @@ def plan_units(model: nn.Module, blueprint: Blueprint) -> list[Unit]:
         ConfigError: a parameter's kind is not supported, or a pattern of the config matches nothing.
     """
     kept = keep_fp32_modules(model, blueprint.config.precision.keep_fp32)
+    for holding in find_holdings(model):
+        check_supported(holding)
     units = list[Unit]()
     for spec in group_units(model, blueprint.config.zero.units):
-        for holding in spec.holdings:
-            check_supported(holding)
         entries = [
             Entry(h.fqns[0], tuple(h.param.shape), _encoding(h, blueprint.compute, kept), h.param.requires_grad)
             for h in spec.holdings

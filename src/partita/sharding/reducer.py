@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from partita.comm.collectives import Collectives
+from partita.errors import PartitaError
 from partita.memory.ledger import Ledger
 from partita.memory.ring import Ring
 from partita.memory.streams import Stream, record
@@ -88,7 +89,17 @@ class GradientReducer:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def arrived(self, member: Member) -> None:
-        """A parameter's gradient is in its ``.grad``."""
+        """A parameter's gradient is in its ``.grad``.
+
+        Raises:
+            PartitaError: the gradient is sparse.
+        """
+        grad = member.param.grad
+        if grad is not None and grad.layout is not torch.strided:
+            raise PartitaError(
+                f"the gradient of '{member.fqn}' is sparse ({grad.layout}), and gradients are held dense: build the "
+                "module with sparse=False"
+            )
         self._took_part = True
         bucket = self._bucket_of[id(member)]
         if bucket.in_place and id(member) not in bucket.used and member.param.grad is not None:
@@ -290,14 +301,25 @@ class GradientReducer:
                 assert bucket.shard is not None
                 self.collectives.all_gather(bucket.whole.view(-1), bucket.shard, DATA, "gradients").wait()
 
+    def _abandon(self, bucket: Bucket) -> None:
+        """Let go of what a backward that did not end has left in a bucket."""
+        for slot in bucket.slots:
+            self._sending.give_back(slot, record(self._device))
+            bucket.whole = None
+        bucket.slots.clear()
+        if bucket.carry is not None:
+            self._ledger.remove("gradients", bucket.carry.nbytes)
+            bucket.carry = None
+
     def zero(self) -> None:
         """Forget all gradients; their memory is kept for the next step where the table says that it rests."""
-        self._finite = None
+        self._finite, self._task, self._next = None, None, 0
         self._ledger.remove("gradients", self._left_in_place)
         self._left_in_place = 0
         for bucket in self.buckets:
             for member in self._waiting(bucket):
                 member.param.grad = None
+            self._abandon(bucket)
             bucket.arrived.clear()
             bucket.fresh.clear()
             bucket.used.clear()

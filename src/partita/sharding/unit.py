@@ -253,6 +253,8 @@ def check_supported(holding: Holding) -> None:
             "parameter "
             "was split over the ranks): close that one first, or build the model anew and pass weights="
         )
+    if nn.parameter.is_lazy(param):
+        raise ConfigError(f"parameter '{name}' has no shape before the model's first forward: run one, then initialize")
     plain = type(param) in (nn.Parameter, nn.parameter.Buffer) or isinstance(param, nn.Parameter)
     if not plain or type(param.data) is not Tensor:
         raise ConfigError(

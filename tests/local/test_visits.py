@@ -15,6 +15,7 @@ from tests.local.training import (
     Block,
     Recipe,
     Stack,
+    backward,
     check,
     inputs,
     module_of,
@@ -201,6 +202,101 @@ def retained(model: Any, rank: int, step: int) -> Tensor:
     return output.square().mean()
 
 
+def two_backwards(model: Any, rank: int, step: int) -> Tensor:
+    """Two forwards; the second one's backward comes first."""
+    one, other = square_loss(model, rank, step), square_loss(model, rank, step + 100)
+    backward(model, other)
+    return one
+
+
+def in_autocast(model: Any, rank: int, step: int) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(inputs(rank, step)).float().square().mean()
+
+
+def on_the_host(model: Any, rank: int, step: int) -> Tensor:
+    """What autograd saves is packed and unpacked by hooks."""
+    with torch.autograd.graph.save_on_cpu():
+        return square_loss(model, rank, step)
+
+
+class SharedModule(Stack):
+    """One module object inside two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.blocks[3].up = self.blocks[1].up
+
+
+class Parametrized(Stack):
+    """Weights that are computed from parameters: of norm 1 by direction, and by power iteration."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        for block in self.blocks:
+            nn.utils.parametrizations.weight_norm(block.up)
+        nn.utils.parametrizations.spectral_norm(self.last)
+
+
+class Lists(nn.Module):
+    """Parameters in torch's lists and dictionaries, of the root and of units."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = nn.ParameterList([torch.ones(WIDTH), torch.zeros(WIDTH)])
+            self.named = nn.ParameterDict({"mix": torch.randn(WIDTH, WIDTH) / 4})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + (x @ self.named["mix"]).tanh() * self.scales[0] + self.scales[1]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({name: Lists.Inner() for name in ("one", "two", "three")})
+        self.scales = nn.ParameterList([torch.ones(WIDTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks.values():
+            x = block(x)
+        return x * self.scales[0]
+
+
+class OtherMethod(Stack):
+    """Calls a unit by another method than its forward."""
+
+    class Sided(Block):
+        def half(self, x: Tensor) -> Tensor:
+            return self.up(self.norm(x))[..., :WIDTH]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([OtherMethod.Sided() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.blocks[2].half(x))
+
+
+class Inner(Stack):
+    """Blocks inside blocks: all of them are units."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.Linear(WIDTH, WIDTH)
+            self.inner = nn.ModuleList([Block(), Block()])
+            self.after = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.before(x)
+            for block in self.inner:
+                x = block(x)
+            return x + self.after(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Inner.Outer() for _ in range(2)])
+
+
 class KeepsInner(Stack):
     """Keeps the value between two blocks where a caller can see it."""
 
@@ -253,6 +349,14 @@ RECIPES: dict[str, Recipe] = {
     "two inputs": Recipe(TwoInputs),
     "inner loss": Recipe(InnerLoss, with_inner_loss),
     "inner loss alone": Recipe(InnerLoss, inner_loss_alone),
+    "two backwards": Recipe(Stack, two_backwards),
+    "autocast": Recipe(Stack, in_autocast, plain=False),
+    "saved on the host": Recipe(Stack, on_the_host),
+    "shared module": Recipe(SharedModule),
+    "parametrized": Recipe(Parametrized, plain=False),
+    "lists": Recipe(Lists),
+    "other method": Recipe(OtherMethod, ignored="parameter .* is read outside|'ring' .* grows"),
+    "units in units": Recipe(Inner, config={"zero": {"units": ["Outer", "Block"]}}),
     "siamese": Recipe(Stack, siamese),
     "one of two forwards": Recipe(Stack, second_first),
     "inputs are leaves": Recipe(Stack, leaf_inputs),

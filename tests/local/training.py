@@ -74,6 +74,14 @@ def module_of(model: Any) -> Any:
     return model.module if isinstance(model, partita.Engine) else model
 
 
+def backward(model: Any, loss: Tensor) -> None:
+    """A backward of the loss's own, by an engine, or by plain PyTorch as one of the ranks'."""
+    if isinstance(model, partita.Engine):
+        model.backward(loss)
+    else:
+        (loss / world()).backward()
+
+
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 

@@ -63,9 +63,9 @@ class UnitHooks:
         base = self._unit.storage.data_ptr()
 
         def own(tensor: Tensor) -> Tensor:
-            return tensor.clone() if tensor.untyped_storage().data_ptr() == base else tensor
+            return tensor.clone() if _lies_at(tensor, base) else tensor
 
-        if any(tensor.untyped_storage().data_ptr() == base for tensor in tensors_in(output)):
+        if any(_lies_at(tensor, base) for tensor in tensors_in(output)):
             output = map_tensors(output, own)
         if torch.is_grad_enabled():
             passed = {id(tensor) for tensor in visit.inputs}
@@ -86,6 +86,10 @@ class UnitHooks:
             return
         for tensor in tensors_in(output):
             self._mark(tensor, self._stack[-1])
+
+
+def _lies_at(tensor: Tensor, address: int) -> bool:
+    return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() == address
 
 
 class ForwardHooks:

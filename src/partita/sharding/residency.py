@@ -41,8 +41,8 @@ class Residency:
         self.units, self._executor, self._agreement = units, executor, agreement
         self._owner = {id(member.param): unit for unit in units for member in unit.members}
         self._prefetch_bytes = prefetch_bytes
-        self._order: list[Unit] = []
-        self._recorded: list[Unit] = []
+        self._order: list[tuple[Unit, bool]] = []  # of the last step: each unit opened, and whether by a backward
+        self._recorded: list[tuple[Unit, bool]] = []
         self._position = 0
         self._records = True
         self._backward: dict[int, list[Visit]] = {}
@@ -57,7 +57,7 @@ class Residency:
         unit.visits += 1
         if unit.visits == 1 and not unit.holds:
             if self._records:
-                self._recorded.append(unit)
+                self._recorded.append((unit, torch._C._current_graph_task_id() != -1))
             self._follow(unit)
         if unit.state is UnitState.RESTING:
             self._gather(unit, must=True)
@@ -232,15 +232,17 @@ class Residency:
     def _follow(self, unit: Unit) -> None:
         """Move to this unit's place in the last step's order; leave the position alone where it has none ahead."""
         for place in range(self._position, len(self._order)):
-            if self._order[place] is unit:
+            if self._order[place][0] is unit:
                 self._position = place + 1
                 return
 
     def _prefetch(self) -> None:
-        """Gather ahead, in the last step's order, as many bytes as allowed."""
+        """Gather ahead, in the last step's order, as many bytes as allowed; for a backward only where one will come."""
         ahead, place = 0, self._position
         while place < len(self._order):
-            unit = self._order[place]
+            unit, in_backward = self._order[place]
+            if in_backward and not self._records:
+                return
             if not unit.in_use:
                 ahead += unit.layout.num_bytes
                 if ahead > self._prefetch_bytes:

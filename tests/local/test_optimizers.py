@@ -310,7 +310,7 @@ def rates_count_optimizer_steps() -> None:
                         assert engine.step().skipped
                 else:
                     found += engine.step().lr
-            assert found == [1.0, 0.75]
+            assert found == [1.0, 1.0, 0.75, 0.75, 0.75]
 
 
 def torch_schedulers() -> None:

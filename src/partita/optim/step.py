@@ -33,7 +33,7 @@ class StepResult:
 
     ``stepped``: the parameters were updated. ``skipped``: the batch was complete, but a gradient was not finite and the
     update was left out. ``grad_norm``: the global norm before clipping (None before the batch is complete). ``lr``: the
-    learning rate of each parameter group in this update.
+    learning rate of each parameter group in this update, or in the one that this micro-batch belongs to.
     """
 
     stepped: bool

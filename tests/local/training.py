@@ -237,7 +237,7 @@ def assert_idle(engine: partita.Engine) -> None:
     held = engine.memory_report().held
     assert _free_bytes(engine._runtime.ring) == held.get(("ring", "device"), 0)
     assert _free_bytes(reducer._sending) + _free_bytes(reducer._receiving) == held.get(("buckets", "device"), 0)
-    assert not reducer._in_flight
+    assert all(bucket.slot is None for bucket in reducer.buckets)
 
 
 def _free_bytes(ring: Any) -> int:

@@ -1,5 +1,9 @@
-"""Streams and events are nothing on the CPU: work runs where it is called, in order."""
+"""Streams on the CPU: a thread that works in order, whose errors reach everyone that waits."""
 
+import threading
+import weakref
+
+import pytest
 import torch
 
 from partita.memory.streams import Event, Stream, record
@@ -7,27 +11,63 @@ from partita.memory.streams import Event, Stream, record
 CPU = torch.device("cpu")
 
 
-def test_a_stream_runs_at_once() -> None:
-    stream, done = Stream(CPU), []
-    with stream.use():
-        done.append("inside")
-    with stream.use(), stream.use():
-        done.append("twice inside")
-    assert done == ["inside", "twice inside"]
+def test_work_runs_in_order_beside_the_caller() -> None:
+    stream, done, may = Stream(CPU, "test"), list[str](), threading.Event()
+    stream.run(may.wait)
+    first = stream.run(lambda: done.append("first"))
+    second = stream.run(lambda: done.append(threading.current_thread().name))
+    assert done == []
+    may.set()
+    second.wait()
+    first.wait()
+    assert done == ["first", "partita test"]
+    stream.close()
 
 
-def test_an_event_needs_no_waiting() -> None:
+def test_an_event_of_the_caller_has_passed() -> None:
     for event in (Event(), record(CPU)):
         event.wait()
         event.wait()
 
 
-def test_an_exception_leaves_the_stream() -> None:
-    stream = Stream(CPU)
-    try:
-        with stream.use():
-            raise KeyError
-    except KeyError:
+def test_an_error_reaches_all_who_wait_and_ends_the_stream() -> None:
+    stream, done = Stream(CPU, "test"), list[str]()
+    fine = stream.run(lambda: done.append("before"))
+    failed = stream.run(lambda: {}["nothing"])
+    later = stream.run(lambda: done.append("after"))
+    fine.wait()
+    for event in (failed, failed, later):
+        with pytest.raises(KeyError, match="nothing"):
+            event.wait()
+    assert done == ["before"]
+    stream.close()
+
+
+def test_no_thread_without_work_and_none_after_close() -> None:
+    before = threading.active_count()
+    idle = Stream(CPU, "idle")
+    assert threading.active_count() == before
+    idle.close()
+    for end in ("close", "drop"):
+        stream = Stream(CPU, "test")
+        stream.run(lambda: None).wait()
+        (thread,) = (each for each in threading.enumerate() if each.name == "partita test")
+        if end == "close":
+            stream.close()
+        del stream
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_work_is_let_go_of_once_it_is_done() -> None:
+    class Held:
         pass
-    with stream.use():
-        pass
+
+    stream, held = Stream(CPU, "test"), Held()
+    alive = weakref.ref(held)
+    event = stream.run(lambda held=held: None)
+    del held
+    event.wait()
+    stream.run(lambda: None).wait()
+    assert alive() is None
+    stream.close()

@@ -102,48 +102,34 @@ class Collectives:
             works.append(dist.isend(outgoing(target), group=group, group_dst=target, tag=tag))
         return works
 
-    def start_reduce_scatter(self, received: Tensor, sent: Tensor, axes: tuple[str, ...]) -> Handle:
-        """Start reducing ``sent`` ``[group size * n]``; :meth:`finish_reduce_scatter` brings the sum.
+    def reduce_scatter(
+        self, out: Tensor, sent: Tensor, received: Tensor, axes: tuple[str, ...], *, accumulate: bool
+    ) -> None:
+        """Write the sum over the ranks, in rank order, of their ``sent`` ``[group size * n]`` into ``out`` ``[n]`` (or
+        add it).
 
-        ``received`` is scratch memory of :meth:`received_elements` elements; both must be left alone until then.
+        ``out`` may be this rank's part of ``sent``; ``received`` is scratch memory of :meth:`received_elements`.
         """
         num, own = self.mesh.shape.group_size(axes), self.mesh.index(axes)
         self._count("reduce_scatter", axes, "gradients", (num - 1) * sent.nbytes // num)
+        name = self._name("reduce-scatter", axes, "gradients")
         if self.ordered:
             outgoing, incoming = sent.view(num, -1), received.view(num - 1, -1)
             works = self._direct(lambda i: incoming[i - (i > own)], lambda i: outgoing[i], (axes, "gradients"))
+            Handle(works, name).wait()
+            received = _sum(list(incoming), outgoing[own], own, received[: out.numel()] if accumulate else out)
         else:
             group = self.mesh.group(axes, "gradients")
-            works = [_reduce_scatter_single(received, sent, group=group, async_op=True)]
-        return Handle(works, self._name("reduce-scatter", axes, "gradients"))
+            Handle([_reduce_scatter_single(received, sent, group=group, async_op=True)], name).wait()
+        if accumulate:
+            out.add_(received)
+        elif received is not out:
+            out.copy_(received)
 
     def received_elements(self, num_sent: int, axes: tuple[str, ...]) -> int:
         """Elements of scratch memory that a reduction of ``num_sent`` elements needs."""
         num = self.mesh.shape.group_size(axes)
         return num_sent // num * (num - 1 if self.ordered else 1)
-
-    def finish_reduce_scatter(
-        self, out: Tensor, received: Tensor, sent: Tensor, axes: tuple[str, ...], *, accumulate: bool
-    ) -> None:
-        """Write what :meth:`start_reduce_scatter` brought, summed in rank order, into ``out`` ``[n]`` (or add it).
-
-        ``out`` may be this rank's part of ``sent``; ``received`` is overwritten.
-        """
-        if self.ordered:
-            num, own = self.mesh.shape.group_size(axes), self.mesh.index(axes)
-            parts = list(received.view(num - 1, -1))
-            scratch = parts[0]
-            parts.insert(own, sent.view(num, -1)[own])
-            if out.dtype.itemsize < 4:
-                received = parts[0].float()
-                for part in parts[1:]:
-                    received.add_(part)
-            else:
-                received = _sum(parts, scratch, scratch if accumulate else out)
-        if accumulate:
-            out.add_(received)
-        elif received is not out:
-            out.copy_(received)
 
     def all_reduce(self, tensor: Tensor, axes: tuple[str, ...], purpose: str = "control") -> Tensor:
         """Sum ``tensor`` over the ranks, in place. For small or rare tensors: the order of the sum is the backend's."""
@@ -198,9 +184,17 @@ class Collectives:
         return f"rank {self.mesh.rank}: {collective} of {purpose} over {','.join(axes)}"
 
 
-def _sum(parts: Sequence[Tensor], scratch: Tensor, out: Tensor) -> Tensor:
-    """The sum of ``parts`` from first to last, in ``out``; ``scratch`` takes what comes before the last addition."""
+def _sum(incoming: list[Tensor], own: Tensor, place: int, out: Tensor) -> Tensor:
+    """The sum from first to last of ``incoming`` with ``own`` put in at ``place``: in ``out``, or, of 16-bit tensors,
+    in fp32. ``incoming[0]`` is overwritten.
+    """
+    scratch, parts = incoming[0], [*incoming[:place], own, *incoming[place:]]
     total = parts[0]
+    if total.dtype.itemsize < 4:
+        total = total.float()
+        for part in parts[1:]:
+            total.add_(part)
+        return total
     for part in parts[1:-1]:
         total = torch.add(total, part, out=scratch)
     return torch.add(total, parts[-1], out=out)

@@ -79,7 +79,7 @@ class Ring:
         """
         free = self._free[self._class_of(num_bytes)]
         if free:
-            return free.pop()
+            return free.pop(0)  # of all, its last use is the most likely to have ended
         if spare:
             return self._new(num_bytes, spare)
         if not self._warned:

@@ -1,29 +1,106 @@
-"""Streams and events that are no-ops where the device has none, so that no caller branches on the device."""
+"""Streams: work that goes on beside the caller's, in order. On CUDA a side stream, elsewhere a thread.
 
-from contextlib import AbstractContextManager, nullcontext
+Callers hand work over and get an :class:`Event`; whoever needs the result waits for it. So nobody branches on the
+device. A thread pays on the CPU, too: gloo's send writes into the socket on the thread that calls it.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
 
 import torch
 
 
 class Event:
-    """A point in a stream's work; :meth:`wait` makes the current stream wait for it."""
+    """A point in the work of a stream; :meth:`wait` makes the current stream (without CUDA: the caller) wait for it.
 
-    def __init__(self, event: torch.cuda.Event | None = None) -> None:
-        self._event = event
+    Raises:
+        Exception: what the work raised, as often as it is waited for.
+    """
+
+    def __init__(self, wait: Callable[[], object] | None = None) -> None:
+        self._wait = wait
 
     def wait(self) -> None:
-        if self._event is not None:
-            self._event.wait()
+        if self._wait is not None:
+            self._wait()
 
 
 class Stream:
-    """A side stream of a device. Entering :meth:`use` queues work on it instead of on the current stream."""
+    """Work beside the current stream's, one piece after the other.
 
-    def __init__(self, device: torch.device) -> None:
+    After a piece that failed no other is run: their events raise the same error.
+    """
+
+    def __init__(self, device: torch.device, name: str) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread = _Thread(f"partita {name}")
 
-    def use(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    def run(self, work: Callable[[], object]) -> Event:
+        """Queue ``work``; on CUDA it is called at once, and what it launches is queued on the side stream."""
+        if self._stream is None:
+            return Event(self._thread.run(work).wait)
+        with torch.cuda.stream(self._stream):
+            work()
+            return record(self._device)
+
+    def close(self) -> None:
+        """Let go of the thread; it ends after what is queued."""
+        self._thread.close()
+
+
+class _Task:
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work: Callable[[], object] | None = work
+        self._error: Exception | None = None
+        self._done = threading.Event()
+
+    def run(self, failed: Exception | None) -> Exception | None:
+        """Do the work, unless an earlier task ``failed``; returns what went wrong so far."""
+        try:
+            if failed is None and self._work is not None:
+                self._work()
+        except Exception as error:
+            failed = error
+        self._work, self._error = None, failed
+        self._done.set()
+        return failed
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class _Thread:
+    """Runs tasks in order. It starts with the first, and is a daemon: work that waits for a rank that is gone must not
+    keep the process from ending.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._end: weakref.finalize[..., _Thread] | None = None
+
+    def run(self, work: Callable[[], object]) -> _Task:
+        if self._end is None:
+            threading.Thread(target=_serve, args=(self._tasks,), name=self._name, daemon=True).start()
+            self._end = weakref.finalize(self, self._tasks.put, None)
+        task = _Task(work)
+        self._tasks.put(task)
+        return task
+
+    def close(self) -> None:
+        if self._end is not None:
+            self._end()
+
+
+def _serve(tasks: "SimpleQueue[_Task | None]") -> None:
+    failed = None
+    while (task := tasks.get()) is not None:
+        failed = task.run(failed)
 
 
 def record(device: torch.device) -> Event:
@@ -32,4 +109,4 @@ def record(device: torch.device) -> Event:
         return Event()
     event = torch.cuda.Event()
     event.record()
-    return Event(event)
+    return Event(event.wait)

@@ -183,14 +183,8 @@ class Updater:
 
     def _publish(self) -> None:
         """Bring the updated master weights into what rests, and let the gradients go."""
-        handles = []
-        for unit in self._units:
-            for segment in unit.segments:
-                if segment.master is not None and segment.trains:
-                    handles += self._executor.publish(segment)
-        for handle in handles:
-            handle.wait()
-        self._executor.published()
+        segments = [segment for unit in self._units for segment in unit.segments]
+        self._executor.publish([segment for segment in segments if segment.master is not None and segment.trains])
         self._forget()
 
     def _forget(self) -> None:

@@ -1,5 +1,6 @@
 """What travels: calls and bytes by collective, mesh axes and purpose; counted while training, or expected by a plan."""
 
+import threading
 from dataclasses import dataclass
 
 
@@ -48,14 +49,16 @@ class TrafficReport:
 
 
 class TrafficMeter:
-    """Adds traffic up."""
+    """Adds traffic up, from any thread."""
 
     def __init__(self) -> None:
         self._rows: dict[TrafficKey, TrafficCount] = {}
+        self._lock = threading.Lock()
 
     def add(self, key: TrafficKey, sent_bytes: int, calls: int = 1) -> None:
         """Note ``calls`` calls that send ``sent_bytes`` together."""
-        self._rows[key] = self._rows.get(key, TrafficCount()) + TrafficCount(calls, sent_bytes)
+        with self._lock:
+            self._rows[key] = self._rows.get(key, TrafficCount()) + TrafficCount(calls, sent_bytes)
 
     def report(self) -> TrafficReport:
         return TrafficReport(dict(self._rows))

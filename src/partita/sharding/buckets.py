@@ -14,9 +14,9 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from partita.comm.collectives import Handle
 from partita.memory.allocate import allocate
 from partita.memory.ring import Slot
+from partita.memory.streams import Event
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import share_buckets
 from partita.plan.steps import AllReduce, ReduceScatter, steps
@@ -36,8 +36,7 @@ class Piece:
 
 class BucketState(Enum):
     OPEN = "open"  # takes gradients
-    LAUNCHED = "launched"  # its reduction is under way
-    REDUCED = "reduced"  # the shard holds the sum
+    REDUCED = "reduced"  # launched: the shard holds the sum once ``reduced_at`` has passed
 
 
 class Bucket:
@@ -71,9 +70,8 @@ class Bucket:
         self.shard: Tensor | None = None
         self.carry: Tensor | None = None
         self.filled = False
-        self.slots: list[Slot] = []
-        self.received: Tensor | None = None
-        self.handle: Handle | None = None
+        self.reduced_at = Event()
+        self.slot: Slot | None = None  # whose memory ``whole`` is, where it is borrowed
         self.arrived: set[int] = set()
         self.fresh: set[int] = set()
         self.previously: set[int] = set()

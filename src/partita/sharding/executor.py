@@ -1,5 +1,7 @@
 """Runs the table's steps on a unit's tensors: gather, release, publish. Knows how, never when."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ class Executor:
     def __init__(self, collectives: Collectives, ring: Ring, loan: Loan) -> None:
         self._collectives, self._ring, self._loan = collectives, ring, loan
         self._mesh = collectives.mesh
-        self._stream = Stream(self._mesh.device)
+        self._stream = Stream(self._mesh.device, "gathers")
         self._published = Event()
 
     def can_gather(self, unit: Unit) -> bool:
@@ -33,17 +35,21 @@ class Executor:
     def start_gather(self, unit: Unit, spare: bool = False) -> None:
         """RESTING to GATHERING: from the second shard where there is one, else from the shard at rest."""
         assert unit.state is UnitState.RESTING
-        slot = self._lend(unit, spare)
-        with self._stream.use():
+        slot, published, second = self._lend(unit, spare), self._published, unit.has_second
+
+        def gather() -> None:
             slot.last_use.wait()
-            self._published.wait()
+            published.wait()
+            handles = []
             for segment in unit.segments:
-                plan, source, target = segment.plan, segment.rest, segment.plan.param_compute
-                if unit.has_second and segment.second is not None:
+                plan, source, rests = segment.plan, segment.rest, segment.plan.param_rest
+                if second and segment.second is not None:
                     unit.second_kept.wait()
-                    unit.handles += self._move(segment.second, segment.full, plan.param_between, target, unit.number)
-                else:
-                    unit.handles += self._move(source, segment.full, plan.param_rest, target, unit.number)
+                    source, rests = segment.second, plan.param_between
+                handles += self._move(source, segment.full, rests, plan.param_compute, unit.number)
+            _finish(handles)
+
+        unit.gathered = self._stream.run(gather)
         unit.state = UnitState.GATHERING
 
     def lay(self, unit: Unit) -> None:
@@ -63,9 +69,7 @@ class Executor:
     def finish_gather(self, unit: Unit) -> None:
         """GATHERING to WHOLE: the current stream may use the parameters from here on."""
         assert unit.state is UnitState.GATHERING
-        handles, unit.handles = unit.handles, []
-        for handle in handles:
-            handle.wait()
+        unit.gathered.wait()
         for member in unit.members:
             resting.wake(member.param, member.kind)
         unit.state = UnitState.WHOLE
@@ -93,14 +97,27 @@ class Executor:
             resting.rest(member.param)
         unit.state = UnitState.RESTING
 
-    def publish(self, segment: Segment) -> list[Handle]:
-        """Bring updated master weights into what rests: encode, and gather where the rest is whole."""
-        assert segment.master is not None
-        return self._move(segment.master, segment.rest, segment.plan.master, segment.plan.param_rest)
+    def publish(self, segments: Sequence[Segment]) -> None:
+        """Bring updated master weights into what rests: encode, and gather where the rest is whole.
 
-    def published(self) -> None:
-        """All of this step's updates are queued: later gathers wait for them."""
-        self._published = record(self._mesh.device)
+        Gathers wait for it, and so does the current stream.
+        """
+        updated = record(self._mesh.device)
+
+        def bring() -> None:
+            updated.wait()
+            handles = []
+            for segment in segments:
+                assert segment.master is not None
+                handles += self._move(segment.master, segment.rest, segment.plan.master, segment.plan.param_rest)
+            _finish(handles)
+
+        self._published = self._stream.run(bring)
+        self._published.wait()
+
+    def close(self) -> None:
+        """End the work beside the caller's."""
+        self._stream.close()
 
     def _move(self, source: Tensor, target: Tensor, src: Residence, dst: Residence, tag: int = 0) -> list[Handle]:
         """Run ``steps(src, dst)`` from one flat tensor into another; handles of what is still under way."""
@@ -117,3 +134,8 @@ class Executor:
             else:
                 raise AssertionError(f"parameters never take step {op}")
         return handles
+
+
+def _finish(handles: Sequence[Handle]) -> None:
+    for handle in handles:
+        handle.wait()

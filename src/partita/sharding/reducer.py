@@ -6,8 +6,7 @@ different modules (or none) and still meet in the same reductions. What arrives 
 the next wave; what is left when the step ends is agreed on by all ranks and reduced then.
 """
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,14 +14,14 @@ from torch import Tensor
 from partita.comm.collectives import Collectives
 from partita.errors import PartitaError
 from partita.memory.ledger import Ledger
-from partita.memory.ring import Ring
-from partita.memory.streams import Stream, record
+from partita.memory.ring import Ring, Slot
+from partita.memory.streams import Event, Stream, record
 from partita.plan.steps import AllReduce
 from partita.sharding.buckets import Bucket, BucketState
 from partita.sharding.unit import Member, over
 
 DATA = ("data",)
-# How many buckets may be filled or under way at a time, and how many received parts are held.
+# How many buckets may be filled or under way at a time. One part is received at a time.
 SENDING, RECEIVING = 2, 1
 
 
@@ -47,8 +46,8 @@ class GradientReducer:
         received = [collectives.received_elements(b.num_elements, DATA) * b.dtype.itemsize for b in reducing]
         self._sending = Ring("buckets", sent, SENDING, ledger, self._device)
         self._receiving = Ring("buckets", received, RECEIVING, ledger, self._device)
-        self._stream = Stream(self._device)
-        self._in_flight: deque[Bucket] = deque()
+        self._stream = Stream(self._device, "reductions")
+        self._launched = Event()  # passes when everything launched so far is reduced
         self._next = 0
         self._task: int | None = None
         self._left_in_place = 0
@@ -113,9 +112,7 @@ class GradientReducer:
         if bucket.rests_whole:
             self._reopen(bucket)
             bucket.absorb(member, self.divisor)
-        elif bucket.index == self._next or (
-            bucket.index == self._next + 1 and self._sending.available(bucket.num_bytes)
-        ):
+        elif bucket.index == self._next:
             self._fill(bucket)
             bucket.absorb(member, self.divisor)
         if self._reducing(bucket):
@@ -177,29 +174,24 @@ class GradientReducer:
     # ------------------------------------------------------------- one reduction
 
     def _fill(self, bucket: Bucket) -> None:
-        """Give a bucket memory to collect in, once what it sent in the last wave has arrived."""
-        while bucket.state is BucketState.LAUNCHED:
-            self._finish()
+        """Give a bucket memory to collect in."""
         if bucket.whole is None:
-            while not self._sending.available(bucket.num_bytes) and self._in_flight:
-                self._finish()
-            slot = self._sending.borrow(bucket.num_bytes)
-            slot.last_use.wait()
-            bucket.slots.append(slot)
-            bucket.whole = over(slot.storage, bucket.dtype, bucket.num_elements).view(bucket.num_rows, -1)
+            bucket.slot = self._sending.borrow(bucket.num_bytes)
+            bucket.slot.last_use.wait()
+            bucket.whole = over(bucket.slot.storage, bucket.dtype, bucket.num_elements).view(bucket.num_rows, -1)
             bucket.clear_gaps()
 
     def _reopen(self, bucket: Bucket) -> None:
         """A gradient that rests whole takes more after it was reduced: put this rank's sum aside."""
-        if bucket.state is BucketState.LAUNCHED:
-            self.drain()
         if bucket.state is BucketState.REDUCED:
             assert bucket.shard is not None
+            bucket.reduced_at.wait()
             bucket.carry = bucket.shard.clone()
             self._ledger.add("gradients", bucket.carry.nbytes)
             bucket.state = BucketState.OPEN
 
     def _launch(self, bucket: Bucket) -> None:
+        """Queue a bucket's reduction, with zeros for what did not come."""
         if bucket.rests_whole:
             self._reopen(bucket)
         else:
@@ -209,62 +201,47 @@ class GradientReducer:
         for member in bucket.members:
             if id(member) not in bucket.arrived:
                 bucket.clear(member)
-        while len(self._in_flight) >= RECEIVING:
-            self._finish()
         assert bucket.whole is not None
         if self.trace:
             self.watch(bucket.whole.sum(dtype=torch.float32))
         num = self.collectives.received_elements(bucket.num_elements, DATA)
-        slot = self._receiving.borrow(num * bucket.dtype.itemsize)
-        bucket.slots.append(slot)
-        bucket.received = over(slot.storage, bucket.dtype, num)
-        filled = record(self._device)
-        with self._stream.use():
-            filled.wait()
-            slot.last_use.wait()
-            bucket.handle = self.collectives.start_reduce_scatter(bucket.received, bucket.whole.view(-1), DATA)
+        receiving = self._receiving.borrow(num * bucket.dtype.itemsize)
+        bucket.reduced_at = self._launched = self._stream.run(self._reduction(bucket, receiving))
+        self._receiving.give_back(receiving, self._launched)
+        if bucket.slot is not None:
+            self._sending.give_back(bucket.slot, self._launched)
+            bucket.slot = bucket.whole = None
+        if bucket.carry is not None:
+            self._ledger.remove("gradients", bucket.carry.nbytes)
+            bucket.carry = None
         bucket.expected = bucket.fresh | bucket.previously or bucket.expected
         bucket.previously = set(bucket.fresh)
         bucket.arrived.clear()
-        bucket.state = BucketState.LAUNCHED
-        self._in_flight.append(bucket)
+        bucket.filled, bucket.state = True, BucketState.REDUCED
 
-    def _finish(self) -> None:
-        """Bring the oldest reduction under way into its bucket's shard."""
-        bucket = self._in_flight.popleft()
-        assert bucket.handle is not None
-        assert bucket.received is not None
+    def _reduction(self, bucket: Bucket, receiving: Slot) -> Callable[[], None]:
+        """What brings the sum of a bucket, as it is now, into its shard; beside the current stream's work."""
         assert bucket.whole is not None
         assert bucket.shard is not None
-        with self._stream.use():
-            bucket.handle.wait()
-            accumulate = bucket.filled and not bucket.rests_whole
-            self.collectives.finish_reduce_scatter(
-                bucket.shard, bucket.received, bucket.whole.view(-1), DATA, accumulate=accumulate
-            )
-            if bucket.carry is not None:
-                bucket.shard.add_(bucket.carry)
-                self._ledger.remove("gradients", bucket.carry.nbytes)
-                bucket.carry = None
-            done = record(self._device)
-        sending = [] if bucket.rests_whole else [bucket.slots[0]]
-        for slot in bucket.slots:
-            (self._sending if slot in sending else self._receiving).give_back(slot, done)
-        bucket.slots.clear()
-        bucket.received = bucket.handle = None
-        if not bucket.rests_whole:
-            bucket.whole = None
-        bucket.filled, bucket.state = True, BucketState.REDUCED
+        sent, shard, carry, filled = bucket.whole.view(-1), bucket.shard, bucket.carry, record(self._device)
+        num = self.collectives.received_elements(bucket.num_elements, DATA)
+        received = over(receiving.storage, bucket.dtype, num)
+        received_before, accumulate = receiving.last_use, bucket.filled and not bucket.rests_whole
+
+        def reduce() -> None:
+            filled.wait()
+            received_before.wait()
+            self.collectives.reduce_scatter(shard, sent, received, DATA, accumulate=accumulate)
+            if carry is not None:
+                shard.add_(carry)
+
+        return reduce
 
     # -------------------------------------------------------------- at the step
 
     def drain(self) -> None:
         """Wait for every reduction under way; the current stream may read the shards afterwards."""
-        while self._in_flight:
-            self._finish()
-        with self._stream.use():
-            done = record(self._device)
-        done.wait()
+        self._launched.wait()
 
     def leftovers(self) -> list[bool]:
         """For each bucket, whether this rank holds gradients that no wave has taken."""
@@ -301,12 +278,15 @@ class GradientReducer:
                 assert bucket.shard is not None
                 self.collectives.all_gather(bucket.whole.view(-1), bucket.shard, DATA, "gradients").wait()
 
+    def close(self) -> None:
+        """End the work beside the caller's."""
+        self._stream.close()
+
     def _abandon(self, bucket: Bucket) -> None:
         """Let go of what a backward that did not end has left in a bucket."""
-        for slot in bucket.slots:
-            self._sending.give_back(slot, record(self._device))
-            bucket.whole = None
-        bucket.slots.clear()
+        if bucket.slot is not None:
+            self._sending.give_back(bucket.slot, record(self._device))
+            bucket.slot = bucket.whole = None
         if bucket.carry is not None:
             self._ledger.remove("gradients", bucket.carry.nbytes)
             bucket.carry = None

@@ -13,7 +13,6 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from partita.comm.collectives import Handle
 from partita.errors import ConfigError
 from partita.memory.allocate import allocate
 from partita.memory.ledger import Ledger
@@ -188,7 +187,7 @@ class Unit:
         self.has_second = False
         self.second_kept = Event()
         self.slot: Slot | None = None
-        self.handles: list[Handle] = []
+        self.gathered = Event()
         self.storage: torch.UntypedStorage
 
     @property

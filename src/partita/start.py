@@ -54,6 +54,8 @@ def initialize(
         raise ConfigError(f"mesh: expected the mesh of another engine; got a {type(mesh).__name__}")
     num_ranks = mesh.num_ranks if mesh else _num_ranks(launch.world_size)
     resolved = resolve(settings, num_ranks, device.type, launch.local_world_size)
+    given = {"optimizer": optimizer, "schedule": scheduler}
+    resolved = resolved.with_passed(tuple(name for name, value in given.items() if value is not None))
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if not any(True for _ in model.parameters()):

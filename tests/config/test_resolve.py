@@ -182,6 +182,14 @@ def test_description() -> None:
     ]
 
 
+def test_what_is_passed_stands_in_for_its_section() -> None:
+    base = resolved({"optimizer": {"lr": 0.5}})
+    passed = base.with_passed(("optimizer", "schedule"))
+    assert passed.notices == ("ignored: optimizer (one was passed to partita.initialize)",)
+    assert describe(passed).splitlines()[4:] == ["optimizer: as passed, scheduler as passed", *passed.notices]
+    assert base.with_passed(()) == base
+
+
 @pytest.mark.parametrize("count", [5, 6, 50])
 def test_a_description_is_at_most_10_lines(count: int) -> None:
     many = Resolved(**{**vars(resolved({})), "notices": tuple(f"ignored: a{i}" for i in range(count))})

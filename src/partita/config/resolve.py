@@ -1,6 +1,6 @@
 """A configuration on a number of ranks and a kind of device: what it means there, or why it cannot."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from partita.config.batch import ResolvedBatch, resolve_batch
 from partita.config.checks import check_settings, idle_settings
@@ -18,7 +18,8 @@ class Resolved:
     """What a configuration means here.
 
     ``compute_dtype`` is ``fp32``, ``bf16`` or ``fp16``. ``values`` are the derived settings with where each came from;
-    ``notices`` are lines to show at the start, one for each setting that has no effect.
+    ``notices`` are lines to show at the start, one for each setting that has no effect; ``passed`` are the sections
+    (optimizer, schedule) that an object given to ``partita.initialize`` stands in for.
     """
 
     config: Config
@@ -27,6 +28,13 @@ class Resolved:
     compute_dtype: str
     values: tuple[Row, ...] = ()
     notices: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
+
+    def with_passed(self, sections: tuple[str, ...]) -> "Resolved":
+        """The same where objects were passed for these sections; what the config says of them has no effect."""
+        idle = [name for name in sections if getattr(self.config, name) != getattr(Config(), name)]
+        notices = tuple(f"ignored: {name} (one was passed to partita.initialize)" for name in idle)
+        return replace(self, notices=self.notices + notices, passed=sections)
 
 
 def resolve(config: Config, num_ranks: int, device_type: str, ranks_per_node: int | None = None) -> Resolved:
@@ -60,14 +68,17 @@ def describe(resolved: Resolved) -> str:
     zero, precision, schedule = config.zero, config.precision, config.schedule
     kept = ", kept whole after forward" * zero.keep_gathered + ", hierarchical" * zero.hierarchical
     clipped = f", gradients clipped to norm {config.clip_grad_norm:g}" if config.clip_grad_norm else ""
+    optimizer = f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}"
+    optimizer = "as passed" if "optimizer" in resolved.passed else optimizer
+    rates = f"{schedule.name} after {schedule.warmup_steps} steps of warm-up"
+    rates = "scheduler as passed" if "schedule" in resolved.passed else rates
     lines = [
         f"mesh: {mesh.num_ranks} ranks = {' x '.join(f'{axis} {mesh.size(axis)}' for axis in AXES)}",
         f"zero: stage {zero.stage}{kept}",
         f"batch: micro {batch.micro} x accumulate {batch.accumulate} x data {mesh.data} = {batch.total} samples a step",
         f"precision: compute {resolved.compute_dtype} ({sources['precision.compute']}), master {precision.master}, "
         f"gradients {precision.gradients}, moments {precision.moments}",
-        f"optimizer: {config.optimizer.name}, learning rate {config.optimizer.lr:g}, {schedule.name} after "
-        f"{schedule.warmup_steps} steps of warm-up{clipped}",
+        f"optimizer: {optimizer}, {rates}{clipped}",
     ]
     lines += resolved.notices[: _MAX_NOTICES - 1] if len(resolved.notices) > _MAX_NOTICES else resolved.notices
     if len(resolved.notices) > _MAX_NOTICES:

@@ -143,8 +143,7 @@ class Residency:
             self._warned.add(unit.title)
             warnings.warn(
                 f"parameter '{fqn}' is read outside the forward of its unit '{unit.title}', which now stays whole "
-                "until the "
-                "step ends; to gather it with its reader, name a module that contains both in zero.units",
+                "until the step ends; to gather it with its reader, name a module that contains both in zero.units",
                 stacklevel=2,
             )
         unit.pinned = True
@@ -169,8 +168,7 @@ class Residency:
         self._rest_idle()
 
     def begin_forward(self) -> None:
-        """A forward of the whole model begins. The order of the next step is learned from forwards that "
-        "have a backward."""
+        """A forward of the whole model begins. The order of the next step is learned from those that have a backward."""
         self.reset()
         self._records = torch.is_grad_enabled()
         if not self._records or not self._recorded:

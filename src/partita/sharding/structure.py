@@ -56,13 +56,11 @@ class Structure:
 _MOVED = (
     "parameter '{}' no longer lies in its unit's buffer: its .data, dtype or device was changed after initialize "
     "(model.double(), model.to(), param.data = ..., flatten_parameters()). Do that before initialize; to "
-    "change values, "
-    "write them in place inside `with engine.gathered(..., modify=True)`"
+    "change values, write them in place inside `with engine.gathered(..., modify=True)`"
 )
 _REPLACED = (
     "parameter '{}' was replaced ({} is another object now): its new values would never be trained. "
-    "Replace, resize and "
-    "tie parameters before initialize"
+    "Replace, resize and tie parameters before initialize"
 )
 _ADDED = (
     "parameter '{}' was added to the model after initialize: it would never be trained. "

@@ -249,8 +249,7 @@ def check_supported(holding: Holding) -> None:
     if resting.is_claimed(param):
         raise ConfigError(
             f"parameter '{name}' already belongs to another engine (one that is open, or was closed while the "
-            "parameter "
-            "was split over the ranks): close that one first, or build the model anew and pass weights="
+            "parameter was split over the ranks): close that one first, or build the model anew and pass weights="
         )
     if nn.parameter.is_lazy(param):
         raise ConfigError(f"parameter '{name}' has no shape before the model's first forward: run one, then initialize")

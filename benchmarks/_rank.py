@@ -5,6 +5,7 @@
 WORK is a JSON object of :class:`benchmarks._work.Work`; the result is FOLDER/RANK.json.
 """
 
+import faulthandler
 import json
 import os
 import sys
@@ -105,7 +106,12 @@ def _reset_peak() -> None:
         return
 
 
+# A run that takes longer hangs: it ends with the stack of every thread in the rank's log.
+LIMIT_S = 900
+
+
 def main() -> None:
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     mode, work, folder = sys.argv[1:]
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     rank = Rank(mode, Work(**json.loads(work)))

@@ -168,7 +168,7 @@ class Residency:
         self._rest_idle()
 
     def begin_forward(self) -> None:
-        """A forward of the whole model begins. The order of the next step is learned from those that have a backward."""
+        """A forward of the whole model begins. The next step's order is learned from those that have a backward."""
         self.reset()
         self._records = torch.is_grad_enabled()
         if not self._records or not self._recorded:

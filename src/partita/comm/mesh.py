@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from partita.errors import PartitaError
+from partita.memory.streams import Stream
 from partita.plan.mesh_shape import MeshShape
 
 PURPOSES = ("parameters", "gradients", "control")
@@ -55,6 +56,8 @@ class Mesh:
         if num_ranks != shape.num_ranks:
             raise PartitaError(f"the mesh has {shape.num_ranks} ranks, but {num_ranks} processes are running")
         self._groups: dict[tuple[tuple[str, ...], str], dist.ProcessGroup] = {}
+        # Engines that share the mesh share these: on one group, every rank must post in one order.
+        self._streams = {purpose: Stream(device, purpose) for purpose in PURPOSES[:2]}
         for names in axes:
             self.open(names)
 
@@ -101,9 +104,15 @@ class Mesh:
                 f"there is no process group over {', '.join(axes)}: the engine that owns this mesh is closed"
             ) from None
 
+    def stream(self, purpose: str) -> Stream:
+        """Where what is sent over the groups for ``purpose`` (parameters or gradients) is posted, in order."""
+        return self._streams[purpose]
+
     def close(self) -> None:
         """Destroy the groups made here, and ``torch.distributed`` itself if it was started here."""
         groups, self._groups, self._closed = self._groups, {}, True
+        for stream in self._streams.values():
+            stream.close()
         if not dist.is_initialized():
             return
         if self._started:

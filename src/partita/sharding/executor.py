@@ -8,7 +8,7 @@ from torch import Tensor
 from partita.comm.collectives import Collectives, Handle
 from partita.memory.allocate import allocate
 from partita.memory.ring import Loan, Ring, Slot
-from partita.memory.streams import Event, Stream, record
+from partita.memory.streams import Event, record
 from partita.plan.residence import Residence
 from partita.plan.steps import AllGather, Encode, Slice, steps
 from partita.sharding import resting
@@ -25,7 +25,7 @@ class Executor:
     def __init__(self, collectives: Collectives, ring: Ring, loan: Loan) -> None:
         self._collectives, self._ring, self._loan = collectives, ring, loan
         self._mesh = collectives.mesh
-        self._stream = Stream(self._mesh.device, "gathers")
+        self._stream = self._mesh.stream("parameters")
         self._published = Event()
 
     def can_gather(self, unit: Unit) -> bool:
@@ -114,10 +114,6 @@ class Executor:
 
         self._published = self._stream.run(bring)
         self._published.wait()
-
-    def close(self) -> None:
-        """End the work beside the caller's."""
-        self._stream.close()
 
     def _move(self, source: Tensor, target: Tensor, src: Residence, dst: Residence, tag: int = 0) -> list[Handle]:
         """Run ``steps(src, dst)`` from one flat tensor into another; handles of what is still under way."""

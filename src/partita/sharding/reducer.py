@@ -15,7 +15,7 @@ from partita.comm.collectives import Collectives
 from partita.errors import PartitaError
 from partita.memory.ledger import Ledger
 from partita.memory.ring import Ring, Slot
-from partita.memory.streams import Event, Stream, record
+from partita.memory.streams import Event, record
 from partita.plan.steps import AllReduce
 from partita.sharding.buckets import Bucket, BucketState
 from partita.sharding.unit import Member, over
@@ -46,7 +46,7 @@ class GradientReducer:
         received = [collectives.received_elements(b.num_elements, DATA) * b.dtype.itemsize for b in reducing]
         self._sending = Ring("buckets", sent, SENDING, ledger, self._device)
         self._receiving = Ring("buckets", received, RECEIVING, ledger, self._device)
-        self._stream = Stream(self._device, "reductions")
+        self._stream = self._mesh.stream("gradients")
         self._launched = Event()  # passes when everything launched so far is reduced
         self._next = 0
         self._task: int | None = None
@@ -272,15 +272,18 @@ class GradientReducer:
 
     def spread(self) -> None:
         """Gather the sums where the optimizer works on whole gradients."""
-        for bucket in self.buckets:
-            if any(isinstance(op, AllReduce) for op in bucket.reduces):
+        ready = record(self._device)
+        chosen = [bucket for bucket in self.buckets if any(isinstance(op, AllReduce) for op in bucket.reduces)]
+
+        def gather() -> None:
+            ready.wait()
+            for bucket in chosen:
                 assert bucket.whole is not None
                 assert bucket.shard is not None
                 self.collectives.all_gather(bucket.whole.view(-1), bucket.shard, DATA, "gradients").wait()
 
-    def close(self) -> None:
-        """End the work beside the caller's."""
-        self._stream.close()
+        if chosen:
+            self._stream.run(gather).wait()
 
     def _abandon(self, bucket: Bucket) -> None:
         """Let go of what a backward that did not end has left in a bucket."""

@@ -166,8 +166,6 @@ class Runtime:
         """Take the hooks off. Parameters stay where they are; those that rest whole are the user's own again."""
         for hook in self._hooks:
             hook.remove()
-        self.executor.close()
-        self.reducer.close()
         for unit, member in self.members():
             if not unit.shards:
                 resting.disclaim(member.param)

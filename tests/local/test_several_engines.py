@@ -184,6 +184,19 @@ def groups_are_closed() -> bool:
     return dist.is_initialized()
 
 
+def outlives_its_mesh() -> None:
+    """An engine on the mesh of another that was closed gets an error, at every stage; nothing waits for ever."""
+    for zero in PLANS.values():
+        owner = partita.initialize(Stack(1), {"zero": zero})
+        engine = partita.initialize(Stack(1), {"zero": zero}, mesh=owner.mesh)
+        engine.backward(square_loss(engine, rank(), 0))
+        engine.step()
+        owner.close()
+        with pytest.raises(PartitaError, match="the engine that owns this mesh is closed"):
+            engine.backward(square_loss(engine, rank(), 1))
+            engine.step()
+
+
 def test_gan_at_different_stages() -> None:
     pool.run(2, gan_at_all_stages)
 
@@ -212,3 +225,7 @@ def test_after_close(world: int) -> None:
 def test_shared_mesh_is_closed_by_its_owner() -> None:
     assert pool.run(2, groups_are_closed) == [True, True]
     assert pool.run(2, groups_are_closed, with_group=False) == [False, False]
+
+
+def test_engine_outlives_its_mesh() -> None:
+    pool.run(2, outlives_its_mesh)

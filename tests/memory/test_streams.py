@@ -59,6 +59,14 @@ def test_no_thread_without_work_and_none_after_close() -> None:
         assert not thread.is_alive()
 
 
+def test_work_after_close_is_done() -> None:
+    stream, done = Stream(CPU, "test"), list[int]()
+    for number in range(2):
+        stream.run(lambda number=number: done.append(number)).wait()
+        stream.close()
+    assert done == [0, 1]
+
+
 def test_work_is_let_go_of_once_it_is_done() -> None:
     class Held:
         pass

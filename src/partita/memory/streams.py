@@ -19,8 +19,8 @@ class Event:
         Exception: what the work raised, as often as it is waited for.
     """
 
-    def __init__(self, wait: Callable[[], object] | None = None) -> None:
-        self._wait = wait
+    def __init__(self, wait: Callable[[], object] | None = None, keeps: object = None) -> None:
+        self._wait, self._keeps = wait, keeps
 
     def wait(self) -> None:
         if self._wait is not None:
@@ -44,10 +44,11 @@ class Stream:
             return Event(self._thread.run(work).wait)
         with torch.cuda.stream(self._stream):
             work()
-            return record(self._device)
+            # What was launched may still read what only ``work`` holds.
+            return Event(record(self._device).wait, keeps=work)
 
     def close(self) -> None:
-        """Let go of the thread; it ends after what is queued."""
+        """Let go of the thread, which ends after what is queued; another is started if more work comes."""
         self._thread.close()
 
 
@@ -85,7 +86,7 @@ class _Thread:
         self._end: weakref.finalize[..., _Thread] | None = None
 
     def run(self, work: Callable[[], object]) -> _Task:
-        if self._end is None:
+        if self._end is None or not self._end.alive:
             threading.Thread(target=_serve, args=(self._tasks,), name=self._name, daemon=True).start()
             self._end = weakref.finalize(self, self._tasks.put, None)
         task = _Task(work)

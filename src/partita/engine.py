@@ -1,8 +1,10 @@
 """The engine: a model, its plan and its optimizer, behind the calls of a training loop."""
 
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,13 +20,16 @@ from partita.checkpoint.whole import Whole
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
 from partita.config.resolve import Resolved
+from partita.config.schema import Offload
 from partita.errors import PartitaError, not_available
+from partita.memory.disk import Disk
 from partita.memory.ledger import Ledger, MemoryReport
+from partita.memory.tiers import StateMemory
 from partita.optim.build import Factory, build_optimizer, build_schedule
 from partita.optim.elementwise import check_elementwise
 from partita.optim.loss_scale import LossScale
 from partita.optim.step import StepResult, Updater
-from partita.optim.views import Views, check_groups
+from partita.optim.views import check_groups
 from partita.plan.residence import ENCODINGS
 from partita.plan.state_plan import StatePlan
 from partita.plan.traffic import TrafficReport
@@ -56,34 +61,22 @@ class Engine:
         self.module, self.config, self.mesh = model, resolved.config, mesh
         self._accumulate, self._loss_fn, self._owns_mesh = resolved.batch.accumulate, given.loss_fn, owns_mesh
         self._closed = False
-        self._ledger, self._collectives = Ledger(), Collectives(mesh)
         settings = resolved.config
+        self._ledger, self._collectives = Ledger(), Collectives(mesh)
+        self._memory = StateMemory(mesh.device, self._ledger, partial(_open_disk, settings.zero.offload, mesh.rank))
         self.optimizer = build_optimizer(list(model.parameters()), settings.optimizer, given.optimizer)
         self.scheduler = build_schedule(self.optimizer, settings.schedule, given.scheduler)
         check_groups(self.optimizer, {id(param) for param in model.parameters()})
         blueprint = Blueprint(settings, ENCODINGS[resolved.compute_dtype], resolved.mesh, mesh.rank)
-        if mesh.shape.group_size(blueprint.row.master.shard_axes) > 1:
+        if mesh.shape.group_size(blueprint.row.master.shard_axes) > 1 or not blueprint.row.updates_on_device:
             check_elementwise(self.optimizer)
         source = Weights(given.weights) if given.weights is not None else None
-        self._runtime = Runtime(model, blueprint, self._collectives, self._ledger, self._accumulate, source)
+        self._runtime = Runtime(model, blueprint, self._collectives, self._memory, self._accumulate, source)
         self.units = [unit.planned for unit in self._runtime.units]
         self.plan: dict[str, StatePlan] = {unit.name: unit.segments[0].row for unit in self.units}
-        self._views = Views(self._runtime.units, self._ledger)
-        self._views.attach(self.optimizer)
-        self._runtime.on_unfreeze = self._views.unfreeze
         scale = LossScale(settings.precision.loss_scale, resolved.compute_dtype == "fp16")
-        reducer, executor = self._runtime.reducer, self._runtime.executor
-        self._updater = Updater(
-            self._runtime.units,
-            self._views,
-            self.optimizer,
-            reducer,
-            executor,
-            scale,
-            settings.clip_grad_norm,
-            self._ledger,
-        )
-        self._whole = Whole(self._runtime, self._views, self.optimizer)
+        self._updater = Updater(self._runtime, self.optimizer, scale, settings.clip_grad_norm)
+        self._whole = Whole(self._runtime, self._updater)
         self._begin_micro_batch(0)
 
     # ------------------------------------------------------------------ training
@@ -203,6 +196,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Drop the gradients collected so far: the next micro-batch is the first of a batch."""
+        self._updater.settle()
         self._runtime.reducer.drain()
         self._runtime.reducer.zero()
         self._begin_micro_batch(0)
@@ -226,22 +220,27 @@ class Engine:
         Raises:
             PartitaError: an item is no part of the model, or a parameter was written without ``modify``.
         """
+        self._updater.settle()
         return self._whole.gathered(items or (self.module,), modify)
 
     def gradient(self, name: str) -> Tensor | None:
         """The whole mean gradient of a parameter (fp32, its shape) before ``step``; None if no rank has one."""
+        self._updater.settle()
         return self._whole.gradient(name, self._updater.scale.value)
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
         """The whole optimizer state of a parameter by key (``exp_avg``, ``step``, ...)."""
+        self._updater.settle()
         return self._whole.optimizer_state(name)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The model's state dict, whole, with master weights, on the host of rank 0; empty on the other ranks."""
+        self._updater.settle()
         return self._whole.state_dict()
 
     def export(self, folder: str | Path) -> None:
         """Write the weights in the compute dtype as safetensors, in Hugging Face's layout."""
+        self._updater.settle()
         export(self._whole, self.module, Path(folder), self.mesh.rank == 0)
 
     def save(self, folder: str | Path) -> None:
@@ -281,11 +280,13 @@ class Engine:
     def close(self) -> None:
         """Take the hooks off, and end the process groups that were started here."""
         if not self._closed:
+            self._updater.settle()
             self._runtime.reducer.drain()
             self._end()
 
     def _end(self) -> None:
         self._closed = True
+        self._updater.hidden.close()
         self._runtime.close()
         if self._owns_mesh:
             self.mesh.close()
@@ -304,6 +305,10 @@ class Engine:
             self.close()
         elif not self._closed:  # the other ranks may never finish what is under way
             self._end()
+
+
+def _open_disk(offload: Offload, rank: int) -> Disk:
+    return Disk(Path(offload.path or tempfile.gettempdir()), f"partita-rank-{rank}")
 
 
 def _is_scalar(value: object) -> bool:

@@ -54,6 +54,8 @@ PLANS = {
         Plan("3", {"stage": 3}),
         Plan("3-kept", {"stage": 3, "keep_gathered": True}),
         Plan("hierarchical", {"stage": 3, "hierarchical": True}, nodes=2),
+        Plan("3-host", {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}}),
+        Plan("3-disk", {"stage": 3, "offload": {"parameters": "disk", "optimizer": "disk"}}),
     )
 }
 STAGES = ("0", "1", "2", "3", "3-kept")

@@ -10,11 +10,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from partita.memory.ledger import Ledger
+from partita.memory.tiers import StateMemory
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import BUCKET_BYTES, PlannedSegment, share_buckets
-from partita.plan.residence import BF16, FP32, Encoding
+from partita.plan.residence import BF16, FP32, Encoding, Tier
 from partita.plan.span import QUANTUM, Box, Entry, SegmentLayout, Span, lay_out
-from partita.plan.state_plan import PRESETS, Encodings, preset
+from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
 from partita.plan.steps import AllReduce, ReduceScatter
 from partita.sharding.buckets import Bucket, make_buckets
 from partita.sharding.group_units import Holding
@@ -26,26 +28,45 @@ Shapes = list[list[tuple[int, ...]]]
 SHAPES: st.SearchStrategy[Shapes] = st.lists(
     st.lists(st.lists(st.integers(0, 30), max_size=2).map(tuple), min_size=1, max_size=4), min_size=1, max_size=3
 )
-PLAIN = Encodings()
+PLAIN, ON_DEVICE = Encodings(), Tiers()
 WHOLE, SHARDED = ["ddp", "zero1"], ["zero2", "zero3", "zero3-kept", "hierarchical"]
 
 
 def segment_of(
-    number: int, shapes: Sequence[tuple[int, ...]], mesh: MeshShape, name: str, encodings: Encodings = PLAIN
+    number: int,
+    shapes: Sequence[tuple[int, ...]],
+    mesh: MeshShape,
+    name: str,
+    encodings: Encodings = PLAIN,
+    tiers: Tiers = ON_DEVICE,
 ) -> tuple[Segment, list[Member]]:
     """A segment with a parameter of each shape, of values that do not matter."""
     entries = [Entry(f"{number}.{index}", shape, FP32, True) for index, shape in enumerate(shapes)]
     layout = lay_out(str(number), entries, mesh.data).segments[0]
-    segment = Segment(layout, preset(name, encodings), mesh, 0)
+    segment = Segment(layout, preset(name, encodings, tiers, mesh), mesh, 0)
     members = [
         Member(Holding(nn.Parameter(torch.zeros(span.box.sizes)), [span.fqn]), span, segment) for span in layout.spans
     ]
     return segment, members
 
 
-def bucket_of(shapes: Shapes, mesh: MeshShape, name: str, encodings: Encodings = PLAIN) -> Bucket:
-    made = [segment_of(number, group, mesh, name, encodings) for number, group in enumerate(shapes)]
+def bucket_of(
+    shapes: Shapes, mesh: MeshShape, name: str, encodings: Encodings = PLAIN, tiers: Tiers = ON_DEVICE
+) -> Bucket:
+    made = [segment_of(number, group, mesh, name, encodings, tiers) for number, group in enumerate(shapes)]
     return Bucket(0, [segment for segment, _ in made], [member for _, members in made for member in members], mesh)
+
+
+def state_memory() -> StateMemory:
+    """Memory for states; there is no disk."""
+    return StateMemory(CPU, Ledger(), lambda: pytest.fail("nothing rests on disk here"))
+
+
+def allocated(bucket: Bucket, row: int) -> int:
+    """Bytes that are taken for the bucket's gradients."""
+    memory = state_memory()
+    bucket.allocate(row, memory)
+    return sum(memory.ledger.report(CPU).held.values())
 
 
 def places(bucket: Bucket, member: Member) -> list[tuple[int, int]]:
@@ -120,19 +141,33 @@ def test_what_rests(name: str) -> None:
         bucket = bucket_of(shapes, mesh, name)
         assert (bucket.in_place, bucket.rests_whole) == (False, name in WHOLE)
         assert [type(op) for op in bucket.reduces] == [AllReduce if name == "ddp" else ReduceScatter]
-        num_bytes = bucket.allocate(1, CPU)
+        num_bytes = allocated(bucket, 1)
         assert num_bytes == bucket.num_bytes // (1 if name in WHOLE else mesh.data)
         assert num_bytes == sum(s.plan.grad_between.num_bytes(s.layout.padded, mesh) for s in bucket.segments)
         assert bucket.shard is not None
-        assert bucket.shard.shape == (bucket.columns,)
+        assert bucket.shard.load().shape == (bucket.columns,)
         assert bucket.shard.dtype == torch.float32
         assert (bucket.whole is None) == (name in SHARDED)
-        assert bucket.allocate(1, CPU) == 0, "only once"
+        assert allocated(bucket, 1) == 0, "only once"
     alone = bucket_of(shapes, MeshShape(), name)
-    assert (alone.in_place, alone.reduces, alone.allocate(0, CPU)) == (True, [], 0)
+    assert (alone.in_place, alone.travels, alone.reduces, allocated(alone, 0)) == (True, False, [], 0)
     encoded = bucket_of(shapes, MeshShape(), name, mixed)
-    assert (encoded.in_place, encoded.rests_whole, encoded.reduces) == (False, True, [])
-    assert encoded.allocate(0, CPU) == encoded.num_bytes
+    assert (encoded.in_place, encoded.rests_whole, encoded.travels, encoded.reduces) == (False, True, False, [])
+    assert allocated(encoded, 0) == encoded.num_bytes
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_leaves_the_device(name: str) -> None:
+    """Partial sums wait on the device for the other ranks'; all else is sent off as soon as it is there."""
+    tiers = Tiers(gradients=Tier.HOST)
+    split = bucket_of([[(300,)]], MeshShape(data=2), name, tiers=tiers)
+    assert (split.rests_whole, split.travels) == (name in WHOLE, True)
+    assert split.plan.grad_step.tier is (Tier.DEVICE if name in WHOLE else Tier.HOST)
+    alone = bucket_of([[(300,)]], MeshShape(), name, tiers=tiers)
+    assert (alone.in_place, alone.rests_whole, alone.travels, alone.reduces) == (False, False, True, [])
+    memory = state_memory()
+    alone.allocate(0, memory)
+    assert memory.ledger.report(CPU).held == {("gradients", "host"): alone.num_bytes}
 
 
 # ------------------------------------------------------------------------------------------------------- collecting
@@ -206,7 +241,7 @@ def test_what_the_optimizer_sees(shapes: Shapes, num_ranks: int, name: str) -> N
     buckets = [bucket_of(shared, mesh, name) for _ in range(num_ranks)]
     sums: list[Tensor] = []
     for rank, bucket in enumerate(buckets):
-        bucket.allocate(rank, CPU)
+        bucket.allocate(rank, state_memory())
         if bucket.whole is None:
             with_whole(bucket)
         grads = list(filled(bucket, seed=rank).values())
@@ -216,7 +251,7 @@ def test_what_the_optimizer_sees(shapes: Shapes, num_ranks: int, name: str) -> N
     total = torch.stack([bucket.whole for bucket in buckets if bucket.whole is not None]).sum(0)
     for rank, bucket in enumerate(buckets):
         assert bucket.shard is not None
-        bucket.shard.copy_(total[rank])
+        bucket.shard.store(total[rank])
         if name == "ddp":
             assert bucket.whole is not None
             bucket.whole.copy_(total)
@@ -224,7 +259,9 @@ def test_what_the_optimizer_sees(shapes: Shapes, num_ranks: int, name: str) -> N
         owned = []
         for rank, bucket in enumerate(buckets):
             member = bucket.members[number]
-            piece, seen = bucket.owned_of(member, rank), bucket.grad_of(member, rank)
+            assert bucket.shard is not None
+            shard = bucket.shard.load()
+            piece, seen = bucket.owned_of(member, rank, shard), bucket.grad_of(member, rank, shard)
             owned += [] if piece is None else [piece]
             if name == "ddp":
                 assert seen is not None
@@ -238,7 +275,7 @@ def test_what_the_optimizer_sees(shapes: Shapes, num_ranks: int, name: str) -> N
 def test_a_gradient_in_place_is_autograds_own() -> None:
     bucket = bucket_of([[(3, 4)]], MeshShape(), "zero3")
     grads, (member,) = filled(bucket), bucket.members
-    assert bucket.owned_of(member, 0) is bucket.grad_of(member, 0) is member.param.grad
+    assert bucket.owned_of(member, 0, None) is bucket.grad_of(member, 0, None) is member.param.grad
     assert member.param.grad is not None
     assert torch.equal(member.param.grad, grads[id(member)])
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
 from partita.errors import PartitaError
-from partita.optim.views import Views
+from partita.optim.step import Updater
+from partita.plan.steps import steps
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member, Segment, Unit
 
@@ -18,8 +19,9 @@ DATA = ("data",)
 class Whole:
     """Parameters, gradients and optimizer states of a running engine, as one process would hold them."""
 
-    def __init__(self, runtime: Runtime, views: Views, optimizer: torch.optim.Optimizer) -> None:
-        self._runtime, self._views, self._optimizer = runtime, views, optimizer
+    def __init__(self, runtime: Runtime, updater: Updater) -> None:
+        self._runtime, self._views, self._optimizer = runtime, updater.views, updater.optimizer
+        self._hidden = updater.hidden
         self._collectives: Collectives = runtime.collectives
         self._row = self._collectives.mesh.index(DATA)
         self.num_gathered = 0  # blocks of gathered that are open
@@ -50,9 +52,10 @@ class Whole:
         reducer.drain()
         flat = torch.zeros(member.span.num_elements + 1, dtype=torch.float32, device=self._collectives.mesh.device)
         values, flat[-1] = flat[:-1], float(id(member) in bucket.used)
+        reduced = bucket.reduced.load().to(flat.device) if bucket.reduced is not None else None
         for piece in bucket.pieces[id(member)]:
-            if piece.row == self._row and bucket.reduced is not None:
-                values[piece.start : piece.stop] += bucket.reduced[piece.column :][: piece.stop - piece.start]
+            if piece.row == self._row and reduced is not None:
+                values[piece.start : piece.stop] += reduced[piece.column :][: piece.stop - piece.start]
             if id(member) in bucket.arrived and bucket.whole is not None:
                 values[piece.start : piece.stop] += bucket.whole[piece.row, piece.column :][: piece.stop - piece.start]
         if member.param.grad is not None:
@@ -66,7 +69,7 @@ class Whole:
         """
         member = self.member(name)
         view = self._views.of(member.param)
-        state = dict(self._optimizer.state.get(view.tensor, {})) if view is not None else {}
+        state = self._hidden.state_of(view) if view is not None else {}
         described = self._collectives.exchange_objects(
             {key: value.dtype if _spread(value, view) else None for key, value in state.items()} if view else {}, DATA
         )
@@ -102,7 +105,7 @@ class Whole:
         """Hold the units of the given modules and parameters whole (see :meth:`Engine.gathered`)."""
         wanted = self._parameters_of(items)
         units = [unit for unit in self._runtime.units if any(id(m.param) in wanted for m in unit.members)]
-        sharded = [unit for unit in units if unit.shards]
+        sharded = [unit for unit in units if unit.travels]
         self._runtime.residency.hold(sharded)
         self.num_gathered += 1
         members = [member for unit in units for member in unit.members]
@@ -150,10 +153,10 @@ class Whole:
 
     @staticmethod
     def _refill(segment: Segment) -> None:
-        if segment.rest is not segment.full:
-            segment.rest.copy_(segment.part(segment.full, segment.plan.param_rest))
-        if segment.master is not None and not segment.aliases_master:
-            segment.master.copy_(segment.part(segment.full, segment.plan.master))
+        if steps(segment.plan.param_rest, segment.plan.param_compute, segment.mesh):
+            segment.rest.store(segment.part(segment.full, segment.plan.param_rest))
+        if segment.master is not None and not segment.master_is_parameter:
+            segment.master.store(segment.part(segment.full, segment.plan.master))
 
     def weights(self, *, master: bool) -> Iterator[tuple[Member, Tensor]]:
         """Every parameter once, whole, unit by unit: valid until the next one is asked for.
@@ -162,8 +165,8 @@ class Whole:
             master: the values that the optimizer updates, where they have more digits than those in compute.
         """
         for unit in self._runtime.units:
-            separate = {id(s): self._master_of(s) for s in unit.segments if master and not s.aliases_master}
-            sharded = [unit] if unit.shards else []
+            separate = {id(s): self._master_of(s) for s in unit.segments if master and not s.master_is_parameter}
+            sharded = [unit] if unit.travels else []
             self._runtime.residency.hold(sharded)
             try:
                 for member in unit.members:
@@ -178,10 +181,14 @@ class Whole:
                 self._runtime.residency.let_go(sharded)
 
     def _master_of(self, segment: Segment) -> Tensor | None:
-        if segment.master is None or segment.holds_whole_master:
-            return segment.master
-        whole = segment.master.new_empty(segment.layout.padded)
-        self._collectives.all_gather(whole, segment.master, segment.plan.master.shard_axes).wait()
+        if segment.master is None:
+            return None
+        part = segment.master.load()
+        if segment.holds_whole_master:
+            return part
+        device = self._collectives.mesh.device
+        whole = part.new_empty(segment.layout.padded, device=device)
+        self._collectives.all_gather(whole, part.to(device), segment.plan.master.shard_axes).wait()
         return whole
 
     def state_dict(self) -> dict[str, Tensor]:

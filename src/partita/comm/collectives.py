@@ -121,10 +121,8 @@ class Collectives:
         else:
             group = self.mesh.group(axes, "gradients")
             Handle([_reduce_scatter_single(received, sent, group=group, async_op=True)], name).wait()
-        if accumulate:
-            out.add_(received)
-        elif received is not out:
-            out.copy_(received)
+        if received is not out:
+            land(received, out, accumulate=accumulate)
 
     def received_elements(self, num_sent: int, axes: tuple[str, ...]) -> int:
         """Elements of scratch memory that a reduction of ``num_sent`` elements needs."""
@@ -182,6 +180,14 @@ class Collectives:
 
     def _name(self, collective: str, axes: tuple[str, ...], purpose: str) -> str:
         return f"rank {self.mesh.rank}: {collective} of {purpose} over {','.join(axes)}"
+
+
+def land(values: Tensor, out: Tensor, *, accumulate: bool) -> None:
+    """Write ``values`` into ``out``, which may be in another memory, or add them."""
+    if accumulate:
+        out.add_(values.to(out.device))
+    else:
+        out.copy_(values)
 
 
 def _sum(incoming: list[Tensor], own: Tensor, place: int, out: Tensor) -> Tensor:

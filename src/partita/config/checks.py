@@ -102,6 +102,11 @@ RULES = (
 
 IDLE = (
     Idle(
+        lambda c, _: c.zero.offload.path is not None and not _may_use_disk(c),
+        "zero.offload.path",
+        "nothing rests on disk",
+    ),
+    Idle(
         lambda c, compute: bool(c.precision.keep_fp32) and compute == "fp32",
         "precision.keep_fp32",
         "all modules compute in fp32",
@@ -117,6 +122,11 @@ IDLE = (
         "a constant schedule stays at optimizer.lr",
     ),
 )
+
+
+def _may_use_disk(config: Config) -> bool:
+    offload = config.zero.offload
+    return bool({"disk", "auto"} & {offload.parameters, offload.optimizer}) or offload.gradients == "disk"
 
 
 def check_settings(config: Config, compute: Row) -> None:

@@ -66,7 +66,9 @@ class Offload(Section):
     parameters: Tier = Field("none", description="tier of the parameters; auto: as much as fits")
     optimizer: Tier = Field("none", description="tier of master weights and moments; auto: as much as fits")
     gradients: Tier = Field("auto", description="tier of the gradients; auto: where the optimizer states are")
-    path: PathText | None = Field(None, description="folder of the disk tier")
+    path: PathText | None = Field(
+        None, description="folder of the disk tier; null: the system's folder for temporary files"
+    )
 
 
 class Zero(Section):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit
-from partita.plan.residence import Residence
+from partita.plan.residence import Residence, Tier
 from partita.plan.steps import steps
 
 ADAM_MOMENTS = 2
@@ -47,9 +47,12 @@ def _states(
         yield "gradients", row.grad_between, row.grad_between.num_bytes(padded, mesh)
     else:
         yield "gradients", row.grad_arrival, _value_bytes(segment, row.grad_arrival, mesh, rank)
-    if segment.has_own_master:
+    if segment.has_own_master(mesh):
         yield "master", row.master, row.master.num_bytes(padded, mesh)
-    yield "moments", row.moments, num_moments * _value_bytes(segment, row.moments, mesh, rank)
+    if row.moments.tier is Tier.DISK:  # there they are kept as the shard is, with its padding
+        yield "moments", row.moments, num_moments * row.moments.num_bytes(padded, mesh)
+    else:
+        yield "moments", row.moments, num_moments * _value_bytes(segment, row.moments, mesh, rank)
 
 
 def _value_bytes(segment: PlannedSegment, residence: Residence, mesh: MeshShape, rank: int) -> int:

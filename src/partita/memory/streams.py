@@ -31,21 +31,46 @@ class Stream:
     """Work beside the current stream's, one piece after the other.
 
     After a piece that failed no other is run: their events raise the same error.
+
+    Args:
+        waits: whether the work waits for the host (for the disk, for arithmetic there): then it has a thread on CUDA,
+            too.
     """
 
-    def __init__(self, device: torch.device, name: str) -> None:
+    def __init__(self, device: torch.device, name: str, *, waits: bool = False) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = _Thread(f"partita {name}")
+        self._waits = waits
 
     def run(self, work: Callable[[], object]) -> Event:
-        """Queue ``work``; on CUDA it is called at once, and what it launches is queued on the side stream."""
+        """Queue ``work``. On CUDA what it launches is queued on the side stream; without ``waits`` it is called at
+        once.
+        """
         if self._stream is None:
             return Event(self._thread.run(work).wait)
+        if self._waits:
+            return self._run_in_thread(work, self._stream)
         with torch.cuda.stream(self._stream):
             work()
             # What was launched may still read what only ``work`` holds.
             return Event(record(self._device).wait, keeps=work)
+
+    def _run_in_thread(self, work: Callable[[], object], stream: torch.cuda.Stream) -> Event:
+        done = torch.cuda.Event()
+
+        def launch() -> None:
+            with torch.cuda.stream(stream):
+                work()
+                done.record()
+
+        task = self._thread.run(launch)
+
+        def wait() -> None:
+            task.wait()
+            done.wait()
+
+        return Event(wait, keeps=work)
 
     def close(self) -> None:
         """Let go of the thread, which ends after what is queued; another is started if more work comes."""

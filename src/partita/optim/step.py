@@ -7,20 +7,19 @@ and gradients are scaled before they are spread, so the numbers do not depend on
 import math
 import struct
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from partita.comm.collectives import Collectives
-from partita.memory.ledger import Ledger
+from partita.optim.hidden import HiddenUpdates
 from partita.optim.loss_scale import LossScale
-from partita.optim.views import Views, moment_bytes
-from partita.sharding.buckets import Bucket
-from partita.sharding.executor import Executor
-from partita.sharding.reducer import GradientReducer
-from partita.sharding.unit import Member, Unit
+from partita.optim.views import Views
+from partita.plan.residence import Tier
+from partita.sharding.buckets import Bucket, square
+from partita.sharding.runtime import Runtime
+from partita.sharding.unit import Member
 
 DATA = ("data",)
 # torch.nn.utils.clip_grad_norm_ adds this to the norm that it divides by.
@@ -56,39 +55,34 @@ class Updater:
     """Runs the optimizer on the reduced gradients.
 
     Args:
-        units: the model's units, in order.
         clip_norm: the largest global norm; None leaves gradients as they are.
     """
 
     def __init__(
         self,
-        units: Sequence[Unit],
-        views: Views,
+        runtime: Runtime,
         optimizer: torch.optim.Optimizer,
-        reducer: GradientReducer,
-        executor: Executor,
         scale: LossScale,
         clip_norm: float | None,
-        ledger: Ledger,
     ) -> None:
-        self._units, self._views, self.optimizer = units, views, optimizer
-        self._reducer, self._executor, self.scale, self._clip_norm, self._ledger = (
-            reducer,
-            executor,
-            scale,
-            clip_norm,
-            ledger,
-        )
-        self._collectives: Collectives = reducer.collectives
+        self.optimizer, self.scale, self._clip_norm = optimizer, scale, clip_norm
+        self._runtime, self._reducer = runtime, runtime.reducer
+        self._collectives: Collectives = runtime.collectives
         self._row = self._collectives.mesh.index(DATA)
-        self._buckets = reducer.buckets
+        self._buckets = self._reducer.buckets
         self._steps = 0
-        reducer.trace = scale.dynamic
+        self._reducer.trace = scale.dynamic
         self._num_states = -1
+        self.views = Views(runtime.units, runtime.memory)
+        self.views.attach(optimizer)
+        runtime.on_unfreeze = self.views.unfreeze
+        self.hidden = HiddenUpdates(runtime, self.views, optimizer)
+        self._reducer.before_backward = self.settle
 
     def update(self) -> StepResult:
         """Finish the gradients of a complete batch and update the parameters, unless a gradient is not finite."""
-        self._views.attach(self.optimizer)
+        self.settle()
+        self.views.attach(self.optimizer)
         agreed = self._agree()
         self._finish_gradients(agreed)
         norm = self._norm() / self.scale.value
@@ -98,15 +92,26 @@ class Updater:
             scale = self.scale.value
             self._skip()
             return StepResult(False, norm, scale, True, lr)
-        self._scale_gradients(norm)
+        factor = self._factor(norm)
+        self._scale_gradients(factor)
         self._reducer.spread()
-        self._assign(agreed.used)
-        self.optimizer.step()
-        self._publish()
+        if _has_step_hooks(self.optimizer):  # they find everything updated
+            self.hidden.start(agreed.used, factor)
+            self.settle()
+            self._update_on_device(agreed.used)
+        else:
+            self._update_on_device(agreed.used)
+            self.hidden.start(agreed.used, factor)
+        self._forget()
         result = StepResult(True, norm, self.scale.value, False, lr)
         self.scale.succeeded()
         self._count_moments()
         return result
+
+    def settle(self) -> None:
+        """Wait until the updates that run beside the caller are done."""
+        self.hidden.settle()
+        self._count_moments()
 
     @property
     def rates(self) -> tuple[float, ...]:
@@ -142,7 +147,9 @@ class Updater:
 
     def _norm(self) -> float:
         """The global norm of the (still scaled) gradients; the same number on every rank."""
-        parts = [_square(grad) for bucket in self._buckets for grad in self._owned(bucket)]
+        parts = [part for bucket in self._buckets for part in self._squares(bucket)]
+        if len({part.device for part in parts}) > 1:
+            parts = [part.cpu() for part in parts]
         mine = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
         every, handle = self._collectives.exchange(mine.cpu().view(1), DATA)
         handle.wait()
@@ -151,45 +158,59 @@ class Updater:
             total += part
         return math.sqrt(total) if total >= 0 else math.nan
 
+    def _squares(self, bucket: Bucket) -> list[Tensor]:
+        if bucket.plan.grad_step.tier is Tier.DISK:
+            return bucket.squares if bucket.filled else []
+        return [square(grad) for grad in self._owned(bucket)]
+
     def _owned(self, bucket: Bucket) -> list[Tensor]:
         """What this rank owns of a bucket's reduced gradient, a tensor for each segment (or parameter, if not
         collected).
         """
-        if bucket.in_place:
+        if bucket.shard is None:
             return [m.param.grad for m in bucket.members if m.param.grad is not None]
-        assert bucket.shard is not None
-        sizes = [segment.layout.part_elements for segment in bucket.segments]
-        return list(bucket.shard.split(sizes))
+        return bucket.parts(bucket.shard.lend().tensor, bucket.used)
 
-    def _scale_gradients(self, norm: float) -> None:
+    def _factor(self, norm: float) -> float:
+        """What gradients are multiplied by: the loss scale undone, and the norm clipped."""
         factor = 1.0 / self.scale.value
         if self._clip_norm is not None:
             factor *= min(1.0, self._clip_norm / (norm + CLIP_EPS))
+        return factor
+
+    def _scale_gradients(self, factor: float) -> None:
         if factor != 1.0:
-            for bucket in self._buckets:
+            for bucket in self._buckets_on_device:
                 for grad in self._owned(bucket):
                     grad.mul_(factor)
 
-    def _assign(self, used: set[int]) -> None:
-        for bucket in self._buckets:
-            for member in bucket.members:
-                view = self._views.of(member.param)
-                if view is None or not view.connected:
-                    continue
-                grad = bucket.grad_of(member, self._row) if id(member) in used and member.param.requires_grad else None
-                view.tensor.grad = None if grad is None else grad.to(view.tensor.dtype)
+    @property
+    def _buckets_on_device(self) -> list[Bucket]:
+        return [bucket for bucket in self._buckets if bucket.plan.updates_on_device]
 
     # ------------------------------------------------------------------- update
 
-    def _publish(self) -> None:
-        """Bring the updated master weights into what rests, and let the gradients go."""
-        segments = [segment for unit in self._units for segment in unit.segments]
-        self._executor.publish([segment for segment in segments if segment.master is not None and segment.trains])
-        self._forget()
+    def _update_on_device(self, used: set[int]) -> None:
+        """Update what the optimizer finds on the device, all at once, and bring it into what rests."""
+        for bucket in self._buckets_on_device:
+            shard = None if bucket.shard is None else bucket.shard.lend().tensor
+            for member in bucket.members:
+                view = self.views.of(member.param)
+                if view is not None and view.connected and id(member) in used and member.param.requires_grad:
+                    grad = bucket.grad_of(member, self._row, shard)
+                    view.tensor.grad = None if grad is None else grad.to(view.tensor.dtype)
+        units = [unit for unit in self._runtime.units if unit.segments[0].plan.updates_on_device]
+        if units:
+            self.optimizer.step()
+            self._runtime.executor.publish(units)
+        elif _has_step_hooks(self.optimizer):
+            self.optimizer.step()  # without a gradient, it does no more than to call them
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
 
     def _forget(self) -> None:
-        for view in self._views:
-            view.tensor.grad = None
+        for view in self.views:
+            if view.member.segment.plan.updates_on_device:  # the others' are those of an update that may be going on
+                view.tensor.grad = None
         self._reducer.zero()
 
     def _skip(self) -> None:
@@ -206,7 +227,7 @@ class Updater:
         """The first parameter whose gradient is not finite, and the ranks it came from if they were traced."""
         first = len(self._members)
         for number, (bucket, member) in enumerate((b, m) for b in self._buckets for m in b.members):
-            grad = bucket.owned_of(member, self._row)
+            grad = bucket.owned_of(member, self._row, None if bucket.shard is None else bucket.shard.load())
             if grad is not None and not bool(torch.isfinite(grad).all()):
                 first = number
                 break
@@ -224,10 +245,10 @@ class Updater:
         num_states = sum(len(state) for state in self.optimizer.state.values())
         if num_states != self._num_states:
             self._num_states = num_states
-            self._ledger.set("moments", moment_bytes(self.optimizer))
+            for tier, num_bytes in self.views.moment_bytes(self.optimizer).items():
+                if tier is not Tier.DISK:
+                    self._runtime.memory.ledger.set("moments", num_bytes, tier)
 
 
-def _square(grad: Tensor) -> Tensor:
-    """The sum of squares, in float64."""
-    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float32)
-    return norm.double().square()
+def _has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

@@ -5,6 +5,7 @@ owns (nothing, where it owns none). Views take the place of the user's parameter
 per-group rates, schedulers and hooks stay as they are.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from partita.errors import ConfigError
-from partita.memory.ledger import Ledger
+from partita.memory.tiers import StateMemory
+from partita.plan.residence import Tier
 from partita.sharding.unit import Member, Segment, Unit
 
 
@@ -28,18 +30,26 @@ class View:
         self.start = span.start if span else 0
         self.num_elements = span.num_elements if span else 0
         self._offset = span.offset if span else 0
-        self.tensor = nn.Parameter(torch.empty(0, device=segment.full.device), requires_grad=True)
-        if segment.master is not None:
-            self.connect()
+        self.on_disk = segment.plan.master.tier is Tier.DISK
+        device = segment.full.device if segment.plan.master.tier is Tier.DEVICE else torch.device("cpu")
+        self.tensor = nn.Parameter(torch.empty(0, device=device), requires_grad=True)
+        if segment.master is not None and not self.on_disk:
+            self.connect(segment.master.lend().tensor)
 
-    def connect(self) -> None:
+    def over(self, flat: Tensor) -> Tensor:
+        """This view's elements of a flat state of its segment, as this rank holds it, in the view's shape."""
+        part = flat[self._offset : self._offset + self.num_elements]
+        return self.member.shaped(part) if self.member.segment.holds_whole_master else part
+
+    def connect(self, master: Tensor) -> None:
         """Point the view at the segment's master weights."""
-        segment = self.member.segment
-        assert segment.master is not None
-        flat = segment.master[self._offset : self._offset + self.num_elements]
-        whole = segment.holds_whole_master
         with torch.no_grad():
-            self.tensor.data = self.member.shaped(flat) if whole else flat
+            self.tensor.data = self.over(master)
+
+    def disconnect(self) -> None:
+        """The master weights are on disk again."""
+        with torch.no_grad():
+            self.tensor.data = self.tensor.new_empty(0)
 
     @property
     def connected(self) -> bool:
@@ -54,8 +64,8 @@ class View:
 class Views:
     """All views, by parameter."""
 
-    def __init__(self, units: Sequence[Unit], ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, units: Sequence[Unit], memory: StateMemory) -> None:
+        self._memory = memory
         self._known = {id(member.param) for unit in units for member in unit.members}
         self._views = {id(m.param): View(m) for unit in units for m in unit.members if m.param.is_floating_point()}
         self._grouped = set[
@@ -103,7 +113,7 @@ class Views:
     def _cut(self, state: dict[str, object], view: View) -> dict[str, object]:
         numel = view.member.span.num_elements
         return {
-            key: view.slice_of(view.member.flat(value)).clone()
+            key: view.slice_of(view.member.flat(value)).to(view.tensor.device, copy=True)
             if isinstance(value, Tensor) and value.numel() == numel and value.dim() == len(view.member.shape) > 0
             else value
             for key, value in state.items()
@@ -113,10 +123,19 @@ class Views:
         """Give a segment that begins to train master weights, where it has none, and connect its views."""
         if segment.master is not None:
             return
-        segment.make_master(self._ledger)
+        master = segment.make_master(self._memory)
         for view in self:
-            if view.member.segment is segment:
-                view.connect()
+            if view.member.segment is segment and not view.on_disk:
+                view.connect(master.lend().tensor)
+
+    def moment_bytes(self, optimizer: torch.optim.Optimizer) -> Counter[Tier]:
+        """Bytes of the optimizer's state tensors in memory, by tier (the step counters left out)."""
+        held = Counter[Tier]()
+        for view in self:
+            for key, value in optimizer.state.get(view.tensor, {}).items():
+                if isinstance(value, Tensor) and key != "step":
+                    held[view.member.segment.plan.moments.tier] += value.nbytes
+        return held
 
 
 def check_groups(optimizer: torch.optim.Optimizer, known: AbstractSet[int]) -> None:
@@ -132,13 +151,3 @@ def check_groups(optimizer: torch.optim.Optimizer, known: AbstractSet[int]) -> N
                     f"optimizer group {number} holds a tensor of shape {tuple(param.shape)} that is no parameter of "
                     "the model; build the optimizer on model.parameters()"
                 )
-
-
-def moment_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the optimizer's state tensors (the step counters left out)."""
-    return sum(
-        value.nbytes
-        for state in optimizer.state.values()
-        for key, value in state.items()
-        if isinstance(value, Tensor) and key != "step"
-    )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from partita.plan.mesh_shape import MeshShape
-from partita.plan.residence import Residence
+from partita.plan.residence import Residence, Tier
 from partita.plan.span import SegmentLayout, Span
 from partita.plan.state_plan import StatePlan
 
@@ -26,10 +26,17 @@ class PlannedSegment:
     def trains(self) -> bool:
         return self.layout.trainable
 
-    @property
-    def has_own_master(self) -> bool:
-        """Whether master weights have memory of their own, and are not the parameters (or a part of them)."""
-        return self.trains and self.row.master.encoding != self.layout.encoding
+    def master_is_parameter(self, mesh: MeshShape) -> bool:
+        """Whether the master weights are the parameters at rest, or a part of them."""
+        rest, master = self.row.param_rest, self.row.master
+        same = (rest.encoding, rest.tier) == (master.encoding, master.tier)
+        if same and rest.tier is Tier.DISK:  # what is read and written there is all of it
+            same = mesh.group_size(rest.shard_axes) == mesh.group_size(master.shard_axes)
+        return same
+
+    def has_own_master(self, mesh: MeshShape) -> bool:
+        """Whether master weights have memory of their own."""
+        return self.trains and not self.master_is_parameter(mesh)
 
     def has_second(self, mesh: MeshShape) -> bool:
         """Whether what stays between forward and backward has memory of its own: a part, but not the part at rest."""
@@ -62,18 +69,19 @@ def share_buckets(
 ) -> list[tuple[int, ...]]:
     """Which of the segments (their positions) share a bucket, in the order in which buckets are reduced.
 
-    Neighbours share one while they fit in ``max_bytes``. A gradient that the optimizer sees whole has a bucket of its
-    own, so that it keeps its parameter's shape.
+    Neighbours share one while they rest alike and fit in ``max_bytes``. A gradient that the optimizer sees whole has a
+    bucket of its own, so that it keeps its parameter's shape.
     """
     groups: list[list[int]] = []
-    room = 0
+    room, before = 0, None
     for position, segment in enumerate(segments):
         residence = segment.row.grad_step
+        rests = (residence, segment.row.master.tier)
         size = segment.layout.padded * residence.encoding.itemsize
-        if groups and size <= room and mesh.group_size(residence.shard_axes) > 1:
+        if rests == before and size <= room and mesh.group_size(residence.shard_axes) > 1:
             groups[-1].append(position)
             room -= size
         else:
             groups.append([position])
-            room = max_bytes - size
+            room, before = max_bytes - size, rests
     return [tuple(group) for group in groups]

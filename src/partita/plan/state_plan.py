@@ -7,7 +7,8 @@ planner, the simulator and the runtime read this very table; nothing else decide
 
 from dataclasses import dataclass
 
-from partita.plan.residence import FP32, Encoding, Residence
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.residence import FP32, Encoding, Residence, Tier
 
 DATA = ("data",)
 LOCAL = ("local",)
@@ -21,6 +22,18 @@ class Encodings:
     master: Encoding = FP32
     gradients: Encoding = FP32
     moments: Encoding = FP32
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """The memory that each state rests in (Ren et al., "ZeRO-Offload", and Rajbhandari et al., "ZeRO-Infinity", 2021).
+
+    ``optimizer`` is where master weights and moments are, and where the update is computed.
+    """
+
+    parameters: Tier = Tier.DEVICE
+    gradients: Tier = Tier.DEVICE
+    optimizer: Tier = Tier.DEVICE
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,11 @@ class StatePlan:
     master: Residence
     moments: Residence
 
+    @property
+    def updates_on_device(self) -> bool:
+        """Whether the optimizer finds all that it needs on the device."""
+        return all(r.tier is Tier.DEVICE for r in (self.grad_step, self.master, self.moments))
+
 
 @dataclass(frozen=True)
 class _Row:
@@ -55,6 +73,7 @@ class _Row:
     states: tuple[str, ...] = ()
 
 
+ONE_RANK = MeshShape()
 PRESETS = {
     "ddp": _Row(partial=True),
     "zero1": _Row(partial=True, grad_step=DATA, states=DATA),
@@ -65,19 +84,27 @@ PRESETS = {
 }
 
 
-def preset(name: str, encodings: Encodings = Encodings()) -> StatePlan:
-    """The row called ``name`` (a key of :data:`PRESETS`) with the given encodings, everything on the device tier."""
+def preset(
+    name: str, encodings: Encodings = Encodings(), tiers: Tiers = Tiers(), mesh: MeshShape = ONE_RANK
+) -> StatePlan:
+    """The row called ``name`` (a key of :data:`PRESETS`) with the given encodings and tiers.
+
+    Partial sums over the ranks of ``mesh`` stay on the device, where they are added up. Parameters that rest whole in
+    another tier go back there between forward and backward, unless the row keeps them.
+    """
     row, e = PRESETS[name], encodings
+    kept = bool(row.rest) and not row.between
+    gradients = Tier.DEVICE if row.partial and mesh.group_size(DATA) > 1 else tiers.gradients
     return StatePlan(
         name=name,
-        param_rest=Residence(row.rest, (), e.compute),
+        param_rest=Residence(row.rest, (), e.compute, tiers.parameters),
         param_compute=Residence((), (), e.compute),
-        param_between=Residence(row.between, (), e.compute),
+        param_between=Residence(row.between, (), e.compute, Tier.DEVICE if kept else tiers.parameters),
         grad_arrival=Residence((), DATA, e.compute),
-        grad_between=Residence(row.grad_between, DATA if row.partial else (), e.gradients),
-        grad_step=Residence(row.grad_step, (), e.gradients),
-        master=Residence(row.states, (), e.master),
-        moments=Residence(row.states, (), e.moments),
+        grad_between=Residence(row.grad_between, DATA if row.partial else (), e.gradients, gradients),
+        grad_step=Residence(row.grad_step, (), e.gradients, gradients),
+        master=Residence(row.states, (), e.master, tiers.optimizer),
+        moments=Residence(row.states, (), e.moments, tiers.optimizer),
     )
 
 

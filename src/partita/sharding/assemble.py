@@ -17,11 +17,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from partita.comm.collectives import Collectives
 from partita.config.schema import Config
 from partita.errors import ConfigError
-from partita.memory.ledger import Ledger
+from partita.memory.tiers import StateMemory
 from partita.plan.mesh_shape import MeshShape
-from partita.plan.residence import ENCODINGS, Encoding
+from partita.plan.residence import ENCODINGS, Encoding, Tier
 from partita.plan.span import Entry, lay_out
-from partita.plan.state_plan import Encodings, StatePlan, preset, preset_name
+from partita.plan.state_plan import Encodings, StatePlan, Tiers, preset, preset_name
 from partita.sharding.casts import keep_fp32_modules
 from partita.sharding.dtypes import encoding_of
 from partita.sharding.group_units import Holding, find_holdings, group_units
@@ -29,6 +29,7 @@ from partita.sharding.initialize import initialize_module
 from partita.sharding.unit import Segment, Unit, check_supported
 
 DATA = ("data",)
+TIERS = {"none": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,19 @@ class Blueprint:
     @property
     def row(self) -> StatePlan:
         """The row of the table that parameters in the compute encoding have."""
-        return preset(self.preset, self.encodings(self.compute))
+        return self.row_of(self.compute)
+
+    def row_of(self, encoding: Encoding) -> StatePlan:
+        """The row that parameters of this compute encoding have."""
+        return preset(self.preset, self.encodings(encoding), self.tiers, self.mesh)
+
+    @property
+    def tiers(self) -> Tiers:
+        """Where states rest."""
+        offload = self.config.zero.offload
+        optimizer = TIERS[offload.optimizer]
+        gradients = optimizer if offload.gradients == "auto" else TIERS[offload.gradients]
+        return Tiers(TIERS[offload.parameters], gradients, optimizer)
 
     def encodings(self, compute: Encoding) -> Encodings:
         precision = self.config.precision
@@ -72,10 +85,7 @@ def plan_units(model: nn.Module, blueprint: Blueprint) -> list[Unit]:
             for h in spec.holdings
         ]
         layout = lay_out(spec.name, entries, blueprint.mesh.data)
-        segments = [
-            Segment(s, preset(blueprint.preset, blueprint.encodings(s.encoding)), blueprint.mesh, blueprint.rank)
-            for s in layout.segments
-        ]
+        segments = [Segment(s, blueprint.row_of(s.encoding), blueprint.mesh, blueprint.rank) for s in layout.segments]
         units.append(Unit(spec, layout, segments, len(units)))
     return units
 
@@ -111,8 +121,8 @@ class Assembly:
         ConfigError: a tensor of the source has another shape, or none is the model's.
     """
 
-    def __init__(self, model: nn.Module, collectives: Collectives, ledger: Ledger, source: Source | None) -> None:
-        self._model, self._collectives, self._ledger, self._source = model, collectives, ledger, source
+    def __init__(self, model: nn.Module, collectives: Collectives, memory: StateMemory, source: Source | None) -> None:
+        self._model, self._collectives, self._memory, self._source = model, collectives, memory, source
         self._device = collectives.mesh.device
         self._paths = {id(module): path for path, module in model.named_modules()}
         if source is not None:
@@ -163,7 +173,7 @@ class Assembly:
                         member.param.copy_(self._source.read(name))
         self._collectives.broadcast([segment.full for segment in unit.segments], DATA, "start")
         for segment in unit.segments:
-            segment.cut_rest(self._ledger)
+            segment.cut_rest(self._memory)
 
     def fill_buffers(self) -> None:
         """Move the model's buffers to the device; every rank gets rank 0's values.

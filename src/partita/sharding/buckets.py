@@ -1,24 +1,26 @@
 """Where gradients are collected and reduced: buckets of constant order, of one large or several small segments.
 
 Names: a bucket's ``whole`` is ``[group size, columns]``, a row for each rank that will own its sum; ``shard`` is this
-rank's row of the reduced gradient, ``[columns]``. Where the table keeps gradients whole between micro-batches,
-``whole`` rests and ``shard`` is a row of it; elsewhere ``whole`` is a slot borrowed from a ring while one backward
-fills and sends it. Where no step leads from autograd's gradient to the optimizer's, there is neither: the gradient
-stays where autograd put it.
+rank's row of the reduced gradient, ``[columns]``, kept in the table's tier. Where the table keeps gradients whole on
+the device between micro-batches, ``whole`` rests and ``shard`` is a row of it; elsewhere ``whole`` is a slot borrowed
+from a ring while one backward fills and sends it. Where no step leads from autograd's gradient to the optimizer's,
+there is neither: the gradient stays where autograd put it.
 """
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from partita.memory.allocate import allocate
 from partita.memory.ring import Slot
 from partita.memory.streams import Event
+from partita.memory.tiers import InMemory, Kept, StateMemory
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import share_buckets
+from partita.plan.residence import Tier
 from partita.plan.steps import AllReduce, ReduceScatter, steps
 from partita.sharding.dtypes import dtype_of
 from partita.sharding.unit import Member, Segment
@@ -59,15 +61,19 @@ class Bucket:
         self.pieces = {id(member): self._pieces(member) for member in members}
         self.gaps = self._gaps()
         self.in_place = not steps(self.plan.grad_arrival, self.plan.grad_step, mesh)
-        self.rests_whole = not self.in_place and mesh.group_size(self.plan.grad_between.shard_axes) == 1
+        between = self.plan.grad_between
+        is_whole = mesh.group_size(between.shard_axes) == 1 and between.tier is Tier.DEVICE
+        self.rests_whole = not self.in_place and is_whole
         self.reduces = [
             op
             for op in steps(self.plan.grad_arrival, self.plan.grad_step, mesh)
             if isinstance(op, AllReduce | ReduceScatter)
         ]
+        self.travels = bool(self.reduces) or not (self.in_place or self.rests_whole)
         self.state = BucketState.OPEN
         self.whole: Tensor | None = None
-        self.shard: Tensor | None = None
+        self.shard: Kept | None = None
+        self.squares: list[Tensor] = []  # of a shard on disk: the sums of squares of its segments
         self.carry: Tensor | None = None
         self.filled = False
         self.reduced_at = Event()
@@ -100,16 +106,18 @@ class Bucket:
     def complete(self) -> bool:
         return self.expected <= self.fresh
 
-    def allocate(self, row: int, device: torch.device) -> int:
-        """Memory for the gradients that rest here; returns its bytes. ``row`` is this rank's."""
+    def allocate(self, row: int, memory: StateMemory) -> None:
+        """Have memory for the gradients that rest here. ``row`` is this rank's."""
         if self.in_place or self.shard is not None:
-            return 0
+            return
+        tier = self.plan.grad_between.tier
         if self.rests_whole:
-            self.whole = allocate(self.num_elements, self.dtype, device).view(self.num_rows, -1)
-            self.shard = self.whole[row]
-            return self.whole.nbytes
-        self.shard = allocate(self.columns, self.dtype, device)
-        return self.shard.nbytes
+            self.whole = (
+                memory.keep("gradients", self.num_elements, self.dtype, tier).lend().tensor.view(self.num_rows, -1)
+            )
+            self.shard = InMemory(self.whole[row], tier)
+        else:
+            self.shard = memory.keep("gradients", self.columns, self.dtype, tier)
 
     def absorb(self, member: Member, divisor: int) -> None:
         """Move a parameter's gradient, divided, into ``whole``: copied if it is its first, else added."""
@@ -134,10 +142,10 @@ class Bucket:
         member.param.grad = None
 
     @property
-    def reduced(self) -> Tensor | None:
+    def reduced(self) -> Kept | None:
         """This rank's row of the sums over the ranks so far, ``[columns]``; what was collected since is not in it."""
         if self.carry is not None:
-            return self.carry
+            return InMemory(self.carry, Tier.DEVICE)
         return self.shard if self.state is BucketState.REDUCED or (self.filled and not self.rests_whole) else None
 
     def clear(self, member: Member) -> None:
@@ -166,23 +174,39 @@ class Bucket:
                 at = max(at, end)
         return found
 
-    def owned_of(self, member: Member, row: int) -> Tensor | None:
-        """This rank's piece of a member's reduced gradient; None where it owns nothing of it."""
-        if self.in_place:
+    def parts(self, shard: Tensor, used: AbstractSet[int]) -> list[Tensor]:
+        """The shard's values as the norm adds them up: segment by segment, or, where a rank owns all, parameter by
+        parameter (as those that autograd left in place), of those that are ``used``.
+        """
+        if self.num_rows > 1:
+            return list(shard.split([segment.layout.part_elements for segment in self.segments]))
+        owned = (self.owned_of(member, 0, shard) for member in self.members if id(member) in used)
+        return [part for part in owned if part is not None]
+
+    def owned_of(self, member: Member, row: int, shard: Tensor | None) -> Tensor | None:
+        """This rank's piece of a member's reduced gradient; None where it owns nothing of it.
+
+        ``shard``: the values of :attr:`shard`, where there is one.
+        """
+        if shard is None:
             return member.param.grad
-        assert self.shard is not None
         for piece in self.pieces[id(member)]:
             if piece.row == row:
-                return self.shard[piece.column : piece.column + piece.stop - piece.start]
+                return shard[piece.column : piece.column + piece.stop - piece.start]
         return None
 
-    def grad_of(self, member: Member, row: int) -> Tensor | None:
+    def grad_of(self, member: Member, row: int, shard: Tensor | None) -> Tensor | None:
         """The gradient the optimizer sees: this rank's piece, or all of it where gradients end up whole."""
-        if self.in_place or self.mesh.group_size(self.plan.grad_step.shard_axes) > 1:
-            return self.owned_of(member, row)
-        assert self.whole is not None
-        offset = member.span.offset
-        return member.shaped(self.whole.view(-1)[offset : offset + member.span.num_elements])
+        if shard is None or self.mesh.group_size(self.plan.grad_step.shard_axes) > 1:
+            return self.owned_of(member, row, shard)
+        whole, offset = shard if self.whole is None else self.whole.view(-1), member.span.offset
+        return member.shaped(whole[offset : offset + member.span.num_elements])
+
+
+def square(grad: Tensor) -> Tensor:
+    """The sum of squares, in float64."""
+    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float32)
+    return norm.double().square()
 
 
 def make_buckets(segments: Sequence[tuple[Segment, Sequence[Member]]], mesh: MeshShape) -> list[Bucket]:

@@ -1,6 +1,7 @@
 """Runs the table's steps on a unit's tensors: gather, release, publish. Knows how, never when."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -9,8 +10,9 @@ from partita.comm.collectives import Collectives, Handle
 from partita.memory.allocate import allocate
 from partita.memory.ring import Loan, Ring, Slot
 from partita.memory.streams import Event, record
-from partita.plan.residence import Residence
-from partita.plan.steps import AllGather, Encode, Slice, steps
+from partita.memory.tiers import Kept, Lease
+from partita.plan.residence import Residence, Tier
+from partita.plan.steps import AllGather, Copy, Encode, Slice, steps
 from partita.sharding import resting
 from partita.sharding.unit import Segment, Unit, UnitState
 
@@ -26,35 +28,41 @@ class Executor:
         self._collectives, self._ring, self._loan = collectives, ring, loan
         self._mesh = collectives.mesh
         self._stream = self._mesh.stream("parameters")
-        self._published = Event()
+
+    @property
+    def device(self) -> torch.device:
+        return self._mesh.device
 
     def can_gather(self, unit: Unit) -> bool:
         """Whether the ring has a slot left for this unit."""
         return self._ring.available(unit.layout.num_bytes)
 
     def start_gather(self, unit: Unit, spare: bool = False) -> None:
-        """RESTING to GATHERING: from the second shard where there is one, else from the shard at rest."""
+        """RESTING to GATHERING: from the second shard where there is one, else from what rests."""
         assert unit.state is UnitState.RESTING
-        slot, published, second = self._lend(unit, spare), self._published, unit.has_second
+        slot, updated, second = self._lend(unit, spare), unit.updated, unit.has_second
 
         def gather() -> None:
             slot.last_use.wait()
-            published.wait()
-            handles = []
+            updated.wait()
+            handles, leases = list[Handle](), list[Lease]()
             for segment in unit.segments:
                 plan, source, rests = segment.plan, segment.rest, segment.plan.param_rest
                 if second and segment.second is not None:
                     unit.second_kept.wait()
                     source, rests = segment.second, plan.param_between
-                handles += self._move(source, segment.full, rests, plan.param_compute, unit.number)
+                leases.append(source.lend())
+                handles += self._move(leases[-1].wait(), segment.full, rests, plan.param_compute, unit.number)
             _finish(handles)
+            for lease in leases:
+                lease.end(changed=False)
 
         unit.gathered = self._stream.run(gather)
         unit.state = UnitState.GATHERING
 
     def lay(self, unit: Unit) -> None:
         """Give a new unit its storage: memory of its own where it rests whole, else a slot until it is released."""
-        if unit.shards:
+        if unit.travels:
             unit.storage = torch.UntypedStorage(0, device=self._mesh.device)
             self._lend(unit).last_use.wait()
             unit.lay(unit.storage)
@@ -78,7 +86,7 @@ class Executor:
         """Copy the part that stays between forward and backward out of a WHOLE unit, where its row has one."""
         for segment in unit.segments:
             if segment.second is not None:
-                self._move(segment.full, segment.second, segment.plan.param_compute, segment.plan.param_between)
+                self._store(segment.full, segment.second, segment.plan.param_compute, segment.plan.param_between)
                 unit.has_second = True
         unit.second_kept = record(self._mesh.device)
 
@@ -97,8 +105,9 @@ class Executor:
             resting.rest(member.param)
         unit.state = UnitState.RESTING
 
-    def publish(self, segments: Sequence[Segment]) -> None:
-        """Bring updated master weights into what rests: encode, and gather where the rest is whole.
+    def publish(self, units: Sequence[Unit]) -> None:
+        """Bring updated master weights, which lie in memory, into what rests: encode, and gather where the rest is
+        whole.
 
         Gathers wait for it, and so does the current stream.
         """
@@ -106,29 +115,70 @@ class Executor:
 
         def bring() -> None:
             updated.wait()
-            handles = []
-            for segment in segments:
-                assert segment.master is not None
-                handles += self._move(segment.master, segment.rest, segment.plan.master, segment.plan.param_rest)
-            _finish(handles)
+            for unit in units:
+                for segment in unit.trained:
+                    assert segment.master is not None
+                    self.deliver(segment, segment.master.lend().wait())
 
-        self._published = self._stream.run(bring)
-        self._published.wait()
+        published = self._stream.run(bring)
+        for unit in units:
+            unit.updated = published
+        published.wait()
+
+    def run_after(self, event: Event, work: Callable[[], object]) -> Event:
+        """Run ``work``, which gathers, in its turn among the gathers, once ``event`` has passed."""
+
+        def run() -> None:
+            event.wait()
+            work()
+
+        return self._stream.run(run)
+
+    def await_update(self, unit: Unit, updated: Event) -> None:
+        """Gathers of the unit wait for ``updated``; so does whoever uses its parameters, where they rest whole."""
+        unit.updated = updated
+        if not unit.travels:
+            self.put_to_rest(unit)
+            unit.gathered, unit.state = updated, UnitState.GATHERING
+
+    def finish_update(self, unit: Unit) -> None:
+        """The current stream may use parameters that rest whole from here on."""
+        if not unit.travels and unit.state is UnitState.GATHERING:
+            self.finish_gather(unit)
+
+    def deliver(self, segment: Segment, master: Tensor) -> None:
+        """Bring one segment's updated master weights into what rests."""
+        self._store(master, segment.rest, segment.plan.master, segment.plan.param_rest)
+
+    def _store(self, source: Tensor, target: Kept, src: Residence, dst: Residence) -> None:
+        if steps(src, dst, self._mesh.shape):
+            lease = target.lend(read=False)
+            _finish(self._move(source, lease.wait(), src, dst))
+            lease.end(changed=True)
 
     def _move(self, source: Tensor, target: Tensor, src: Residence, dst: Residence, tag: int = 0) -> list[Handle]:
-        """Run ``steps(src, dst)`` from one flat tensor into another; handles of what is still under way."""
+        """Run ``steps(src, dst)`` from one flat tensor in memory into another; handles of what is still under way.
+
+        What rests on disk is lent, so reading and writing is done by whoever lends it.
+        """
+        ops = steps(src, dst, self._mesh.shape)
+        if target.device != self._mesh.device and any(isinstance(op, AllGather) for op in ops):
+            whole = torch.empty_like(target, device=self._mesh.device)
+            _finish(self._move(source, whole, src, replace(dst, tier=Tier.DEVICE), tag))
+            target.copy_(whole)
+            return []
         handles = []
-        for op in steps(src, dst, self._mesh.shape):
+        for op in ops:
             if isinstance(op, AllGather):
                 handles.append(self._collectives.all_gather(target, source, op.axes, tag=tag))
             elif isinstance(op, Slice):
-                target.copy_(source.view(self._mesh.shape.group_size(op.axes), -1)[self._mesh.index(op.axes)])
-            elif isinstance(op, Encode):
+                source = source.view(self._mesh.shape.group_size(op.axes), -1)[self._mesh.index(op.axes)]
+            elif isinstance(op, Encode | Copy):
                 num = target.numel() // source.numel()
                 part = target.view(num, -1)[self._mesh.index(src.shard_axes) if num > 1 else 0]
-                source = part.copy_(source)
-            else:
-                raise AssertionError(f"parameters never take step {op}")
+                source = part if part.data_ptr() == source.data_ptr() else part.copy_(source, non_blocking=True)
+        if not handles and source.data_ptr() != target.data_ptr():
+            target.copy_(source)
         return handles
 
 

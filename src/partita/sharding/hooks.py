@@ -88,6 +88,25 @@ class UnitHooks:
             self._mark(tensor, self._stack[-1])
 
 
+class UpdateHooks:
+    """For a unit that rests whole while its update may run beside the caller: ``finish(unit)`` before it is used."""
+
+    def __init__(self, unit: Unit, finish: Callable[[Unit], None]) -> None:
+        self._unit, self._finish = unit, finish
+        modules = {id(m): m for member in unit.members for m, _ in member.holding.owners} | {
+            id(unit.module): unit.module
+        }
+        self._handles = [m.register_forward_pre_hook(self._enter, prepend=True) for m in modules.values()]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._finish(self._unit)
+
+
 def _lies_at(tensor: Tensor, address: int) -> bool:
     return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() == address
 

@@ -11,14 +11,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from partita.comm.collectives import Collectives
+from partita.comm.collectives import Collectives, land
 from partita.errors import PartitaError
+from partita.memory.allocate import over
 from partita.memory.ledger import Ledger
 from partita.memory.ring import Ring, Slot
 from partita.memory.streams import Event, record
+from partita.plan.residence import Tier
 from partita.plan.steps import AllReduce
-from partita.sharding.buckets import Bucket, BucketState
-from partita.sharding.unit import Member, over
+from partita.sharding.buckets import Bucket, BucketState, square
+from partita.sharding.unit import Member
 
 DATA = ("data",)
 # How many buckets may be filled or under way at a time. One part is received at a time.
@@ -41,9 +43,9 @@ class GradientReducer:
         self._row = self._mesh.index(DATA)
         self.divisor = self._mesh.size("data") * accumulate
         self._bucket_of = {id(member): bucket for bucket in buckets for member in bucket.members}
-        reducing = [bucket for bucket in buckets if bucket.reduces]
-        sent = [bucket.num_bytes for bucket in reducing if not bucket.rests_whole]
-        received = [collectives.received_elements(b.num_elements, DATA) * b.dtype.itemsize for b in reducing]
+        self._order = [bucket for bucket in buckets if bucket.travels]
+        sent = [bucket.num_bytes for bucket in self._order if not bucket.rests_whole]
+        received = [num_bytes for bucket in buckets if (num_bytes := self._received_bytes(bucket))]
         self._sending = Ring("buckets", sent, SENDING, ledger, self._device)
         self._receiving = Ring("buckets", received, RECEIVING, ledger, self._device)
         self._stream = self._mesh.stream("gradients")
@@ -55,6 +57,7 @@ class GradientReducer:
         self.reduce_now = True
         self.synchronize = True
         self.trace = False
+        self.before_backward: Callable[[], None] = lambda: None
         self._finite: Tensor | None = None
         self._took_part = False
 
@@ -62,11 +65,18 @@ class GradientReducer:
         """Take up the bucket of a segment that begins to train; it is reduced last."""
         self.buckets.append(bucket)
         self._bucket_of.update((id(member), bucket) for member in bucket.members)
-        if bucket.reduces:
-            received = self.collectives.received_elements(bucket.num_elements, DATA) * bucket.dtype.itemsize
-            self._receiving.provide(received, RECEIVING)
+        if bucket.travels:
+            self._order.append(bucket)
+            if received := self._received_bytes(bucket):
+                self._receiving.provide(received, RECEIVING)
             if not bucket.rests_whole:
                 self._sending.provide(bucket.num_bytes, SENDING)
+
+    def _received_bytes(self, bucket: Bucket) -> int:
+        """Scratch memory that the bucket's reduction needs."""
+        if not bucket.reduces:
+            return 0
+        return self.collectives.received_elements(bucket.num_elements, DATA) * bucket.dtype.itemsize
 
     # ---------------------------------------------------------------- in backward
 
@@ -85,6 +95,7 @@ class GradientReducer:
         task = torch._C._current_graph_task_id()
         if task != -1 and self._task is None:
             self._task = task
+            self.before_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def arrived(self, member: Member) -> None:
@@ -112,7 +123,7 @@ class GradientReducer:
         if bucket.rests_whole:
             self._reopen(bucket)
             bucket.absorb(member, self.divisor)
-        elif bucket.index == self._next:
+        elif self._order[self._next :][:1] == [bucket]:
             self._fill(bucket)
             bucket.absorb(member, self.divisor)
         if self._reducing(bucket):
@@ -125,7 +136,7 @@ class GradientReducer:
 
     def _reducing(self, bucket: Bucket) -> bool:
         """Whether this backward reduces the bucket at all."""
-        return bool(bucket.reduces) and self.synchronize and (self.reduce_now or not bucket.rests_whole)
+        return bucket.travels and self.synchronize and (self.reduce_now or not bucket.rests_whole)
 
     def _waiting(self, bucket: Bucket) -> list[Member]:
         """Members whose gradients are still with their parameters."""
@@ -133,8 +144,8 @@ class GradientReducer:
             return [member for member in bucket.members if member.param.grad is not None]
 
     def _launch_ready(self) -> None:
-        while self._next < len(self.buckets) and self.buckets[self._next].complete:
-            self._launch(self.buckets[self._next])
+        while self._next < len(self._order) and self._order[self._next].complete:
+            self._launch(self._order[self._next])
             self._next += 1
 
     def release_held_back(self) -> None:
@@ -143,9 +154,9 @@ class GradientReducer:
 
         A sign of that is a later bucket that is complete. What still comes is reduced at the step.
         """
-        later = self.buckets[self._next + 1 :]
+        later = self._order[self._next + 1 :]
         if self._task is not None and any(bucket.complete and self._reducing(bucket) for bucket in later):
-            self._launch(self.buckets[self._next])
+            self._launch(self._order[self._next])
             self._next += 1
             self._launch_ready()
 
@@ -162,8 +173,8 @@ class GradientReducer:
 
     def end_wave(self) -> None:
         """Launch what this wave has not launched yet, with zeros for what did not come."""
-        if self.buckets and self._reducing(self.buckets[0]):
-            for bucket in self.buckets[self._next :]:
+        if self._order and self._reducing(self._order[0]):
+            for bucket in self._order[self._next :]:
                 self._launch(bucket)
             self.waves += 1
             self._took_part = True
@@ -186,7 +197,7 @@ class GradientReducer:
         if bucket.state is BucketState.REDUCED:
             assert bucket.shard is not None
             bucket.reduced_at.wait()
-            bucket.carry = bucket.shard.clone()
+            bucket.carry = bucket.shard.load()
             self._ledger.add("gradients", bucket.carry.nbytes)
             bucket.state = BucketState.OPEN
 
@@ -204,10 +215,11 @@ class GradientReducer:
         assert bucket.whole is not None
         if self.trace:
             self.watch(bucket.whole.sum(dtype=torch.float32))
-        num = self.collectives.received_elements(bucket.num_elements, DATA)
-        receiving = self._receiving.borrow(num * bucket.dtype.itemsize)
+        num_bytes = self._received_bytes(bucket)
+        receiving = self._receiving.borrow(num_bytes) if num_bytes else None
         bucket.reduced_at = self._launched = self._stream.run(self._reduction(bucket, receiving))
-        self._receiving.give_back(receiving, self._launched)
+        if receiving is not None:
+            self._receiving.give_back(receiving, self._launched)
         if bucket.slot is not None:
             self._sending.give_back(bucket.slot, self._launched)
             bucket.slot = bucket.whole = None
@@ -219,21 +231,31 @@ class GradientReducer:
         bucket.arrived.clear()
         bucket.filled, bucket.state = True, BucketState.REDUCED
 
-    def _reduction(self, bucket: Bucket, receiving: Slot) -> Callable[[], None]:
+    def _reduction(self, bucket: Bucket, receiving: Slot | None) -> Callable[[], None]:
         """What brings the sum of a bucket, as it is now, into its shard; beside the current stream's work."""
         assert bucket.whole is not None
         assert bucket.shard is not None
-        sent, shard, carry, filled = bucket.whole.view(-1), bucket.shard, bucket.carry, record(self._device)
-        num = self.collectives.received_elements(bucket.num_elements, DATA)
-        received = over(receiving.storage, bucket.dtype, num)
-        received_before, accumulate = receiving.last_use, bucket.filled and not bucket.rests_whole
+        sent, kept, carry, filled = bucket.whole.view(-1), bucket.shard, bucket.carry, record(self._device)
+        accumulate = bucket.filled and not bucket.rests_whole
+        used = frozenset(bucket.used)
+        received_before = receiving.last_use if receiving is not None else Event()
 
         def reduce() -> None:
             filled.wait()
+            lease = kept.lend(read=accumulate)
+            shard = lease.wait()
             received_before.wait()
-            self.collectives.reduce_scatter(shard, sent, received, DATA, accumulate=accumulate)
+            if receiving is None:
+                land(sent, shard, accumulate=accumulate)
+            else:
+                num = self.collectives.received_elements(bucket.num_elements, DATA)
+                received = over(receiving.storage, bucket.dtype, num)
+                self.collectives.reduce_scatter(shard, sent, received, DATA, accumulate=accumulate)
             if carry is not None:
                 shard.add_(carry)
+            if kept.tier is Tier.DISK:  # so that nobody has to read it for the norm
+                bucket.squares = [square(part) for part in bucket.parts(shard, used)]
+            lease.end(changed=True)
 
         return reduce
 
@@ -245,9 +267,7 @@ class GradientReducer:
 
     def leftovers(self) -> list[bool]:
         """For each bucket, whether this rank holds gradients that no wave has taken."""
-        return [
-            bool(bucket.reduces) and (bool(bucket.arrived) or bool(self._waiting(bucket))) for bucket in self.buckets
-        ]
+        return [bucket.travels and (bool(bucket.arrived) or bool(self._waiting(bucket))) for bucket in self.buckets]
 
     def launch(self, chosen: Sequence[bool]) -> None:
         """Reduce the chosen buckets (the same on every rank), in order, and end the wave."""
@@ -264,7 +284,7 @@ class GradientReducer:
                 for member in self._waiting(bucket):
                     assert member.param.grad is not None
                     member.param.grad.mul_(1.0 / self.divisor)
-            elif bucket.rests_whole and not bucket.reduces:
+            elif bucket.rests_whole and not bucket.travels:
                 for member in bucket.members:
                     bucket.absorb(member, self.divisor)
                     if id(member) not in bucket.arrived:
@@ -279,8 +299,8 @@ class GradientReducer:
             ready.wait()
             for bucket in chosen:
                 assert bucket.whole is not None
-                assert bucket.shard is not None
-                self.collectives.all_gather(bucket.whole.view(-1), bucket.shard, DATA, "gradients").wait()
+                part = bucket.whole[self._row]
+                self.collectives.all_gather(bucket.whole.view(-1), part, DATA, "gradients").wait()
 
         if chosen:
             self._stream.run(gather).wait()

@@ -83,6 +83,11 @@ class Residency:
         """Whether this forward runs inside a backward (reentrant checkpointing), which needs the unit again at once."""
         return torch._C._current_graph_task_id() != -1 and self._executor.can_gather(unit)
 
+    @property
+    def forward_order(self) -> list[Unit]:
+        """The units in the order in which the last step's forward opened them first."""
+        return list(dict.fromkeys(unit for unit, in_backward in self._order if not in_backward))
+
     # ----------------------------------------------------------------- backward
 
     def open_backward(self, visit: Visit) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from partita.comm.collectives import Collectives
-from partita.memory.ledger import Ledger
 from partita.memory.ring import Loan, Ring
+from partita.memory.tiers import StateMemory
 from partita.sharding import resting
 from partita.sharding.agreement import Agreement
 from partita.sharding.assemble import Assembly, Blueprint, Source, plan_units
@@ -17,7 +17,7 @@ from partita.sharding.buffers import BufferSync
 from partita.sharding.casts import cast_borders, keep_fp32_modules, map_floats
 from partita.sharding.dtypes import dtype_of
 from partita.sharding.executor import Executor
-from partita.sharding.hooks import ForwardHooks, UnitHooks
+from partita.sharding.hooks import ForwardHooks, UnitHooks, UpdateHooks
 from partita.sharding.reducer import GradientReducer
 from partita.sharding.residency import Residency
 from partita.sharding.structure import Structure
@@ -40,16 +40,17 @@ class Runtime:
         model: nn.Module,
         blueprint: Blueprint,
         collectives: Collectives,
-        ledger: Ledger,
+        memory: StateMemory,
         accumulate: int,
         source: Source | None = None,
         swap: bool = True,
     ) -> None:
-        self.model, self.ledger, self.collectives = model, ledger, collectives
+        self.model, self.memory, self.collectives = model, memory, collectives
+        ledger = memory.ledger
         self._device, config = collectives.mesh.device, blueprint.config
         kept = keep_fp32_modules(model, config.precision.keep_fp32)
         self.units = plan_units(model, blueprint)
-        sharded = [unit for unit in self.units if unit.shards]
+        sharded = [unit for unit in self.units if unit.travels]
         self.loan = Loan(swap)
         sizes = [unit.layout.num_bytes for unit in sharded]
         ahead = _prefetch_bytes(config.zero.prefetch_bytes, sharded)
@@ -63,14 +64,17 @@ class Runtime:
             collectives, [unit.title for unit in self.units], lambda: self.reducer.release_held_back()
         )
         self.residency = Residency(sharded, self.executor, agreement, ahead)
-        self._assemble(Assembly(model, collectives, ledger, source))
+        self._assemble(Assembly(model, collectives, memory, source))
         self._structure = Structure(model, self.units)
         self.reducer = GradientReducer(self._make_buckets(), collectives, ledger, accumulate)
         self._compute = dtype_of(blueprint.compute)
         cast_borders(model, self._compute, kept)
         self._buffers = BufferSync(model, collectives, config.communication.buffers == "broadcast")
         self._hooks: list[Any] = [UnitHooks(unit, self.residency, not unit.name) for unit in sharded]
+        still = [unit for unit in self.units if not unit.travels and not unit.segments[0].plan.updates_on_device]
+        self._hooks += [UpdateHooks(unit, self.executor.finish_update) for unit in still]
         self._hooks.append(ForwardHooks(model, self._prepare, self._depth_changed, self._graph_of_now))
+        self._unit_of = {id(member.param): unit for unit, member in self.members()}
         self.on_unfreeze: Callable[[Segment], None] = lambda segment: None
         self._refresh()
 
@@ -82,7 +86,7 @@ class Runtime:
             assembly.fill(unit)
             for member in unit.members:
                 resting.claim(member.param, self)
-            if unit.shards:
+            if unit.travels:
                 self.executor.release(unit)
         assembly.fill_buffers()
 
@@ -96,7 +100,7 @@ class Runtime:
         ]
         buckets = make_buckets(groups, self.collectives.mesh.shape)
         for bucket in buckets:
-            self.ledger.add("gradients", bucket.allocate(self.collectives.mesh.index(DATA), self._device))
+            bucket.allocate(self.collectives.mesh.index(DATA), self.memory)
         return buckets
 
     # ------------------------------------------------------------------- forward
@@ -137,7 +141,7 @@ class Runtime:
             segment.trains = True
             members = [m for unit in self.units for m in unit.members if m.segment is segment]
             bucket = Bucket(len(self.reducer.buckets), [segment], members, self.collectives.mesh.shape)
-            self.ledger.add("gradients", bucket.allocate(self.collectives.mesh.index(DATA), self._device))
+            bucket.allocate(self.collectives.mesh.index(DATA), self.memory)
             self.reducer.add(bucket)
             self.on_unfreeze(segment)
         arrived = member.param.register_post_accumulate_grad_hook(lambda _: self.reducer.arrived(member))
@@ -148,7 +152,11 @@ class Runtime:
 
     def touched(self, param: nn.Parameter, what: str) -> None:
         """See :class:`~partita.sharding.resting.Guardian`."""
-        self.residency.touched(param, what)
+        unit = self._unit_of[id(param)]
+        if unit.travels:
+            self.residency.touched(param, what)
+        else:
+            self.executor.finish_update(unit)
 
     def updated(self) -> None:
         """Parameters were changed: graphs made before are void, as autograd finds out by the version counters."""
@@ -167,8 +175,9 @@ class Runtime:
         for hook in self._hooks:
             hook.remove()
         for unit, member in self.members():
-            if not unit.shards:
+            if not unit.travels:
                 resting.disclaim(member.param)
+        self.memory.close()
 
 
 def _prefetch_bytes(setting: int | str, sharded: list[Unit]) -> int:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from partita.errors import ConfigError
-from partita.memory.allocate import allocate
-from partita.memory.ledger import Ledger
+from partita.memory.allocate import over
 from partita.memory.ring import Slot
 from partita.memory.streams import Event
+from partita.memory.tiers import InMemory, Kept, StateMemory
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import Residence
@@ -72,17 +72,6 @@ class Member:
         return values.as_strided((values.numel(),), (1,), values.storage_offset())
 
 
-def over(storage: torch.UntypedStorage, dtype: torch.dtype, num_elements: int, offset: int = 0) -> Tensor:
-    """A flat tensor over a storage, ``offset`` elements from its start."""
-    empty = torch.empty(0, dtype=dtype, device=storage.device)
-    return empty.set_(storage, offset, (num_elements,))  # type: ignore[call-overload,no-any-return]
-
-
-def kept_copy(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of flat ``values`` in memory that stays."""
-    return allocate(values.numel(), dtype, values.device).copy_(values)
-
-
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     """The tensor's strides if they fill memory without gaps, else those of a contiguous tensor."""
     order = sorted(range(tensor.dim()), key=tensor.stride)
@@ -99,11 +88,11 @@ class Segment:
 
     def __init__(self, layout: SegmentLayout, plan: StatePlan, mesh: MeshShape, rank: int) -> None:
         self.layout, self.plan = layout, plan
-        self._mesh, self._rank = mesh, rank
+        self.mesh, self._rank = mesh, rank
         self.full: Tensor
-        self.rest: Tensor
-        self.master: Tensor | None = None
-        self.second: Tensor | None = None
+        self.rest: Kept
+        self.master: Kept | None = None
+        self.second: Kept | None = None
         self.trains = layout.trainable
 
     @property
@@ -117,50 +106,55 @@ class Segment:
 
     @property
     def holds_whole_master(self) -> bool:
-        return self._mesh.group_size(self.plan.master.shard_axes) == 1
+        return self.mesh.group_size(self.plan.master.shard_axes) == 1
 
     @property
     def master_spans(self) -> tuple[Span, ...]:
         """The spans of this rank's master weights, with offsets in ``master``."""
         if self.holds_whole_master:
             return self.layout.spans
-        return self.layout.part(self._mesh.group_index(self._rank, self.plan.master.shard_axes))
+        return self.layout.part(self.mesh.group_index(self._rank, self.plan.master.shard_axes))
 
     def part(self, whole: Tensor, residence: Residence) -> Tensor:
         """This rank's part of a whole flat tensor (all of it where the residence is not sharded)."""
-        num = self._mesh.group_size(residence.shard_axes)
-        return whole.view(num, -1)[self._mesh.group_index(self._rank, residence.shard_axes)]
+        num = self.mesh.group_size(residence.shard_axes)
+        return whole.view(num, -1)[self.mesh.group_index(self._rank, residence.shard_axes)]
 
-    def cut_rest(self, ledger: Ledger) -> None:
+    def cut_rest(self, memory: StateMemory) -> None:
         """Take what rests out of a freshly filled ``full``, and the master weights where the segment trains."""
-        if self._mesh.group_size(self.plan.param_rest.shard_axes) == 1:
-            self.rest = self.full
+        row = self.plan
+        if steps(row.param_rest, row.param_compute, self.mesh):
+            self.rest = self._keep_part(row.param_rest, memory)
         else:
-            self.rest = kept_copy(self.part(self.full, self.plan.param_rest), self.dtype)
-        ledger.add("parameters", self.rest.nbytes)
-        if self.planned.has_second(self._mesh):
-            self.second = kept_copy(self.part(self.full, self.plan.param_between), self.dtype)
-            ledger.add("parameters", self.second.nbytes)
-        if self.aliases_master:
-            self.master = self._rest_of_master
-        elif self.layout.trainable:
-            self.make_master(ledger)
+            self.rest = memory.adopt("parameters", self.full)
+        if self.planned.has_second(self.mesh):
+            self.second = self._keep_part(row.param_between, memory)
+        if self.master_is_parameter or self.layout.trainable:
+            self.make_master(memory)
+
+    def _keep_part(self, residence: Residence, memory: StateMemory) -> Kept:
+        return memory.keep_values("parameters", self.part(self.full, residence), self.dtype, residence.tier)
 
     @property
-    def _rest_of_master(self) -> Tensor:
-        """What rests of the values that the master weights of this rank stand for."""
-        same = self.rest.numel() == self.plan.master.num_elements(self.layout.padded, self._mesh)
-        return self.rest if same else self.part(self.rest, self.plan.master)
+    def master_is_parameter(self) -> bool:
+        """Whether the master weights are the parameters at rest (or this rank's part of them)."""
+        return self.planned.master_is_parameter(self.mesh)
 
-    @property
-    def aliases_master(self) -> bool:
-        """Whether the master weights are the parameters themselves (or this rank's part of them)."""
-        return self.plan.master.encoding == self.layout.encoding
-
-    def make_master(self, ledger: Ledger) -> None:
-        """Give master weights memory of their own, with the values that rest."""
-        self.master = kept_copy(self._rest_of_master, dtype_of(self.plan.master.encoding))
-        ledger.add("master", self.master.nbytes)
+    def make_master(self, memory: StateMemory) -> Kept:
+        """Have master weights with the values that rest: the same memory where the table says so, else their own."""
+        row = self.plan
+        same = self.rest.num_elements == row.master.num_elements(self.layout.padded, self.mesh)
+        if self.master_is_parameter and same:
+            self.master = self.rest
+            return self.master
+        lease = self.rest.lend()
+        values = lease.wait() if same else self.part(lease.wait(), row.master)
+        if self.master_is_parameter:
+            self.master = InMemory(values, self.rest.tier)
+        else:
+            self.master = memory.keep_values("master", values, dtype_of(row.master.encoding), row.master.tier)
+        lease.end(changed=False)
+        return self.master
 
 
 class Unit:
@@ -178,8 +172,8 @@ class Unit:
             Member(holdings[span.fqn], span, segment) for segment in segments for span in segment.layout.spans
         ]
         first = segments[0]
-        self.shards = bool(steps(first.plan.param_rest, first.plan.param_compute, first._mesh))
-        self.stays_whole = not steps(first.plan.param_compute, first.plan.param_between, first._mesh)
+        self.travels = bool(steps(first.plan.param_rest, first.plan.param_compute, first.mesh))
+        self.stays_whole = not steps(first.plan.param_compute, first.plan.param_between, first.mesh)
         self.state = UnitState.WHOLE
         self.visits = 0  # open forwards and backwards
         self.holds = 0  # blocks of engine.gathered
@@ -188,12 +182,18 @@ class Unit:
         self.second_kept = Event()
         self.slot: Slot | None = None
         self.gathered = Event()
+        self.updated = Event()  # passes when what rests has the values of the last update
         self.storage: torch.UntypedStorage
 
     @property
     def planned(self) -> PlannedUnit:
         """What the plan says of it."""
         return PlannedUnit(self.name, tuple(segment.planned for segment in self.segments))
+
+    @property
+    def trained(self) -> list[Segment]:
+        """The segments that the optimizer updates."""
+        return [segment for segment in self.segments if segment.trains and segment.master is not None]
 
     @property
     def in_use(self) -> bool:

@@ -1,0 +1,182 @@
+"""The memories a state can rest in, behind one interface: a state is *kept* in a tier, and *lent* while it is used.
+
+On the device and on the host a loan is the memory itself. From the disk it is host memory for a while, read when it is
+lent and written back when it has changed; several loans may be under way, from several threads.
+
+Source: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall", 2021, section 6 (infinity offload engine).
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from partita.memory.allocate import allocate, allocate_host, over
+from partita.memory.disk import Disk, Region
+from partita.memory.ledger import Ledger
+from partita.memory.ring import Slot
+from partita.memory.streams import Event
+from partita.plan.residence import Tier
+
+# A staging slot serves what needs at least this share of it.
+FITS = 0.6
+
+
+@dataclass
+class Lease:
+    """A kept state in memory: ``tensor`` may be used once :meth:`wait` returned, until :meth:`end`."""
+
+    tensor: Tensor
+    _ready: Event = field(default_factory=Event)
+    _end: Callable[[bool], None] = lambda changed: None
+
+    def wait(self) -> Tensor:
+        """The values, as soon as they are there."""
+        self._ready.wait()
+        return self.tensor
+
+    def end(self, *, changed: bool) -> None:
+        """Give the memory back; what was ``changed`` is written where the state rests."""
+        self._end(changed)
+
+
+class Kept(ABC):
+    """A flat state of ``num_elements`` at rest in ``tier``."""
+
+    tier: Tier
+    num_elements: int
+    dtype: torch.dtype
+
+    @abstractmethod
+    def lend(self, *, read: bool = True) -> Lease:
+        """The state in memory; without ``read`` whatever the memory holds, to be written in full."""
+
+    def load(self) -> Tensor:
+        """A copy of the values (on the disk tier: on the host)."""
+        loan = self.lend()
+        values = loan.wait().clone()
+        loan.end(changed=False)
+        return values
+
+    def store(self, values: Tensor) -> None:
+        """Overwrite the state."""
+        loan = self.lend(read=False)
+        loan.wait().copy_(values)
+        loan.end(changed=True)
+
+
+class InMemory(Kept):
+    """A state that is always there: on the device, or on the host."""
+
+    def __init__(self, tensor: Tensor, tier: Tier) -> None:
+        self.tensor, self.tier = tensor, tier
+        self.num_elements, self.dtype = tensor.numel(), tensor.dtype
+
+    def lend(self, *, read: bool = True) -> Lease:
+        return Lease(self.tensor)
+
+
+class OnDisk(Kept):
+    """A state in a region of the rank's scratch file."""
+
+    tier = Tier.DISK
+
+    def __init__(self, num_elements: int, dtype: torch.dtype, disk: Disk, staging: "Staging") -> None:
+        self.num_elements, self.dtype = num_elements, dtype
+        self._disk, self._staging = disk, staging
+        self.region: Region = disk.reserve(self.num_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+    def lend(self, *, read: bool = True) -> Lease:
+        slot = self._staging.borrow(self.region.num_bytes)
+        values = over(slot.storage, self.dtype, self.num_elements)
+
+        def end(changed: bool) -> None:
+            self._staging.finish_copies()
+            written = self._disk.write(self.region, values) if changed else Event()
+            self._staging.give_back(slot, written)
+
+        return Lease(values, self._disk.read(self.region, values) if read else Event(), end)
+
+
+class Staging:
+    """Host memory that states on disk pass through. Used from several threads.
+
+    It grows to what is in use at a time and keeps it: nothing is allocated once a step has been seen.
+    """
+
+    def __init__(self, device: torch.device, ledger: Ledger) -> None:
+        self._device, self._ledger = device, ledger
+        self._free, self._lock = list[Slot](), threading.Lock()
+
+    def borrow(self, num_bytes: int) -> Slot:
+        """A slot of at least ``num_bytes``, when what was written out of it is on the disk."""
+        with self._lock:
+            fitting = [slot for slot in self._free if FITS * slot.num_bytes <= num_bytes <= slot.num_bytes]
+            if fitting:
+                slot = min(fitting, key=lambda slot: slot.num_bytes)
+                self._free.remove(slot)
+            else:
+                self._ledger.add("staging", num_bytes, Tier.HOST)
+                slot = Slot(allocate_host(num_bytes, torch.uint8, self._device).untyped_storage(), num_bytes)
+        slot.last_use.wait()
+        return slot
+
+    def finish_copies(self) -> None:
+        """Wait for the copies that the current stream makes from or to a slot."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def give_back(self, slot: Slot, last_use: Event) -> None:
+        slot.last_use = last_use
+        with self._lock:
+            self._free.append(slot)
+
+
+class StateMemory:
+    """Where this rank's states are kept; every byte is entered in the ledger.
+
+    Args:
+        disk: opens the disk tier when the first state is kept there.
+    """
+
+    def __init__(self, device: torch.device, ledger: Ledger, disk: Callable[[], Disk]) -> None:
+        self._device, self.ledger, self._open_disk = device, ledger, disk
+        self._staging = Staging(device, ledger)
+        self._disk: Disk | None = None
+
+    def adopt(self, state: str, tensor: Tensor) -> Kept:
+        """A state that has its memory on the device already."""
+        self.ledger.add(state, tensor.nbytes)
+        return InMemory(tensor, Tier.DEVICE)
+
+    def keep(self, state: str, num_elements: int, dtype: torch.dtype, tier: Tier) -> Kept:
+        """Room for a state, for good; its values are zeros, on the disk undefined."""
+        kept = self._room(num_elements, dtype, tier)
+        self.ledger.add(state, num_elements * dtype.itemsize, tier)
+        return kept
+
+    def keep_values(self, state: str, values: Tensor, dtype: torch.dtype, tier: Tier) -> Kept:
+        """A copy of flat ``values``."""
+        kept = self.keep(state, values.numel(), dtype, tier)
+        kept.store(values)
+        return kept
+
+    def _room(self, num_elements: int, dtype: torch.dtype, tier: Tier) -> Kept:
+        if tier is Tier.DISK:
+            self._disk = self._disk or self._open_disk()
+            return OnDisk(num_elements, dtype, self._disk, self._staging)
+        if tier is Tier.HOST:
+            return InMemory(allocate_host(num_elements, dtype, self._device), tier)
+        return InMemory(allocate(num_elements, dtype, self._device), tier)
+
+    def close(self) -> None:
+        """Let go of the disk tier; what is on it is lost."""
+        if self._disk is not None:
+            self._disk.close()

@@ -5,6 +5,7 @@ reduce-scatter moves, and its result does not depend on how a ring would have cu
 exchange, too: as many bytes as gloo's own, without its flat copy of the whole. NCCL has both natively.
 """
 
+import secrets
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from partita.comm.board import Board
 from partita.comm.mesh import Mesh
 from partita.errors import PartitaError
 from partita.plan.traffic import TrafficKey, TrafficMeter
@@ -176,6 +178,11 @@ class Collectives:
         every: list[Any] = [None] * num
         dist.all_gather_object(every, value, group=self.mesh.group(axes, "control"))
         return every
+
+    def board(self, axes: tuple[str, ...]) -> Board | None:
+        """A new board for notes among the ranks of a group, if there are several; called on all of them."""
+        num, topic = self.mesh.shape.group_size(axes), secrets.token_hex(8)
+        return Board(self.exchange_objects(topic, axes)[0], self.mesh.index(axes), num) if num > 1 else None
 
     def _count(self, collective: str, axes: tuple[str, ...], purpose: str, sent_bytes: int) -> None:
         self.meter.add(TrafficKey(collective, axes, purpose), sent_bytes)

@@ -19,12 +19,25 @@ class Event:
         Exception: what the work raised, as often as it is waited for.
     """
 
-    def __init__(self, wait: Callable[[], object] | None = None, keeps: object = None) -> None:
-        self._wait, self._keeps = wait, keeps
+    def __init__(
+        self,
+        wait: Callable[[], object] | None = None,
+        *,
+        wait_for: Callable[[float], bool] | None = None,
+        keeps: object = None,
+    ) -> None:
+        self._wait, self._wait_for, self._keeps = wait, wait_for, keeps
 
     def wait(self) -> None:
         if self._wait is not None:
             self._wait()
+
+    def wait_for(self, seconds: float) -> bool:
+        """Wait, where that blocks the caller at most so long; whether the point is passed."""
+        if self._wait_for is not None and not self._wait_for(seconds):
+            return False
+        self.wait()
+        return True
 
 
 class Stream:
@@ -41,7 +54,8 @@ class Stream:
     def run(self, work: Callable[[], object]) -> Event:
         """Queue ``work``; on CUDA it is called at once, and what it launches is queued on the side stream."""
         if self._stream is None:
-            return Event(self._thread.run(work).wait)
+            task = self._thread.run(work)
+            return Event(task.wait, wait_for=task.wait_for)
         with torch.cuda.stream(self._stream):
             work()
             # What was launched may still read what only ``work`` holds.
@@ -68,6 +82,9 @@ class _Task:
         self._work, self._error = None, failed
         self._done.set()
         return failed
+
+    def wait_for(self, seconds: float) -> bool:
+        return self._done.wait(seconds)
 
     def wait(self) -> None:
         self._done.wait()

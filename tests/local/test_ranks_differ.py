@@ -1,12 +1,16 @@
 """Ranks that do not run the same modules: right gradients, or within seconds an error that names the modules."""
 
+import time
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import partita
 from partita import PartitaError
+from partita.sharding import agreement, runtime
 from tests.local import pool
 from tests.local.training import (
     PLANS,
@@ -18,8 +22,11 @@ from tests.local.training import (
     rank,
     square_loss,
     train,
+    world,
 )
 
+# How ranks find out that they differ: as over gloo, and as over NCCL.
+WAYS = ("ComparedLogs", "Announcements")
 WHOLE = {name: PLANS[name] for name in ("0", "1", "2")}
 
 
@@ -106,8 +113,14 @@ def detached_branch() -> None:
     check(Recipe(Branches, detached_on_rank_1), {**WHOLE, "3-kept": PLANS["3-kept"]})
 
 
-def detached_sharded_branch() -> None:
-    train(Recipe(Branches, detached_on_rank_1), PLANS["3"])
+def agreeing(way: str) -> Any:
+    """Every engine that is made meanwhile finds out in this way."""
+    return mock.patch.object(runtime, "agree", getattr(agreement, way))
+
+
+def detached_sharded_branch(way: str) -> None:
+    with agreeing(way):
+        train(Recipe(Branches, detached_on_rank_1), PLANS["3"])
 
 
 def without_a_loss() -> None:
@@ -115,21 +128,98 @@ def without_a_loss() -> None:
     check(Recipe(Chosen, nothing_on_rank_1), WHOLE)
 
 
-def unit_skipped() -> None:
-    train(Recipe(Chosen, skips_on_rank_1), PLANS["3"])
+def unit_skipped(way: str) -> None:
+    with agreeing(way):
+        train(Recipe(Chosen, skips_on_rank_1), PLANS["3"])
 
 
-def unit_skipped_at_once() -> None:
-    train(Recipe(Chosen, skips_others_each_step), PLANS["3"])
+def unit_skipped_at_once(way: str) -> None:
+    with agreeing(way):
+        train(Recipe(Chosen, skips_others_each_step), PLANS["3"])
 
 
-def one_rank_steps() -> None:
-    with partita.initialize(Stack(), {"zero": {"stage": 3}}) as engine:
+def one_rank_steps(way: str) -> None:
+    with agreeing(way), partita.initialize(Stack(), {"zero": {"stage": 3}}) as engine:
         engine.backward(square_loss(engine, rank(), 0))
         if rank():
             engine.step()
         else:
             engine(inputs(0, 1))
+
+
+def one_rank_asks() -> None:
+    """Two messages of different calls meet."""
+    with partita.initialize(Stack(), {"zero": {"stage": 3}}) as engine:
+        engine.backward(square_loss(engine, rank(), 0))
+        if rank():
+            engine.mean(1.5)
+        else:
+            engine.step()
+
+
+def other_engine_first(way: str) -> None:
+    """Engines that share a mesh are used in another order on rank 1."""
+    with agreeing(way), partita.initialize(Stack(1), {"zero": {"stage": 3}}) as one:
+        other = partita.initialize(nn.Sequential(Block(), Block()), {"zero": {"stage": 3}}, mesh=one.mesh)
+        for engine in (other, one) if rank() else (one, other):
+            engine(inputs(rank(), 0))
+
+
+class Late(nn.Module):
+    """Keeps its rank waiting in forward and in backward, longer than the others have patience."""
+
+    turn = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Late.turn += 1
+        if Late.turn % world() == rank():
+            self._wait()
+        elif x.requires_grad and (Late.turn + 1) % world() == rank():
+            x = x * 1.0
+            x.register_hook(self._wait)
+        return x
+
+    def _wait(self, grad: Tensor | None = None) -> None:
+        time.sleep(4 * agreement.PATIENCE_S)
+
+
+class SometimesLate(Stack):
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.late = nn.ModuleList([Late() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block, late in zip(self.blocks, self.late, strict=True):
+            x = late(block(x))
+        return self.last(x)
+
+
+def evaluated_between(model: Any, rank: int, step: int) -> Tensor:
+    """Ranks talk of other things between two gathers, too."""
+    with torch.no_grad():
+        value = model(inputs(rank, step + 50)).mean()
+    if isinstance(model, partita.Engine):
+        assert model.mean(value).isfinite()
+        assert model.each(rank) == list(range(world()))
+    return square_loss(model, rank, step)
+
+
+def late_ranks() -> None:
+    """To be late is no difference."""
+    with mock.patch.object(agreement, "PATIENCE_S", 0.01):
+        check(Recipe(SometimesLate, evaluated_between))
+
+
+def differs_while_another_is_late() -> None:
+    """Rank 1 skips a unit, and the last rank comes late: the message still names all."""
+    with mock.patch.object(agreement, "PATIENCE_S", 0.3):
+        model = Chosen()
+        if rank() == world() - 1:
+            model.blocks[1].register_forward_pre_hook(lambda *_: time.sleep(0.2))
+        with partita.initialize(model, {"zero": {"stage": 3}}) as engine:
+            engine(inputs(rank(), 0), [0, 2, 3] if rank() == 1 else [0, 1, 2, 3])
+            engine(inputs(rank(), 1), [4])
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -147,9 +237,10 @@ def test_a_branch_without_gradient_on_one_rank(world: int) -> None:
     pool.run(world, detached_branch)
 
 
-def test_a_branch_without_backward_on_one_rank_is_named() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_branch_without_backward_on_one_rank_is_named(way: str) -> None:
     with pytest.raises(PartitaError, match=r"rank 0 gathers 'branches.\d'; rank 1 gathers 'branches.\d'"):
-        pool.run(2, detached_sharded_branch, timeout=30)
+        pool.run(2, detached_sharded_branch, way, timeout=30)
 
 
 def test_a_rank_without_a_loss() -> None:
@@ -157,20 +248,44 @@ def test_a_rank_without_a_loss() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_sharded_unit_skipped_on_a_rank_is_named(world: int) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_sharded_unit_skipped_on_a_rank_is_named(world: int, way: str) -> None:
     with pytest.raises(PartitaError, match="the ranks run different modules") as raised:
-        pool.run(world, unit_skipped, timeout=20)
+        pool.run(world, unit_skipped, way, timeout=20)
     message = str(raised.value)
     assert "rank 0 gathers 'blocks." in message
     assert "rank 1 " in message
     assert "zero.units" in message
 
 
-def test_units_that_differ_from_the_first_step_are_named() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_units_that_differ_from_the_first_step_are_named(way: str) -> None:
     with pytest.raises(PartitaError, match=r"rank 0 gathers 'blocks.1'; rank 1 gathers 'blocks.0'"):
-        pool.run(2, unit_skipped_at_once, timeout=20)
+        pool.run(2, unit_skipped_at_once, way, timeout=20)
 
 
-def test_a_rank_that_steps_while_another_runs_forward_is_named() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_steps_while_another_runs_forward_is_named(way: str) -> None:
     with pytest.raises(PartitaError, match=r"rank 0 gathers '.*'; rank 1 is at engine.step\(\)"):
-        pool.run(2, one_rank_steps, timeout=20)
+        pool.run(2, one_rank_steps, way, timeout=20)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_engines_in_another_order_are_named(way: str) -> None:
+    with pytest.raises(PartitaError, match=r"rank 0 gathers 'Stack \(root\)'; rank 1 gathers '0'"):
+        pool.run(2, other_engine_first, way, timeout=20)
+
+
+def test_a_rank_that_calls_something_else_is_told() -> None:
+    with pytest.raises(PartitaError, match=r"rank 0 is at engine.step\(\), and another rank is not"):
+        pool.run(2, one_rank_asks, timeout=20)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_late_ranks_are_waited_for(world: int) -> None:
+    pool.run(world, late_ranks)
+
+
+def test_a_difference_is_told_of_all_ranks() -> None:
+    with pytest.raises(PartitaError, match="rank 0 gathers 'blocks.1'; rank 1 gathers 'blocks.2'; .*; rank 3 gathers"):
+        pool.run(4, differs_while_another_is_late, timeout=20)

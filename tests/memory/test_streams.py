@@ -24,10 +24,26 @@ def test_work_runs_in_order_beside_the_caller() -> None:
     stream.close()
 
 
+def test_waiting_can_end_before_the_work_does() -> None:
+    stream, may = Stream(CPU, "test"), threading.Event()
+    event = stream.run(may.wait)
+    assert not event.wait_for(0.01)
+    may.set()
+    while not event.wait_for(1.0):
+        pass
+    assert event.wait_for(0.0)
+    failed = stream.run(lambda: {}["nothing"])
+    with pytest.raises(KeyError, match="nothing"):
+        while not failed.wait_for(1.0):
+            pass
+    stream.close()
+
+
 def test_an_event_of_the_caller_has_passed() -> None:
     for event in (Event(), record(CPU)):
         event.wait()
         event.wait()
+        assert event.wait_for(0.0)
 
 
 def test_an_error_reaches_all_who_wait_and_ends_the_stream() -> None:

@@ -175,14 +175,19 @@ def test_hierarchical_gathers_inside_the_node_after_the_first_forward(accumulate
     assert rows[TrafficKey("all_gather", ("local",), "parameters")] == near
 
 
-def test_messages_are_counted_to_the_byte() -> None:
+@pytest.mark.parametrize(
+    ("name", "announced", "num_meetings", "num_announced"),
+    # two units, forward and backward, three times; where all is whole, nobody gathers
+    [("zero3", False, 3, 0), ("zero3", True, 3, 3 * 2 * 2), ("zero2", True, 0, 0)],
+)
+def test_messages_are_counted_to_the_byte(name: str, announced: bool, num_meetings: int, num_announced: int) -> None:
     mesh = MeshShape(data=4)
-    units = plan([[(64, 64), (64,)], [(64, 64)]], "zero3", mesh, Encodings())
+    units = plan([[(64, 64), (64,)], [(64, 64)]], name, mesh, Encodings())
     key = TrafficKey("all_gather", DATA, "control")
-    gathers, used = 3 * 2 * 2, 8 + 1 + 3  # two units, forward and backward, three times; one bucket, three parameters
-    shape = StepShape(accumulate=3, returns_loss=True)
-    expected = TrafficCount(gathers + 3 + 1 + 1 + 1, 3 * (8 * gathers + 8 * 3 + used + 8 + 8))
-    assert step_traffic(units, mesh, shape).rows[key] == expected
+    used = 8 + 1 + 3  # one bucket, three parameters
+    shape = StepShape(accumulate=3, returns_loss=True, announced=announced)
+    num_words = num_announced + num_meetings + 1 + 1
+    assert step_traffic(units, mesh, shape).rows[key] == TrafficCount(num_words + 1, 3 * (8 * num_words + used))
 
 
 def test_frozen_units_are_gathered_and_nothing_else() -> None:

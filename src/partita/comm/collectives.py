@@ -5,6 +5,7 @@ reduce-scatter moves, and its result does not depend on how a ring would have cu
 exchange, too: as many bytes as gloo's own, without its flat copy of the whole. NCCL has both natively.
 """
 
+import secrets
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from partita.comm.board import Board
 from partita.comm.mesh import Mesh
 from partita.errors import PartitaError
 from partita.plan.traffic import TrafficKey, TrafficMeter
@@ -77,9 +79,9 @@ class Collectives:
         if self.ordered:
             rows = whole.view(num, -1)
             own = rows[self.mesh.index(axes)]
-            if own.data_ptr() != part.data_ptr():
-                own.copy_(part)
             works = self._direct(lambda source: rows[source], lambda _: part, (axes, purpose), tag)
+            if own.data_ptr() != part.data_ptr():  # beside the exchange, which reads `part` alone
+                own.copy_(part)
         else:
             group = self.mesh.group(axes, purpose)
             works = [_all_gather_single(whole, part, group=group, async_op=True)]
@@ -92,14 +94,18 @@ class Collectives:
         over: tuple[tuple[str, ...], str],
         tag: int = 0,
     ) -> list[_Work | None]:
-        """Receive ``incoming(i)`` from, and send ``outgoing(i)`` to, every other rank ``i`` of the group ``over``."""
+        """Send ``outgoing(i)`` to, and receive ``incoming(i)`` from, every other rank ``i`` of the group ``over``.
+
+        Sends come first: one whose receiver is ready writes here and now, with gloo's connection locked, and were data
+        coming in meanwhile, gloo's thread would find them, fail to lock, and look again without a pause.
+        """
         axes, purpose = over
         num, own, group = self.mesh.shape.group_size(axes), self.mesh.index(axes), self.mesh.group(axes, purpose)
         works: list[_Work | None] = []
         for distance in range(1, num):
             source, target = (own - distance) % num, (own + distance) % num
-            works.append(dist.irecv(incoming(source), group=group, group_src=source, tag=tag))
             works.append(dist.isend(outgoing(target), group=group, group_dst=target, tag=tag))
+            works.append(dist.irecv(incoming(source), group=group, group_src=source, tag=tag))
         return works
 
     def reduce_scatter(
@@ -174,6 +180,11 @@ class Collectives:
         every: list[Any] = [None] * num
         dist.all_gather_object(every, value, group=self.mesh.group(axes, "control"))
         return every
+
+    def board(self, axes: tuple[str, ...]) -> Board | None:
+        """A new board for notes among the ranks of a group, if there are several; called on all of them."""
+        num, topic = self.mesh.shape.group_size(axes), secrets.token_hex(8)
+        return Board(self.exchange_objects(topic, axes)[0], self.mesh.index(axes), num) if num > 1 else None
 
     def _count(self, collective: str, axes: tuple[str, ...], purpose: str, sent_bytes: int) -> None:
         self.meter.add(TrafficKey(collective, axes, purpose), sent_bytes)

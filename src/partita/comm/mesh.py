@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from partita.comm.order import Order
 from partita.errors import PartitaError
 from partita.memory.streams import Stream
 from partita.plan.mesh_shape import MeshShape
@@ -58,6 +59,7 @@ class Mesh:
         self._groups: dict[tuple[tuple[str, ...], str], dist.ProcessGroup] = {}
         # Engines that share the mesh share these: on one group, every rank must post in one order.
         self._streams = {purpose: Stream(device, purpose) for purpose in PURPOSES[:2]}
+        self.order = Order()
         for names in axes:
             self.open(names)
 

@@ -16,7 +16,7 @@ from partita.plan.state_plan import DATA
 from partita.plan.steps import AllGather, AllReduce, Encode, ReduceScatter, Slice, steps
 from partita.plan.traffic import TrafficKey, TrafficMeter, TrafficReport
 
-# Bytes of a number in a control message: an event, a count of waves, a share of the norm, a loss.
+# Bytes of a number in a control message: a count of gathers, a count of waves, a share of the norm, a loss.
 WORD_BYTES = 8
 
 
@@ -27,11 +27,13 @@ class StepShape:
     ``accumulate``: micro-batches, each a forward of every unit and a backward through every unit. ``num_reduced``:
     after how many of them gradients that rest split are reduced (if after none of them, then at the step); None: after
     each, as without ``no_sync``. ``returns_loss``: the mean loss over the ranks is asked for, as ``train_batch`` does.
+    ``announced``: a unit's number is exchanged beside each gather, as it is on CUDA.
     """
 
     accumulate: int = 1
     num_reduced: int | None = None
     returns_loss: bool = False
+    announced: bool = False
 
 
 def step_traffic(units: Sequence[PlannedUnit], mesh: MeshShape, shape: StepShape = StepShape()) -> TrafficReport:
@@ -41,7 +43,7 @@ def step_traffic(units: Sequence[PlannedUnit], mesh: MeshShape, shape: StepShape
     """
     meter = TrafficMeter()
     for unit in units:
-        _add_gathers(meter, unit, mesh, shape.accumulate)
+        _add_gathers(meter, unit, mesh, shape)
     segments = reduction_order(units)
     buckets = share_buckets(segments, mesh)
     num_reduced = shape.accumulate if shape.num_reduced is None else max(1, shape.num_reduced)
@@ -49,7 +51,8 @@ def step_traffic(units: Sequence[PlannedUnit], mesh: MeshShape, shape: StepShape
         _add_reductions(meter, [segments[position] for position in positions], mesh, num_reduced)
     for segment in segments:
         _add(meter, segment.row.master, segment.row.param_rest, segment.layout.padded, mesh, "parameters")
-    _add_messages(meter, mesh, WORD_BYTES, shape.accumulate)  # the end of a micro-batch
+    if any(_gathered(unit, mesh) for unit in units):
+        _add_messages(meter, mesh, WORD_BYTES, shape.accumulate)  # the end of a micro-batch
     num_members = sum(len(segment.layout.spans) for segment in segments)
     _add_messages(meter, mesh, WORD_BYTES + len(buckets) + num_members)  # what was used, and what is left to reduce
     _add_messages(meter, mesh, WORD_BYTES)  # the norm
@@ -58,13 +61,19 @@ def step_traffic(units: Sequence[PlannedUnit], mesh: MeshShape, shape: StepShape
     return meter.report()
 
 
-def _add_gathers(meter: TrafficMeter, unit: PlannedUnit, mesh: MeshShape, num_visits: int) -> None:
-    """A unit's gathers for forward and backward, each announced by a message with the unit's number."""
+def _gathered(unit: PlannedUnit, mesh: MeshShape) -> bool:
     row = unit.segments[0].row
-    if not steps(row.param_rest, row.param_compute, mesh):
+    return bool(steps(row.param_rest, row.param_compute, mesh))
+
+
+def _add_gathers(meter: TrafficMeter, unit: PlannedUnit, mesh: MeshShape, shape: StepShape) -> None:
+    """A unit's gathers for forward and backward."""
+    if not _gathered(unit, mesh):
         return
-    num_gathers = num_visits * (2 if steps(row.param_compute, row.param_between, mesh) else 1)
-    _add_messages(meter, mesh, WORD_BYTES, num_gathers)
+    row = unit.segments[0].row
+    num_gathers = shape.accumulate * (2 if steps(row.param_compute, row.param_between, mesh) else 1)
+    if shape.announced:
+        _add_messages(meter, mesh, WORD_BYTES, num_gathers)
     for segment in unit.segments:
         row, padded = segment.row, segment.layout.padded
         num_near = num_gathers - 1 if segment.has_second(mesh) else 0  # the second part lasts from forward to the step

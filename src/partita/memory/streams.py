@@ -19,12 +19,25 @@ class Event:
         Exception: what the work raised, as often as it is waited for.
     """
 
-    def __init__(self, wait: Callable[[], object] | None = None, keeps: object = None) -> None:
-        self._wait, self._keeps = wait, keeps
+    def __init__(
+        self,
+        wait: Callable[[], object] | None = None,
+        *,
+        wait_for: Callable[[float], bool] | None = None,
+        keeps: object = None,
+    ) -> None:
+        self._wait, self._wait_for, self._keeps = wait, wait_for, keeps
 
     def wait(self) -> None:
         if self._wait is not None:
             self._wait()
+
+    def wait_for(self, seconds: float) -> bool:
+        """Wait, where that blocks the caller at most so long; whether the point is passed."""
+        if self._wait_for is not None and not self._wait_for(seconds):
+            return False
+        self.wait()
+        return True
 
 
 class Stream:
@@ -48,7 +61,8 @@ class Stream:
         once.
         """
         if self._stream is None:
-            return Event(self._thread.run(work).wait)
+            task = self._thread.run(work)
+            return Event(task.wait, wait_for=task.wait_for)
         if self._waits:
             return self._run_in_thread(work, self._stream)
         with torch.cuda.stream(self._stream):
@@ -70,7 +84,7 @@ class Stream:
             task.wait()
             done.wait()
 
-        return Event(wait, keeps=work)
+        return Event(wait, wait_for=task.wait_for, keeps=work)
 
     def close(self) -> None:
         """Let go of the thread, which ends after what is queued; another is started if more work comes."""
@@ -93,6 +107,9 @@ class _Task:
         self._work, self._error = None, failed
         self._done.set()
         return failed
+
+    def wait_for(self, seconds: float) -> bool:
+        return self._done.wait(seconds)
 
     def wait(self) -> None:
         self._done.wait()

@@ -1,45 +1,110 @@
-"""A cheap check that all ranks gather the same unit: before data, its number is exchanged over the control group.
+"""That all ranks gather the same units in the same order, or are told which do not.
 
-Ranks that run different modules (a text-only batch, a layer dropped on one rank) would otherwise gather each other's
-parameters, or wait for ever. The exchange of a few bytes is asynchronous and is read when the gathered unit is opened.
+Ranks that run different modules (a text-only batch, a layer dropped on one rank) would otherwise read each other's
+parameters, or wait for ever.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
 from partita.comm.collectives import Collectives, Handle
+from partita.comm.order import STEP
 from partita.errors import PartitaError
+from partita.memory.streams import Event
 
 DATA = ("data",)
-STEP = -1
 # After so many seconds without an answer, this rank lets go of what the others may be waiting for.
 PATIENCE_S = 1.0
 
 
-class Agreement:
-    """Messages of equal size, sent by every rank in its own order of events and compared in that order.
+class Agreement(Protocol):
+    """What a rank says before it gathers, and how it waits. ``on_stall`` is called again and again meanwhile."""
 
-    An event is the number of a unit that is gathered, or :data:`STEP` for the end of a micro-batch. ``on_stall`` is
-    called again and again while the others do not answer.
-    """
+    def gathers(self, number: int) -> None:
+        """This rank begins to gather the unit of that number."""
 
-    def __init__(self, collectives: Collectives, names: Sequence[str], on_stall: Callable[[], None]) -> None:
-        self._collectives, self._names, self._on_stall = collectives, names, on_stall
-        self._pending: deque[tuple[torch.Tensor, Handle]] = deque()
-
-    def post(self, event: int) -> None:
-        """Say what this rank does next."""
-        message = torch.tensor([event], dtype=torch.int64)
-        self._pending.append(self._collectives.exchange(message, DATA))
-
-    def verify(self) -> None:
-        """Compare everything posted so far.
+    def wait(self, gathered: Event) -> None:
+        """Wait for what was gathered.
 
         Raises:
             PartitaError: ranks do different things; the message names them and their units.
         """
+
+    def step(self) -> None:
+        """Meet the others at the end of a micro-batch. Raises as :meth:`wait` does."""
+
+
+def agree(collectives: Collectives, on_stall: Callable[[], None]) -> Agreement:
+    """The way that suits the collectives. Called on every rank."""
+    kind = ComparedLogs if collectives.ordered else Announcements
+    return kind(collectives, on_stall)
+
+
+class ComparedLogs:
+    """Where ranks that gather different units wait: nothing is sent beside a gather. A rank that waits too long leaves
+    its log for the others, and looks for what they have left.
+    """
+
+    def __init__(self, collectives: Collectives, on_stall: Callable[[], None]) -> None:
+        self._collectives, self._on_stall, self._order = collectives, on_stall, collectives.mesh.order
+        if self._order.board is None:
+            self._order.board = collectives.board(DATA)
+
+    def gathers(self, number: int) -> None:
+        self._order.add(number)
+
+    def wait(self, gathered: Event) -> None:
+        found: list[int | None] | None = None
+        try:
+            while not gathered.wait_for(PATIENCE_S):
+                self._on_stall()
+                before, found = found, self._order.difference()
+                if found is not None and (None not in found or found == before):
+                    break
+            else:
+                return
+        except PartitaError:  # the others may have ended because they saw the difference first
+            found = self._order.difference()
+            if found is None:
+                raise
+        raise _different(self._collectives, found)
+
+    def step(self) -> None:
+        self._order.add(STEP)
+        every, handle = self._collectives.exchange(torch.tensor([self._order.count]), DATA)
+        self.wait(Event(handle.wait, wait_for=handle.wait_for))
+        if len(set(every.view(-1).tolist())) > 1:
+            raise PartitaError(
+                f"rank {self._collectives.mesh.rank} is at engine.step(), and another rank is not: call the engine's "
+                "methods in the same order on every rank"
+            )
+
+
+class Announcements:
+    """Where ranks that gather different units would read wrong data: before data, the unit's number is exchanged over
+    the control group. The exchange is asynchronous and is read when the gathered unit is opened.
+    """
+
+    def __init__(self, collectives: Collectives, on_stall: Callable[[], None]) -> None:
+        self._collectives, self._on_stall = collectives, on_stall
+        self._pending: deque[tuple[torch.Tensor, Handle]] = deque()
+
+    def gathers(self, number: int) -> None:
+        self._pending.append(self._collectives.exchange(torch.tensor([number]), DATA))
+
+    def wait(self, gathered: Event) -> None:
+        self._verify()
+        gathered.wait()
+
+    def step(self) -> None:
+        self.gathers(STEP)
+        self._verify()
+
+    def _verify(self) -> None:
+        """Compare everything said so far."""
         while self._pending:
             every, handle = self._pending.popleft()
             while not handle.wait_for(PATIENCE_S):
@@ -47,12 +112,14 @@ class Agreement:
             handle.wait()
             events = every.view(-1).tolist()
             if len(set(events)) > 1:
-                does = "; ".join(f"rank {rank} {self._describe(event)}" for rank, event in enumerate(events))
-                raise PartitaError(
-                    f"the ranks run different modules: {does}. With sharded parameters every rank must run the same "
-                    "modules in the same order: run the module on every rank (multiply what is not wanted by 0), put "
-                    "it into one unit with a module that always runs (zero.units), or use zero.stage 2"
-                )
+                raise _different(self._collectives, events)
 
-    def _describe(self, event: int) -> str:
-        return "is at engine.step()" if event == STEP else f"gathers '{self._names[event]}'"
+
+def _different(collectives: Collectives, events: Sequence[int | None]) -> PartitaError:
+    order = collectives.mesh.order
+    does = "; ".join(f"rank {rank} {order.describe(event)}" for rank, event in enumerate(events) if event is not None)
+    return PartitaError(
+        f"the ranks run different modules: {does}. With sharded parameters every rank must run the same modules in the "
+        "same order: run the module on every rank (multiply what is not wanted by 0), put it into one unit with a "
+        "module that always runs (zero.units), or use zero.stage 2"
+    )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.errors import PartitaError
-from partita.sharding.agreement import STEP, Agreement
+from partita.sharding.agreement import Agreement
 from partita.sharding.executor import Executor
 from partita.sharding.unit import Unit, UnitState
 
@@ -61,9 +61,7 @@ class Residency:
             self._follow(unit)
         if unit.state is UnitState.RESTING:
             self._gather(unit, must=True)
-        if unit.state is UnitState.GATHERING:
-            self._agreement.verify()
-            self._executor.finish_gather(unit)
+        self._finish_gather(unit)
         self._prefetch()
 
     def close(self, unit: Unit, *, between: bool = False) -> None:
@@ -162,9 +160,7 @@ class Residency:
             if unit.state is UnitState.RESTING:
                 self._gather(unit, must=True, spare=True)
         for unit in units:
-            if unit.state is UnitState.GATHERING:
-                self._agreement.verify()
-                self._executor.finish_gather(unit)
+            self._finish_gather(unit)
 
     def let_go(self, units: Sequence[Unit]) -> None:
         """End a :meth:`hold`."""
@@ -187,14 +183,14 @@ class Residency:
         self._rest_idle()
 
     def end_micro_batch(self) -> None:
-        """All ranks have come to the end of a micro-batch: what was pinned goes to rest, the recorded order is the
-        next one.
+        """The end of a micro-batch: what was pinned goes to rest, the recorded order is the next one. Where anything
+        is gathered, the ranks meet here.
         """
-        self._agreement.post(STEP)
-        self._agreement.verify()
         for unit in self.units:
             unit.pinned = False
         self.reset()
+        if self.units:
+            self._agreement.step()
         if self._recorded:
             self._order, self._recorded = self._recorded, []
         self._position = 0
@@ -211,9 +207,7 @@ class Residency:
                 self._evict(unit)
 
     def _evict(self, unit: Unit) -> None:
-        if unit.state is UnitState.GATHERING:
-            self._agreement.verify()
-            self._executor.finish_gather(unit)
+        self._finish_gather(unit)
         self._executor.release(unit)
 
     # ----------------------------------------------------------------- prefetch
@@ -228,9 +222,14 @@ class Residency:
                     self._evict(idle)
         elif not must and not self._executor.can_gather(unit):
             return False
-        self._agreement.post(unit.number)
+        self._agreement.gathers(unit.number)
         self._executor.start_gather(unit, spare)
         return True
+
+    def _finish_gather(self, unit: Unit) -> None:
+        if unit.state is UnitState.GATHERING:
+            self._agreement.wait(unit.gathered)
+            self._executor.finish_gather(unit)
 
     def _follow(self, unit: Unit) -> None:
         """Move to this unit's place in the last step's order; leave the position alone where it has none ahead."""

@@ -10,7 +10,7 @@ from partita.comm.collectives import Collectives
 from partita.memory.ring import Loan, Ring
 from partita.memory.tiers import StateMemory
 from partita.sharding import resting
-from partita.sharding.agreement import Agreement
+from partita.sharding.agreement import agree
 from partita.sharding.assemble import Assembly, Blueprint, Source, plan_units
 from partita.sharding.buckets import Bucket, make_buckets
 from partita.sharding.buffers import BufferSync
@@ -60,9 +60,10 @@ class Runtime:
         outer = [unit.layout.num_bytes for unit in sharded if unit.is_outer(sharded)]
         self.ring = Ring("ring", sizes, depth, ledger, self._device, lasting=outer, backed=self.loan.swap)
         self.executor = Executor(collectives, self.ring, self.loan)
-        agreement = Agreement(
-            collectives, [unit.title for unit in self.units], lambda: self.reducer.release_held_back()
-        )
+        first = collectives.mesh.order.register([unit.title for unit in self.units])
+        for unit in self.units:
+            unit.number += first
+        agreement = agree(collectives, lambda: self.reducer.release_held_back())
         self.residency = Residency(sharded, self.executor, agreement, ahead)
         self._assemble(Assembly(model, collectives, memory, source))
         self._structure = Structure(model, self.units)

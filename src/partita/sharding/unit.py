@@ -166,7 +166,7 @@ class Unit:
 
     def __init__(self, spec: UnitSpec, layout: UnitLayout, segments: list[Segment], number: int) -> None:
         self.name, self.module, self.layout, self.segments = spec.name, spec.module, layout, segments
-        self.number = number
+        self.number = number  # among all units of a mesh, once it is under one
         holdings = {holding.fqns[0]: holding for holding in spec.holdings}
         self.members = [
             Member(holdings[span.fqn], span, segment) for segment in segments for span in segment.layout.spans

@@ -1,0 +1,57 @@
+"""What this rank does in an order that must be every rank's: a log, and where it parts from the others'.
+
+A log is compared when a rank has waited too long; otherwise nothing is sent. What the others have shown may be old, but
+is then the beginning of what their logs are now: a place that is known of two ranks and differs will always differ.
+"""
+
+import json
+from collections import deque
+from collections.abc import Sequence
+
+from partita.comm.board import Board
+
+STEP = 0
+# Events that are shown. A rank is ahead of another by no more gathers than it has slots for.
+NUM_SHOWN = 256
+
+
+class Order:
+    """The log of a mesh, for all engines on it: events are :data:`STEP`, or numbers of units that are gathered."""
+
+    def __init__(self) -> None:
+        self._says = ["is at engine.step()"]
+        self._recent: deque[int] = deque(maxlen=NUM_SHOWN)
+        self.count = 0
+        self.board: Board | None = None
+
+    def register(self, names: Sequence[str]) -> int:
+        """Number the units of an engine; returns the first one's number. The same calls on every rank."""
+        first = len(self._says)
+        self._says += [f"gathers '{name}'" for name in names]
+        return first
+
+    def add(self, event: int) -> None:
+        """This rank does ``event`` next."""
+        self._recent.append(event)
+        self.count += 1
+
+    def describe(self, event: int) -> str:
+        """``event`` as what a rank does."""
+        return self._says[event]
+
+    def difference(self) -> list[int | None] | None:
+        """Show this log, and look at those that the others have shown: each rank's event (None: not known yet) at the
+        first place where two differ; None if there is no such place.
+        """
+        assert self.board is not None
+        self.board.post(json.dumps([self.count, list(self._recent)]))
+        logs: list[tuple[int, list[int]]] = [json.loads(note) if note else (0, []) for note in self.board.read()]
+        firsts = [count - len(events) for count, events in logs]
+        for place in range(max(firsts), max(count for count, _ in logs)):
+            does = [
+                events[place - first] if place < count else None
+                for (count, events), first in zip(logs, firsts, strict=True)
+            ]
+            if len({event for event in does if event is not None}) > 1:
+                return does
+        return None

@@ -1,0 +1,286 @@
+"""The disk as a tier of memory: one scratch file a rank, lent in regions that are read and written beside the caller.
+
+- The file has no name. It is gone, and its space free, when the process ends, however it ends.
+- A region's space is taken when it is reserved, so a full disk is found before anything is written.
+- Requests to one region are done in the order in which they were made, others side by side.
+- Data goes past the page cache (O_DIRECT), which would otherwise fill the memory that the tier is there to spare.
+"""
+
+import errno
+import mmap
+import os
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from partita.errors import PartitaError
+from partita.memory.streams import Event
+from partita.memory.workers import Workers
+
+# O_DIRECT asks for offsets, sizes and memory in multiples of the device's block: 512 or 4096 bytes.
+ALIGNMENT = 4096
+BLOCK_BYTES = 8 * 2**20
+
+REMEDIES = {
+    errno.ENOENT: "create the folder, or let zero.offload.path name another",
+    errno.ENOTDIR: "let zero.offload.path name a folder",
+    errno.EACCES: "let zero.offload.path name a folder in which this user may write",
+    errno.EPERM: "let zero.offload.path name a folder in which this user may write",
+    errno.EROFS: "let zero.offload.path name a folder on a filesystem that is not read-only",
+    errno.ENOSPC: "make room there, or let zero.offload.path name a folder on a larger disk",
+    errno.EDQUOT: "make room in this user's quota, or let zero.offload.path name a folder on another disk",
+    errno.EFBIG: "raise the largest size of a file (`ulimit -f unlimited`), or offload less to the disk",
+    errno.EIO: "see the system's log (`dmesg`): the disk may be failing; let zero.offload.path name another",
+}
+
+
+@dataclass(frozen=True)
+class Region:
+    """A range of the file, both ends at multiples of ``ALIGNMENT``."""
+
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class DiskReport:
+    """What has been read and written; ``busy_s`` counts the seconds in which at least one block was under way."""
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    busy_s: float = 0.0
+
+
+class Disk:
+    """A scratch file in ``folder``.
+
+    Tensors are flat, on the CPU, and begin at a page (see :mod:`partita.memory.allocate`). Their memory is kept until
+    the request is done; their values must stay until then. An event's ``wait`` holds the caller, on CUDA, too, and
+    after a request that failed every later one to its region fails alike, until the region is released.
+
+    Args:
+        name: tells the file from those of other ranks in the same folder.
+        threads: blocks of ``BLOCK_BYTES`` that are under way at most.
+
+    Raises:
+        PartitaError: the folder is missing or none, may not be written, or has no space.
+    """
+
+    def __init__(self, folder: Path, name: str, *, threads: int = 4) -> None:
+        if sys.platform != "linux":
+            raise PartitaError(f"offload to disk runs on Linux, not on {sys.platform}: offload to the host instead")
+        self._folder = folder
+        try:
+            self._file, self.direct = _open(folder, name)
+        except OSError as error:
+            raise _failure(error, "making a scratch file", folder) from error
+        self._close = weakref.finalize(self, os.close, self._file)
+        self._close.atexit = False  # threads may be writing, and the number must not come to mean another file
+        self._workers = Workers("disk", threads)
+        self._num_bytes, self._sparse = 0, False
+        self._free: dict[int, list[Region]] = defaultdict(list)
+        self._meter = _Meter()
+
+    def report(self) -> DiskReport:
+        return self._meter.report()
+
+    def reserve(self, num_bytes: int) -> Region:
+        """A region for ``num_bytes``, whose content is undefined until it is written.
+
+        Raises:
+            PartitaError: the disk has no room for it.
+        """
+        num_bytes = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        if self._free[num_bytes]:
+            return self._free[num_bytes].pop()
+        region = Region(self._num_bytes, num_bytes)
+        if num_bytes:
+            self._grow(region)
+        return region
+
+    def release(self, region: Region) -> None:
+        """Let a later ``reserve`` of the same size have the region, once the requests to it are done."""
+        self._workers.forget(region)
+        self._free[region.num_bytes].append(region)
+
+    def read(self, region: Region, into: Tensor) -> Event:
+        """Fill a tensor that is no larger than the region from the region's beginning; returns at once."""
+        return self._request(region, into, self._read)
+
+    def write(self, region: Region, values: Tensor) -> Event:
+        """Put the values at the region's beginning; returns at once."""
+        return self._request(region, values, self._write)
+
+    def close(self) -> None:
+        """Wait for what was asked for, however it ends, and give the file's space back."""
+        self._workers.close()
+        self._close()
+
+    def _grow(self, region: Region) -> None:
+        end = region.offset + region.num_bytes
+        try:
+            os.posix_fallocate(self._file, region.offset, region.num_bytes)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                os.ftruncate(self._file, self._num_bytes)  # some of it may have been taken
+                raise _failure(error, f"reserving {region.num_bytes} bytes", self._folder) from error
+            if not self._sparse:
+                self._sparse = True
+                warnings.warn(
+                    f"the filesystem of '{self._folder}' cannot reserve space: a full disk will end a step, not the "
+                    "start; let zero.offload.path name a folder on a local disk",
+                    stacklevel=3,
+                )
+            os.ftruncate(self._file, end)
+        self._num_bytes = end
+
+    def _request(self, region: Region, tensor: Tensor, move: Callable[[memoryview, int], None]) -> Event:
+        assert self._close.alive, "the disk is closed"
+        memory = _memory(tensor)
+        assert len(memory) <= region.num_bytes, f"{len(memory)} bytes for a region of {region.num_bytes}"
+        starts = range(0, max(len(memory), 1), BLOCK_BYTES)
+        blocks = [partial(move, memory[start : start + BLOCK_BYTES], region.offset + start) for start in starts]
+        return self._workers.run(region, blocks)
+
+    def _read(self, block: memoryview, offset: int) -> None:
+        whole, rest, page = _split(block)
+        self._move(os.preadv, "reading", [whole, page], offset)
+        rest[:] = page[: len(rest)]
+        self._meter.add(bytes_read=len(block))
+
+    def _write(self, block: memoryview, offset: int) -> None:
+        whole, rest, page = _split(block)
+        page[: len(rest)] = rest
+        self._move(os.pwritev, "writing", [whole, page], offset)
+        self._meter.add(bytes_written=len(block))
+
+    def _move(self, call: Callable[..., int], what: str, views: list[memoryview], offset: int) -> None:
+        """Repeated for as long as the system does less than it is asked for."""
+        num_bytes, done = sum(map(len, views)), 0
+        try:
+            with self._meter.busy():
+                while views := [view for view in views if view]:
+                    moved = call(self._file, views, offset + done)
+                    if not moved:
+                        raise OSError(errno.EIO, "the file ends before the region")
+                    done += moved
+                    views = list(_behind(views, moved))
+            if not self.direct:
+                os.posix_fadvise(self._file, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise _failure(error, f"{what} {num_bytes} bytes at offset {offset}", self._folder) from error
+
+
+class _Meter:
+    """Adds up what all threads do."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bytes_read, self._bytes_written, self._busy_s = 0, 0, 0.0
+        self._num_busy, self._since = 0, 0.0
+
+    def report(self) -> DiskReport:
+        with self._lock:
+            now_s = time.monotonic() - self._since if self._num_busy else 0.0
+            return DiskReport(self._bytes_read, self._bytes_written, self._busy_s + now_s)
+
+    def add(self, bytes_read: int = 0, bytes_written: int = 0) -> None:
+        with self._lock:
+            self._bytes_read += bytes_read
+            self._bytes_written += bytes_written
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        with self._lock:
+            if not self._num_busy:
+                self._since = time.monotonic()
+            self._num_busy += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_busy -= 1
+                if not self._num_busy:
+                    self._busy_s += time.monotonic() - self._since
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """A tensor's bytes; the view keeps them."""
+    assert tensor.is_cpu, f"a tensor on {tensor.device}"
+    assert tensor.is_contiguous(), "a tensor with holes"
+    assert tensor.data_ptr() % ALIGNMENT == 0, "the tensor does not begin at a page: allocate it with memory.allocate"
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+
+
+def _split(block: memoryview) -> tuple[memoryview, memoryview, memoryview]:
+    """The part of a block that is a multiple of ``ALIGNMENT``, the rest, and a page that travels instead of that."""
+    num_whole = len(block) // ALIGNMENT * ALIGNMENT
+    whole, rest = block[:num_whole], block[num_whole:]
+    return whole, rest, memoryview(mmap.mmap(-1, ALIGNMENT) if rest else bytearray())
+
+
+def _behind(views: list[memoryview], num_bytes: int) -> Iterator[memoryview]:
+    """The views without their first bytes."""
+    for view in views:
+        skipped = min(num_bytes, len(view))
+        num_bytes -= skipped
+        yield view[skipped:]
+
+
+def _open(folder: Path, name: str) -> tuple[int, bool]:
+    """A descriptor of a new file, and whether it goes past the page cache."""
+    try:
+        file = _open_unnamed(folder, name, os.O_DIRECT)
+        try:
+            page = mmap.mmap(-1, ALIGNMENT)
+            os.pwritev(file, [page], 0)
+            os.preadv(file, [page], 0)
+            return file, True
+        except OSError:
+            os.close(file)
+            raise
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    warnings.warn(
+        f"the filesystem of '{folder}' takes no O_DIRECT requests of {ALIGNMENT} bytes: offload to disk goes through "
+        "the page cache there, which is slower and takes memory; let zero.offload.path name a folder on a local disk",
+        stacklevel=3,
+    )
+    return _open_unnamed(folder, name, 0), False
+
+
+def _open_unnamed(folder: Path, name: str, flags: int) -> int:
+    flags |= os.O_RDWR
+    try:
+        return os.open(folder, flags | os.O_TMPFILE, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):  # of filesystems, and of kernels, that cannot
+            raise
+    path = folder / name
+    path.unlink(missing_ok=True)  # of a process that was killed between the next two calls
+    try:
+        return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _failure(error: OSError, what: str, folder: Path) -> PartitaError:
+    try:
+        system = os.statvfs(folder)
+        free = f"{system.f_bavail * system.f_frsize} bytes are free"
+    except OSError:
+        free = "its free space is unknown"
+    remedy = REMEDIES.get(error.errno or 0, "let zero.offload.path name a folder on another disk")
+    return PartitaError(f"offload to disk, in '{folder}' ({free}): {what} failed: {error.strerror}; {remedy}")

@@ -1,5 +1,6 @@
 """Memory that stays: zeros in a mapping of its own, given back to the system when the tensor is dropped."""
 
+import ctypes
 import gc
 import mmap
 import weakref
@@ -7,10 +8,31 @@ import weakref
 import pytest
 import torch
 
+from partita.errors import PartitaError
 from partita.memory import allocate as module
-from partita.memory.allocate import allocate
+from partita.memory.allocate import allocate, allocate_host
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+class Runtime:
+    """Stands in for CUDA's: remembers what is registered."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.registered: dict[int, int] = {}
+        self._status = status
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
+        if not self._status:
+            self.registered[address] = num_bytes
+        return self._status
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        ctypes.string_at(address, self.registered.pop(address))  # still mapped, or this ends the process
+        return 0
+
+    def cudaGetErrorString(self, status: int) -> str:  # noqa: N802
+        return f"status {status}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64])
@@ -51,3 +73,36 @@ def test_dropped_memory_is_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
     del view
     gc.collect()
     assert made[0]() is None
+
+
+def test_host_memory_is_registered_for_as_long_as_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    tensor = allocate_host(1000, torch.bfloat16, CUDA)
+    assert runtime.registered == {tensor.data_ptr(): 2000}
+    assert (tensor.device, tensor.shape, tensor.dtype) == (CPU, (1000,), torch.bfloat16)
+    assert tensor.data_ptr() % mmap.PAGESIZE == 0
+    assert not tensor.any()
+    tensor.fill_(3)
+    view = tensor[10:20]
+    del tensor
+    gc.collect()
+    assert len(runtime.registered) == 1, "a view keeps it"
+    del view
+    gc.collect()
+    assert runtime.registered == {}
+
+
+@pytest.mark.parametrize(("num_elements", "device"), [(1000, CPU), (0, CUDA)])
+def test_nothing_to_register(monkeypatch: pytest.MonkeyPatch, num_elements: int, device: torch.device) -> None:
+    monkeypatch.delattr(torch.cuda, "cudart")
+    assert allocate_host(num_elements, torch.float32, device).tolist() == [0.0] * num_elements
+
+
+def test_memory_that_cannot_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(status=2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    with pytest.raises(PartitaError, match=r"cannot pin 4000 bytes of host memory \(status 2\).*ulimit -l.*less"):
+        allocate_host(1000, torch.float32, CUDA)
+    gc.collect()
+    assert runtime.registered == {}

@@ -1,0 +1,22 @@
+"""A disk to test with, whose blocks are small enough for small tensors to have many."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from partita.memory import disk as module
+from partita.memory.disk import Disk
+from tests.memory.scratch import BLOCK_BYTES
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK_BYTES)
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Iterator[Disk]:
+    disk = Disk(tmp_path, "rank0")
+    yield disk
+    disk.close()

@@ -187,17 +187,21 @@ def test_regions_are_reused_and_never_overlap(plain: Disk) -> None:
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
 
 
+def descriptors() -> set[str]:
+    return {path.name for path in Path("/proc/self/fd").iterdir()}
+
+
 def test_nothing_is_left_after_close(tmp_path: Path) -> None:
-    before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208 - a list of names
+    before, others = descriptors(), set(threading.enumerate())
     disk = Disk(tmp_path, "rank0", threads=3)
     region, values = disk.reserve(9 * BLOCK_BYTES), some(9 * BLOCK_BYTES)
     event = disk.write(region, values)
-    own = [thread for thread in threading.enumerate() if thread.name == "partita disk"]
+    own = set(threading.enumerate()) - others
     assert len(own) == 3
     disk.close()
     disk.close()
     event.wait()
-    assert set(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+    assert descriptors() == before
     for thread in own:
         thread.join(60)
         assert not thread.is_alive()
@@ -206,19 +210,19 @@ def test_nothing_is_left_after_close(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_dropped_ends_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    before, others = descriptors(), set(threading.enumerate())
     disk, gate = Disk(tmp_path, "rank0"), Gate(monkeypatch, "pwritev")
     region, values, into = disk.reserve(BLOCK_BYTES), some(BLOCK_BYTES), some(BLOCK_BYTES)
     disk.write(region, values)
     event = disk.read(region, into)
-    own = [thread for thread in threading.enumerate() if thread.name == "partita disk"]
+    own = set(threading.enumerate()) - others
     del disk
     gate.may.set()
     event.wait()
     assert torch.equal(into, values)
     for thread in own:
         thread.join(60)
-    assert set(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+    assert descriptors() == before
 
 
 def test_tensors_that_cannot_be_moved(plain: Disk) -> None:

@@ -75,16 +75,17 @@ def test_a_name_left_by_a_killed_process_goes(tmp_path: Path, monkeypatch: pytes
 def test_a_full_disk_is_found_when_space_is_reserved(plain: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, values = plain.reserve(50_000), some(50_000)
     plain.write(kept, values).wait()
-
-    posix_fallocate = os.posix_fallocate
+    posix_fallocate, files = os.posix_fallocate, list[int]()
 
     def full(file: int, offset: int, num_bytes: int) -> None:
+        files.append(file)
         posix_fallocate(file, offset, num_bytes // 2 // ALIGNMENT * ALIGNMENT)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(PartitaError, match=r"bytes are free\): reserving 81920 bytes failed: No space.*make room"):
         plain.reserve(80_000)
+    assert os.fstat(files[0]).st_size == kept.num_bytes, "what was taken is given back"
     monkeypatch.undo()
     later, more = plain.reserve(80_000), some(80_000)
     assert later.offset == kept.num_bytes

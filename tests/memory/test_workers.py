@@ -14,10 +14,6 @@ def workers() -> Workers:
     return Workers("test", 4)
 
 
-def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "partita test"]
-
-
 def test_jobs_of_a_key_are_in_order(workers: Workers) -> None:
     done: dict[int, list[int]] = {key: [] for key in range(5)}
     order = [random.randrange(5) for _ in range(300)]
@@ -70,13 +66,14 @@ def test_forget_waits(workers: Workers) -> None:
 
 
 @pytest.mark.parametrize("end", ["close", "drop"])
-def test_threads_come_with_work_and_end(workers: Workers, end: str) -> None:
+def test_threads_come_with_work_and_end(end: str) -> None:
+    before = set(threading.enumerate())
     workers = Workers("test", 3)
-    assert not threads()
+    assert not set(threading.enumerate()) - before
     may, done = threading.Event(), list[int]()
     workers.run("key", [may.wait])
     last = workers.run("key", [lambda: done.append(1)])
-    own = threads()
+    own = set(threading.enumerate()) - before
     assert len(own) == 3
     may.set()
     if end == "close":

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from partita.errors import PartitaError
-from partita.memory import allocate as module
-from partita.memory.allocate import allocate, allocate_host
+from partita.memory.allocate import Mapping, allocate, allocate_host
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -53,26 +52,30 @@ def test_two_do_not_share() -> None:
     assert second.tolist() == [0.0] * 10
 
 
-def test_dropped_memory_is_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Mapping(mmap.mmap):
-        """One that can be watched."""
-
-    made: list[weakref.ref[Mapping]] = []
-
-    def watched(*args: int, **kwargs: int) -> Mapping:
-        mapping = Mapping(*args, **kwargs)
-        made.append(weakref.ref(mapping))
-        return mapping
-
-    monkeypatch.setattr(module.mmap, "mmap", watched)
+def test_dropped_memory_is_unmapped(mappings: list["weakref.ref[Mapping]"]) -> None:
     tensor = allocate(1000, torch.float32, CPU)
+    (mapping,) = mappings
     view = tensor[10:20]
     del tensor
     gc.collect()
-    assert made[0]() is not None, "a view keeps it"
+    assert mapping() is not None, "a view keeps it"
     del view
     gc.collect()
-    assert made[0]() is None
+    assert mapping() is None
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_huge_pages_are_asked_for(monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
+    asked: list[int] = []
+
+    def madvise(_: Mapping, option: int) -> None:
+        asked.append(option)
+        if refused:
+            raise OSError(22, "a kernel without them")
+
+    monkeypatch.setattr(Mapping, "madvise", madvise)
+    assert not allocate(1000, torch.float32, CPU).any()
+    assert asked == [mmap.MADV_HUGEPAGE]
 
 
 def test_host_memory_is_registered_for_as_long_as_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from partita.memory import allocate as allocating
+from partita.memory.allocate import Mapping
 from partita.memory.disk import ALIGNMENT, Disk
 from tests.memory.scratch import BLOCK_BYTES, OPEN, bits, read, refuse, some
 
@@ -127,29 +127,20 @@ def test_a_write_waits_for_the_read_before_it(plain: Disk, monkeypatch: pytest.M
     assert torch.equal(read(plain, region, second), second)
 
 
-def test_memory_stays_while_it_is_written(plain: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Mapping(allocating.mmap.mmap):
-        """One that can be watched."""
-
-    made: list[weakref.ref[Mapping]] = []
-
-    def watched(*args: int, **kwargs: int) -> Mapping:
-        mapping = Mapping(*args, **kwargs)
-        made.append(weakref.ref(mapping))
-        return mapping
-
-    monkeypatch.setattr(allocating.mmap, "mmap", watched)
+def test_memory_stays_while_it_is_written(
+    plain: Disk, monkeypatch: pytest.MonkeyPatch, mappings: list["weakref.ref[Mapping]"]
+) -> None:
     values = some(BLOCK_BYTES)
-    monkeypatch.undo()
+    (mapping,) = mappings
     gate = Gate(monkeypatch, "pwritev")
     region, expected = plain.reserve(BLOCK_BYTES), values.clone()
     event = plain.write(region, values)
     del values
     assert gate.reached.wait(60)
-    assert made[0]() is not None
+    assert mapping() is not None
     gate.may.set()
     event.wait()
-    assert made[0]() is None, "nobody keeps what is done"
+    assert mapping() is None, "nobody keeps what is done"
     assert torch.equal(read(plain, region, expected), expected)
 
 

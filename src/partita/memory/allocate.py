@@ -6,6 +6,7 @@ pages, which is also what the disk asks for (:mod:`partita.memory.disk`), and no
 up to a power of two.
 """
 
+import contextlib
 import mmap
 from collections.abc import Callable
 
@@ -14,14 +15,12 @@ from torch import Tensor
 
 from partita.errors import PartitaError
 
-HOST = torch.device("cpu")
-
 
 def allocate(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A flat tensor of zeros, page-aligned on the host; its memory goes back to the system when it is dropped."""
-    if device.type != "cpu":
+    if device.type != "cpu" or num_elements == 0:
         return torch.zeros(num_elements, dtype=dtype, device=device)
-    return _map(num_elements, dtype, mmap.mmap)
+    return torch.frombuffer(Mapping(num_elements * dtype.itemsize), dtype=dtype)
 
 
 def allocate_host(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -32,37 +31,42 @@ def allocate_host(num_elements: int, dtype: torch.dtype, device: torch.device) -
     Raises:
         PartitaError: CUDA cannot pin so much.
     """
-    return _map(num_elements, dtype, _Pinned if device.type == "cuda" else mmap.mmap)
+    if device.type != "cuda" or num_elements == 0:
+        return allocate(num_elements, dtype, torch.device("cpu"))
+    mapping = Mapping(num_elements * dtype.itemsize)
+    mapping.pin()
+    return torch.frombuffer(mapping, dtype=dtype)
 
 
-def _map(num_elements: int, dtype: torch.dtype, kind: Callable[..., mmap.mmap]) -> Tensor:
-    num_bytes = num_elements * dtype.itemsize
-    if num_bytes == 0:
-        return torch.zeros(0, dtype=dtype, device=HOST)
-    return torch.frombuffer(kind(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=dtype)
+class Mapping(mmap.mmap):
+    """Private memory of this process, of whole pages."""
 
+    def __new__(cls, num_bytes: int) -> "Mapping":
+        return super().__new__(cls, -1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
-class _Pinned(mmap.mmap):
-    """A mapping that is registered with CUDA for as long as it lasts."""
+    def __init__(self, num_bytes: int) -> None:
+        self._unpin: Callable[[], object] | None = None
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # Requests to the disk are of fewer pieces then. Huge pages never reach beyond the mapping.
+            with contextlib.suppress(OSError):  # a kernel without them
+                self.madvise(mmap.MADV_HUGEPAGE)
 
-    _unregister: Callable[[], object] | None = None
-
-    def __init__(self, _file: int, num_bytes: int, flags: int) -> None:
+    def pin(self) -> None:
+        """Register the memory with CUDA for as long as it lasts."""
         # After a fork the first write to a page would give this process another page than the one CUDA knows.
         self.madvise(mmap.MADV_DONTFORK)
-        address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
-        cuda = torch.cuda.cudart()
-        status = cuda.cudaHostRegister(address, num_bytes, 0)
+        address, cuda = torch.frombuffer(self, dtype=torch.uint8).data_ptr(), torch.cuda.cudart()
+        status = cuda.cudaHostRegister(address, len(self), 0)
         if int(status):
             raise PartitaError(
-                f"CUDA cannot pin {num_bytes} bytes of host memory ({cuda.cudaGetErrorString(status)}): raise the "
+                f"CUDA cannot pin {len(self)} bytes of host memory ({cuda.cudaGetErrorString(status)}): raise the "
                 "limit of locked memory (`ulimit -l unlimited`, or the container's), or offload less to the host"
             )
-        self._unregister = lambda: cuda.cudaHostUnregister(address)
+        self._unpin = lambda: cuda.cudaHostUnregister(address)
 
     def __del__(self) -> None:
-        if self._unregister is not None:  # here, because a finalizer would come after the memory is unmapped
-            self._unregister()
+        if self._unpin is not None:  # here, because a finalizer would come after the memory is unmapped
+            self._unpin()
 
 
 def over(storage: torch.UntypedStorage, dtype: torch.dtype, num_elements: int, offset: int = 0) -> Tensor:

@@ -1,0 +1,39 @@
+"""A disk to test with, whose blocks are small enough for small tensors to have many."""
+
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from partita.memory import allocate as allocating
+from partita.memory import disk as module
+from partita.memory.allocate import Mapping
+from partita.memory.disk import Disk
+from tests.memory.scratch import BLOCK_BYTES
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK_BYTES)
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Iterator[Disk]:
+    disk = Disk(tmp_path, "rank0")
+    yield disk
+    disk.close()
+
+
+@pytest.fixture
+def mappings(monkeypatch: pytest.MonkeyPatch) -> list["weakref.ref[Mapping]"]:
+    """The mappings that are made, without keeping them."""
+    made: list[weakref.ref[Mapping]] = []
+
+    def watched(num_bytes: int) -> Mapping:
+        mapping = Mapping(num_bytes)
+        made.append(weakref.ref(mapping))
+        return mapping
+
+    monkeypatch.setattr(allocating, "Mapping", watched)
+    return made

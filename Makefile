@@ -1,6 +1,7 @@
 # make train    train a language model on the text of Python's standard library: two processes, ZeRO stage 3
 # make test     the tests; PYTEST_ARGS="-k name" to choose
 # make lint     style and types
+# make kernels  the C++ kernels into src/, for a checkout that is used without being installed; PYTHON for another Python
 # make bench    every benchmark, in its quick form; BENCH=name for one
 # make clean    remove what was built, .venv too
 #
@@ -9,12 +10,13 @@
 
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
+PYTHON ?= .venv/bin/python
 BENCH ?= $(filter-out _%,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py)))
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test lint bench clean
+.PHONY: train test lint bench kernels clean
 
 train: $(INSTALLED)
 	$(BIN)/partita train examples/train_stdlib.yaml --processes 2
@@ -31,7 +33,14 @@ bench: $(INSTALLED)
 	@echo "benchmarks: $(or $(strip $(BENCH)),none)"
 	@set -e; for name in $(BENCH); do echo "== $$name --quick"; $(BIN)/python -m benchmarks.$$name --quick; done
 
+kernels:
+	cmake -S . -B build/kernels -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$$(command -v $(PYTHON))" \
+	  -Dnanobind_DIR="$$($(PYTHON) -m nanobind --cmake_dir)"
+	cmake --build build/kernels --parallel
+	cmake --install build/kernels --prefix src
+
 clean:
+	rm -f src/partita/kernels/_native.*
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 

@@ -1,0 +1,222 @@
+// From what rests to float32 and back, a block at a time: loops that the compiler vectorizes.
+#pragma once
+
+#include "kernels.hpp"
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+// The same code is compiled for several instruction sets: whatever is not inlined must be private to its source.
+#define PARTITA_INLINE static inline __attribute__((always_inline))
+
+namespace partita {
+namespace PARTITA_LEVEL {
+
+PARTITA_INLINE std::uint32_t bits_of(float x) { return __builtin_bit_cast(std::uint32_t, x); }
+PARTITA_INLINE float float_of(std::uint32_t x) { return __builtin_bit_cast(float, x); }
+
+constexpr std::uint32_t SIGN = 0x80000000u;
+constexpr std::uint32_t INFINITE = 0x7F800000u;
+
+// ---------------------------------------------------------------- 16-bit floats
+
+PARTITA_INLINE float from_bf16(std::uint16_t x) { return float_of(std::uint32_t(x) << 16); }
+
+// To nearest, ties away from zero: the one rounding from whose result 16 bits lead back (see `split`).
+PARTITA_INLINE std::uint16_t to_bf16(float x) { return std::uint16_t((bits_of(x) + 0x8000u) >> 16); }
+
+// To nearest, ties to even, as torch rounds: for what nothing is restored from.
+PARTITA_INLINE std::uint16_t to_bf16_even(float x) {
+    const std::uint32_t bits = bits_of(x);
+    const std::uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    return std::uint16_t((bits & ~SIGN) > INFINITE ? 0x7FC0u : rounded);
+}
+
+PARTITA_INLINE float from_fp16(std::uint16_t x) {
+    const std::uint32_t magnitude = x & 0x7FFFu;
+    // Below the smallest normal number: 0.5's last bit has the weight of fp16's last one.
+    const float small = float_of(magnitude | 0x3F000000u) - 0.5f;
+    const std::uint32_t rebias = magnitude >= 0x7C00u ? 224u << 23 : 112u << 23;
+    const std::uint32_t large = (magnitude << 13) + rebias;
+    const std::uint32_t out = magnitude < 0x400u ? bits_of(small) : large;
+    return float_of(out | (std::uint32_t(x & 0x8000u) << 16));
+}
+
+// To nearest, ties to even.
+PARTITA_INLINE std::uint16_t to_fp16(float x) {
+    const std::uint32_t magnitude = bits_of(x) & ~SIGN;
+    const std::uint32_t small = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000u;
+    const std::uint32_t normal = (magnitude + 0xFFFu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;
+    const std::uint32_t special = magnitude > INFINITE ? 0x7E00u : 0x7C00u;
+    std::uint32_t out = magnitude < 0x38800000u ? small : normal;
+    out = magnitude >= 0x477FF000u ? special : out;
+    return std::uint16_t(out | (bits_of(x) >> 16 & 0x8000u));
+}
+
+// A full block's length is a constant where the loops are compiled for it.
+template <bool full>
+PARTITA_INLINE int length(int n) { return full ? BLOCK : n; }
+
+template <bool full>
+PARTITA_INLINE void load(float* __restrict out, const void* data, Dtype dtype, std::int64_t at, int n) {
+    n = length<full>(n);
+    if (dtype == Dtype::fp32) {
+        const float* __restrict in = static_cast<const float*>(data) + at;
+        for (int i = 0; i < n; ++i) out[i] = in[i];
+    } else if (dtype == Dtype::bf16) {
+        const std::uint16_t* __restrict in = static_cast<const std::uint16_t*>(data) + at;
+        for (int i = 0; i < n; ++i) out[i] = from_bf16(in[i]);
+    } else {
+        const std::uint16_t* __restrict in = static_cast<const std::uint16_t*>(data) + at;
+        int i = 0;
+#if defined(__F16C__)
+        for (; i + 8 <= n; i += 8)
+            _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i))));
+#endif
+        for (; i < n; ++i) out[i] = from_fp16(in[i]);
+    }
+}
+
+template <bool full>
+PARTITA_INLINE void encode_fp16(std::uint16_t* __restrict out, const float* __restrict in, int n) {
+    n = length<full>(n);
+    int i = 0;
+#if defined(__F16C__)
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i),
+                         _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
+#endif
+    for (; i < n; ++i) out[i] = to_fp16(in[i]);
+}
+
+// The 16-bit parameter of a master.
+template <bool full>
+PARTITA_INLINE void encode_param(std::uint16_t* __restrict out, const float* __restrict in, Dtype dtype, int n) {
+    n = length<full>(n);
+    if (dtype == Dtype::fp16) return encode_fp16<full>(out, in, n);
+    for (int i = 0; i < n; ++i) out[i] = to_bf16(in[i]);
+}
+
+// A sum, as torch would round it.
+template <bool full>
+PARTITA_INLINE void store(void* data, Dtype dtype, std::int64_t at, const float* __restrict in, int n) {
+    n = length<full>(n);
+    if (dtype == Dtype::fp32) {
+        float* __restrict out = static_cast<float*>(data) + at;
+        for (int i = 0; i < n; ++i) out[i] = in[i];
+        return;
+    }
+    std::uint16_t* __restrict out = static_cast<std::uint16_t*>(data) + at;
+    if (dtype == Dtype::fp16) return encode_fp16<full>(out, in, n);
+    for (int i = 0; i < n; ++i) out[i] = to_bf16_even(in[i]);
+}
+
+// Writes past the caches: the line is not read first. Both are aligned to 64 bytes, a whole block.
+PARTITA_INLINE void write_through(std::uint16_t* out, const std::uint16_t* in) {
+#if defined(__AVX512F__)
+    for (int i = 0; i < BLOCK; i += 32)
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(out + i), _mm512_load_si512(in + i));
+#elif defined(__AVX2__)
+    for (int i = 0; i < BLOCK; i += 16)
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(out + i),
+                            _mm256_load_si256(reinterpret_cast<const __m256i*>(in + i)));
+#elif defined(__SSE2__)
+    for (int i = 0; i < BLOCK; i += 8)
+        _mm_stream_si128(reinterpret_cast<__m128i*>(out + i), _mm_load_si128(reinterpret_cast<const __m128i*>(in + i)));
+#else
+    for (int i = 0; i < BLOCK; ++i) out[i] = in[i];
+#endif
+}
+
+// Orders what was written past the caches before what other threads are told next.
+PARTITA_INLINE void fence() {
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
+
+// ---------------------------------------------------------------- split master
+
+// master bits = (param bits << 16) + low, modulo 2^32, with param the bf16 number nearest to the master and low the
+// signed rest. 2^32 masters are 2^16 params times 2^16 rests, so each param must have as many: a master half-way
+// between two goes to the one away from zero (to the even one, even params would have 65537 and odd ones 65535).
+template <bool full>
+PARTITA_INLINE void join(float* __restrict out, const std::uint16_t* __restrict param,
+                         const std::int16_t* __restrict low, int n) {
+    n = length<full>(n);
+    for (int i = 0; i < n; ++i)
+        out[i] = float_of((std::uint32_t(param[i]) << 16) + std::uint32_t(std::int32_t(low[i])));
+}
+
+template <bool full>
+PARTITA_INLINE void split(std::uint16_t* __restrict param, std::int16_t* __restrict low, const float* __restrict in,
+                          int n) {
+    n = length<full>(n);
+    for (int i = 0; i < n; ++i) {
+        const std::uint32_t bits = bits_of(in[i]);
+        param[i] = std::uint16_t((bits + 0x8000u) >> 16);
+        low[i] = std::int16_t(std::uint16_t(bits));
+    }
+}
+
+// ---------------------------------------------------------------- 8-bit moments
+
+// A magnitude x of a block of scale s becomes u = 1 + x / s * RANGE, and u's floating-point representation, cut after 4
+// bits of mantissa, is the code: 16 even steps in each of 8 (signed) or 16 (unsigned) octaves. Before the cut a dither of
+// less than a step is added, so that the decoded value is right on average. The ranges lie a little below u's last code,
+// so that the dither leads there but not beyond it.
+constexpr float SIGNED_RANGE = 246.999f;     // u < 248 = 31/16 * 2^7: code 127
+constexpr float UNSIGNED_RANGE = 63486.5f;   // u < 63488 = 31/16 * 2^15: code 255
+constexpr int CUT = 19;
+constexpr std::uint32_t ONE = 0x3F800000u;
+constexpr float LEAST_SCALE = 0x1p-100f;     // smaller ones' steps and inverses would leave float32's range
+
+PARTITA_INLINE float decode_signed(std::int8_t code, float unit) {
+    const std::int32_t sign = std::int32_t(code) >> 31;
+    const std::uint32_t magnitude = std::uint32_t((code ^ sign) - sign);
+    const float x = (float_of((magnitude << CUT) + ONE) - 1.0f) * unit;
+    return float_of(bits_of(x) | (std::uint32_t(sign) & SIGN));
+}
+
+PARTITA_INLINE float decode_unsigned(std::uint8_t code, float unit) {
+    return (float_of((std::uint32_t(code) << CUT) + ONE) - 1.0f) * unit;
+}
+
+PARTITA_INLINE std::int8_t encode_signed(float x, float inverse, std::uint32_t dither) {
+    const float u = float_of(bits_of(x) & ~SIGN) * inverse + 1.0f;
+    const std::int32_t sign = std::int32_t(bits_of(x)) >> 31;
+    const std::int32_t code = std::int32_t((bits_of(u) + dither - ONE) >> CUT);
+    return std::int8_t((code ^ sign) - sign);
+}
+
+// What is not zero never becomes zero: it is divided by.
+PARTITA_INLINE std::uint8_t encode_unsigned(float x, float inverse, std::uint32_t dither) {
+    const float u = x * inverse + 1.0f;
+    const std::uint32_t code = (bits_of(u) + dither - ONE) >> CUT;
+    const std::uint32_t least = bits_of(x) < 1u ? bits_of(x) : 1u;
+    return std::uint8_t(code < least ? least : code);
+}
+
+PARTITA_INLINE float scale_of(float largest) { return largest < LEAST_SCALE ? LEAST_SCALE : largest; }
+
+// The random numbers of a step, one for each place in a block.
+PARTITA_INLINE void fill_dither(std::uint32_t* out, std::uint32_t salt) {
+    for (std::uint32_t i = 0; i < std::uint32_t(BLOCK); ++i) {
+        std::uint32_t hash = (salt * std::uint32_t(BLOCK) + i) * 0x9E3779B1u;
+        hash = (hash ^ (hash >> 15)) * 0x85EBCA77u;
+        hash = (hash ^ (hash >> 13)) * 0xC2B2AE3Du;
+        out[i] = hash ^ (hash >> 16);
+    }
+}
+
+// Other numbers for other blocks: the moments' own last bits, each added to the other's dither.
+PARTITA_INLINE std::uint32_t mix(std::uint32_t random, float first, float second) {
+    return (random + bits_of(first)) ^ (bits_of(second) << 16);
+}
+
+PARTITA_INLINE std::uint32_t dither_of_first(std::uint32_t mixed) { return mixed >> (32 - CUT); }
+PARTITA_INLINE std::uint32_t dither_of_second(std::uint32_t mixed) { return mixed & ((1u << CUT) - 1u); }
+
+}  // namespace PARTITA_LEVEL
+}  // namespace partita

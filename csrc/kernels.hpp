@@ -1,0 +1,91 @@
+// What the kernels take and which there are. Every source of csrc/ includes this file and nothing else of the project's
+// but what level.hpp brings; it must not define functions, for it is compiled for several instruction sets.
+//
+// A buffer is flat and contiguous, `n` elements long. All arithmetic is IEEE float32, one rounding an operation and no
+// fused multiply-add, so results are the same bits on every instruction set; sums are float64 in a fixed order. Threads
+// take whole chunks, so results are the same for any number of them.
+#pragma once
+
+#include <cstdint>
+
+namespace partita {
+
+// Elements that share an int8 scale; also the cut of all shards. partita.plan.span.QUANTUM has the same value.
+constexpr int BLOCK = 256;
+// Elements whose squares are added up before the sum meets others.
+constexpr int SUM_BLOCK = 4096;
+
+enum class Dtype : int { none = 0, fp32 = 1, bf16 = 2, fp16 = 3 };
+
+struct Launch {
+    std::int64_t n;
+    int threads;
+};
+
+// The weights' forms: `master` alone; `master` and the 16-bit `param` written from it; `low` and the bf16 `param`, which
+// together are the fp32 master. What is not there is null.
+struct Weights {
+    float* master;
+    std::uint16_t* param;
+    Dtype param_dtype;
+    std::int16_t* low;
+};
+
+// What is added to the weights is a function of `data[i] * factor`.
+struct Grad {
+    const void* data;
+    Dtype dtype;
+    float factor;
+};
+
+// Adam's moments: fp32, or 8-bit codes with the largest magnitude of each block.
+struct Moments {
+    void* first;
+    void* second;
+    float* first_scale;
+    float* second_scale;
+};
+
+struct Adam {
+    float beta1, one_minus_beta1;
+    float beta2, one_minus_beta2;
+    float step_size;          // lr / (1 - beta1^step)
+    float inv_sqrt_bias2;     // 1 / sqrt(1 - beta2^step)
+    float eps;
+    float keep;               // 1 - lr * weight_decay where it is decoupled, else 1
+    float l2;                 // weight_decay where it is not decoupled, else 0
+    std::uint32_t salt;       // of the dither of 8-bit moments
+};
+
+struct Sgd {
+    float lr, momentum, l2;
+    bool nesterov;
+};
+
+struct Lion {
+    float lr;
+    float beta1, one_minus_beta1;
+    float beta2, one_minus_beta2;
+    float keep;
+};
+
+struct Input {
+    const void* data;
+    Dtype dtype;
+};
+
+// The kernels as compiled for one instruction set.
+struct Kernels {
+    bool (*adam)(Launch, Weights, Moments, Grad, Adam);
+    bool (*sgd)(Launch, Weights, float* buffer, Grad, Sgd);
+    bool (*lion)(Launch, Weights, float* exp_avg, Grad, Lion);
+    double (*square_sum)(Launch, Input, double* partial);
+    double (*sum_and_square)(Launch, void* out, Dtype, const Input*, int num_inputs, double* partial);
+    void (*in_place)(Launch, float* a, float* b, float* c, const float* g);
+};
+
+namespace baseline { extern const Kernels kernels; }
+namespace avx2 { extern const Kernels kernels; }
+namespace avx512 { extern const Kernels kernels; }
+
+}  // namespace partita

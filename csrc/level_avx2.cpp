@@ -1,0 +1,2 @@
+#define PARTITA_LEVEL avx2
+#include "level.hpp"

@@ -1,0 +1,2 @@
+#define PARTITA_LEVEL avx512
+#include "level.hpp"

@@ -1,0 +1,2 @@
+#define PARTITA_LEVEL baseline
+#include "level.hpp"

@@ -1,0 +1,112 @@
+// The update rules on a block of float32: loops that the compiler vectorizes.
+#pragma once
+
+#include "codec.hpp"
+
+namespace partita {
+namespace PARTITA_LEVEL {
+
+// Moments of elements without gradients decay for ever; below the smallest normal number every product with them would
+// take a hundred times as long, and there rounding stops the decay. So they become zero.
+PARTITA_INLINE float flush(float x) { return (bits_of(x) & ~SIGN) < 0x00800000u ? 0.0f : x; }
+
+PARTITA_INLINE float next_first(const Adam& c, float m, float g) { return m * c.beta1 + g * c.one_minus_beta1; }
+PARTITA_INLINE float next_second(const Adam& c, float v, float g) { return v * c.beta2 + g * g * c.one_minus_beta2; }
+
+PARTITA_INLINE float next_weight(const Adam& c, float p, float m, float v) {
+    return p * c.keep - m * c.step_size / (__builtin_sqrtf(v) * c.inv_sqrt_bias2 + c.eps);
+}
+
+template <bool full>
+PARTITA_INLINE void add_decay(float* __restrict grad, float l2, const float* __restrict p, int n) {
+    if (l2 == 0.0f) return;
+    n = length<full>(n);
+    for (int i = 0; i < n; ++i) grad[i] = grad[i] + l2 * p[i];
+}
+
+template <bool full>
+PARTITA_INLINE void update(const Adam& rule, float* __restrict p, float* __restrict first, float* __restrict second,
+                           float* __restrict grad, int n) {
+    n = length<full>(n);
+    const Adam c = rule;
+    add_decay<full>(grad, c.l2, p, n);
+    for (int i = 0; i < n; ++i) {
+        const float m = flush(next_first(c, first[i], grad[i]));
+        const float v = flush(next_second(c, second[i], grad[i]));
+        p[i] = next_weight(c, p[i], m, v);
+        first[i] = m;
+        second[i] = v;
+    }
+}
+
+// The block of 8-bit moments at `first`, `second`. Two passes: the scales must be known before the first code, and the
+// divisions, which would take as long as all the rest, go on beside the encoding.
+template <bool full>
+PARTITA_INLINE void update(const Adam& rule, const std::uint32_t* __restrict random, float* __restrict p,
+                           std::int8_t* __restrict first, std::uint8_t* __restrict second, float& first_scale,
+                           float& second_scale, float* __restrict grad, int n) {
+    n = length<full>(n);
+    const Adam c = rule;
+    alignas(64) float m[BLOCK];
+    alignas(64) float v[BLOCK];
+    add_decay<full>(grad, c.l2, p, n);
+    const float first_unit = first_scale * (1.0f / SIGNED_RANGE), second_unit = second_scale * (1.0f / UNSIGNED_RANGE);
+    std::int32_t largest_first = 0, largest_second = 0;
+    for (int i = 0; i < n; ++i) {
+        m[i] = next_first(c, decode_signed(first[i], first_unit), grad[i]);
+        v[i] = next_second(c, decode_unsigned(second[i], second_unit), grad[i]);
+        const std::int32_t magnitude = std::int32_t(bits_of(m[i]) & ~SIGN), square = std::int32_t(bits_of(v[i]));
+        largest_first = magnitude > largest_first ? magnitude : largest_first;
+        largest_second = square > largest_second ? square : largest_second;
+    }
+    first_scale = scale_of(float_of(std::uint32_t(largest_first)));
+    second_scale = scale_of(float_of(std::uint32_t(largest_second)));
+    const float first_inverse = SIGNED_RANGE / first_scale, second_inverse = UNSIGNED_RANGE / second_scale;
+    for (int i = 0; i < n; ++i) {
+        p[i] = next_weight(c, p[i], m[i], v[i]);
+        const std::uint32_t mixed = mix(random[i], m[i], v[i]);
+        first[i] = encode_signed(m[i], first_inverse, dither_of_first(mixed));
+        second[i] = encode_unsigned(v[i], second_inverse, dither_of_second(mixed));
+    }
+}
+
+template <bool full>
+PARTITA_INLINE void update(const Sgd& rule, float* __restrict p, float* __restrict buffer, float* __restrict grad,
+                           int n) {
+    n = length<full>(n);
+    const Sgd c = rule;
+    add_decay<full>(grad, c.l2, p, n);
+    if (!buffer) {
+        for (int i = 0; i < n; ++i) p[i] = p[i] - c.lr * grad[i];
+    } else if (c.nesterov) {
+        for (int i = 0; i < n; ++i) {
+            const float m = flush(buffer[i] * c.momentum + grad[i]);
+            p[i] = p[i] - c.lr * (grad[i] + c.momentum * m);
+            buffer[i] = m;
+        }
+    } else {
+        for (int i = 0; i < n; ++i) {
+            const float m = flush(buffer[i] * c.momentum + grad[i]);
+            p[i] = p[i] - c.lr * m;
+            buffer[i] = m;
+        }
+    }
+}
+
+template <bool full>
+PARTITA_INLINE void update(const Lion& rule, float* __restrict p, float* __restrict exp_avg,
+                           const float* __restrict grad, int n) {
+    n = length<full>(n);
+    const Lion c = rule;
+    for (int i = 0; i < n; ++i) {
+        const float direction = exp_avg[i] * c.beta1 + grad[i] * c.one_minus_beta1;
+        // lr with the sign of the direction; 0 of 0, and of what is not a number that.
+        const float signed_lr = float_of(bits_of(c.lr) | (bits_of(direction) & SIGN));
+        const float step = direction == 0.0f ? 0.0f : direction != direction ? direction : signed_lr;
+        p[i] = p[i] * c.keep - step;
+        exp_avg[i] = flush(exp_avg[i] * c.beta2 + grad[i] * c.one_minus_beta2);
+    }
+}
+
+}  // namespace PARTITA_LEVEL
+}  // namespace partita

@@ -1,0 +1,86 @@
+"""The compiled kernels, if they were built: which instruction sets there are, and arguments as they take them."""
+
+import functools
+import importlib
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch  # its OpenMP threads are the kernels', if it comes first
+from torch import Tensor
+
+from partita.errors import PartitaError
+from partita.kernels.state import Weights
+
+DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+
+Launch = tuple[int, int, int]
+
+
+@functools.cache
+def module() -> ModuleType | None:
+    """The extension module; None, with one warning, where it was not built."""
+    try:
+        return importlib.import_module("partita.kernels._native")
+    except ImportError as error:
+        warnings.warn(
+            "partita was installed without its compiled kernels, so updates on the CPU run on plain torch: the same "
+            "results in 5 to 50 times the time. Install a C++ compiler with OpenMP, then partita again "
+            f"(PARTITA_REQUIRE_KERNELS=1 shows what is missing): {error}",
+            stacklevel=4,
+        )
+        return None
+
+
+def levels() -> tuple[str, ...]:
+    """The instruction sets that the kernels can use on this machine, from the narrowest to the widest."""
+    native = module()
+    return () if native is None else tuple(native.levels())
+
+
+def kernels_for(like: Tensor) -> ModuleType | None:
+    """The extension module if it works on this tensor: one of the CPU, where the module was built."""
+    return module() if like.device.type == "cpu" else None
+
+
+def launch(num_elements: int, threads: int, level: str | None) -> Launch:
+    """How a kernel is to run.
+
+    Raises:
+        PartitaError: there are no threads, or the machine has no such instruction set.
+    """
+    if threads < 1:
+        raise PartitaError(f"threads must be at least 1, got {threads}")
+    known = levels()
+    if level is not None and level not in known:
+        raise PartitaError(f"this machine's instruction sets are {', '.join(known)}; got {level!r}")
+    return num_elements, threads, len(known) - 1 if level is None else known.index(level)
+
+
+def address(tensor: Tensor | None) -> int:
+    """Where a tensor's values are; 0 of none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def typed(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), DTYPES[tensor.dtype]
+
+
+def weights_of(weights: Weights) -> tuple[int, int, int, int]:
+    param = weights.param
+    dtype = 0 if param is None else DTYPES[param.dtype]
+    return address(weights.master), address(param), dtype, address(weights.low)
+
+
+def in_place_loop(tensors: Sequence[Tensor], threads: int, level: str | None = None) -> None:
+    """Halve three fp32 tensors and add a fourth to each: an fp32 Adam's traffic with next to none of its arithmetic.
+
+    An in-place update takes at least as long; it is what benchmarks measure the memory's bandwidth with.
+
+    Raises:
+        PartitaError: the kernels were not built.
+    """
+    native = module()
+    if native is None:
+        raise PartitaError("the loop that measures bandwidth is a compiled kernel, and these were not built")
+    native.in_place(launch(tensors[0].numel(), threads, level), *(tensor.data_ptr() for tensor in tensors))

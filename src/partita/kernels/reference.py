@@ -1,0 +1,155 @@
+"""Every kernel in plain torch: the definition of the result, for any device, and what runs where none was compiled.
+
+The updates give the bits that the C++ kernels give: float32, one rounding an operation, in the same order. Sums of
+squares are float64 in another order. Temporaries are as large as a chunk, not as the buffer.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from partita.kernels.quantize import decode_signed, decode_unsigned, encode, join, nearest_bf16, split
+from partita.kernels.state import AdamRule, LionRule, Moments, SgdRule, Weights
+from partita.plan.span import QUANTUM
+
+# Elements; a multiple of the quantum. Small enough for the caches of a processor, large enough to fill a GPU.
+CHUNK, CHUNK_ON_DEVICE = 1 << 16, 1 << 24
+SUM_BLOCK = 4096
+TINY = torch.finfo(torch.float32).tiny
+
+
+def adam_(weights: Weights, moments: Moments, grad: Tensor, rule: AdamRule, factor: float) -> bool:
+    """See :func:`partita.kernels.update.adam_`."""
+
+    def update(p: Tensor, g: Tensor, at: slice) -> Tensor:
+        if rule.l2:
+            g = g + rule.l2 * p
+        old_m, old_v = _moments(moments, at)
+        m = old_m * rule.beta1 + g * (1.0 - rule.beta1)
+        v = old_v * rule.beta2 + g * g * (1.0 - rule.beta2)
+        if moments.exp_avg_scale is None:
+            m, v = _flush(m), _flush(v)
+        p = p * rule.keep - m * rule.step_size / (_root(v) * rule.inv_sqrt_bias2 + rule.eps)
+        _keep_moments(moments, at, m, v, rule.step)
+        return p
+
+    return _step(weights, grad, factor, update)
+
+
+def sgd_(weights: Weights, momentum_buffer: Tensor | None, grad: Tensor, rule: SgdRule, factor: float) -> bool:
+    """See :func:`partita.kernels.update.sgd_`."""
+
+    def update(p: Tensor, g: Tensor, at: slice) -> Tensor:
+        if rule.weight_decay:
+            g = g + rule.weight_decay * p
+        if momentum_buffer is None:
+            return p - rule.lr * g
+        m = _flush(momentum_buffer[at] * rule.momentum + g)
+        momentum_buffer[at] = m
+        return p - rule.lr * (g + rule.momentum * m if rule.nesterov else m)
+
+    return _step(weights, grad, factor, update)
+
+
+def lion_(weights: Weights, exp_avg: Tensor, grad: Tensor, rule: LionRule, factor: float) -> bool:
+    """See :func:`partita.kernels.update.lion_`."""
+
+    def update(p: Tensor, g: Tensor, at: slice) -> Tensor:
+        m = exp_avg[at]
+        direction = m * rule.beta1 + g * (1.0 - rule.beta1)
+        exp_avg[at] = _flush(m * rule.beta2 + g * (1.0 - rule.beta2))
+        # The sign of what is not a number is that same.
+        step = torch.where(direction.isnan(), direction, rule.lr * direction.sign())
+        return p * rule.keep - step
+
+    return _step(weights, grad, factor, update)
+
+
+def square_sum(values: Tensor) -> float:
+    """See :func:`partita.kernels.sums.square_sum`."""
+    return sum((_square(values[at]) for at in _chunks(values)), 0.0)
+
+
+def sum_and_square_(out: Tensor, inputs: Sequence[Tensor]) -> float:
+    """See :func:`partita.kernels.sums.sum_and_square_`."""
+    total = 0.0
+    for at in _chunks(out):
+        chunk = inputs[0][at].float()
+        for part in inputs[1:]:
+            chunk = chunk + part[at].float()
+        out[at] = chunk
+        total += _square(out[at])
+    return total
+
+
+def _chunks(like: Tensor) -> Iterator[slice]:
+    size = CHUNK if like.device.type == "cpu" else CHUNK_ON_DEVICE
+    yield from (slice(start, min(start + size, like.numel())) for start in range(0, like.numel(), size))
+
+
+def _square(values: Tensor) -> float:
+    """Blocks first, so that the order of the sum does not depend on torch's threads."""
+    padded = torch.nn.functional.pad(values.double(), (0, -values.numel() % SUM_BLOCK))
+    return float(sum(padded.view(-1, SUM_BLOCK).square().sum(1).tolist()))
+
+
+def _step(weights: Weights, grad: Tensor, factor: float, update: Callable[[Tensor, Tensor, slice], Tensor]) -> bool:
+    """Run an update over the weights in chunks; True if the gradient was finite."""
+    finite = torch.ones((), dtype=torch.bool, device=grad.device)
+    for at in _chunks(weights.like):
+        g = grad[at].float() * factor
+        finite &= g.isfinite().all()
+        _put(weights, at, update(_master(weights, at), g, at))
+    return bool(finite)
+
+
+def _master(weights: Weights, at: slice) -> Tensor:
+    if weights.master is not None:
+        return weights.master[at]
+    assert weights.param is not None
+    assert weights.low is not None
+    return join(weights.param[at], weights.low[at])
+
+
+def _put(weights: Weights, at: slice, p: Tensor) -> None:
+    if weights.master is not None:
+        weights.master[at] = p
+    if weights.low is not None and weights.param is not None:
+        weights.param[at], weights.low[at] = split(p)
+    elif weights.param is not None:
+        weights.param[at] = nearest_bf16(p) if weights.param.dtype == torch.bfloat16 else p.half()
+
+
+def _moments(moments: Moments, at: slice) -> tuple[Tensor, Tensor]:
+    if moments.exp_avg_scale is None or moments.exp_avg_sq_scale is None:
+        return moments.exp_avg[at], moments.exp_avg_sq[at]
+    blocks = _blocks(at)
+    return (
+        decode_signed(moments.exp_avg[at], moments.exp_avg_scale[blocks]),
+        decode_unsigned(moments.exp_avg_sq[at], moments.exp_avg_sq_scale[blocks]),
+    )
+
+
+def _keep_moments(moments: Moments, at: slice, m: Tensor, v: Tensor, step: int) -> None:
+    if moments.exp_avg_scale is None or moments.exp_avg_sq_scale is None:
+        moments.exp_avg[at], moments.exp_avg_sq[at] = m, v
+        return
+    first, second, first_scale, second_scale = encode(m, v, step)
+    blocks = _blocks(at)
+    moments.exp_avg[at], moments.exp_avg_sq[at] = first, second
+    moments.exp_avg_scale[blocks], moments.exp_avg_sq_scale[blocks] = first_scale, second_scale
+
+
+def _blocks(at: slice) -> slice:
+    return slice(at.start // QUANTUM, -(-at.stop // QUANTUM))
+
+
+def _root(values: Tensor) -> Tensor:
+    """The square root as IEEE rounds it: torch's float32 root may be off by the last bit, and this is not."""
+    return values.double().sqrt().float()
+
+
+def _flush(values: Tensor) -> Tensor:
+    """Below the smallest normal number rounding stops the decay, and processors are slow: there moments are zero."""
+    return torch.where(values.abs() < TINY, 0.0, values)

@@ -1,0 +1,174 @@
+"""What an update works on, and the constants of its rule.
+
+Every tensor is flat, contiguous and of the same number of elements (scales: one a block of ``QUANTUM``), all on one
+device. The values are changed in place, under autograd and its version counters.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from partita.errors import PartitaError
+from partita.plan.span import QUANTUM
+
+HALVES = (torch.bfloat16, torch.float16)
+GRADIENTS = (torch.float32, *HALVES)
+
+
+def num_blocks(num_elements: int) -> int:
+    """Blocks that share a scale; the last may be shorter."""
+    return -(-num_elements // QUANTUM)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Master weights in one of three forms.
+
+    - ``master`` (fp32) alone;
+    - ``master`` and ``param`` (bf16 or fp16), the parameter that is written from it: fp16 to nearest, ties to even;
+      bf16 to nearest, ties away from zero, as the split form needs it;
+    - ``param`` (bf16) and ``low`` (int16), which together are the fp32 master (:mod:`partita.kernels.quantize`).
+
+    Raises:
+        PartitaError: another combination, or a tensor of another dtype, length or device, or not contiguous.
+    """
+
+    param: Tensor | None = None
+    master: Tensor | None = None
+    low: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if (self.master is None) == (self.low is None) or (self.low is not None and self.param is None):
+            given = [name for name, tensor in self._named() if tensor is not None]
+            raise PartitaError(
+                "weights are a master, a master with the parameter written from it, or a bf16 parameter with the low "
+                f"bits of its master; got {' and '.join(given) or 'nothing'}"
+            )
+        first = self.param if self.master is None else self.master
+        assert first is not None
+        allowed = {"param": HALVES if self.low is None else HALVES[:1], "master": (torch.float32,)}
+        for name, tensor in self._named():
+            if tensor is not None:
+                check(name, tensor, allowed.get(name, (torch.int16,)), first)
+
+    def _named(self) -> Iterator[tuple[str, Tensor | None]]:
+        yield from (("param", self.param), ("master", self.master), ("low", self.low))
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor that has the weights' length and device."""
+        found = self.param if self.master is None else self.master
+        assert found is not None
+        return found
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Adam's moments: fp32, or 8-bit codes (int8 and uint8) with a scale (fp32) a block of each. All zeros at start.
+
+    Raises:
+        PartitaError: codes without scales or the reverse, or a tensor of another dtype, length or device.
+    """
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    exp_avg_scale: Tensor | None = None
+    exp_avg_sq_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if (self.exp_avg_scale is None) != (self.exp_avg_sq_scale is None):
+            raise PartitaError("moments are both fp32, or both 8-bit codes with scales; got the scale of one")
+        coded = self.exp_avg_scale is not None
+        check("exp_avg", self.exp_avg, (torch.int8 if coded else torch.float32,), self.exp_avg)
+        check("exp_avg_sq", self.exp_avg_sq, (torch.uint8 if coded else torch.float32,), self.exp_avg)
+        num = num_blocks(self.exp_avg.numel())
+        for name, scale in (("exp_avg_scale", self.exp_avg_scale), ("exp_avg_sq_scale", self.exp_avg_sq_scale)):
+            if scale is not None:
+                check(name, scale, (torch.float32,), self.exp_avg, num)
+
+
+@dataclass(frozen=True)
+class AdamRule:
+    """Adam (Kingma and Ba, 2015), with weight decay decoupled (Loshchilov and Hutter, 2019) or in the gradient.
+
+    ``step`` counts from 1, this update included. As in ``torch.optim.AdamW``, eps is added outside the root.
+    """
+
+    lr: float
+    step: int
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decoupled: bool = True
+
+    def __post_init__(self) -> None:
+        if self.step < 1:
+            raise PartitaError(f"Adam's steps count from 1, got {self.step}")
+
+    @property
+    def step_size(self) -> float:
+        return self.lr / (1.0 - self.beta1**self.step)
+
+    @property
+    def inv_sqrt_bias2(self) -> float:
+        return 1.0 / math.sqrt(1.0 - self.beta2**self.step)
+
+    @property
+    def keep(self) -> float:
+        """What decoupled weight decay leaves of a weight."""
+        return 1.0 - self.lr * self.weight_decay if self.decoupled else 1.0
+
+    @property
+    def l2(self) -> float:
+        """Weight decay in the gradient."""
+        return 0.0 if self.decoupled else self.weight_decay
+
+
+@dataclass(frozen=True)
+class SgdRule:
+    """Stochastic gradient descent as ``torch.optim.SGD`` has it, without dampening; weight decay is in the gradient."""
+
+    lr: float
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+
+@dataclass(frozen=True)
+class LionRule:
+    """Lion (Chen et al., 2023, algorithm 2), with decoupled weight decay."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.99
+    weight_decay: float = 0.0
+
+    @property
+    def keep(self) -> float:
+        """What weight decay leaves of a weight."""
+        return 1.0 - self.lr * self.weight_decay
+
+
+def check(
+    name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], like: Tensor, num_elements: int | None = None
+) -> None:
+    """See that a tensor is what a kernel takes it for.
+
+    Raises:
+        PartitaError: it is not of one of ``dtypes``, contiguous, on ``like``'s device, and ``num_elements`` (by default
+            ``like``'s) long.
+    """
+    expected = like.numel() if num_elements is None else num_elements
+    wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    if tensor.dtype not in dtypes:
+        raise PartitaError(f"{name} must be {wanted}, got {str(tensor.dtype).removeprefix('torch.')}")
+    if tensor.numel() != expected:
+        raise PartitaError(f"{name} must have {expected} elements, got {tensor.numel()}")
+    if not tensor.is_contiguous():
+        raise PartitaError(f"{name} must be contiguous, got strides {tuple(tensor.stride())}; make it so, or copy it")
+    if tensor.device != like.device:
+        raise PartitaError(f"{name} must be on {like.device}, as what it is used with, got {tensor.device}")

@@ -1,0 +1,117 @@
+"""Optimizer updates in one pass: gradient times a factor, weights and moments in place, 16-bit parameter written.
+
+On CPU tensors these are the C++ kernels of csrc/, elsewhere and without a compiler :mod:`partita.kernels.reference`.
+Both give the same bits, for any number of threads, any instruction set, and any cut of a buffer at multiples of
+``QUANTUM``.
+All arithmetic is float32 with one rounding an operation (no fused multiply-add). A moment whose magnitude is below the
+smallest normal number becomes zero. Values change under autograd: version counters stay as they are.
+
+Each function returns whether every element of ``grad * factor`` was finite. It has updated the weights all the same.
+"""
+
+from torch import Tensor
+
+from partita.errors import PartitaError
+from partita.kernels import native, reference
+from partita.kernels.state import GRADIENTS, AdamRule, LionRule, Moments, SgdRule, Weights, check
+
+
+def adam_(
+    weights: Weights,
+    moments: Moments,
+    grad: Tensor,
+    rule: AdamRule,
+    factor: float = 1.0,
+    threads: int = 1,
+    level: str | None = None,
+) -> bool:
+    """One step of Adam or AdamW.
+
+    Args:
+        grad: fp32, bf16 or fp16, as long as the weights.
+        factor: what each gradient is multiplied by: 1 / loss scale, times what clipping leaves.
+        threads: at least 1; without compiled kernels, torch's own threads are used.
+        level: the instruction set (see :func:`partita.kernels.native.levels`); by default the widest.
+
+    Raises:
+        PartitaError: a tensor is not what it should be, or there is no such instruction set.
+    """
+    check("grad", grad, GRADIENTS, weights.like)
+    check("exp_avg", moments.exp_avg, (moments.exp_avg.dtype,), weights.like)
+    kernels = native.kernels_for(weights.like)
+    if kernels is None:
+        return reference.adam_(weights, moments, grad, rule, factor)
+    exp_avg, exp_avg_sq, scale, scale_sq = (
+        native.address(tensor)
+        for tensor in (moments.exp_avg, moments.exp_avg_sq, moments.exp_avg_scale, moments.exp_avg_sq_scale)
+    )
+    constants = [
+        *(rule.beta1, 1.0 - rule.beta1, rule.beta2, 1.0 - rule.beta2),
+        *(rule.step_size, rule.inv_sqrt_bias2, rule.eps, rule.keep, rule.l2),
+    ]
+    done: bool = kernels.adam(
+        native.launch(grad.numel(), threads, level),
+        native.weights_of(weights),
+        (exp_avg, exp_avg_sq, scale, scale_sq),
+        (*native.typed(grad), factor),
+        constants,
+        rule.step % 2**32,
+    )
+    return done
+
+
+def sgd_(
+    weights: Weights,
+    momentum_buffer: Tensor | None,
+    grad: Tensor,
+    rule: SgdRule,
+    factor: float = 1.0,
+    threads: int = 1,
+    level: str | None = None,
+) -> bool:
+    """One step of stochastic gradient descent. ``momentum_buffer`` (fp32, zeros at start) is there exactly if
+    ``rule.momentum`` is not 0. The other arguments and errors are :func:`adam_`'s.
+    """
+    check("grad", grad, GRADIENTS, weights.like)
+    if (momentum_buffer is None) != (rule.momentum == 0):
+        expected, got = ("a", "none") if rule.momentum else ("no", "one")
+        raise PartitaError(f"momentum {rule.momentum:g} takes {expected} momentum_buffer, got {got}")
+    if momentum_buffer is not None:
+        check("momentum_buffer", momentum_buffer, GRADIENTS[:1], weights.like)
+    kernels = native.kernels_for(weights.like)
+    if kernels is None:
+        return reference.sgd_(weights, momentum_buffer, grad, rule, factor)
+    done: bool = kernels.sgd(
+        native.launch(grad.numel(), threads, level),
+        native.weights_of(weights),
+        native.address(momentum_buffer),
+        (*native.typed(grad), factor),
+        [rule.lr, rule.momentum, rule.weight_decay],
+        rule.nesterov,
+    )
+    return done
+
+
+def lion_(
+    weights: Weights,
+    exp_avg: Tensor,
+    grad: Tensor,
+    rule: LionRule,
+    factor: float = 1.0,
+    threads: int = 1,
+    level: str | None = None,
+) -> bool:
+    """One step of Lion. ``exp_avg`` is fp32, zeros at start. The other arguments and errors are :func:`adam_`'s."""
+    check("grad", grad, GRADIENTS, weights.like)
+    check("exp_avg", exp_avg, GRADIENTS[:1], weights.like)
+    kernels = native.kernels_for(weights.like)
+    if kernels is None:
+        return reference.lion_(weights, exp_avg, grad, rule, factor)
+    done: bool = kernels.lion(
+        native.launch(grad.numel(), threads, level),
+        native.weights_of(weights),
+        native.address(exp_avg),
+        (*native.typed(grad), factor),
+        [rule.lr, rule.beta1, 1.0 - rule.beta1, rule.beta2, 1.0 - rule.beta2, rule.keep],
+    )
+    return done

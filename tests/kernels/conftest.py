@@ -1,0 +1,35 @@
+"""Kernels are tested as built; where they were not, their tests fail if PARTITA_REQUIRE_KERNELS asks for them."""
+
+import importlib.util
+import os
+import secrets
+import sys
+
+import pytest
+import torch
+
+from partita.kernels import native
+
+
+@pytest.fixture(autouse=True)
+def fresh_inputs() -> None:
+    """Other random inputs each time (the same in continuous integration); a failure shows the seed."""
+    seed = 0 if "CI" in os.environ else secrets.randbits(32)
+    sys.stdout.write(f"seed {seed}\n")
+    torch.manual_seed(seed)
+
+
+@pytest.fixture
+def compiled() -> None:
+    """The compiled kernels are there."""
+    if importlib.util.find_spec("partita.kernels._native") is None:
+        reason = "the compiled kernels were not built (make kernels)"
+        if os.environ.get("PARTITA_REQUIRE_KERNELS") == "1":
+            pytest.fail(reason)
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package as it is where the kernels could not be built, its warning aside."""
+    monkeypatch.setattr(native, "module", lambda: None)

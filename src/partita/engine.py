@@ -25,7 +25,7 @@ from partita.errors import PartitaError, not_available
 from partita.memory.disk import Disk
 from partita.memory.ledger import Ledger, MemoryReport
 from partita.memory.tiers import StateMemory
-from partita.optim.build import Factory, build_optimizer, build_schedule
+from partita.optim.build import Factory, build_optimizer, build_schedule, wants_kernels
 from partita.optim.elementwise import check_elementwise
 from partita.optim.loss_scale import LossScale
 from partita.optim.step import StepResult, Updater
@@ -64,7 +64,8 @@ class Engine:
         settings = resolved.config
         self._ledger, self._collectives = Ledger(), Collectives(mesh)
         self._memory = StateMemory(mesh.device, self._ledger, partial(_open_disk, settings.zero.offload, mesh.rank))
-        self.optimizer = build_optimizer(list(model.parameters()), settings.optimizer, given.optimizer)
+        kernels = wants_kernels(settings, resolved.compute_dtype, mesh.device)
+        self.optimizer = build_optimizer(list(model.parameters()), settings, given.optimizer, kernels=kernels)
         self.scheduler = build_schedule(self.optimizer, settings.schedule, given.scheduler)
         check_groups(self.optimizer, {id(param) for param in model.parameters()})
         blueprint = Blueprint(settings, ENCODINGS[resolved.compute_dtype], resolved.mesh, mesh.rank)

@@ -57,7 +57,7 @@ VALUES = [
     ),
     Wrong({"batch": {"micro": "4.5"}}, ("batch.micro: expected auto or a whole number of at least 1", "got '4.5'")),
     Wrong({"batch": {"total": -8}}, ("batch.total: expected auto or a whole number of at least 1", "got -8")),
-    Wrong({"optimizer": {"name": "AdamW"}}, ("optimizer.name: expected one of adamw, adam, sgd; got 'AdamW'",)),
+    Wrong({"optimizer": {"name": "AdamW"}}, ("optimizer.name: expected one of adamw, adam, sgd, lion; got 'AdamW'",)),
     Wrong({"optimizer": {"lr": -0.1}}, ("optimizer.lr: expected a number of at least 0; got -0.1", "default 0.001")),
     Wrong({"optimizer": {"lr": math.inf}}, ("optimizer.lr: expected a number of at least 0; got inf",)),
     Wrong({"optimizer": {"lr": "1e999"}}, ("optimizer.lr: expected a number of at least 0; got '1e999'",)),
@@ -109,12 +109,6 @@ NOT_AVAILABLE = [
         ("parallel", {"tensor": 2}, "parallel.tensor"),
         ("parallel", {"pipeline": 2}, "parallel.pipeline"),
         ("parallel", {"sequence": 2}, "parallel.sequence"),
-        ("zero", {"offload": {"parameters": "host"}}, "zero.offload.parameters"),
-        ("zero", {"offload": {"optimizer": "auto"}}, "zero.offload.optimizer"),
-        ("zero", {"offload": {"gradients": "disk"}}, "zero.offload.gradients"),
-        ("zero", {"offload": {"path": "/scratch"}}, "zero.offload.path"),
-        ("precision", {"master": "split"}, "precision.master"),
-        ("precision", {"moments": "int8"}, "precision.moments"),
         ("activations", {"checkpoint": "full"}, "activations.checkpoint"),
         ("activations", {"partition": True}, "activations.partition"),
         ("activations", {"offload": "host"}, "activations.offload"),
@@ -128,6 +122,18 @@ NOT_AVAILABLE = [
 ]
 
 CROSS_FIELD = [
+    Wrong(
+        {"precision": {"master": "split", "compute": "fp16"}},
+        ("fp16 parameters are no part of it", "precision.compute", "Fix: set precision.compute to bf16"),
+    ),
+    Wrong(
+        {"precision": {"moments": "int8"}, "optimizer": {"name": "sgd"}},
+        ("precision.moments: int8 belongs to adam and adamw", "Fix: leave precision.moments out"),
+    ),
+    Wrong(
+        {"optimizer": {"name": "lion", "eps": 0.1}},
+        ("optimizer.eps belongs to adam and adamw; lion divides by nothing", "Fix: leave optimizer.eps out"),
+    ),
     Wrong(
         {"batch": {"micro": 4, "accumulate": 2, "total": 48}},
         (

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
 from partita.errors import PartitaError
+from partita.kernels.quantize import join
 from partita.optim.step import Updater
+from partita.plan.residence import SPLIT
 from partita.plan.steps import steps
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member, Segment, Unit
@@ -156,7 +158,7 @@ class Whole:
         if steps(segment.plan.param_rest, segment.plan.param_compute, segment.mesh):
             segment.rest.store(segment.part(segment.full, segment.plan.param_rest))
         if segment.master is not None and not segment.master_is_parameter:
-            segment.master.store(segment.part(segment.full, segment.plan.master))
+            segment.set_master(segment.part(segment.full, segment.plan.master))
 
     def weights(self, *, master: bool) -> Iterator[tuple[Member, Tensor]]:
         """Every parameter once, whole, unit by unit: valid until the next one is asked for.
@@ -165,9 +167,9 @@ class Whole:
             master: the values that the optimizer updates, where they have more digits than those in compute.
         """
         for unit in self._runtime.units:
-            separate = {id(s): self._master_of(s) for s in unit.segments if master and not s.master_is_parameter}
             sharded = [unit] if unit.travels else []
             self._runtime.residency.hold(sharded)
+            separate = {id(s): self._master_of(s) for s in unit.segments if master and not s.master_is_parameter}
             try:
                 for member in unit.members:
                     full = separate.get(id(member.segment))
@@ -181,15 +183,15 @@ class Whole:
                 self._runtime.residency.let_go(sharded)
 
     def _master_of(self, segment: Segment) -> Tensor | None:
+        """The whole master weights of a segment that is whole."""
         if segment.master is None:
             return None
-        part = segment.master.load()
-        if segment.holds_whole_master:
-            return part
         device = self._collectives.mesh.device
-        whole = part.new_empty(segment.layout.padded, device=device)
-        self._collectives.all_gather(whole, part.to(device), segment.plan.master.shard_axes).wait()
-        return whole
+        whole = part = segment.master.load().to(device)
+        if not segment.holds_whole_master:
+            whole = part.new_empty(segment.layout.padded)
+            self._collectives.all_gather(whole, part, segment.plan.master.shard_axes).wait()
+        return join(segment.full, whole) if segment.plan.master.encoding == SPLIT else whole
 
     def state_dict(self) -> dict[str, Tensor]:
         """The model's state dict with master weights, whole, on the host of rank 0; empty on the others."""

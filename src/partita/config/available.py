@@ -19,8 +19,6 @@ AVAILABLE: dict[str, tuple[object, ...]] = {
     "zero.offload.optimizer": ("none", "host", "disk"),
     "zero.offload.gradients": ("auto", "none", "host", "disk"),
     "zero.hierarchical": (False, True),
-    "precision.master": ("fp32",),
-    "precision.moments": ("fp32",),
     "activations.checkpoint": ("none",),
     "activations.partition": (False,),
     "activations.offload": ("none",),

@@ -63,21 +63,33 @@ RULES = (
         "leave precision.loss_scale out",
     ),
     Rule(
+        lambda c, compute: c.precision.master == "split" and compute == "fp16",
+        ("precision.master", "precision.compute"),
+        "precision.master: split keeps what bf16 parameters lack of fp32; fp16 parameters are no part of it",
+        "set precision.compute to bf16",
+    ),
+    Rule(
+        lambda c, _: c.precision.moments == "int8" and c.optimizer.name not in ("adam", "adamw"),
+        ("precision.moments", "optimizer.name"),
+        "precision.moments: int8 belongs to adam and adamw",
+        "leave precision.moments out",
+    ),
+    Rule(
         lambda c, _: c.optimizer.name == "sgd" and c.optimizer.betas != _OPTIMIZER.betas,
         ("optimizer.betas", "optimizer.name"),
         "optimizer.betas belongs to adam and adamw; sgd's momentum is not a beta",
         "write optimizer.momentum: {c.optimizer.betas[0]} in place of optimizer.betas",
     ),
     Rule(
-        lambda c, _: c.optimizer.name == "sgd" and c.optimizer.eps != _OPTIMIZER.eps,
+        lambda c, _: c.optimizer.name in ("sgd", "lion") and c.optimizer.eps != _OPTIMIZER.eps,
         ("optimizer.eps", "optimizer.name"),
-        "optimizer.eps belongs to adam and adamw; sgd divides by nothing",
+        "optimizer.eps belongs to adam and adamw; {c.optimizer.name} divides by nothing",
         "leave optimizer.eps out",
     ),
     Rule(
         lambda c, _: c.optimizer.name != "sgd" and c.optimizer.momentum != 0.0,
         ("optimizer.momentum", "optimizer.name"),
-        "optimizer.momentum belongs to sgd; the momentum of adam and adamw is betas[0]",
+        "optimizer.momentum belongs to sgd; the momentum of {c.optimizer.name} is betas[0]",
         "leave optimizer.momentum out",
     ),
     Rule(
@@ -101,6 +113,11 @@ RULES = (
 )
 
 IDLE = (
+    Idle(
+        lambda c, compute: c.precision.master == "split" and compute == "fp32",
+        "precision.master",
+        "fp32 parameters are their own master weights",
+    ),
     Idle(
         lambda c, _: c.zero.offload.path is not None and not _may_use_disk(c),
         "zero.offload.path",

@@ -112,9 +112,9 @@ class Batch(Section):
 class Optimizer(Section):
     """The optimizer that is built where ``initialize`` is given none."""
 
-    name: Literal["adamw", "adam", "sgd"] = Field("adamw", description="adamw, adam or sgd of torch.optim")
+    name: Literal["adamw", "adam", "sgd", "lion"] = Field("adamw", description="adamw, adam, sgd or lion")
     lr: NotNegative = Field(1.0e-3, description="learning rate (the highest of the schedule)")
-    betas: SharePair = Field((0.9, 0.999), description="decay of the two running averages (adamw and adam)")
+    betas: SharePair = Field((0.9, 0.999), description="decay of the two running averages (not of sgd's one)")
     eps: Positive = Field(1.0e-8, description="added to the divisor (adamw and adam)")
     weight_decay: NotNegative = Field(0.01, description="decay of the weights a step: decoupled in adamw, L2 elsewhere")
     momentum: Share = Field(0.0, description="decay of the running average (sgd only)")

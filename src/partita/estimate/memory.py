@@ -58,4 +58,4 @@ def _states(
 def _value_bytes(segment: PlannedSegment, residence: Residence, mesh: MeshShape, rank: int) -> int:
     """Bytes of the values themselves, without padding, that ``rank`` holds under ``residence``."""
     spans = segment.spans_of(residence, mesh, rank)
-    return sum(span.num_elements for span in spans) * residence.encoding.itemsize
+    return sum(residence.encoding.num_bytes(span.num_elements) for span in spans)

@@ -168,6 +168,18 @@ class StateMemory:
         kept.store(values)
         return kept
 
+    def scratch(self, num_elements: int, dtype: torch.dtype, tier: Tier) -> Lease:
+        """Room on the device or on the host for a while."""
+        if tier is Tier.DEVICE:
+            return Lease(torch.empty(num_elements, dtype=dtype, device=self._device))
+        slot = self._staging.borrow(num_elements * dtype.itemsize)
+
+        def end(changed: bool) -> None:
+            self._staging.finish_copies()
+            self._staging.give_back(slot, Event())
+
+        return Lease(over(slot.storage, dtype, num_elements), Event(), end)
+
     def _room(self, num_elements: int, dtype: torch.dtype, tier: Tier) -> Kept:
         if tier is Tier.DISK:
             self._disk = self._disk or self._open_disk()

@@ -10,19 +10,26 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from partita.config import schema
 from partita.errors import ConfigError
+from partita.optim.fused import FusedAdam, FusedLion, FusedSGD
 
 Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
 Scheduling = Callable[[Optimizer], LRScheduler]
 
 
 def build_optimizer(
-    params: list[nn.Parameter], section: schema.Optimizer, given: Optimizer | Factory | None
+    params: list[nn.Parameter], config: schema.Config, given: Optimizer | Factory | None, *, kernels: bool
 ) -> Optimizer:
-    """The user's optimizer, the one that the user's callable makes, or the config's (torch's fused kernels).
+    """The user's optimizer, the one that the user's callable makes, or the config's.
+
+    Args:
+        kernels: whether the config's is to be one of :mod:`partita.optim.fused` rather than torch's.
 
     Raises:
-        ConfigError: what is given is no optimizer, and no callable that returns one.
+        ConfigError: what is given is no optimizer, and no callable that returns one; or it cannot have the states that
+            the config asks for.
     """
+    if given is not None:
+        _check_states(config)
     if isinstance(given, Optimizer):
         return given
     if given is not None:
@@ -34,6 +41,29 @@ def build_optimizer(
         if not isinstance(made, Optimizer):
             raise ConfigError(f"optimizer: the callable returned a {_kind(made)}, expected a torch.optim.Optimizer")
         return made
+    return _fused(params, config) if kernels or config.optimizer.name == "lion" else _torch(params, config.optimizer)
+
+
+def wants_kernels(config: schema.Config, compute: str, device: torch.device) -> bool:
+    """Whether the config's optimizer is one of :mod:`partita.optim.fused`: for 16-bit parameters that are updated on
+    the CPU, and for states that torch's do not have.
+    """
+    on_cpu = device.type == "cpu" or config.zero.offload.optimizer != "none"
+    in_16_bits = compute != "fp32" and (on_cpu or config.precision.master == "split")
+    return in_16_bits or config.precision.moments == "int8"
+
+
+def _check_states(config: schema.Config) -> None:
+    """Only the config's own optimizers know other states than fp32 tensors."""
+    for key, value in (("master", config.precision.master), ("moments", config.precision.moments)):
+        if value != "fp32":
+            raise ConfigError(
+                f"precision.{key}: {value} needs the config's optimizer, but one was passed to partita.initialize: "
+                f"leave one of the two out"
+            )
+
+
+def _torch(params: list[nn.Parameter], section: schema.Optimizer) -> Optimizer:
     adam = {"lr": section.lr, "betas": tuple(section.betas), "eps": section.eps, "weight_decay": section.weight_decay}
     if section.name == "adamw":
         return torch.optim.AdamW(params, **adam, fused=True)  # type: ignore[arg-type]
@@ -41,6 +71,18 @@ def build_optimizer(
         return torch.optim.Adam(params, **adam, fused=True)  # type: ignore[arg-type]
     assert section.name == "sgd"
     return torch.optim.SGD(params, section.lr, momentum=section.momentum, weight_decay=section.weight_decay, fused=True)
+
+
+def _fused(params: list[nn.Parameter], config: schema.Config) -> Optimizer:
+    section, int8 = config.optimizer, config.precision.moments == "int8"
+    if section.name == "sgd":
+        return FusedSGD(params, section.lr, section.momentum, section.weight_decay)
+    if section.name == "lion":
+        return FusedLion(params, section.lr, section.betas, section.weight_decay)
+    decoupled = section.name == "adamw"
+    return FusedAdam(
+        params, section.lr, section.betas, section.eps, section.weight_decay, decoupled=decoupled, int8=int8
+    )
 
 
 def build_schedule(

@@ -8,9 +8,8 @@ Source: Ren et al., "ZeRO-Offload", 2021, section 5 (one-step delayed update, wh
 every update).
 """
 
-import copy
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,48 +18,63 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from partita.memory.streams import Stream
-from partita.memory.tiers import Lease
-from partita.optim.moments import Leases, Moments
+from partita.optim.fused import FusedOptimizer
+from partita.optim.moments import Moments
+from partita.optim.segment_update import SegmentUpdate, Surroundings
 from partita.optim.views import View, Views
 from partita.plan.residence import Tier
-from partita.plan.steps import AllGather, steps
 from partita.sharding.runtime import Runtime
-from partita.sharding.unit import Member, Segment, Unit
+from partita.sharding.unit import Segment, Unit
 
 DATA = ("data",)
 
 
 @dataclass
 class _Job:
-    """The update of one unit. ``gradients`` are those that autograd left in place; ``segments``, what is trained at the
-    step (more may be unfrozen while the update goes on).
-    """
+    """The update of one unit; ``groups`` are the optimizer's, with the unit's parameters alone."""
 
     unit: Unit
-    segments: list[Segment]
-    gathers: bool
     groups: list[dict[str, Any]]
-    members: list[tuple[Member, View]]
-    gradients: dict[int, Tensor | None]
-    masters: list[tuple[Segment, Lease]] = field(default_factory=list)
-    shards: dict[int, Lease] = field(default_factory=dict)
-    moments: list[tuple[Moments, Leases]] = field(default_factory=list)
+    segments: list[SegmentUpdate]
     is_open: bool = False
+
+    def open(self) -> None:
+        """Begin to bring states into memory."""
+        if not self.is_open:
+            self.is_open = True
+            for segment in self.segments:
+                segment.open()
+
+    def deliver(self) -> None:
+        for segment in self.segments:
+            segment.deliver()
+
+    @property
+    def gathers(self) -> bool:
+        return any(segment.gathers for segment in self.segments)
 
 
 class HiddenUpdates:
-    """Runs the optimizer on the units whose states rest off the device."""
+    """Runs the optimizer on the units whose states rest off the device, and on all where its update is a kernel of
+    ours.
+    """
 
     def __init__(self, runtime: Runtime, views: Views, optimizer: Optimizer) -> None:
         self._runtime, self._views, self._optimizer = runtime, views, optimizer
-        self._units = [unit for unit in runtime.units if not unit.segments[0].plan.updates_on_device]
-        self._executor, self._buckets, self._memory = runtime.executor, runtime.reducer.buckets, runtime.memory
         mesh = runtime.collectives.mesh
-        self._row = mesh.index(DATA)
+        fused = isinstance(optimizer, FusedOptimizer)
+        self.units = [unit for unit in runtime.units if fused or not unit.segments[0].plan.updates_on_device]
+        self._hidden = {id(segment) for unit in self.units for segment in unit.segments}
+        self._around = Surroundings(optimizer, runtime.executor, runtime.memory, mesh.index(DATA))
         self._stream = Stream(mesh.device, "updates", waits=True)
         self._moments: dict[int, Moments] = {}
         self._started: list[_Job] = []
         self._hyper: list[dict[str, Any]] = []
+        runtime.wait_for_updates(self.units)
+
+    def takes(self, segment: Segment) -> bool:
+        """Whether the segment is updated here."""
+        return id(segment) in self._hidden
 
     # ------------------------------------------------------------------- starting
 
@@ -70,63 +84,54 @@ class HiddenUpdates:
         Args:
             used: ids of the members that got a gradient on any rank.
         """
-        units = sorted(self._units, key=self._place)
         self._hyper = [_hyperparameters(group) for group in self._optimizer.param_groups]
-        jobs = [job for unit in units if (job := self._job(unit, used)) is not None]
+        found = [job for unit in self.units if (job := self._job(unit, used)) is not None]
+        jobs = sorted(found, key=self._place)
         for job, following in zip(jobs, [*jobs[1:], None], strict=False):
             updating = self._stream.run(partial(self._update, job, following, factor))
             if job.gathers:
-                updating = self._executor.run_after(updating, partial(self._deliver, job))
-            self._executor.await_update(job.unit, updating)
+                updating = self._runtime.executor.run_after(updating, job.deliver)
+            self._runtime.executor.await_update(job.unit, updating)
         self._started = jobs
 
-    def _place(self, unit: Unit) -> int:
+    def _place(self, job: _Job) -> int:
         """When the next forward will need a unit. Those that are gathered after their update keep the order that is the
         same on all ranks: the model's, with the root unit, which spans all others, first.
         """
-        order = self._runtime.residency.forward_order
-        if unit in order and not self._gathers(unit):
+        order, unit = self._runtime.residency.forward_order, job.unit
+        if unit in order and not job.gathers:
             return order.index(unit)
         return unit.number if unit.name else -1
 
     def _job(self, unit: Unit, used: set[int]) -> _Job | None:
         """None where the unit stays as it is. A rank that owns nothing of what changes takes part in the gathers."""
-        changing = [member for member in unit.members if id(member) in used and member.param.requires_grad]
-        if not changing:
+        if not any(id(member) in used and member.param.requires_grad for member in unit.members):
             return None
-        members = [(member, view) for member in changing if (view := self._trained(member)) is not None]
-        wanted = {id(view.tensor) for _, view in members}
+        segments = [self._segment_update(unit, segment, used) for segment in unit.trained]
+        wanted = {id(view.tensor) for update in segments for _, view in update.changing}
         groups = [
-            {**copy.copy(hyper), "params": [param for param in group["params"] if id(param) in wanted]}
+            {**hyper, "params": [param for param in group["params"] if id(param) in wanted]}
             for hyper, group in zip(self._hyper, self._optimizer.param_groups, strict=True)
         ]
-        return _Job(
-            unit,
-            unit.trained,
-            self._gathers(unit),
-            groups,
-            members,
-            {id(member): member.param.grad for member, _ in members},
-        )
+        return _Job(unit, groups, segments)
 
-    def _trained(self, member: Member) -> View | None:
-        view = self._views.of(member.param)
-        return view if view is not None and view.num_elements and member.segment.master is not None else None
-
-    @staticmethod
-    def _gathers(unit: Unit) -> bool:
-        return any(
-            isinstance(op, AllGather)
-            for segment in unit.trained
-            for op in steps(segment.plan.master, segment.plan.param_rest, segment.mesh)
-        )
+    def _segment_update(self, unit: Unit, segment: Segment, used: set[int]) -> SegmentUpdate:
+        changing = [
+            (member, view)
+            for member in unit.members
+            if member.segment is segment and id(member) in used and member.param.requires_grad
+            if (view := self._views.of(member.param)) is not None and view.num_elements
+        ]
+        bucket = next(bucket for bucket in self._runtime.reducer.buckets if segment in bucket.segments)
+        moments = self.moments_of(segment) if segment.plan.moments.tier is Tier.DISK else None
+        return SegmentUpdate(segment, changing, self._views.of_segment(segment), bucket, moments, self._around)
 
     def settle(self) -> None:
         """Wait until every update is done, and parameters are what they will be in the next forward."""
         jobs, self._started = self._started, []
         for job in jobs:
             job.unit.updated.wait()
-            self._executor.finish_update(job.unit)
+            self._runtime.executor.finish_update(job.unit)
         for job in jobs:  # what an optimizer counts in its groups
             for group, before, after in zip(self._optimizer.param_groups, self._hyper, job.groups, strict=True):
                 group.update({key: after[key] for key in before if not _same(before[key], after[key])})
@@ -138,46 +143,16 @@ class HiddenUpdates:
     # ------------------------------------------------------------ beside the caller
 
     def _update(self, job: _Job, following: _Job | None, factor: float) -> None:
-        self._open(job)
+        job.open()
         if following is not None:
-            self._open(following)
-        for segment, lease in job.masters:
-            values = lease.wait()
-            for view in self._views_of(segment):
-                if view.on_disk:
-                    view.connect(values)
-        for moments, leases in job.moments:
-            moments.connect(leases)
-        for member, view in job.members:
-            grad = self._gradient(job, member)
-            if factor != 1.0:
-                grad.mul_(factor)
-            view.tensor.grad = grad.to(view.tensor.device, view.tensor.dtype)
-        if job.members:
-            self._step(job.groups)
-        self._close(job)
-
-    def _open(self, job: _Job) -> None:
-        """Begin to read what the update needs."""
-        if job.is_open:
-            return
-        job.is_open = True
+            following.open()
         for segment in job.segments:
-            assert segment.master is not None
-            job.masters.append((segment, segment.master.lend()))
-            if segment.plan.moments.tier is Tier.DISK:
-                moments = self.moments_of(segment)
-                job.moments.append((moments, moments.lend()))
-        for bucket in self._buckets:
-            if bucket.shard is not None and any(segment in job.segments for segment in bucket.segments):
-                job.shards[id(bucket)] = bucket.shard.lend()
-
-    def _gradient(self, job: _Job, member: Member) -> Tensor:
-        bucket = next(b for b in self._buckets if member.segment in b.segments)
-        lease = job.shards.get(id(bucket))
-        grad = job.gradients[id(member)] if lease is None else bucket.grad_of(member, self._row, lease.wait())
-        assert grad is not None
-        return grad
+            segment.connect(factor)
+        self._step(job.groups)
+        for segment in job.segments:
+            segment.close()
+        if not job.gathers:
+            job.deliver()
 
     def _step(self, groups: list[dict[str, Any]]) -> None:
         """The optimizer's own step on some of its parameters, with the groups' settings as they were.
@@ -185,6 +160,8 @@ class HiddenUpdates:
         It runs on a second object with the same state, so that nobody who changes a rate meanwhile is in its way. The
         hooks on the optimizer's step are not this one's.
         """
+        if not any(group["params"] for group in groups):
+            return
         shadow = object.__new__(type(self._optimizer))
         shadow.__dict__.update(self._optimizer.__dict__)
         shadow.__dict__.pop("step", None)  # a scheduler's wrapper around the other object's
@@ -192,43 +169,24 @@ class HiddenUpdates:
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(shadow, hooks, OrderedDict())
         shadow.step()
-        for group in groups:
-            for param in group["params"]:
-                param.grad = None
-
-    def _close(self, job: _Job) -> None:
-        for moments, leases in job.moments:
-            moments.put_back(leases, changed=True)
-        for lease in job.shards.values():
-            lease.end(changed=False)
-        for segment, _ in job.masters:
-            for view in self._views_of(segment):
-                if view.on_disk:
-                    view.disconnect()
-        if not job.gathers:
-            self._deliver(job)
-
-    def _deliver(self, job: _Job) -> None:
-        for segment, lease in job.masters:
-            self._executor.deliver(segment, lease.tensor)
-            lease.end(changed=True)
+        if isinstance(shadow, FusedOptimizer):
+            shadow.operands.clear()
 
     # -------------------------------------------------------------------- looking
 
-    def _views_of(self, segment: Segment) -> list[View]:
-        return [view for view in self._views if view.member.segment is segment]
-
     def state_of(self, view: View) -> dict[str, Any]:
-        """What the optimizer keeps of one parameter, wherever it rests."""
+        """What the optimizer keeps of one parameter, wherever and however it rests."""
         if view.member.segment.plan.moments.tier is Tier.DISK:
-            return self.moments_of(view.member.segment).load(view)
-        return dict(self._optimizer.state.get(view.tensor, {}))
+            state = self.moments_of(view.member.segment).load(view)
+        else:
+            state = dict(self._optimizer.state.get(view.tensor, {}))
+        return self._optimizer.readable(state) if isinstance(self._optimizer, FusedOptimizer) else state
 
     def moments_of(self, segment: Segment) -> Moments:
         """The states of a segment on the disk tier."""
         if id(segment) not in self._moments:
-            state = self._optimizer.state
-            self._moments[id(segment)] = Moments(segment, self._views_of(segment), state, self._memory)
+            state, views = self._optimizer.state, self._views.of_segment(segment)
+            self._moments[id(segment)] = Moments(segment, views, state, self._runtime.memory)
         return self._moments[id(segment)]
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from partita.kernels.state import num_blocks
 from partita.memory.tiers import Kept, Lease, StateMemory
+from partita.optim.fused import BLOCK_STATES
 from partita.optim.views import View
 from partita.plan.residence import Tier
 from partita.sharding.unit import Segment
@@ -26,6 +28,14 @@ class Moments:
         self._num_elements = segment.plan.master.num_elements(segment.layout.padded, segment.mesh)
         self._kept: dict[str, Kept] = {}
 
+    def _room(self, key: str) -> int:
+        return num_blocks(self._num_elements) if key in BLOCK_STATES else self._num_elements
+
+    @staticmethod
+    def _place(key: str, view: View, values: Tensor) -> Tensor:
+        """A parameter's part of a state's values."""
+        return view.blocks_over(values) if key in BLOCK_STATES else view.over(values)
+
     def lend(self) -> Leases:
         """Begin to read the states."""
         return {key: kept.lend() for key, kept in self._kept.items()}
@@ -35,7 +45,7 @@ class Moments:
         found = dict(self._state.get(view.tensor, {}))
         for key, kept in self._kept.items():
             if key in found:
-                found[key] = view.over(kept.load()).clone()
+                found[key] = self._place(key, view, kept.load()).clone()
         return found
 
     def connect(self, leases: Leases) -> None:
@@ -44,19 +54,19 @@ class Moments:
             values = lease.wait()
             for view in self._views:
                 if key in self._state.get(view.tensor, {}):
-                    self._state[view.tensor][key] = view.over(values)
+                    self._state[view.tensor][key] = self._place(key, view, values)
 
-    def put_back(self, leases: Leases, *, changed: bool) -> None:
-        """Take the states out of the optimizer, new ones too, and end the leases."""
+    def put_back(self, leases: Leases) -> None:
+        """Take the states out of the optimizer, new ones too, write them, and end the leases."""
         for view in self._views:
             for key, value in self._state.get(view.tensor, {}).items():
-                if isinstance(value, Tensor) and value.dim() > 0 and value.numel() == view.num_elements > 0:
+                if isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 0:
                     if key not in leases:
-                        self._kept[key] = self._memory.keep("moments", self._num_elements, value.dtype, Tier.DISK)
+                        self._kept[key] = self._memory.keep("moments", self._room(key), value.dtype, Tier.DISK)
                         leases[key] = self._kept[key].lend(read=False)
-                    place = view.over(leases[key].tensor)
+                    place = self._place(key, view, leases[key].tensor)
                     if place.data_ptr() != value.data_ptr():
                         place.copy_(value)
                     self._state[view.tensor][key] = value.new_empty(0)
         for lease in leases.values():
-            lease.end(changed=changed)
+            lease.end(changed=True)

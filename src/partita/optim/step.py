@@ -186,7 +186,7 @@ class Updater:
 
     @property
     def _buckets_on_device(self) -> list[Bucket]:
-        return [bucket for bucket in self._buckets if bucket.plan.updates_on_device]
+        return [bucket for bucket in self._buckets if not self.hidden.takes(bucket.segments[0])]
 
     # ------------------------------------------------------------------- update
 
@@ -199,7 +199,7 @@ class Updater:
                 if view is not None and view.connected and id(member) in used and member.param.requires_grad:
                     grad = bucket.grad_of(member, self._row, shard)
                     view.tensor.grad = None if grad is None else grad.to(view.tensor.dtype)
-        units = [unit for unit in self._runtime.units if unit.segments[0].plan.updates_on_device]
+        units = [unit for unit in self._runtime.units if not self.hidden.takes(unit.segments[0])]
         if units:
             self.optimizer.step()
             self._runtime.executor.publish(units)
@@ -209,7 +209,7 @@ class Updater:
 
     def _forget(self) -> None:
         for view in self.views:
-            if view.member.segment.plan.updates_on_device:  # the others' are those of an update that may be going on
+            if not self.hidden.takes(view.member.segment):  # the others' are those of an update that may be going on
                 view.tensor.grad = None
         self._reducer.zero()
 

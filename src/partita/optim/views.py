@@ -5,7 +5,7 @@ owns (nothing, where it owns none). Views take the place of the user's parameter
 per-group rates, schedulers and hooks stay as they are.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from partita.errors import ConfigError
 from partita.memory.tiers import StateMemory
-from partita.plan.residence import Tier
+from partita.plan.residence import BLOCK, SPLIT, Tier
 from partita.sharding.unit import Member, Segment, Unit
 
 
@@ -30,16 +30,22 @@ class View:
         self.start = span.start if span else 0
         self.num_elements = span.num_elements if span else 0
         self._offset = span.offset if span else 0
-        self.on_disk = segment.plan.master.tier is Tier.DISK
-        device = segment.full.device if segment.plan.master.tier is Tier.DEVICE else torch.device("cpu")
+        master = segment.plan.master
+        self.lent = master.tier is Tier.DISK or master.encoding == SPLIT  # connected while it is updated
+        device = segment.full.device if master.tier is Tier.DEVICE else torch.device("cpu")
         self.tensor = nn.Parameter(torch.empty(0, device=device), requires_grad=True)
-        if segment.master is not None and not self.on_disk:
+        if segment.master is not None and not self.lent:
             self.connect(segment.master.lend().tensor)
 
     def over(self, flat: Tensor) -> Tensor:
         """This view's elements of a flat state of its segment, as this rank holds it, in the view's shape."""
         part = flat[self._offset : self._offset + self.num_elements]
         return self.member.shaped(part) if self.member.segment.holds_whole_master else part
+
+    def blocks_over(self, flat: Tensor) -> Tensor:
+        """The same of a state with one value a block."""
+        first = self._offset // BLOCK
+        return flat[first : first + -(-self.num_elements // BLOCK)]
 
     def connect(self, master: Tensor) -> None:
         """Point the view at the segment's master weights."""
@@ -71,10 +77,17 @@ class Views:
         self._grouped = set[
             int
         ]()  # views of parameters that a group holds, also of those that this rank has no part of
+        self._by_segment = defaultdict[int, list[View]](list)
+        for view in self:
+            self._by_segment[id(view.member.segment)].append(view)
         self._by_tensor = {id(view.tensor): view for view in self._views.values()}
 
     def __iter__(self) -> Iterator[View]:
         return iter(self._views.values())
+
+    def of_segment(self, segment: Segment) -> list[View]:
+        """The views of a segment's parameters."""
+        return self._by_segment.get(id(segment), [])
 
     def of(self, param: Tensor) -> View | None:
         return self._views.get(id(param))
@@ -125,7 +138,7 @@ class Views:
             return
         master = segment.make_master(self._memory)
         for view in self:
-            if view.member.segment is segment and not view.on_disk:
+            if view.member.segment is segment and not view.lent:
                 view.connect(master.lend().tensor)
 
     def moment_bytes(self, optimizer: torch.optim.Optimizer) -> Counter[Tier]:

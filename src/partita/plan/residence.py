@@ -14,17 +14,29 @@ class Tier(Enum):
     DISK = "disk"
 
 
+# Elements that share a scale. Parameters start, and shards are cut, at multiples of it.
+BLOCK = 256
+
+
 @dataclass(frozen=True)
 class Encoding:
-    """How a value is stored. ``itemsize`` is in bytes a value."""
+    """How a value is stored: ``itemsize`` bytes a value, and ``block_bytes`` more for each block of ``BLOCK``."""
 
     name: str
     itemsize: int
+    block_bytes: int = 0
+
+    def num_bytes(self, num_elements: int) -> int:
+        return num_elements * self.itemsize + -(-num_elements // BLOCK) * self.block_bytes
 
 
 FP32 = Encoding("fp32", 4)
 BF16 = Encoding("bf16", 2)
 FP16 = Encoding("fp16", 2)
+# The lean ones: the low half of an fp32 value whose high half is the bf16 parameter at rest, and 8-bit codes with an
+# fp32 scale a block (:mod:`partita.kernels.quantize`).
+SPLIT = Encoding("split", 2)
+INT8 = Encoding("int8", 1, 4)
 ENCODINGS = {encoding.name: encoding for encoding in (FP32, BF16, FP16)}
 
 
@@ -55,4 +67,4 @@ class Residence:
 
     def num_bytes(self, padded: int, mesh: MeshShape) -> int:
         """Bytes a rank holds of a padded flat buffer of ``padded`` elements."""
-        return self.num_elements(padded, mesh) * self.encoding.itemsize
+        return self.encoding.num_bytes(self.num_elements(padded, mesh))

@@ -11,9 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from partita.plan.residence import Encoding
+from partita.plan.residence import BLOCK, Encoding
 
-QUANTUM = 256
+QUANTUM = BLOCK
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from partita.config.schema import Config
 from partita.errors import ConfigError
 from partita.memory.tiers import StateMemory
 from partita.plan.mesh_shape import MeshShape
-from partita.plan.residence import ENCODINGS, Encoding, Tier
+from partita.plan.residence import BF16, ENCODINGS, FP32, INT8, SPLIT, Encoding, Tier
 from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import Encodings, StatePlan, Tiers, preset, preset_name
 from partita.sharding.casts import keep_fp32_modules
@@ -65,8 +65,11 @@ class Blueprint:
 
     def encodings(self, compute: Encoding) -> Encodings:
         precision = self.config.precision
-        master = compute if compute.name not in ENCODINGS else ENCODINGS[precision.master]
-        return Encodings(compute, master, ENCODINGS[precision.gradients], ENCODINGS[precision.moments])
+        master = FP32 if compute.name in ENCODINGS else compute
+        if precision.master == "split" and compute == BF16:
+            master = SPLIT
+        moments = INT8 if precision.moments == "int8" else FP32
+        return Encodings(compute, master, ENCODINGS[precision.gradients], moments)
 
 
 def plan_units(model: nn.Module, blueprint: Blueprint) -> list[Unit]:

@@ -5,6 +5,7 @@ import torch
 from partita.plan.residence import ENCODINGS, Encoding
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_HELD_AS = {"split": torch.int16}
 
 
 def encoding_of(dtype: torch.dtype) -> Encoding:
@@ -18,6 +19,6 @@ def dtype_of(encoding: Encoding) -> torch.dtype:
     for dtype, name in _NAMES.items():
         if name == encoding.name:
             return dtype
-    dtype = getattr(torch, encoding.name)
+    dtype = _HELD_AS.get(encoding.name) or getattr(torch, encoding.name)
     assert isinstance(dtype, torch.dtype)
     return dtype

@@ -118,7 +118,7 @@ class Executor:
             for unit in units:
                 for segment in unit.trained:
                     assert segment.master is not None
-                    self.deliver(segment, segment.master.lend().wait())
+                    self.deliver(segment, segment.master.lend().wait(), segment.plan.master)
 
         published = self._stream.run(bring)
         for unit in units:
@@ -146,9 +146,9 @@ class Executor:
         if not unit.travels and unit.state is UnitState.GATHERING:
             self.finish_gather(unit)
 
-    def deliver(self, segment: Segment, master: Tensor) -> None:
-        """Bring one segment's updated master weights into what rests."""
-        self._store(master, segment.rest, segment.plan.master, segment.plan.param_rest)
+    def deliver(self, segment: Segment, values: Tensor, updated: Residence) -> None:
+        """Bring one segment's ``updated`` weights, master or parameters, into what rests."""
+        self._store(values, segment.rest, updated, segment.plan.param_rest)
 
     def _store(self, source: Tensor, target: Kept, src: Residence, dst: Residence) -> None:
         if steps(src, dst, self._mesh.shape):

@@ -1,6 +1,6 @@
 """A model under a plan: its units, how they move, and the hooks that make it happen."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -72,8 +72,6 @@ class Runtime:
         cast_borders(model, self._compute, kept)
         self._buffers = BufferSync(model, collectives, config.communication.buffers == "broadcast")
         self._hooks: list[Any] = [UnitHooks(unit, self.residency, not unit.name) for unit in sharded]
-        still = [unit for unit in self.units if not unit.travels and not unit.segments[0].plan.updates_on_device]
-        self._hooks += [UpdateHooks(unit, self.executor.finish_update) for unit in still]
         self._hooks.append(ForwardHooks(model, self._prepare, self._depth_changed, self._graph_of_now))
         self._unit_of = {id(member.param): unit for unit, member in self.members()}
         self.on_unfreeze: Callable[[Segment], None] = lambda segment: None
@@ -150,6 +148,10 @@ class Runtime:
         member.hooked = True
 
     # ----------------------------------------------------------------- otherwise
+
+    def wait_for_updates(self, units: Sequence[Unit]) -> None:
+        """These units' updates run beside the caller: their forward waits for them."""
+        self._hooks += [UpdateHooks(unit, self.executor.finish_update) for unit in units if not unit.travels]
 
     def touched(self, param: nn.Parameter, what: str) -> None:
         """See :class:`~partita.sharding.resting.Guardian`."""

@@ -20,7 +20,7 @@ from partita.memory.streams import Event
 from partita.memory.tiers import InMemory, Kept, StateMemory
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit
-from partita.plan.residence import Residence
+from partita.plan.residence import SPLIT, Residence
 from partita.plan.span import SegmentLayout, Span, UnitLayout
 from partita.plan.state_plan import StatePlan
 from partita.plan.steps import steps
@@ -148,13 +148,24 @@ class Segment:
             self.master = self.rest
             return self.master
         lease = self.rest.lend()
-        values = lease.wait() if same else self.part(lease.wait(), row.master)
+        values = self.part_of_rest(lease.wait())
         if self.master_is_parameter:
             self.master = InMemory(values, self.rest.tier)
         else:
-            self.master = memory.keep_values("master", values, dtype_of(row.master.encoding), row.master.tier)
+            self.master = memory.keep("master", values.numel(), dtype_of(row.master.encoding), row.master.tier)
+            self.set_master(values)
         lease.end(changed=False)
         return self.master
+
+    def part_of_rest(self, values: Tensor) -> Tensor:
+        """What rests of the elements that this rank has the master weights of."""
+        same = values.numel() == self.plan.master.num_elements(self.layout.padded, self.mesh)
+        return values if same else self.part(values, self.plan.master)
+
+    def set_master(self, values: Tensor) -> None:
+        """Give master weights of their own memory this rank's part of the parameters' ``values``."""
+        assert self.master is not None
+        self.master.store(torch.zeros_like(values) if self.plan.master.encoding == SPLIT else values)
 
 
 class Unit:

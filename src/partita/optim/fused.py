@@ -1,0 +1,190 @@
+"""Optimizers whose update is one kernel: gradient unscaled and clipped, states and 16-bit parameter written at once.
+
+They are real ``torch.optim.Optimizer`` objects, so rates, groups and schedulers work as ever. What torch's optimizers
+find in ``p`` and ``p.grad`` comes as :class:`Operands` here, for weights that are no tensor of their own (a split
+master) and gradients of another dtype than theirs.
+
+Source of the 8-bit states: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022; the encoding is
+:mod:`partita.kernels.quantize`'s own.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from partita.kernels.quantize import decode_signed, decode_unsigned
+from partita.kernels.state import AdamRule, LionRule, Moments, SgdRule, Weights, num_blocks
+from partita.kernels.update import adam_, lion_, sgd_
+from partita.optim.elementwise import elementwise
+
+# States with one value a block of the parameter.
+BLOCK_STATES = ("exp_avg_scale", "exp_avg_sq_scale")
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What one parameter's update works on: flat weights, a flat gradient, and what it is multiplied by."""
+
+    weights: Weights
+    grad: Tensor
+    factor: float
+
+
+class FusedOptimizer(Optimizer):
+    """Updates the parameters that :attr:`operands` names, and fp32 parameters with a gradient.
+
+    Attributes: ``operands`` by parameter, ``threads`` that a kernel may use on the CPU.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        self.operands: dict[Tensor, Operands] = {}
+        self.threads = 1
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has operands or a gradient."""
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                operands = self.operands.get(param) or _own_operands(param)
+                if operands is not None:
+                    self._update(operands, self._state(param), group)
+        return loss
+
+    def _state(self, param: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[param]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state.update(self._new_state(param))
+        state["step"] += 1
+        return state
+
+    @abstractmethod
+    def _new_state(self, param: Tensor) -> dict[str, Tensor]:
+        """The states of a parameter before its first update, in its shape."""
+
+    @abstractmethod
+    def _update(self, operands: Operands, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Run the kernel."""
+
+    def readable(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A parameter's state with every value as a number of its own."""
+        return state
+
+
+@elementwise
+class FusedAdam(FusedOptimizer):
+    """Adam, or with ``decoupled`` weight decay AdamW; with ``int8`` its moments are 8-bit codes in blocks."""
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        decoupled: bool = True,
+        int8: bool = False,
+    ) -> None:
+        self._decoupled, self._int8 = decoupled, int8
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def _new_state(self, param: Tensor) -> dict[str, Tensor]:
+        if not self._int8:
+            return {key: torch.zeros_like(param, dtype=torch.float32) for key in ("exp_avg", "exp_avg_sq")}
+        num_scales = num_blocks(param.numel())
+        return {
+            "exp_avg": torch.zeros_like(param, dtype=torch.int8),
+            "exp_avg_sq": torch.zeros_like(param, dtype=torch.uint8),
+            **{key: param.new_zeros(num_scales, dtype=torch.float32) for key in BLOCK_STATES},
+        }
+
+    def _update(self, operands: Operands, state: dict[str, Any], group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        rule = AdamRule(
+            lr=float(group["lr"]),
+            step=int(state["step"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=self._decoupled,
+        )
+        adam_(operands.weights, self._moments(state), operands.grad, rule, operands.factor, self.threads)
+
+    @staticmethod
+    def _moments(state: dict[str, Any]) -> Moments:
+        scales = [state.get(key) for key in BLOCK_STATES]
+        return Moments(flat(state["exp_avg"]), flat(state["exp_avg_sq"]), *scales)
+
+    def readable(self, state: dict[str, Any]) -> dict[str, Any]:
+        if not self._int8 or not state:
+            return state
+        moments = self._moments(state)
+        assert moments.exp_avg_scale is not None
+        assert moments.exp_avg_sq_scale is not None
+        values = {
+            "exp_avg": decode_signed(moments.exp_avg, moments.exp_avg_scale),
+            "exp_avg_sq": decode_unsigned(moments.exp_avg_sq, moments.exp_avg_sq_scale),
+        }
+        shaped = {key: value.as_strided(state[key].shape, state[key].stride()) for key, value in values.items()}
+        return {"step": state["step"], **shaped}
+
+
+@elementwise
+class FusedSGD(FusedOptimizer):
+    """Stochastic gradient descent with momentum."""
+
+    def __init__(
+        self, params: Iterable[nn.Parameter], lr: float = 1e-3, momentum: float = 0.0, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    def _new_state(self, param: Tensor) -> dict[str, Tensor]:
+        return {"momentum_buffer": torch.zeros_like(param, dtype=torch.float32)} if self.defaults["momentum"] else {}
+
+    def _update(self, operands: Operands, state: dict[str, Any], group: dict[str, Any]) -> None:
+        rule = SgdRule(float(group["lr"]), group["momentum"], group["weight_decay"])
+        momentum = flat(state["momentum_buffer"]) if rule.momentum else None
+        sgd_(operands.weights, momentum, operands.grad, rule, operands.factor, self.threads)
+
+
+@elementwise
+class FusedLion(FusedOptimizer):
+    """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023)."""
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def _new_state(self, param: Tensor) -> dict[str, Tensor]:
+        return {"exp_avg": torch.zeros_like(param, dtype=torch.float32)}
+
+    def _update(self, operands: Operands, state: dict[str, Any], group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        rule = LionRule(float(group["lr"]), beta1, beta2, group["weight_decay"])
+        lion_(operands.weights, flat(state["exp_avg"]), operands.grad, rule, operands.factor, self.threads)
+
+
+def _own_operands(param: Tensor) -> Operands | None:
+    if param.grad is None:
+        return None
+    grad = param.grad if param.grad.stride() == param.stride() else torch.empty_like(param).copy_(param.grad)
+    return Operands(Weights(master=flat(param.detach())), flat(grad), 1.0)
+
+
+def flat(values: Tensor) -> Tensor:
+    """The values of a dense tensor in the order in which they lie in memory, as a view."""
+    return values.as_strided((values.numel(),), (1,), values.storage_offset())

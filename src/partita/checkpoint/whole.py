@@ -1,6 +1,7 @@
 """Whole tensors by name, put together from what each rank holds. Every method is a collective: call it on all ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 
 import torch
@@ -115,15 +116,13 @@ class Whole:
         try:
             yield
             for member, version in zip(members, before, strict=True):
-                asked = modify and id(member.param) in wanted
-                if member.param._version != version and not asked:
+                if member.param._version != version and not (modify and id(member.param) in wanted):
                     raise PartitaError(
                         f"parameter '{member.fqn}' was written inside engine.gathered(...) without being given to it "
                         "with modify=True: the ranks and the optimizer would not learn of it"
                     )
             if modify:
-                for unit in units:
-                    self._write_back(unit)
+                self._write_back(units, {member.fqn for member in members if id(member.param) in wanted})
         finally:
             self.num_gathered -= 1
             self._runtime.residency.let_go(sharded)
@@ -146,19 +145,20 @@ class Whole:
             if found is not None:
                 raise PartitaError(found)
 
-    def _write_back(self, unit: Unit) -> None:
-        """Make rank 0's values those of all ranks, and of what rests."""
-        self._collectives.broadcast([segment.full for segment in unit.segments], DATA, "parameters")
-        for segment in unit.segments:
-            self._refill(segment)
+    def _write_back(self, units: Sequence[Unit], names: AbstractSet[str]) -> None:
+        """Make rank 0's values those of all ranks, of what rests, and, of the parameters named, of the optimizer."""
+        for unit in units:
+            self._collectives.broadcast([segment.full for segment in unit.segments], DATA, "parameters")
+            for segment in unit.segments:
+                self._refill(segment, names)
         self._runtime.updated()
 
     @staticmethod
-    def _refill(segment: Segment) -> None:
+    def _refill(segment: Segment, names: AbstractSet[str]) -> None:
         if steps(segment.plan.param_rest, segment.plan.param_compute, segment.mesh):
             segment.rest.store(segment.part(segment.full, segment.plan.param_rest))
         if segment.master is not None and not segment.master_is_parameter:
-            segment.set_master(segment.part(segment.full, segment.plan.master))
+            segment.set_master(segment.part(segment.full, segment.plan.master), names)
 
     def weights(self, *, master: bool) -> Iterator[tuple[Member, Tensor]]:
         """Every parameter once, whole, unit by unit: valid until the next one is asked for.

@@ -7,6 +7,7 @@ the values that the optimizer updates, and is ``rest``, or a part of it, whereve
 """
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -153,7 +154,7 @@ class Segment:
             self.master = InMemory(values, self.rest.tier)
         else:
             self.master = memory.keep("master", values.numel(), dtype_of(row.master.encoding), row.master.tier)
-            self.set_master(values)
+            self.master.store(torch.zeros_like(values) if row.master.encoding == SPLIT else values)
         lease.end(changed=False)
         return self.master
 
@@ -162,10 +163,20 @@ class Segment:
         same = values.numel() == self.plan.master.num_elements(self.layout.padded, self.mesh)
         return values if same else self.part(values, self.plan.master)
 
-    def set_master(self, values: Tensor) -> None:
-        """Give master weights of their own memory this rank's part of the parameters' ``values``."""
+    def set_master(self, values: Tensor, names: AbstractSet[str]) -> None:
+        """Overwrite the master weights of the named parameters by their ``values``, this rank's part of all."""
         assert self.master is not None
-        self.master.store(torch.zeros_like(values) if self.plan.master.encoding == SPLIT else values)
+        lease = self.master.lend()
+        master = lease.wait()
+        for span in self.master_spans:
+            if span.fqn in names:
+                place = slice(span.offset, span.offset + span.num_elements)
+                if self.plan.master.encoding == SPLIT:
+                    master[place] = 0
+                else:  # where a value is the master's own, rounded, the master keeps its digits
+                    own = master[place].to(values.dtype) == values[place]
+                    master[place] = torch.where(own, master[place], values[place].to(master))
+        lease.end(changed=True)
 
 
 class Unit:

@@ -11,17 +11,7 @@ import partita
 from partita import ConfigError
 from tests.local import pool
 from tests.local.models import CASES, parts
-from tests.local.training import (
-    PLANS,
-    WIDTH,
-    Block,
-    Stack,
-    assert_idle,
-    rank,
-    square_loss,
-    whole_weights,
-    world,
-)
+from tests.local.training import PLANS, WIDTH, Block, Stack, assert_idle, rank, square_loss, whole_weights, world
 
 
 def on_meta(build: Any) -> Any:

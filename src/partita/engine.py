@@ -118,8 +118,7 @@ class Engine:
         self._check_open()
         if self._whole.num_gathered:
             raise PartitaError("engine.step() inside engine.gathered(...): leave the block first")
-        self._runtime.reducer.end_micro_batch()
-        self._runtime.residency.end_micro_batch()
+        self._runtime.end_micro_batch()
         done = self._micro + 1
         if done < self._accumulate:
             result = StepResult(False, None, self._updater.scale.value, False, self._updater.rates)

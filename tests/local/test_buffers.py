@@ -1,8 +1,11 @@
 """Buffers: rank 0's at the start, and those that a training forward changes follow rank 0 (or stay each rank's own)."""
 
+from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,6 +45,8 @@ def against_ddp() -> None:
         square_loss(ddp, rank(), step).backward()
         optimizer.step()
     expected = {name: value.clone() for name, value in ddp.module.state_dict().items()}
+    for buffer in ddp.module.buffers():
+        dist.broadcast(buffer, 0)
     for zero in PLANS.values():
         torch.manual_seed(0)
         with partita.initialize(Normalized(), {"zero": zero, "optimizer": SGD}) as engine:
@@ -53,8 +58,8 @@ def against_ddp() -> None:
         if rank() == 0:
             for name, value in expected.items():
                 torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6, msg=name)
-        for name, value in buffers.items():
-            torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+        for name, value in ddp.module.named_buffers():
+            torch.testing.assert_close(buffers[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def start() -> None:
@@ -67,18 +72,53 @@ def start() -> None:
         assert torch.equal(module.sliced, Normalized().sliced)
 
 
-def follow(setting: str) -> list[float]:
-    """Running means before and after an evaluation."""
-    with partita.initialize(Normalized(), {"communication": {"buffers": setting}}) as engine:
-        module: Any = engine.module
-        for step in range(2):
-            engine.backward(square_loss(engine, rank(), step))
+def evaluated(setting: str, zero: Mapping[str, Any]) -> list[float]:
+    """What each rank's evaluation of the same samples gives after steps on samples of its own."""
+    torch.manual_seed(0)
+    with partita.initialize(Normalized(), {"zero": zero, "communication": {"buffers": setting}}) as engine:
+        for step in range(3):
+            if step < 2 or rank() == 0:  # the other ranks have nothing to run in the last step
+                engine.backward(square_loss(engine, rank(), step))
             engine.step()
-        square_loss(engine, 0, 5)  # the same samples everywhere: what differs is what was there before
         engine.eval()
         before = engine.traffic_report()
-        engine(inputs(0, 9))
+        value: Tensor = engine(inputs(0, 9))
         assert not [key for key in engine.traffic_report().since(before).rows if key.purpose == "buffers"]
+        return value.flatten().tolist()
+
+
+def alone_in_evaluation() -> None:
+    """Where parameters are whole, one rank may evaluate by itself, and train on with the others afterwards."""
+    with partita.initialize(Normalized(), {"zero": {"stage": 1}}) as engine:
+        for step in range(3):
+            engine.train()
+            engine.backward(square_loss(engine, rank(), step))
+            if rank() == 0:
+                engine.eval()
+                square_loss(engine, 0, 50)
+                engine.train()
+            assert engine.step().stepped
+            if rank() == 0:
+                engine.eval()
+                square_loss(engine, 0, 60)
+
+
+def frozen_statistics() -> None:
+    """A model that trains in evaluation mode changes no statistics, and sends none."""
+    with partita.initialize(Normalized(), {"zero": {"stage": 3}}) as engine:
+        engine.eval()
+        before = engine.traffic_report()
+        engine.backward(square_loss(engine, rank(), 0))
+        assert engine.step().stepped
+        assert not [key for key in engine.traffic_report().since(before).rows if key.purpose == "buffers"]
+
+
+def follow(setting: str) -> list[float]:
+    """Running means after two training forwards in a micro-batch, of which the second sees the same samples."""
+    with partita.initialize(Normalized(), {"communication": {"buffers": setting}}) as engine:
+        module: Any = engine.module
+        square_loss(engine, rank(), 0)
+        square_loss(engine, 0, 5)
         return module.norm.running_mean.tolist()
 
 
@@ -90,7 +130,7 @@ def constants_do_not_travel() -> None:
             engine.step()
             rows = engine.traffic_report().since(before).rows
             calls = sum(row.calls for key, row in rows.items() if key.purpose == "buffers")
-            assert calls == 4 * 3 + (step > 0), "three buffers for each batch norm, and the counter once it has changed"
+            assert calls == 4 * 3 + 1, "three buffers for each batch norm, and the counter"
 
 
 def written_by_the_user() -> list[float]:
@@ -121,6 +161,22 @@ def test_running_statistics_as_in_ddp() -> None:
 
 def test_start_from_rank_0() -> None:
     pool.run(2, start)
+
+
+@pytest.mark.parametrize("name", ["0", "1", "2"])
+def test_every_rank_evaluates_with_the_same_statistics(name: str) -> None:
+    one, other = pool.run(2, evaluated, "broadcast", PLANS[name])
+    assert one == other
+    one, other = pool.run(2, evaluated, "local", PLANS[name])
+    assert one != other
+
+
+def test_one_rank_evaluates_alone() -> None:
+    pool.run(2, alone_in_evaluation)
+
+
+def test_frozen_statistics_do_not_travel() -> None:
+    pool.run(2, frozen_statistics)
 
 
 def test_broadcast_or_local() -> None:

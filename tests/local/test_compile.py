@@ -68,20 +68,26 @@ HOW: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+def steps(engine: partita.Engine) -> list[float]:
+    """Losses; after the second step nothing may be compiled again."""
+    losses = []
+    for step in range(NUM_STEPS):
+        with torch._dynamo.config.patch(error_on_recompile=step >= WARM_UP):
+            loss = square_loss(engine, rank(), step)
+            engine.backward(loss)
+            engine.step()
+        losses.append(loss.item())
+        assert_idle(engine)
+    return losses
+
+
 def train(zero: dict[str, Any], prepare: Callable[[Any], Any], later: Callable[[Any], Any]) -> tuple[list[float], Any]:
-    """Losses and weights; after the second step nothing may be compiled again. ``later`` prepares after initialize."""
+    """Losses and weights. ``later`` prepares after initialize."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    losses = []
     with small_buckets(), partita.initialize(prepare(Stack(3)), {"zero": zero, "optimizer": ADAMW}) as engine:
         later(engine.module)
-        for step in range(NUM_STEPS):
-            with torch._dynamo.config.patch(error_on_recompile=step >= WARM_UP):
-                loss = square_loss(engine, rank(), step)
-                engine.backward(loss)
-                engine.step()
-            losses.append(loss.item())
-            assert_idle(engine)
+        losses = steps(engine)
         weights = whole_weights(engine)
     return losses, {name.replace("_orig_mod.", ""): value for name, value in weights.items()}
 
@@ -131,14 +137,7 @@ def checkpointed() -> None:
             with partita.initialize(Checkpointed(3), {"zero": zero, "optimizer": ADAMW}) as engine:
                 if backend:
                     compile_blocks(engine.module, backend)
-                losses = []
-                for step in range(NUM_STEPS):
-                    with torch._dynamo.config.patch(error_on_recompile=step >= WARM_UP):
-                        loss = square_loss(engine, rank(), step)
-                        engine.backward(loss)
-                        engine.step()
-                    losses.append(loss.item())
-                results.append(losses)
+                results.append(steps(engine))
         assert results[0] == results[1], f"plan {name}"
 
 

@@ -11,17 +11,7 @@ import partita
 from partita import ConfigError
 from tests.local import pool
 from tests.local.models import CASES, parts
-from tests.local.training import (
-    PLANS,
-    WIDTH,
-    Block,
-    Stack,
-    assert_idle,
-    rank,
-    square_loss,
-    whole_weights,
-    world,
-)
+from tests.local.training import PLANS, WIDTH, Block, Stack, assert_idle, rank, square_loss, whole_weights, world
 
 
 def on_meta(build: Any) -> Any:
@@ -148,12 +138,41 @@ def half_meta() -> None:
         assert torch.equal(model.blocks[1].norm.weight, torch.ones(WIDTH))
 
 
+def same_buffers(module: nn.Module, expected: nn.Module) -> None:
+    buffers = dict(module.named_buffers())
+    assert list(buffers) == [name for name, _ in expected.named_buffers()]
+    for name, value in expected.named_buffers():
+        assert torch.equal(buffers[name], value), name
+
+
+def rotary_frequencies(kind: dict[str, Any]) -> None:
+    """Frequencies are in no checkpoint: a model's own code computes them from its config."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        rope_parameters={"rope_theta": 5000.0, **kind},
+    )
+    model = on_meta(lambda: LlamaForCausalLM(config))
+    with partita.initialize(model, {"zero": {"stage": 3}}) as engine:
+        same_buffers(engine.module, LlamaForCausalLM(config))
+        tokens = torch.randint(0, 32, (2, 100))
+        engine.backward(engine(tokens, labels=tokens).loss)
+        assert engine.step().stepped
+
+
 def hugging_face(name: str) -> None:
     case = CASES[name]
     losses = []
     for zero in PLANS.values():
         torch.manual_seed(7)
         with partita.initialize(case.build(device="meta"), {"zero": zero}) as engine:
+            same_buffers(engine.module, case.build())
             loss = case.loss(engine(**parts(next(case.batches(4)), world())[rank()]))
             engine.backward(loss)
             engine.step()
@@ -210,6 +229,26 @@ def test_partly_on_meta() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "mixtral"])
 def test_hugging_face_models(name: str) -> None:
     pool.run(2, hugging_face, name)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+    ids=lambda kind: kind["rope_type"],
+)
+def test_rotary_frequencies(kind: dict[str, Any]) -> None:
+    pool.run(2, rotary_frequencies, kind)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

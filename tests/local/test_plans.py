@@ -15,19 +15,7 @@ from partita import ConfigError
 from partita.sharding.unit import UnitState
 from tests.local import pool
 from tests.local.test_visits import siamese
-from tests.local.training import (
-    PLANS,
-    Block,
-    Recipe,
-    Stack,
-    assert_idle,
-    check,
-    inputs,
-    rank,
-    same,
-    square_loss,
-    train,
-)
+from tests.local.training import PLANS, Block, Recipe, Stack, assert_idle, check, inputs, rank, same, square_loss, train
 
 HIERARCHICAL = {"stage": 3, "hierarchical": True}
 

@@ -12,18 +12,7 @@ import partita
 from partita import PartitaError
 from partita.sharding import agreement, runtime
 from tests.local import pool
-from tests.local.training import (
-    PLANS,
-    Block,
-    Recipe,
-    Stack,
-    check,
-    inputs,
-    rank,
-    square_loss,
-    train,
-    world,
-)
+from tests.local.training import PLANS, Block, Recipe, Stack, check, inputs, rank, square_loss, train, world
 
 # How ranks find out that they differ: as over gloo, and as over NCCL.
 WAYS = ("ComparedLogs", "Announcements")

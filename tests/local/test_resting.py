@@ -16,19 +16,7 @@ from partita import PartitaError
 from partita.memory import ring
 from partita.sharding.resting import Resting, is_resting
 from tests.local import pool
-from tests.local.training import (
-    PLANS,
-    WIDTH,
-    Recipe,
-    Stack,
-    check,
-    inputs,
-    quiet,
-    rank,
-    same,
-    square_loss,
-    train,
-)
+from tests.local.training import PLANS, WIDTH, Recipe, Stack, check, inputs, quiet, rank, same, square_loss, train
 
 SHARDED = {"zero": {"stage": 3}}
 

@@ -11,17 +11,7 @@ from torch import Tensor
 import partita
 from partita import PartitaError
 from tests.local import pool
-from tests.local.training import (
-    ADAMW,
-    PLANS,
-    Stack,
-    assert_idle,
-    inputs,
-    rank,
-    square_loss,
-    whole_weights,
-    world,
-)
+from tests.local.training import ADAMW, PLANS, Stack, assert_idle, inputs, rank, square_loss, whole_weights, world
 
 
 def gan(zero_one: Mapping[str, Any], zero_other: Mapping[str, Any], share: bool) -> dict[str, Tensor]:

@@ -9,18 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.local import pool
-from tests.local.training import (
-    PLANS,
-    WIDTH,
-    Block,
-    Recipe,
-    Stack,
-    backward,
-    check,
-    inputs,
-    module_of,
-    square_loss,
-)
+from tests.local.training import PLANS, WIDTH, Block, Recipe, Stack, backward, check, inputs, module_of, square_loss
 
 GROWS = "'ring' .* grows"
 

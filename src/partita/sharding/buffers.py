@@ -1,8 +1,8 @@
-"""Buffers that a forward changes (BatchNorm's running statistics) follow rank 0, as in DistributedDataParallel."""
+"""Buffers that a forward changes (BatchNorm's running statistics) follow rank 0, as in DistributedDataParallel, and do
+so before the step ends.
+"""
 
-from collections.abc import Iterator
-
-from torch import Tensor, nn
+from torch import nn
 
 from partita.comm.collectives import Collectives
 
@@ -12,34 +12,49 @@ RUNNING = "running_mean"
 
 
 class BufferSync:
-    """Broadcasts, before a training forward, the buffers that the forward before it changed.
+    """Broadcasts the buffers that change: at the end of a micro-batch, so that every rank evaluates and saves with the
+    same, and before a training forward, where another one or the user changed them since.
 
-    Which ones did is read from their version counters, so constant buffers never travel; those of a module with running
-    statistics always do.
+    Which ones do is read from their version counters, so constant buffers never travel; those of a module with running
+    statistics, and what has changed once, always do, so that a rank that had nothing to run sends the same. Evaluation
+    sends nothing: one rank may run it alone.
     """
 
     def __init__(self, model: nn.Module, collectives: Collectives, enabled: bool) -> None:
         self._model, self._collectives = model, collectives
         self._enabled = enabled and collectives.mesh.size("data") > 1
-        self._versions: dict[int, int] = {}
-        self._remember()
+        self._changing = {
+            name
+            for path, module in model.named_modules()
+            if RUNNING in module._buffers
+            for name, _ in module.named_buffers(path, recurse=False)
+        }
+        self._trained = False  # a training forward has run since they were sent
+        self._versions = self._seen()
 
     def before_forward(self) -> None:
         """Collective where any buffer changed, which is the same on ranks that run the same modules."""
-        if not self._enabled or not self._model.training:
+        if self._model.training:
+            self._follow()
+            self._trained = True
+
+    def end_micro_batch(self) -> None:
+        """Collective as :meth:`before_forward`."""
+        self._trained |= self._model.training
+        self._follow()
+
+    def _follow(self) -> None:
+        if not self._enabled:
             return
-        changed = list(self._changed())
-        if changed:
-            self._collectives.broadcast([buffer.detach() for buffer in changed], DATA, "buffers")
-            self._remember()
+        before, self._versions = self._versions, self._seen()
+        changed = {name for name, version in self._versions.items() if before.get(name) != version}
+        self._changing |= changed
+        if changed or self._trained:
+            sent = [buffer.detach() for name, buffer in self._model.named_buffers() if name in self._changing]
+            self._collectives.broadcast(sent, DATA, "buffers")
+            self._versions = self._seen()
+        self._trained = False
 
-    def _changed(self) -> Iterator[Tensor]:
-        for module in self._model.modules():
-            for buffer in module._buffers.values():
-                if buffer is None:
-                    continue
-                if RUNNING in module._buffers or self._versions.get(id(buffer)) != buffer._version:
-                    yield buffer
-
-    def _remember(self) -> None:
-        self._versions = {id(buffer): buffer._version for buffer in self._model.buffers()}
+    def _seen(self) -> dict[str, tuple[int, int]]:
+        """Which tensor each buffer is now, and its version."""
+        return {name: (id(buffer), buffer._version) for name, buffer in self._model.named_buffers()}

@@ -161,6 +161,12 @@ class Runtime:
         else:
             self.executor.finish_update(unit)
 
+    def end_micro_batch(self) -> None:
+        """All ranks have come to the end of a micro-batch."""
+        self.reducer.end_micro_batch()
+        self.residency.end_micro_batch()
+        self._buffers.end_micro_batch()
+
     def updated(self) -> None:
         """Parameters were changed: graphs made before are void, as autograd finds out by the version counters."""
         self.residency.updated()

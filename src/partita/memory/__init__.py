@@ -1,1 +1,1 @@
-"""Memory: slots lent without allocation, CUDA streams, and the ledger of who holds which bytes."""
+"""Memory: slots lent without allocation, memory that stays, the disk, streams, and the ledger of who holds what."""

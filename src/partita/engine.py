@@ -268,8 +268,8 @@ class Engine:
         return any(self.each(float(flag)))
 
     def memory_report(self) -> MemoryReport:
-        """Bytes held by this rank now and at their peak, by state and tier."""
-        return self._ledger.report(self.mesh.device)
+        """Bytes held by this rank now and at their peak, by state and tier, and what its disk tier has moved."""
+        return self._ledger.report(self.mesh.device, self._memory.disk_report())
 
     def traffic_report(self) -> TrafficReport:
         """Bytes sent by this rank and calls so far, by collective, axis and purpose."""

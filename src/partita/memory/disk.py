@@ -61,6 +61,20 @@ class DiskReport:
     bytes_written: int = 0
     busy_s: float = 0.0
 
+    def since(self, earlier: "DiskReport") -> "DiskReport":
+        """What was moved after ``earlier``."""
+        return DiskReport(
+            self.bytes_read - earlier.bytes_read,
+            self.bytes_written - earlier.bytes_written,
+            self.busy_s - earlier.busy_s,
+        )
+
+    def __str__(self) -> str:
+        moved = self.bytes_read + self.bytes_written
+        speed = f" ({moved / 1e9 / self.busy_s:.2f} GB/s)" if self.busy_s else ""
+        read, written = self.bytes_read / 1e9, self.bytes_written / 1e9
+        return f"disk: {read:.3f} GB read, {written:.3f} GB written, busy for {self.busy_s:.1f} s{speed}"
+
 
 class Disk:
     """A scratch file in ``folder``.

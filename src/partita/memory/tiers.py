@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from partita.memory.allocate import allocate, allocate_host, over
-from partita.memory.disk import Disk, Region
+from partita.memory.disk import Disk, DiskReport, Region
 from partita.memory.ledger import Ledger
 from partita.memory.ring import Slot
 from partita.memory.streams import Event
@@ -175,6 +175,10 @@ class StateMemory:
         if tier is Tier.HOST:
             return InMemory(allocate_host(num_elements, dtype, self._device), tier)
         return InMemory(allocate(num_elements, dtype, self._device), tier)
+
+    def disk_report(self) -> DiskReport | None:
+        """What the disk tier has moved so far; None where nothing rests on it."""
+        return self._disk.report() if self._disk is not None else None
 
     def close(self) -> None:
         """Let go of the disk tier; what is on it is lost."""

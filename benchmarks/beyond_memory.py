@@ -1,13 +1,13 @@
 """A model whose states are larger than the memory it may take, trained with everything on disk.
 
-    python -m benchmarks.beyond_memory                   # 1.3 billion parameters: 21 GB of disk, 6 GB of memory, minutes
+    python -m benchmarks.beyond_memory                   # 1.3 billion parameters: takes 23 GB of disk, minutes
     python -m benchmarks.beyond_memory --folder FOLDER   # on another disk than that of the system's temporary files
     python -m benchmarks.beyond_memory --quick           # a small model, no target
     python -m benchmarks.beyond_memory --save            # into benchmarks/results/beyond_memory.md
 
-It ends with status 1 where a target is missed: at most 6 GB resident at the peak, imports and start included; losses that
-are bitwise those of a run in memory, at a size where both fit; at least 90 % of the bandwidth of bare requests while the
-disk is busy.
+It ends with status 1 where a target is missed: at most 6 GB resident at the peak, imports and start included; losses
+that are bitwise those of a run in memory, at a size where both fit; at least 90 % of the bandwidth of bare requests
+while the disk is busy.
 """
 
 import argparse
@@ -74,8 +74,8 @@ def main() -> int:
     predicted_s = _bare_seconds(bare, READ_BYTES * num_params, WRITTEN_BYTES * num_params)
     moved_gb = (READ_BYTES + WRITTEN_BYTES) * num_params / 1e9
     report.write(
-        f"Predicted before the run: {READ_BYTES} + {WRITTEN_BYTES} bytes a parameter and step = {moved_gb:.1f} GB, which "
-        f"bare requests move in {predicted_s:.1f} s."
+        f"Predicted before the run: {READ_BYTES} + {WRITTEN_BYTES} bytes a parameter and step = {moved_gb:.1f} GB, "
+        f"which bare requests move in {predicted_s:.1f} s."
     )
     report.write()
     result = run(ON_DISK, 1, work, folder=options.folder, timeout_s=TIMEOUT_S)

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.optim import SGD, Optimizer
 
+from partita.estimate.memory import ADAM_MOMENTS
 from partita.memory.tiers import Kept, Lease, StateMemory
 from partita.optim.views import View
 from partita.plan.residence import Tier
@@ -60,3 +62,11 @@ class Moments:
                     self._state[view.tensor][key] = value.new_empty(0)
         for lease in leases.values():
             lease.end(changed=changed)
+
+
+def num_states(optimizer: Optimizer) -> int:
+    """How many states an optimizer will keep for each element, as far as it can be told: of an unknown one, Adam's."""
+    groups = optimizer.param_groups
+    if isinstance(optimizer, SGD):
+        return int(any(group["momentum"] for group in groups))
+    return ADAM_MOMENTS + int(any(group.get("amsgrad") for group in groups))

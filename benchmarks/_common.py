@@ -64,8 +64,11 @@ class Run:
         return sum(float(rank[key]) for rank in self.ranks)
 
 
-def run(mode: str, num_ranks: int, work: Work) -> Run:
+def run(mode: str, num_ranks: int, work: Work, *, folder: Path | None = None, timeout_s: float = TIMEOUT_S) -> Run:
     """Train in one mode, in processes of their own, on a loopback network of their own where that is allowed.
+
+    Args:
+        folder: where states on disk rest; None: the system's for temporary files.
 
     Raises:
         RuntimeError: a rank failed, or the time was up; with the end of what the ranks that failed said.
@@ -75,8 +78,10 @@ def run(mode: str, num_ranks: int, work: Work) -> Run:
         "OMP_NUM_THREADS": str(max(1, usable_cores() // num_ranks)),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # DeepSpeed looks for ninja there
     }
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as said:
-        command = [sys.executable, "-m", "benchmarks._ranks", str(num_ranks), mode, json.dumps(asdict(work)), folder]
+    if folder is not None:
+        environment["TMPDIR"] = str(folder)
+    with tempfile.TemporaryDirectory() as results, tempfile.TemporaryFile("w+") as said:
+        command = [sys.executable, "-m", "benchmarks._ranks", str(num_ranks), mode, json.dumps(asdict(work)), results]
         process = subprocess.Popen(
             [*network, *command],
             cwd=ROOT,
@@ -86,9 +91,9 @@ def run(mode: str, num_ranks: int, work: Work) -> Run:
             start_new_session=True,
         )
         try:
-            status: int | str = process.wait(TIMEOUT_S)
+            status: int | str = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            status = f"no end within {TIMEOUT_S} s"
+            status = f"no end within {timeout_s:g} s"
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -96,7 +101,7 @@ def run(mode: str, num_ranks: int, work: Work) -> Run:
         if status:
             said.seek(0)
             raise RuntimeError(f"{mode} on {num_ranks} ranks failed ({status}):\n{said.read()}")
-        ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(num_ranks)]
+        ranks = [json.loads(Path(results, f"{rank}.json").read_text()) for rank in range(num_ranks)]
     return Run(ranks, bool(network))
 
 

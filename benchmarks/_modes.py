@@ -125,6 +125,8 @@ def _with_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Train
 
 KEPT = {"stage": 3, "keep_gathered": True}
 PARTITA = {f"partita {stage}": partial(partita, zero={"stage": stage}) for stage in range(4)}
+ON_HOST = {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}}
+ON_DISK = {"stage": 3, "offload": {"parameters": "disk", "optimizer": "disk"}}
 PARTITA["partita 3, kept"] = partial(partita, zero=KEPT)
 DEEPSPEED = {f"DeepSpeed {stage}": partial(deepspeed, stage=stage) for stage in (1, 2, 3)}
 
@@ -138,6 +140,8 @@ MODES: dict[str, Callable[[Build], Trainer]] = {
     **DEEPSPEED,
     **PARTITA,
     "partita 3, from meta": partial(partita, zero={"stage": 3}, device="meta"),
+    "partita 3, on host, from meta": partial(partita, zero=ON_HOST, device="meta"),
+    "partita 3, on disk, from meta": partial(partita, zero=ON_DISK, device="meta"),
 }
 
 

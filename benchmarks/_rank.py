@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +35,25 @@ class Rank:
     def run(self) -> dict[str, Any]:
         trainer = MODES[self.mode](self._build)
         losses, times, peak = [], [], 0
-        sent_before, report = 0, None
+        sent_before, report, disk, measured_from = 0, None, None, 0.0
         for step in range(self.work.steps):
             batch = self.work.part_of_batch(step, self.rank, self.num_ranks)
             if step == self.work.warmup:
+                _finish_updates(trainer)
                 peak = process_memory()[1]
                 self._meet()
                 _reset_peak()
                 sent_before = sent_bytes()
                 report = trainer.engine and trainer.engine.traffic_report()
+                disk = trainer.engine and trainer.engine.memory_report().disk
                 self._meet()
+                measured_from = time.perf_counter()
             begin = time.perf_counter()
             losses.append(trainer.take_step(*batch))
             times.append(time.perf_counter() - begin)
         counted = trainer.engine and trainer.engine.traffic_report().since(report).sent_bytes()
+        _finish_updates(trainer)
+        measured_s = time.perf_counter() - measured_from
         self._meet()
         num_measured = self.work.steps - self.work.warmup
         steady = process_memory()[1]
@@ -56,8 +62,11 @@ class Rank:
             "times_s": times[self.work.warmup :],
             "peak_bytes": max(peak, steady),
             "steady_peak_bytes": steady,
+            "measured_s": measured_s,
             "loopback_bytes_a_step": (sent_bytes() - sent_before) / num_measured,
         }
+        if disk is not None:
+            self.measured["disk"] = asdict(trainer.engine.memory_report().disk.since(disk))
         if trainer.engine is not None:
             self._compare(trainer, counted / num_measured)
         self._meet()
@@ -88,6 +97,7 @@ class Rank:
                 f"{state} {tier}": num
                 for (state, tier), num in model_state_bytes(engine.units, shape, self.rank).items()
             },
+            "held_bytes": {f"{state} on {tier}": num for (state, tier), num in report.peak.items() if num},
             "lent_bytes": sum(num for (state, _), num in report.peak.items() if state not in STATES),
             "counted_bytes_a_step": counted_bytes_a_step,
             "expected_bytes_a_step": step_traffic(engine.units, shape).sent_bytes(),
@@ -96,6 +106,12 @@ class Rank:
     def _meet(self) -> None:
         if dist.is_initialized():
             dist.barrier()
+
+
+def _finish_updates(trainer: Trainer) -> None:
+    """Wait for updates that go on beside the caller: what is measured begins and ends without any."""
+    if trainer.engine is not None:
+        trainer.engine.zero_grad()
 
 
 def _reset_peak() -> None:

@@ -8,7 +8,6 @@ from torch import Generator, Tensor
 
 from partita.train.decoder import Decoder, DecoderShape
 
-VOCAB = 256
 OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -24,11 +23,12 @@ class Work:
     sequence: int = 64
     steps: int = 12
     warmup: int = 3
+    vocab: int = 256
 
     def build(self, device: str = "cpu") -> Decoder:
         """The decoder, with the same weights on every rank (on ``meta``: with none)."""
         torch.manual_seed(0)
-        shape = DecoderShape(self.layers, self.width, self.heads, self.heads, self.ffn_width, VOCAB)
+        shape = DecoderShape(self.layers, self.width, self.heads, self.heads, self.ffn_width, self.vocab)
         with torch.device(device):
             return Decoder(shape)
 
@@ -38,5 +38,5 @@ class Work:
         Small tokens are more frequent than large ones, so that there is something to learn.
         """
         uniform = torch.rand(self.batch, self.sequence + 1, generator=Generator().manual_seed(step))
-        rows = uniform.square().mul(VOCAB).long().chunk(num_ranks)[rank]
+        rows = uniform.square().mul(self.vocab).long().chunk(num_ranks)[rank]
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

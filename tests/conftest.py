@@ -1,7 +1,9 @@
 """For every test: leave no processes, threads or environment variables behind."""
 
 import os
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -22,3 +24,22 @@ def no_leaks() -> Iterator[None]:
     leaks = before.leaks(exempt=pool.own_processes)
     before.restore(exempt=pool.own_processes)
     assert not leaks, "the test left behind: " + ", ".join(leaks)
+
+
+@pytest.fixture
+def small_filesystem(tmp_path: Path) -> Iterator[Path]:
+    """8 MiB of memory as a disk. (Who may not mount runs the tests in which the system calls are replaced.)"""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("mounting is not permitted here")
+    inside = os.open(folder, os.O_PATH)
+    # It stays for as long as it is open: a test that is killed leaves nothing mounted.
+    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=60)
+    try:
+        yield Path(f"/proc/self/fd/{inside}")
+    finally:
+        os.close(inside)

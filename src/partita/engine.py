@@ -28,6 +28,7 @@ from partita.memory.tiers import StateMemory
 from partita.optim.build import Factory, build_optimizer, build_schedule, wants_kernels
 from partita.optim.elementwise import check_elementwise
 from partita.optim.loss_scale import LossScale
+from partita.optim.moments import num_states
 from partita.optim.step import StepResult, Updater
 from partita.optim.views import check_groups
 from partita.plan.residence import ENCODINGS
@@ -68,11 +69,16 @@ class Engine:
         self.optimizer = build_optimizer(list(model.parameters()), settings, given.optimizer, kernels=kernels)
         self.scheduler = build_schedule(self.optimizer, settings.schedule, given.scheduler)
         check_groups(self.optimizer, {id(param) for param in model.parameters()})
-        blueprint = Blueprint(settings, ENCODINGS[resolved.compute_dtype], resolved.mesh, mesh.rank)
+        num_moments = num_states(self.optimizer)
+        blueprint = Blueprint(settings, ENCODINGS[resolved.compute_dtype], resolved.mesh, mesh.rank, num_moments)
         if mesh.shape.group_size(blueprint.row.master.shard_axes) > 1 or not blueprint.row.updates_on_device:
             check_elementwise(self.optimizer)
         source = Weights(given.weights) if given.weights is not None else None
-        self._runtime = Runtime(model, blueprint, self._collectives, self._memory, self._accumulate, source)
+        try:
+            self._runtime = Runtime(model, blueprint, self._collectives, self._memory, self._accumulate, source)
+        except BaseException:
+            self._memory.close()
+            raise
         self.units = [unit.planned for unit in self._runtime.units]
         self.plan: dict[str, StatePlan] = {unit.name: unit.segments[0].row for unit in self.units}
         scale = LossScale(settings.precision.loss_scale, resolved.compute_dtype == "fp16")
@@ -268,8 +274,8 @@ class Engine:
         return any(self.each(float(flag)))
 
     def memory_report(self) -> MemoryReport:
-        """Bytes held by this rank now and at their peak, by state and tier."""
-        return self._ledger.report(self.mesh.device)
+        """Bytes held by this rank now and at their peak, by state and tier, and what its disk tier has moved."""
+        return self._ledger.report(self.mesh.device, self._memory.disk_report())
 
     def traffic_report(self) -> TrafficReport:
         """Bytes sent by this rank and calls so far, by collective, axis and purpose."""

@@ -7,7 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -104,25 +104,6 @@ def test_a_file_that_may_not_grow(plain: Disk) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     plain.reserve(2**21)
-
-
-@pytest.fixture
-def small_filesystem(tmp_path: Path) -> Iterator[Path]:
-    """8 MiB of memory as a disk. (Who may not mount runs the tests in which the system calls are replaced.)"""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
-    try:
-        subprocess.run(mount, check=True, capture_output=True, timeout=60)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("mounting is not permitted here")
-    inside = os.open(folder, os.O_PATH)
-    # It stays for as long as it is open: a test that is killed leaves nothing mounted.
-    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=60)
-    try:
-        yield Path(f"/proc/self/fd/{inside}")
-    finally:
-        os.close(inside)
 
 
 @pytest.mark.filterwarnings("ignore:.*O_DIRECT")

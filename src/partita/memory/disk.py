@@ -1,7 +1,8 @@
 """The disk as a tier of memory: one scratch file a rank, lent in regions that are read and written beside the caller.
 
 - The file has no name. It is gone, and its space free, when the process ends, however it ends.
-- A region's space is taken when it is reserved, so a full disk is found before anything is written.
+- A region's space is taken before it is written, at the start (``provide``) or when it is reserved: a full disk is
+  found before anything is lost.
 - Requests to one region are done in the order in which they were made, others side by side.
 - Data goes past the page cache (O_DIRECT), which would otherwise fill the memory that the tier is there to spare.
 """
@@ -61,6 +62,20 @@ class DiskReport:
     bytes_written: int = 0
     busy_s: float = 0.0
 
+    def since(self, earlier: "DiskReport") -> "DiskReport":
+        """What was moved after ``earlier``."""
+        return DiskReport(
+            self.bytes_read - earlier.bytes_read,
+            self.bytes_written - earlier.bytes_written,
+            self.busy_s - earlier.busy_s,
+        )
+
+    def __str__(self) -> str:
+        moved = self.bytes_read + self.bytes_written
+        speed = f" ({moved / 1e9 / self.busy_s:.2f} GB/s)" if self.busy_s else ""
+        read, written = self.bytes_read / 1e9, self.bytes_written / 1e9
+        return f"disk: {read:.3f} GB read, {written:.3f} GB written, busy for {self.busy_s:.1f} s{speed}"
+
 
 class Disk:
     """A scratch file in ``folder``.
@@ -88,12 +103,21 @@ class Disk:
         self._close = weakref.finalize(self, os.close, self._file)
         self._close.atexit = False  # threads may be writing, and the number must not come to mean another file
         self._workers = Workers("disk", threads)
-        self._num_bytes, self._sparse = 0, False
+        self._num_bytes, self._lent_bytes, self._sparse = 0, 0, False  # of the file, and of its regions
         self._free: dict[int, list[Region]] = defaultdict(list)
         self._meter = _Meter()
 
     def report(self) -> DiskReport:
         return self._meter.report()
+
+    def provide(self, num_bytes: int) -> None:
+        """Take space that later regions are cut from, so that a full disk is found now and not when they are reserved.
+
+        Raises:
+            PartitaError: the disk has no room for it.
+        """
+        if (end := self._lent_bytes + _in_pages(num_bytes)) > self._num_bytes:
+            self._grow(end)
 
     def reserve(self, num_bytes: int) -> Region:
         """A region for ``num_bytes``, whose content is undefined until it is written.
@@ -101,12 +125,12 @@ class Disk:
         Raises:
             PartitaError: the disk has no room for it.
         """
-        num_bytes = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        num_bytes = _in_pages(num_bytes)
         if self._free[num_bytes]:
             return self._free[num_bytes].pop()
-        region = Region(self._num_bytes, num_bytes)
-        if num_bytes:
-            self._grow(region)
+        self.provide(num_bytes)
+        region = Region(self._lent_bytes, num_bytes)
+        self._lent_bytes += num_bytes
         return region
 
     def release(self, region: Region) -> None:
@@ -127,14 +151,14 @@ class Disk:
         self._workers.close()
         self._close()
 
-    def _grow(self, region: Region) -> None:
-        end = region.offset + region.num_bytes
+    def _grow(self, end: int) -> None:
+        num_bytes = end - self._num_bytes
         try:
-            os.posix_fallocate(self._file, region.offset, region.num_bytes)
+            os.posix_fallocate(self._file, self._num_bytes, num_bytes)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 os.ftruncate(self._file, self._num_bytes)  # some of it may have been taken
-                raise _failure(error, f"reserving {region.num_bytes} bytes", self._folder) from error
+                raise _failure(error, f"reserving {num_bytes} bytes", self._folder) from error
             if not self._sparse:
                 self._sparse = True
                 warnings.warn(
@@ -221,6 +245,10 @@ def _memory(tensor: Tensor) -> memoryview:
     assert tensor.is_contiguous(), "a tensor with holes"
     assert tensor.data_ptr() % ALIGNMENT == 0, "the tensor does not begin at a page: allocate it with memory.allocate"
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
+
+
+def _in_pages(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _split(block: memoryview) -> tuple[memoryview, memoryview, memoryview]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from partita.memory.disk import DiskReport
 from partita.plan.residence import Tier
 
 STATES = ("parameters", "gradients", "master", "moments")
@@ -20,6 +21,7 @@ class MemoryReport:
     where it is not the parameter itself) and ``moments``, the ``ring`` that lends memory to gathered parameters, the
     ``buckets`` that gradients travel in. ``process_bytes`` is the resident set of the process (its peak:
     ``process_peak_bytes``), ``device_bytes`` and ``device_peak_bytes`` what the CUDA allocator says (0 on CPU).
+    ``disk`` is what the disk tier has moved so far (None: nothing rests there).
     """
 
     held: dict[tuple[str, str], int]
@@ -28,6 +30,7 @@ class MemoryReport:
     process_peak_bytes: int
     device_bytes: int = 0
     device_peak_bytes: int = 0
+    disk: DiskReport | None = None
 
     @property
     def model_state_bytes(self) -> int:
@@ -45,6 +48,8 @@ class MemoryReport:
         lines.append(f"{'process':<22}{self.process_bytes / 1e6:>12.3f}{self.process_peak_bytes / 1e6:>12.3f}")
         if self.device_peak_bytes:
             lines.append(f"{'CUDA allocator':<22}{self.device_bytes / 1e6:>12.3f}{self.device_peak_bytes / 1e6:>12.3f}")
+        if self.disk is not None:
+            lines.append(str(self.disk))
         return "\n".join(lines)
 
 
@@ -70,7 +75,7 @@ class Ledger:
         self.remove(state, self._held[state, tier.value], tier)
         self.add(state, num_bytes, tier)
 
-    def report(self, device: torch.device) -> MemoryReport:
+    def report(self, device: torch.device, disk: DiskReport | None = None) -> MemoryReport:
         now, peak = process_memory()
         cuda = device.type == "cuda"
         return MemoryReport(
@@ -80,6 +85,7 @@ class Ledger:
             process_peak_bytes=peak,
             device_bytes=torch.cuda.memory_allocated(device) if cuda else 0,
             device_peak_bytes=torch.cuda.max_memory_allocated(device) if cuda else 0,
+            disk=disk,
         )
 
 

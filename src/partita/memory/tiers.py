@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from partita.memory.allocate import allocate, allocate_host, over
-from partita.memory.disk import Disk, Region
+from partita.memory.disk import ALIGNMENT, Disk, DiskReport, Region
 from partita.memory.ledger import Ledger
 from partita.memory.ring import Slot
 from partita.memory.streams import Event
@@ -187,6 +187,20 @@ class StateMemory:
         if tier is Tier.HOST:
             return InMemory(allocate_host(num_elements, dtype, self._device), tier)
         return InMemory(allocate(num_elements, dtype, self._device), tier)
+
+    def provide_disk(self, num_bytes: int, num_states: int) -> None:
+        """Take the disk space of so many states of ``num_bytes`` together before the first of them is kept.
+
+        Raises:
+            PartitaError: there is no room for them, or the folder is none that can be used.
+        """
+        if num_states:
+            self._disk = self._disk or self._open_disk()
+            self._disk.provide(num_bytes + num_states * ALIGNMENT)  # each begins at a page
+
+    def disk_report(self) -> DiskReport | None:
+        """What the disk tier has moved so far; None where nothing rests on it."""
+        return self._disk.report() if self._disk is not None else None
 
     def close(self) -> None:
         """Let go of the disk tier; what is on it is lost."""

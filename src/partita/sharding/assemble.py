@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from partita.comm.collectives import Collectives
+from partita.comm.together import together
 from partita.config.schema import Config
 from partita.errors import ConfigError
+from partita.estimate.memory import ADAM_MOMENTS
 from partita.memory.tiers import StateMemory
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import BF16, ENCODINGS, FP32, INT8, SPLIT, Encoding, Tier
@@ -40,6 +42,7 @@ class Blueprint:
     compute: Encoding
     mesh: MeshShape
     rank: int
+    num_moments: int = ADAM_MOMENTS  # states that the optimizer keeps for each element
 
     @property
     def preset(self) -> str:
@@ -160,7 +163,19 @@ class Assembly:
     def fill(self, unit: Unit) -> None:
         """Move a unit's values into its buffers, the same on every rank, and keep what rests; the unit is left
         whole.
+
+        Raises:
+            Exception: on every rank, where any rank fails.
         """
+        with together(self._collectives, DATA):
+            self._fill_alone(unit)
+        self._collectives.broadcast([segment.full for segment in unit.segments], DATA, "start")
+        with together(self._collectives, DATA):
+            for segment in unit.segments:
+                segment.cut_rest(self._memory)
+
+    def _fill_alone(self, unit: Unit) -> None:
+        """Bring this rank's values into a unit's buffers."""
         fresh = [member for member in unit.members if member.param.is_meta and not self._has(*member.holding.fqns)]
         for member in unit.members:
             unit.adopt(member)
@@ -174,9 +189,6 @@ class Assembly:
                 if (name := self._source.find(member.holding.fqns)) is not None:
                     with torch.no_grad():
                         member.param.copy_(self._source.read(name))
-        self._collectives.broadcast([segment.full for segment in unit.segments], DATA, "start")
-        for segment in unit.segments:
-            segment.cut_rest(self._memory)
 
     def fill_buffers(self) -> None:
         """Move the model's buffers to the device; every rank gets rank 0's values.

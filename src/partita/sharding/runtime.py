@@ -7,8 +7,11 @@ import torch
 from torch import nn
 
 from partita.comm.collectives import Collectives
+from partita.comm.together import together
+from partita.estimate.memory import model_state_bytes
 from partita.memory.ring import Loan, Ring
 from partita.memory.tiers import StateMemory
+from partita.plan.residence import Tier
 from partita.sharding import resting
 from partita.sharding.agreement import agree
 from partita.sharding.assemble import Assembly, Blueprint, Source, plan_units
@@ -24,6 +27,8 @@ from partita.sharding.structure import Structure
 from partita.sharding.unit import Member, Segment, Unit
 
 DATA = ("data",)
+# What a segment may keep beside moments: parameters, the second part of them, gradients, master weights.
+NUM_STATES = 4
 
 
 class Runtime:
@@ -50,6 +55,7 @@ class Runtime:
         self._device, config = collectives.mesh.device, blueprint.config
         kept = keep_fp32_modules(model, config.precision.keep_fp32)
         self.units = plan_units(model, blueprint)
+        self._provide_disk(blueprint.num_moments)
         sharded = [unit for unit in self.units if unit.travels]
         self.loan = Loan(swap)
         sizes = [unit.layout.num_bytes for unit in sharded]
@@ -79,6 +85,15 @@ class Runtime:
 
     # ------------------------------------------------------------------ building
 
+    def _provide_disk(self, num_moments: int) -> None:
+        """Take all the disk space that the plan asks for, before anything of the model is touched."""
+        shape, rank = self.collectives.mesh.shape, self.collectives.mesh.rank
+        held = model_state_bytes([unit.planned for unit in self.units], shape, rank, num_moments)
+        num_bytes = sum(num for (_, tier), num in held.items() if tier == Tier.DISK.value)
+        segments = sum(len(unit.segments) for unit in self.units)
+        with together(self.collectives, DATA):
+            self.memory.provide_disk(num_bytes, segments * (NUM_STATES + num_moments) if num_bytes else 0)
+
     def _assemble(self, assembly: Assembly) -> None:
         for unit in self.units:
             self.executor.lay(unit)
@@ -98,8 +113,9 @@ class Runtime:
             if segment.trains
         ]
         buckets = make_buckets(groups, self.collectives.mesh.shape)
-        for bucket in buckets:
-            bucket.allocate(self.collectives.mesh.index(DATA), self.memory)
+        with together(self.collectives, DATA):
+            for bucket in buckets:
+                bucket.allocate(self.collectives.mesh.index(DATA), self.memory)
         return buckets
 
     # ------------------------------------------------------------------- forward

@@ -238,7 +238,7 @@ def decoded(moments: Moments) -> tuple[Tensor, Tensor]:
 @pytest.mark.usefixtures("either")
 def test_coded_moments_decay_on_average() -> None:
     """Rounded to nearest they would stay for ever: a step of beta2 is far smaller than one of the codes."""
-    num, steps = 256 * 40, 300
+    num, steps = 256 * 20, 150
     exact_m, exact_v = torch.rand(num) + 0.1, torch.rand(num) + 0.1
     moments = moments_of(exact_m, exact_v, coded=True)
     state = State(Weights(master=torch.zeros(num)), moments)

@@ -172,30 +172,52 @@ constexpr int CUT = 19;
 constexpr std::uint32_t ONE = 0x3F800000u;
 constexpr float LEAST_SCALE = 0x1p-100f;     // smaller ones' steps and inverses would leave float32's range
 
+// A signed code is its sign bit and the magnitude's code.
 PARTITA_INLINE float decode_signed(std::int8_t code, float unit) {
-    const std::int32_t sign = std::int32_t(code) >> 31;
-    const std::uint32_t magnitude = std::uint32_t((code ^ sign) - sign);
-    const float x = (float_of((magnitude << CUT) + ONE) - 1.0f) * unit;
-    return float_of(bits_of(x) | (std::uint32_t(sign) & SIGN));
+    const std::uint32_t wide = std::uint32_t(std::int32_t(code));
+    const float x = (float_of(((wide & 0x7Fu) << CUT) + ONE) - 1.0f) * unit;
+    return float_of(bits_of(x) | (wide & SIGN));
 }
 
 PARTITA_INLINE float decode_unsigned(std::uint8_t code, float unit) {
     return (float_of((std::uint32_t(code) << CUT) + ONE) - 1.0f) * unit;
 }
 
-PARTITA_INLINE std::int8_t encode_signed(float x, float inverse, std::uint32_t dither) {
+PARTITA_INLINE std::int32_t encode_signed(float x, float inverse, std::uint32_t dither) {
     const float u = float_of(bits_of(x) & ~SIGN) * inverse + 1.0f;
-    const std::int32_t sign = std::int32_t(bits_of(x)) >> 31;
-    const std::int32_t code = std::int32_t((bits_of(u) + dither - ONE) >> CUT);
-    return std::int8_t((code ^ sign) - sign);
+    const std::uint32_t code = (bits_of(u) + dither - ONE) >> CUT;
+    return std::int32_t(code | (bits_of(x) >> 24 & 0x80u));
 }
 
-// What is not zero never becomes zero: it is divided by.
-PARTITA_INLINE std::uint8_t encode_unsigned(float x, float inverse, std::uint32_t dither) {
+// What is not zero (or below the smallest normal number) never becomes zero: it is divided by.
+PARTITA_INLINE std::int32_t encode_unsigned(float x, float inverse, std::uint32_t dither) {
     const float u = x * inverse + 1.0f;
-    const std::uint32_t code = (bits_of(u) + dither - ONE) >> CUT;
-    const std::uint32_t least = bits_of(x) < 1u ? bits_of(x) : 1u;
-    return std::uint8_t(code < least ? least : code);
+    const std::uint32_t bits = bits_of(u) + dither - ONE, first = 1u << CUT;
+    const std::uint32_t least = bits_of(x) < first ? bits_of(x) : first;
+    return std::int32_t((bits < least ? least : bits) >> CUT);
+}
+
+// The low 8 bits of each; they hold all there is.
+template <bool full>
+PARTITA_INLINE void narrow(void* data, const std::int32_t* __restrict in, int n) {
+    std::uint8_t* __restrict out = static_cast<std::uint8_t*>(data);
+    int i = 0;
+#if defined(__AVX512F__)
+    for (; full && i < BLOCK; i += 16)
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i),
+                         _mm512_maskz_cvtepi32_epi8(0xFFFF, _mm512_load_si512(in + i)));
+#elif defined(__AVX2__)
+    // Packing works in each half of a vector; the permutation puts the quarters in order again.
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m256i* from = reinterpret_cast<const __m256i*>(in);
+    for (; full && i < BLOCK; i += 32, from += 4) {
+        const __m256i low = _mm256_packs_epi32(_mm256_load_si256(from), _mm256_load_si256(from + 1));
+        const __m256i high = _mm256_packs_epi32(_mm256_load_si256(from + 2), _mm256_load_si256(from + 3));
+        const __m256i packed = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), packed);
+    }
+#endif
+    for (n = length<full>(n); i < n; ++i) out[i] = std::uint8_t(in[i]);
 }
 
 PARTITA_INLINE float scale_of(float largest) { return largest < LEAST_SCALE ? LEAST_SCALE : largest; }

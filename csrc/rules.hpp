@@ -13,8 +13,10 @@ PARTITA_INLINE float flush(float x) { return (bits_of(x) & ~SIGN) < 0x00800000u 
 PARTITA_INLINE float next_first(const Adam& c, float m, float g) { return m * c.beta1 + g * c.one_minus_beta1; }
 PARTITA_INLINE float next_second(const Adam& c, float v, float g) { return v * c.beta2 + g * g * c.one_minus_beta2; }
 
-PARTITA_INLINE float next_weight(const Adam& c, float p, float m, float v) {
-    return p * c.keep - m * c.step_size / (__builtin_sqrtf(v) * c.inv_sqrt_bias2 + c.eps);
+PARTITA_INLINE float denominator(const Adam& c, float v) { return __builtin_sqrtf(v) * c.inv_sqrt_bias2 + c.eps; }
+
+PARTITA_INLINE float next_weight(const Adam& c, float p, float m, float denominator) {
+    return p * c.keep - m * c.step_size / denominator;
 }
 
 template <bool full>
@@ -33,14 +35,14 @@ PARTITA_INLINE void update(const Adam& rule, float* __restrict p, float* __restr
     for (int i = 0; i < n; ++i) {
         const float m = flush(next_first(c, first[i], grad[i]));
         const float v = flush(next_second(c, second[i], grad[i]));
-        p[i] = next_weight(c, p[i], m, v);
+        p[i] = next_weight(c, p[i], m, denominator(c, v));
         first[i] = m;
         second[i] = v;
     }
 }
 
-// The block of 8-bit moments at `first`, `second`. Two passes: the scales must be known before the first code, and the
-// divisions, which would take as long as all the rest, go on beside the encoding.
+// The block of 8-bit moments at `first`, `second`. Two passes, for the scales must be known before the first code; roots
+// go on beside the decoding and divisions beside the encoding: together they would hold up either.
 template <bool full>
 PARTITA_INLINE void update(const Adam& rule, const std::uint32_t* __restrict random, float* __restrict p,
                            std::int8_t* __restrict first, std::uint8_t* __restrict second, float& first_scale,
@@ -49,12 +51,19 @@ PARTITA_INLINE void update(const Adam& rule, const std::uint32_t* __restrict ran
     const Adam c = rule;
     alignas(64) float m[BLOCK];
     alignas(64) float v[BLOCK];
+    alignas(64) float divisor[BLOCK];
+    alignas(64) std::int32_t first_codes[BLOCK];
+    alignas(64) std::int32_t second_codes[BLOCK];
     add_decay<full>(grad, c.l2, p, n);
-    const float first_unit = first_scale * (1.0f / SIGNED_RANGE), second_unit = second_scale * (1.0f / UNSIGNED_RANGE);
+    // The decoded moments are only met times their betas.
+    const float first_unit = first_scale * (1.0f / SIGNED_RANGE) * c.beta1;
+    const float second_unit = second_scale * (1.0f / UNSIGNED_RANGE) * c.beta2;
     std::int32_t largest_first = 0, largest_second = 0;
     for (int i = 0; i < n; ++i) {
-        m[i] = next_first(c, decode_signed(first[i], first_unit), grad[i]);
-        v[i] = next_second(c, decode_unsigned(second[i], second_unit), grad[i]);
+        const float g = grad[i];
+        m[i] = decode_signed(first[i], first_unit) + g * c.one_minus_beta1;
+        v[i] = decode_unsigned(second[i], second_unit) + g * g * c.one_minus_beta2;
+        divisor[i] = denominator(c, v[i]);
         const std::int32_t magnitude = std::int32_t(bits_of(m[i]) & ~SIGN), square = std::int32_t(bits_of(v[i]));
         largest_first = magnitude > largest_first ? magnitude : largest_first;
         largest_second = square > largest_second ? square : largest_second;
@@ -63,11 +72,13 @@ PARTITA_INLINE void update(const Adam& rule, const std::uint32_t* __restrict ran
     second_scale = scale_of(float_of(std::uint32_t(largest_second)));
     const float first_inverse = SIGNED_RANGE / first_scale, second_inverse = UNSIGNED_RANGE / second_scale;
     for (int i = 0; i < n; ++i) {
-        p[i] = next_weight(c, p[i], m[i], v[i]);
+        p[i] = next_weight(c, p[i], m[i], divisor[i]);
         const std::uint32_t mixed = mix(random[i], m[i], v[i]);
-        first[i] = encode_signed(m[i], first_inverse, dither_of_first(mixed));
-        second[i] = encode_unsigned(v[i], second_inverse, dither_of_second(mixed));
+        first_codes[i] = encode_signed(m[i], first_inverse, dither_of_first(mixed));
+        second_codes[i] = encode_unsigned(v[i], second_inverse, dither_of_second(mixed));
     }
+    narrow<full>(first, first_codes, n);
+    narrow<full>(second, second_codes, n);
 }
 
 template <bool full>

@@ -25,7 +25,7 @@ def module() -> ModuleType | None:
     except ImportError as error:
         warnings.warn(
             "partita was installed without its compiled kernels, so updates on the CPU run on plain torch: the same "
-            "results in 5 to 50 times the time. Install a C++ compiler with OpenMP, then partita again "
+            "results in 10 to 50 times the time. Install a C++ compiler with OpenMP, then partita again "
             f"(PARTITA_REQUIRE_KERNELS=1 shows what is missing): {error}",
             stacklevel=4,
         )

@@ -12,7 +12,8 @@ magnitude x becomes u = 1 + x / s * R; cut after 4 bits of mantissa, u's floatin
 (uint8, R = 63487). Before the cut u gets a random part of a step, so that x is right on average: with beta2 = 0.999 a
 moment changes by less than a step at a time and would, rounded to nearest, never change at all. The error is less than
 a step: ``|error| < (x + s / R) / 16``, which is 6.25 % of x and s / 3952 (first moment) or s / 1015784 (second). A
-second moment that is not zero never becomes zero, for its root is divided by: at least the largest root / 1008.
+second moment above 1.2e-38 never becomes zero, for its root is divided by: at least the largest root / 1008. A signed
+code is a sign bit and the magnitude's code.
 The random numbers are a function of the step, the place in the block and the values, so a result does not depend on
 threads, cuts at multiples of ``QUANTUM``, or what was computed before.
 """
@@ -44,41 +45,42 @@ def join(param: Tensor, low: Tensor) -> Tensor:
     return ((param.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
 
 
-def decode_signed(codes: Tensor, scale: Tensor) -> Tensor:
-    """First moments (fp32) from int8 codes and the scale of each block."""
-    values = _decode(codes.to(torch.int32).abs(), scale, SIGNED_RANGE)
+def decode_signed(codes: Tensor, scale: Tensor, beta: float = 1.0) -> Tensor:
+    """First moments (fp32), times beta, from int8 codes and the scale of each block."""
+    values = _decode(codes.to(torch.int32) & 0x7F, scale, SIGNED_RANGE, beta)
     return torch.where(codes < 0, -values, values)
 
 
-def decode_unsigned(codes: Tensor, scale: Tensor) -> Tensor:
-    """Second moments (fp32) from uint8 codes and the scale of each block."""
-    return _decode(codes.to(torch.int32), scale, UNSIGNED_RANGE)
+def decode_unsigned(codes: Tensor, scale: Tensor, beta: float = 1.0) -> Tensor:
+    """Second moments (fp32), times beta, from uint8 codes and the scale of each block."""
+    return _decode(codes.to(torch.int32), scale, UNSIGNED_RANGE, beta)
 
 
 def encode(exp_avg: Tensor, exp_avg_sq: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """8-bit codes of both moments (fp32, from a block's start on), and their scales: codes, codes, scale, scale."""
     dither = _dither(exp_avg, exp_avg_sq, step)
     first_scale, second_scale = _scale(exp_avg), _scale(exp_avg_sq)
-    first = _encode(exp_avg.abs(), first_scale, SIGNED_RANGE, dither >> (32 - _CUT))
+    first = _encode(exp_avg.abs(), first_scale, SIGNED_RANGE, dither >> (32 - _CUT)) >> _CUT
+    signed = (first | (exp_avg.view(torch.int32) >> 24 & 0x80)).to(torch.uint8).view(torch.int8)
+    least = exp_avg_sq.view(torch.int32).clamp_max(1 << _CUT)
     second = _encode(exp_avg_sq, second_scale, UNSIGNED_RANGE, dither & ((1 << _CUT) - 1))
-    second = torch.maximum(second, (exp_avg_sq != 0).to(torch.int32))
-    signed = torch.where(exp_avg.signbit(), -first, first).to(torch.int8)
-    return signed, second.to(torch.uint8), first_scale, second_scale
+    return signed, (torch.maximum(second, least) >> _CUT).to(torch.uint8), first_scale, second_scale
 
 
 def _spread(per_block: Tensor, num_elements: int) -> Tensor:
     return per_block.repeat_interleave(QUANTUM)[:num_elements]
 
 
-def _decode(codes: Tensor, scale: Tensor, reach: float) -> Tensor:
+def _decode(codes: Tensor, scale: Tensor, reach: float, beta: float) -> Tensor:
     u = ((codes << _CUT) + _ONE).view(torch.float32)
-    return (u - 1.0) * _spread(scale * _fp32(1.0 / _fp32(reach)), codes.numel())
+    return (u - 1.0) * _spread(scale * _fp32(1.0 / _fp32(reach)) * beta, codes.numel())
 
 
 def _encode(magnitudes: Tensor, scale: Tensor, reach: float, dither: Tensor) -> Tensor:
+    """The codes, and below them the bits that are to be cut."""
     # Not `reach / scale`: torch would multiply by a rounded reciprocal.
     u = magnitudes * _spread(torch.div(torch.tensor(reach), scale), magnitudes.numel()) + 1.0
-    return (u.view(torch.int32) + dither.to(torch.int32) - _ONE) >> _CUT
+    return u.view(torch.int32) + dither.to(torch.int32) - _ONE
 
 
 def _scale(values: Tensor) -> Tensor:

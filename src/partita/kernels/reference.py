@@ -25,9 +25,9 @@ def adam_(weights: Weights, moments: Moments, grad: Tensor, rule: AdamRule, fact
     def update(p: Tensor, g: Tensor, at: slice) -> Tensor:
         if rule.l2:
             g = g + rule.l2 * p
-        old_m, old_v = _moments(moments, at)
-        m = old_m * rule.beta1 + g * (1.0 - rule.beta1)
-        v = old_v * rule.beta2 + g * g * (1.0 - rule.beta2)
+        old_m, old_v = _decayed(moments, at, rule)
+        m = old_m + g * (1.0 - rule.beta1)
+        v = old_v + g * g * (1.0 - rule.beta2)
         if moments.exp_avg_scale is None:
             m, v = _flush(m), _flush(v)
         p = p * rule.keep - m * rule.step_size / (_root(v) * rule.inv_sqrt_bias2 + rule.eps)
@@ -121,13 +121,14 @@ def _put(weights: Weights, at: slice, p: Tensor) -> None:
         weights.param[at] = nearest_bf16(p) if weights.param.dtype == torch.bfloat16 else p.half()
 
 
-def _moments(moments: Moments, at: slice) -> tuple[Tensor, Tensor]:
+def _decayed(moments: Moments, at: slice, rule: AdamRule) -> tuple[Tensor, Tensor]:
+    """Both moments times their betas."""
     if moments.exp_avg_scale is None or moments.exp_avg_sq_scale is None:
-        return moments.exp_avg[at], moments.exp_avg_sq[at]
+        return moments.exp_avg[at] * rule.beta1, moments.exp_avg_sq[at] * rule.beta2
     blocks = _blocks(at)
     return (
-        decode_signed(moments.exp_avg[at], moments.exp_avg_scale[blocks]),
-        decode_unsigned(moments.exp_avg_sq[at], moments.exp_avg_sq_scale[blocks]),
+        decode_signed(moments.exp_avg[at], moments.exp_avg_scale[blocks], rule.beta1),
+        decode_unsigned(moments.exp_avg_sq[at], moments.exp_avg_sq_scale[blocks], rule.beta2),
     )
 
 

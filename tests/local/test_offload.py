@@ -76,7 +76,7 @@ def same_everywhere(recipe: str, stages: tuple[str, ...], offloads: tuple[str, .
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_same_bits_wherever_states_rest(world: int, stage: str) -> None:
-    pool.run(world, same_everywhere, "clipped", (stage,), tuple(OFFLOADS))
+    pool.run(world, same_everywhere, "clipped", (stage,), tuple(OFFLOADS), timeout=120)
 
 
 def test_the_same_bits_on_four_ranks() -> None:

@@ -64,14 +64,27 @@ class HiddenUpdates:
 
     # ------------------------------------------------------------------- starting
 
+    @property
+    def under_way(self) -> bool:
+        """Whether updates may go on beside the caller."""
+        return bool(self._started)
+
+    def note_settings(self) -> None:
+        """Take the groups' settings as they are before any parameter is updated: some optimizers count in them."""
+        self._hyper = [_hyperparameters(group) for group in self._optimizer.param_groups]
+
+    def restore_settings(self) -> None:
+        """Undo what the updates counted in the groups, for those parameters whose update is still to come."""
+        for group, before in zip(self._optimizer.param_groups, self._hyper, strict=True):
+            group.update(_hyperparameters(before))
+
     def start(self, used: set[int], factor: float) -> None:
-        """Queue the update of every unit, with the gradients times ``factor``.
+        """Queue the update of every unit, with the gradients times ``factor`` and the settings that were noted.
 
         Args:
             used: ids of the members that got a gradient on any rank.
         """
         units = sorted(self._units, key=self._place)
-        self._hyper = [_hyperparameters(group) for group in self._optimizer.param_groups]
         jobs = [job for unit in units if (job := self._job(unit, used)) is not None]
         for job, following in zip(jobs, [*jobs[1:], None], strict=False):
             updating = self._stream.run(partial(self._update, job, following, factor))

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import torch
 
-from partita.cli.machine import memory_bytes, usable_cores
+from partita.cli.machine import usable_cores
+from partita.memory.capacity import host_memory
 
 
 def describe_machine() -> str:
     """Processor, cores, memory, versions and date, in a line."""
     return (
-        f"{processor()}, {usable_cores()} cores, {memory_bytes()[0] / 2**30:.0f} GiB; "
+        f"{processor()}, {usable_cores()} cores, {host_memory()[0] / 2**30:.0f} GiB; "
         f"{platform.system()} {platform.machine()}, "
         f"Python {platform.python_version()}, torch {torch.__version__}; {datetime.now(UTC).date()}"
     )

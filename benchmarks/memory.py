@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks._common import Report, Run, check_losses, megabytes, parser, run
 from benchmarks._work import Work
-from partita.cli.machine import memory_bytes
+from partita.memory.capacity import host_memory
 
 MODES = (
     *("DDP", "FSDP2", "partita 0", "partita 1", "partita 2", "partita 3"),
@@ -102,7 +102,7 @@ def _need_memory(mode: str, world: int, work: Work) -> None:
         RuntimeError: too little memory is free.
     """
     num_params = sum(param.numel() for param in work.build("meta").parameters())
-    needed, free = world * (LARGEST_BYTES_A_PARAM * num_params + BYTES_A_PROCESS), memory_bytes()[1]
+    needed, free = world * (LARGEST_BYTES_A_PARAM * num_params + BYTES_A_PROCESS), host_memory()[1]
     if needed > free:
         raise RuntimeError(f"{mode} on {world} ranks may need {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
 

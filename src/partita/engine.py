@@ -1,6 +1,5 @@
 """The engine: a model, its plan and its optimizer, behind the calls of a training loop."""
 
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -20,21 +19,24 @@ from partita.checkpoint.whole import Whole
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
 from partita.config.resolve import Resolved
-from partita.config.schema import Offload
 from partita.errors import PartitaError, not_available
-from partita.memory.disk import Disk
+from partita.estimate.memory import model_state_bytes
+from partita.estimate.remedies import Situation
+from partita.memory.disk import open_disk
 from partita.memory.ledger import Ledger, MemoryReport
+from partita.memory.shortage import Shortages, explained
 from partita.memory.tiers import StateMemory
 from partita.optim.build import Factory, build_optimizer, build_schedule, wants_kernels
+from partita.optim.elements import states_per_element
 from partita.optim.elementwise import check_elementwise
 from partita.optim.loss_scale import LossScale
-from partita.optim.moments import num_states
 from partita.optim.step import StepResult, Updater
 from partita.optim.views import check_groups
 from partita.plan.residence import ENCODINGS
 from partita.plan.state_plan import StatePlan
 from partita.plan.traffic import TrafficReport
-from partita.sharding.assemble import Blueprint
+from partita.sharding.assemble import Blueprint, plan_units
+from partita.sharding.placing import agreed_budget
 from partita.sharding.runtime import Runtime
 
 DATA = ("data",)
@@ -64,23 +66,31 @@ class Engine:
         self._closed = False
         settings = resolved.config
         self._ledger, self._collectives = Ledger(), Collectives(mesh)
-        self._memory = StateMemory(mesh.device, self._ledger, partial(_open_disk, settings.zero.offload, mesh.rank))
+        self._memory = StateMemory(mesh.device, self._ledger, partial(open_disk, settings.zero.offload, mesh.rank))
         kernels = wants_kernels(settings, resolved.compute_dtype, mesh.device)
         self.optimizer = build_optimizer(list(model.parameters()), settings, given.optimizer, kernels=kernels)
         self.scheduler = build_schedule(self.optimizer, settings.schedule, given.scheduler)
         check_groups(self.optimizer, {id(param) for param in model.parameters()})
-        num_moments = num_states(self.optimizer)
-        blueprint = Blueprint(settings, ENCODINGS[resolved.compute_dtype], resolved.mesh, mesh.rank, num_moments)
-        if mesh.shape.group_size(blueprint.row.master.shard_axes) > 1 or not blueprint.row.updates_on_device:
+        self._num_moments = states_per_element(self.optimizer)
+        budget = agreed_budget(settings.zero.offload, self._collectives)
+        compute = ENCODINGS[resolved.compute_dtype]
+        blueprint = Blueprint(settings, compute, resolved.mesh, mesh.rank, budget, self._num_moments)
+        units = plan_units(model, blueprint)
+        self.units = [unit.planned for unit in units]
+        self.plan: dict[str, StatePlan] = {unit.name: unit.segments[0].row for unit in self.units}
+        if any(mesh.shape.group_size(r.master.shard_axes) > 1 or not r.updates_on_device for r in self.plan.values()):
             check_elementwise(self.optimizer)
+        situation = Situation(self.units, settings, mesh.shape, self._num_moments)
+        self._shortages = Shortages(situation, self._ledger, mesh.device, mesh.rank)
         source = Weights(given.weights) if given.weights is not None else None
         try:
-            self._runtime = Runtime(model, blueprint, self._collectives, self._memory, self._accumulate, source)
+            with self._shortages.explained("initialize"):
+                self._runtime = Runtime(
+                    model, units, blueprint, self._collectives, self._memory, self._accumulate, source
+                )
         except BaseException:
             self._memory.close()
             raise
-        self.units = [unit.planned for unit in self._runtime.units]
-        self.plan: dict[str, StatePlan] = {unit.name: unit.segments[0].row for unit in self.units}
         scale = LossScale(settings.precision.loss_scale, resolved.compute_dtype == "fp16")
         self._updater = Updater(self._runtime, self.optimizer, scale, settings.clip_grad_norm)
         self._whole = Whole(self._runtime, self._updater)
@@ -88,11 +98,13 @@ class Engine:
 
     # ------------------------------------------------------------------ training
 
+    @explained("forward")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward; floating-point inputs are cast to the compute dtype."""
         self._check_open()
         return self.module(*args, **kwargs)
 
+    @explained("backward")
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of ``loss`` (a scalar), averaged over the ranks and divided by ``batch.accumulate``.
 
@@ -119,6 +131,7 @@ class Engine:
         if self._runtime.reducer.waves == waves:
             self._runtime.reducer.end_wave()
 
+    @explained("step")
     def step(self) -> StepResult:
         """End a micro-batch; after the last one of a batch clip, update the parameters, and zero the gradients."""
         self._check_open()
@@ -140,6 +153,7 @@ class Engine:
         self._micro = number
         self._runtime.reducer.reduce_now = number + 1 == self._accumulate
 
+    @explained("train_batch")
     def train_batch(self, iterator: Iterator[Any] | Iterable[Any]) -> Tensor:
         """Train on one global batch: draws ``batch.accumulate`` micro-batches and returns their mean loss over all
         ranks.
@@ -277,6 +291,11 @@ class Engine:
         """Bytes held by this rank now and at their peak, by state and tier, and what its disk tier has moved."""
         return self._ledger.report(self.mesh.device, self._memory.disk_report())
 
+    @property
+    def planned_bytes(self) -> dict[tuple[str, str], int]:
+        """Bytes that this rank's model states take once every parameter was updated, by state and tier."""
+        return model_state_bytes(self.units, self.mesh.shape, self.mesh.rank, self._num_moments)
+
     def traffic_report(self) -> TrafficReport:
         """Bytes sent by this rank and calls so far, by collective, axis and purpose."""
         return self._collectives.meter.report()
@@ -311,10 +330,6 @@ class Engine:
             self.close()
         elif not self._closed:  # the other ranks may never finish what is under way
             self._end()
-
-
-def _open_disk(offload: Offload, rank: int) -> Disk:
-    return Disk(Path(offload.path or tempfile.gettempdir()), f"partita-rank-{rank}")
 
 
 def _is_scalar(value: object) -> bool:

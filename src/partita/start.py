@@ -16,6 +16,7 @@ from partita.config.resolve import Resolved, describe, resolve
 from partita.config.schema import Config
 from partita.engine import Engine, Given
 from partita.errors import ConfigError
+from partita.estimate.placement import describe_placement, leaves_a_choice
 from partita.optim.build import Factory
 
 _log = logging.getLogger("partita")
@@ -75,11 +76,14 @@ def initialize(
         for names in axes:
             mesh.open(names)
     try:
-        return Engine(model, resolved, mesh, Given(optimizer, scheduler, loss_fn, weights), owned)
+        engine = Engine(model, resolved, mesh, Given(optimizer, scheduler, loss_fn, weights), owned)
     except BaseException:
         if owned:
             mesh.close()
         raise
+    if launch.rank == 0 and leaves_a_choice(settings.zero.offload):
+        _log.info("%s", describe_placement(engine.planned_bytes))
+    return engine
 
 
 def _announce(resolved: Resolved) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from partita.cli import doctor, machine
+from partita.cli import doctor
 from partita.cli.main import app
 from tests.cli.processes import write_job
 
@@ -87,12 +87,3 @@ def test_doctor_says_what_is_missing_and_lost(monkeypatch: pytest.MonkeyPatch) -
     assert rows["transformers"] == "not installed: no Hugging Face models in a job"
     assert rows["tensorboard"] == "not installed: no event files, only metrics.jsonl"
     assert rows["compiled kernels"] == "not built; PyTorch's own are used"
-
-
-def test_memory_is_at_most_what_a_container_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_meminfo", lambda: {"MemTotal": 64_000, "MemAvailable": 50_000})
-    limits: dict[str, int | None] = {"/sys/fs/cgroup/memory.max": 8_000, "/sys/fs/cgroup/memory.current": 3_000}
-    monkeypatch.setattr(machine, "_number", limits.get)
-    assert machine.memory_bytes() == (8_000, 5_000)
-    limits["/sys/fs/cgroup/memory.max"] = None
-    assert machine.memory_bytes() == (64_000, 50_000)

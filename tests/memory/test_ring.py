@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from partita.memory.ledger import Ledger
-from partita.memory.ring import CLASS_SHARE, Ring, Slot
+from partita.memory.ring import Ring, Slot
 from partita.memory.streams import Event
+from partita.plan.slots import CLASS_SHARE
 
 CPU = torch.device("cpu")
 BLOCK, EMBEDDING = 4096, 40960

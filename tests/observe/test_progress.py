@@ -2,11 +2,10 @@
 
 import io
 
-import pytest
 from rich.console import Console
 
 from partita.observe.metrics import HeldOutRow, TrainRow
-from partita.observe.progress import TrainingProgress, figures, format_bytes
+from partita.observe.progress import TrainingProgress, figures
 
 ROW = TrainRow(5, 320, 2.34567, 1e-3, 0.5, 12_345.6, 0.026, (10_000_000, 412_000_000))
 
@@ -49,11 +48,3 @@ def test_a_quiet_rank_shows_nothing() -> None:
 def test_a_row_without_a_norm_shows_none() -> None:
     row = TrainRow(1, 64, 2.0, 1e-3, None, 10.0, 1.0, (5,))
     assert figures(row) == "loss 2.0000  10 tokens/s  5 B a rank"
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (812_345_678, "812 MB"), (1.5e9, "1.5 GB"), (2.25e12, "2.25 TB")],
-)
-def test_bytes_have_three_digits(num_bytes: float, text: str) -> None:
-    assert format_bytes(num_bytes) == text

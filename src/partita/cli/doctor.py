@@ -12,10 +12,11 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from partita.cli.machine import memory_bytes, usable_cores
+from partita.cli.machine import usable_cores
 from partita.config.resolve import resolve
 from partita.config.schema import Config
-from partita.observe.progress import format_bytes
+from partita.estimate.figures import format_bytes
+from partita.memory.capacity import host_memory
 
 # What is lost without each package that is not required.
 OPTIONAL_PACKAGES = {
@@ -45,7 +46,7 @@ def machine_rows() -> Iterator[Row]:
     yield "PyTorch", torch.__version__
     yield "devices", "\n".join(_devices())
     yield "cores", f"{usable_cores()} usable; PyTorch computes with {torch.get_num_threads()} threads"
-    total, free = memory_bytes()
+    total, free = host_memory()
     yield "memory", f"{format_bytes(total)}, {format_bytes(free)} free"
     folder = Path.cwd()
     disk = shutil.disk_usage(folder)

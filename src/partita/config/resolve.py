@@ -80,9 +80,10 @@ def describe(resolved: Resolved) -> str:
         f"gradients {precision.gradients}, moments {precision.moments}",
         f"optimizer: {optimizer}, {rates}{clipped}",
     ]
-    lines += resolved.notices[: _MAX_NOTICES - 1] if len(resolved.notices) > _MAX_NOTICES else resolved.notices
-    if len(resolved.notices) > _MAX_NOTICES:
-        lines.append(f"... and {len(resolved.notices) - _MAX_NOTICES + 1} more settings without effect")
+    most = _MAX_NOTICES - ("auto" in (zero.offload.parameters, zero.offload.optimizer))  # a line tells what was chosen
+    lines += resolved.notices[: most - 1] if len(resolved.notices) > most else resolved.notices
+    if len(resolved.notices) > most:
+        lines.append(f"... and {len(resolved.notices) - most + 1} more settings without effect")
     return "\n".join(lines)
 
 

@@ -17,9 +17,12 @@ ADAM_MOMENTS = 2
 
 
 def model_state_bytes(
-    units: Sequence[PlannedUnit], mesh: MeshShape, rank: int, num_moments: int = ADAM_MOMENTS
+    units: Sequence[PlannedUnit], mesh: MeshShape, rank: int | None, num_moments: int = ADAM_MOMENTS
 ) -> dict[tuple[str, str], int]:
     """Bytes that ``rank`` holds for each state, by (state, tier), once every parameter that trains has been updated.
+
+    Without a ``rank``: the most that any of them may hold, so that what follows from it is the same on all.
+
 
     The states are ``parameters``, ``gradients``, ``master`` (only where it has memory of its own) and ``moments``, of
     which the optimizer keeps ``num_moments`` for each element. Padding is included. Gradients that rest nowhere else
@@ -34,7 +37,7 @@ def model_state_bytes(
 
 
 def _states(
-    segment: PlannedSegment, mesh: MeshShape, rank: int, num_moments: int
+    segment: PlannedSegment, mesh: MeshShape, rank: int | None, num_moments: int
 ) -> Iterator[tuple[str, Residence, int]]:
     """(state, residence, bytes) for everything that a segment keeps."""
     row, padded = segment.row, segment.layout.padded
@@ -55,7 +58,9 @@ def _states(
         yield "moments", row.moments, num_moments * _value_bytes(segment, row.moments, mesh, rank)
 
 
-def _value_bytes(segment: PlannedSegment, residence: Residence, mesh: MeshShape, rank: int) -> int:
+def _value_bytes(segment: PlannedSegment, residence: Residence, mesh: MeshShape, rank: int | None) -> int:
     """Bytes of the values themselves, without padding, that ``rank`` holds under ``residence``."""
+    if rank is None:
+        return residence.num_bytes(segment.layout.padded, mesh)
     spans = segment.spans_of(residence, mesh, rank)
     return sum(residence.encoding.num_bytes(span.num_elements) for span in spans)

@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -25,6 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from partita.config.schema import Offload
 from partita.errors import PartitaError
 from partita.memory.streams import Event
 from partita.memory.workers import Workers
@@ -264,6 +266,16 @@ def _behind(views: list[memoryview], num_bytes: int) -> Iterator[memoryview]:
         skipped = min(num_bytes, len(view))
         num_bytes -= skipped
         yield view[skipped:]
+
+
+def scratch_folder(offload: Offload) -> Path:
+    """Where the disk tier is."""
+    return Path(offload.path or tempfile.gettempdir())
+
+
+def open_disk(offload: Offload, rank: int) -> Disk:
+    """The disk tier of a rank."""
+    return Disk(scratch_folder(offload), f"partita-rank-{rank}")
 
 
 def _open(folder: Path, name: str) -> tuple[int, bool]:

@@ -16,9 +16,7 @@ import torch
 from partita.memory.allocate import allocate
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event
-
-# Sizes down to this share of a class's size join the class instead of having slots of their own.
-CLASS_SHARE = 0.75
+from partita.plan.slots import class_of, slot_counts
 
 
 @dataclass
@@ -53,14 +51,9 @@ class Ring:
         backed: bool = True,
     ) -> None:
         self._name, self._device, self._ledger, self._backed = name, device, ledger, backed
-        self._free: dict[int, list[Slot]] = {}
         self._warned = False
-        for size in sorted(sizes, reverse=True):
-            if not self._free or size < CLASS_SHARE * min(self._free):
-                self._free[size] = []
-        for size in self._free:
-            served, kept = (sum(self._class_of(other) == size for other in group) for group in (sizes, lasting))
-            self._free[size] = [self._new(size) for _ in range(min(depth + kept, served))]
+        counts = slot_counts(sizes, depth, lasting)
+        self._free = {size: [self._new(size) for _ in range(num)] for size, num in counts.items()}
 
     def provide(self, num_bytes: int, depth: int) -> None:
         """Have ``depth`` slots for tensors of another size, where no larger ones serve."""
@@ -100,10 +93,10 @@ class Ring:
         self._free[slot.num_bytes].append(slot)
 
     def _class_of(self, num_bytes: int) -> int:
-        large = [size for size in self._free if size >= num_bytes]
-        if not large:
+        found = class_of(list(self._free), num_bytes)
+        if found is None:
             self._free[num_bytes] = []
-        return min(large, default=num_bytes)
+        return num_bytes if found is None else found
 
     def _new(self, num_bytes: int, spare: bool = False) -> Slot:
         self._ledger.add(self._name, num_bytes)

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from partita.estimate.figures import format_bytes
 from partita.observe.metrics import HeldOutRow, TrainRow
 
 REFRESH_S = 0.2
@@ -81,15 +82,6 @@ def figures(row: TrainRow) -> str:
     """The figures of a row, short."""
     norm = "" if row.grad_norm is None else f"  grad norm {row.grad_norm:.2f}"
     return f"loss {row.loss:.4f}  {row.tokens_per_s:,.0f} tokens/s{norm}  {format_bytes(max(row.memory_bytes))} a rank"
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Decimal units, three digits: 812 MB, 1.57 GB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 999.5:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
 
 
 def _duration(seconds: float) -> str:

@@ -8,7 +8,6 @@ Source: Ren et al., "ZeRO-Offload", 2021, section 5 (one-step delayed update, wh
 every update).
 """
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from partita.memory.streams import Stream
 from partita.optim.fused import FusedOptimizer
 from partita.optim.moments import Moments
 from partita.optim.segment_update import SegmentUpdate, Surroundings
+from partita.optim.shadow import shadow_of
 from partita.optim.views import View, Views
 from partita.plan.residence import Tier
 from partita.sharding.runtime import Runtime
@@ -78,13 +78,26 @@ class HiddenUpdates:
 
     # ------------------------------------------------------------------- starting
 
+    @property
+    def under_way(self) -> bool:
+        """Whether updates may go on beside the caller."""
+        return bool(self._started)
+
+    def note_settings(self) -> None:
+        """Take the groups' settings as they are before any parameter is updated: some optimizers count in them."""
+        self._hyper = [_hyperparameters(group) for group in self._optimizer.param_groups]
+
+    def restore_settings(self) -> None:
+        """Undo what the updates counted in the groups, for those parameters whose update is still to come."""
+        for group, before in zip(self._optimizer.param_groups, self._hyper, strict=True):
+            group.update(_hyperparameters(before))
+
     def start(self, used: set[int], factor: float) -> None:
-        """Queue the update of every unit, with the gradients times ``factor``.
+        """Queue the update of every unit, with the gradients times ``factor`` and the settings that were noted.
 
         Args:
             used: ids of the members that got a gradient on any rank.
         """
-        self._hyper = [_hyperparameters(group) for group in self._optimizer.param_groups]
         found = [job for unit in self.units if (job := self._job(unit, used)) is not None]
         jobs = sorted(found, key=self._place)
         for job, following in zip(jobs, [*jobs[1:], None], strict=False):
@@ -157,17 +170,11 @@ class HiddenUpdates:
     def _step(self, groups: list[dict[str, Any]]) -> None:
         """The optimizer's own step on some of its parameters, with the groups' settings as they were.
 
-        It runs on a second object with the same state, so that nobody who changes a rate meanwhile is in its way. The
-        hooks on the optimizer's step are not this one's.
+        It runs on a second object with the same state, so that nobody who changes a rate meanwhile is in its way.
         """
         if not any(group["params"] for group in groups):
             return
-        shadow = object.__new__(type(self._optimizer))
-        shadow.__dict__.update(self._optimizer.__dict__)
-        shadow.__dict__.pop("step", None)  # a scheduler's wrapper around the other object's
-        shadow.param_groups = groups
-        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            setattr(shadow, hooks, OrderedDict())
+        shadow = shadow_of(self._optimizer, groups, self._optimizer.state)
         shadow.step()
         if isinstance(shadow, FusedOptimizer):
             shadow.operands.clear()

@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.optim import SGD, Optimizer
 
-from partita.estimate.memory import ADAM_MOMENTS
 from partita.kernels.state import num_blocks
 from partita.memory.tiers import Kept, Lease, StateMemory
-from partita.optim.fused import BLOCK_STATES, FusedLion, FusedSGD
+from partita.optim.fused import BLOCK_STATES
 from partita.optim.views import View
 from partita.plan.residence import Tier
 from partita.sharding.unit import Segment
@@ -72,13 +70,3 @@ class Moments:
                     self._state[view.tensor][key] = value.new_empty(0)
         for lease in leases.values():
             lease.end(changed=True)
-
-
-def num_states(optimizer: Optimizer) -> int:
-    """How many states an optimizer will keep for each element, as far as it can be told: of an unknown one, Adam's."""
-    groups = optimizer.param_groups
-    if isinstance(optimizer, FusedLion):
-        return 1
-    if isinstance(optimizer, SGD | FusedSGD):
-        return int(any(group["momentum"] for group in groups))
-    return ADAM_MOMENTS + int(any(group.get("amsgrad") for group in groups))

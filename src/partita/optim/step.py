@@ -95,9 +95,11 @@ class Updater:
         factor = self._factor(norm)
         self._scale_gradients(factor)
         self._reducer.spread()
+        self.hidden.note_settings()
         if _has_step_hooks(self.optimizer):  # they find everything updated
             self.hidden.start(agreed.used, factor)
             self.settle()
+            self.hidden.restore_settings()
             self._update_on_device(agreed.used)
         else:
             self._update_on_device(agreed.used)
@@ -105,7 +107,8 @@ class Updater:
         self._forget()
         result = StepResult(True, norm, self.scale.value, False, lr)
         self.scale.succeeded()
-        self._count_moments()
+        if not self.hidden.under_way:
+            self._count_moments()
         return result
 
     def settle(self) -> None:

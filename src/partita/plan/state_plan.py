@@ -82,6 +82,7 @@ PRESETS = {
     "zero3-kept": _Row(rest=DATA, grad_between=DATA, grad_step=DATA, states=DATA),
     "hierarchical": _Row(rest=DATA, between=LOCAL, grad_between=DATA, grad_step=DATA, states=DATA),
 }
+_STAGES = ("ddp", "zero1", "zero2", "zero3")
 
 
 def preset(
@@ -112,4 +113,11 @@ def preset_name(stage: int, *, keep_gathered: bool = False, hierarchical: bool =
     """The preset that a ZeRO stage and its variants stand for."""
     if keep_gathered:
         return "zero3-kept"
-    return "hierarchical" if hierarchical else ("ddp", "zero1", "zero2", "zero3")[stage]
+    return "hierarchical" if hierarchical else _STAGES[stage]
+
+
+def further_stages(name: str) -> list[tuple[int, str]]:
+    """(stage, preset) of the stages that split more than the preset called ``name`` does."""
+    last = len(_STAGES) - 1
+    own = _STAGES.index(name) if name in _STAGES else last
+    return [(stage, _STAGES[stage]) for stage in range(own + 1, last + 1)]

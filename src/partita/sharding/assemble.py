@@ -19,10 +19,12 @@ from partita.comm.together import together
 from partita.config.schema import Config
 from partita.errors import ConfigError
 from partita.estimate.memory import ADAM_MOMENTS
+from partita.estimate.placement import Budget, Placing, chosen_tiers
 from partita.memory.tiers import StateMemory
 from partita.plan.mesh_shape import MeshShape
-from partita.plan.residence import BF16, ENCODINGS, FP32, INT8, SPLIT, Encoding, Tier
-from partita.plan.span import Entry, lay_out
+from partita.plan.planned import PlannedSegment, PlannedUnit
+from partita.plan.residence import BF16, ENCODINGS, FP32, INT8, SPLIT, Encoding
+from partita.plan.span import Entry, UnitLayout, lay_out
 from partita.plan.state_plan import Encodings, StatePlan, Tiers, preset, preset_name
 from partita.sharding.casts import keep_fp32_modules
 from partita.sharding.dtypes import encoding_of
@@ -31,40 +33,51 @@ from partita.sharding.initialize import initialize_module
 from partita.sharding.unit import Segment, Unit, check_supported
 
 DATA = ("data",)
-TIERS = {"none": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What decides a unit's layout: the config, the compute encoding after ``auto``, the mesh and this rank."""
+    """What decides a unit's layout and rows: the config, the compute encoding after ``auto``, the mesh and this rank.
+
+    ``budget``: what may be used of each memory, where the config leaves the tiers open; ``num_moments``: tensors that
+    the optimizer keeps beside a parameter.
+    """
 
     config: Config
     compute: Encoding
     mesh: MeshShape
     rank: int
-    num_moments: int = ADAM_MOMENTS  # states that the optimizer keeps for each element
+    budget: Budget | None = None
+    num_moments: int = ADAM_MOMENTS
 
     @property
     def preset(self) -> str:
         zero = self.config.zero
         return preset_name(zero.stage, keep_gathered=zero.keep_gathered, hierarchical=zero.hierarchical)
 
-    @property
-    def row(self) -> StatePlan:
-        """The row of the table that parameters in the compute encoding have."""
-        return self.row_of(self.compute)
+    def row(self, encoding: Encoding, tiers: Tiers) -> StatePlan:
+        """The row of the table that parameters of this compute encoding have."""
+        return preset(self.preset, self.encodings(encoding), tiers, self.mesh)
 
-    def row_of(self, encoding: Encoding) -> StatePlan:
-        """The row that parameters of this compute encoding have."""
-        return preset(self.preset, self.encodings(encoding), self.tiers, self.mesh)
+    def tiers(self, layouts: Sequence[UnitLayout]) -> list[Tiers]:
+        """Where the states of each unit rest.
 
-    @property
-    def tiers(self) -> Tiers:
-        """Where states rest."""
-        offload = self.config.zero.offload
-        optimizer = TIERS[offload.optimizer]
-        gradients = optimizer if offload.gradients == "auto" else TIERS[offload.gradients]
-        return Tiers(TIERS[offload.parameters], gradients, optimizer)
+        Raises:
+            ConfigError: they do not fit anywhere.
+        """
+        zero = self.config.zero
+        if self.budget is None:
+            return [chosen_tiers(zero.offload, Tiers())] * len(layouts)
+
+        def planned(number: int, tiers: Tiers) -> PlannedUnit:
+            segments = layouts[number].segments
+            return PlannedUnit(
+                layouts[number].name, tuple(PlannedSegment(s, self.row(s.encoding, tiers)) for s in segments)
+            )
+
+        names = [layout.name for layout in layouts]
+        placing = Placing(names, planned, self.mesh, zero.offload, zero.prefetch_bytes, self.num_moments)
+        return placing.place(self.budget)
 
     def encodings(self, compute: Encoding) -> Encodings:
         precision = self.config.precision
@@ -79,19 +92,24 @@ def plan_units(model: nn.Module, blueprint: Blueprint) -> list[Unit]:
     """Group the model's parameters and lay every unit out; nothing is allocated or changed yet.
 
     Raises:
-        ConfigError: a parameter's kind is not supported, or a pattern of the config matches nothing.
+        ConfigError: a parameter's kind is not supported, a pattern of the config matches nothing, or the states do not
+            fit into the memory that there is.
     """
     kept = keep_fp32_modules(model, blueprint.config.precision.keep_fp32)
     for holding in find_holdings(model):
         check_supported(holding)
-    units = list[Unit]()
-    for spec in group_units(model, blueprint.config.zero.units):
+    specs, layouts = group_units(model, blueprint.config.zero.units), list[UnitLayout]()
+    for spec in specs:
         entries = [
             Entry(h.fqns[0], tuple(h.param.shape), _encoding(h, blueprint.compute, kept), h.param.requires_grad)
             for h in spec.holdings
         ]
-        layout = lay_out(spec.name, entries, blueprint.mesh.data)
-        segments = [Segment(s, blueprint.row_of(s.encoding), blueprint.mesh, blueprint.rank) for s in layout.segments]
+        layouts.append(lay_out(spec.name, entries, blueprint.mesh.data))
+    units = list[Unit]()
+    for spec, layout, tiers in zip(specs, layouts, blueprint.tiers(layouts), strict=True):
+        segments = [
+            Segment(s, blueprint.row(s.encoding, tiers), blueprint.mesh, blueprint.rank) for s in layout.segments
+        ]
         units.append(Unit(spec, layout, segments, len(units)))
     return units
 

@@ -18,13 +18,12 @@ from partita.memory.ledger import Ledger
 from partita.memory.ring import Ring, Slot
 from partita.memory.streams import Event, record
 from partita.plan.residence import Tier
+from partita.plan.slots import RECEIVING, SENDING
 from partita.plan.steps import AllReduce
 from partita.sharding.buckets import Bucket, BucketState, square
 from partita.sharding.unit import Member
 
 DATA = ("data",)
-# How many buckets may be filled or under way at a time. One part is received at a time.
-SENDING, RECEIVING = 2, 1
 
 
 class GradientReducer:

@@ -12,9 +12,10 @@ from partita.estimate.memory import model_state_bytes
 from partita.memory.ring import Loan, Ring
 from partita.memory.tiers import StateMemory
 from partita.plan.residence import Tier
+from partita.plan.slots import Passing, bytes_ahead, ring_depth
 from partita.sharding import resting
 from partita.sharding.agreement import agree
-from partita.sharding.assemble import Assembly, Blueprint, Source, plan_units
+from partita.sharding.assemble import Assembly, Blueprint, Source
 from partita.sharding.buckets import Bucket, make_buckets
 from partita.sharding.buffers import BufferSync
 from partita.sharding.casts import cast_borders, keep_fp32_modules, map_floats
@@ -35,6 +36,7 @@ class Runtime:
     """Everything between the user's modules and the optimizer.
 
     Args:
+        units: of the model, as :func:`~partita.sharding.assemble.plan_units` makes them.
         accumulate: micro-batches in a step.
         source: brings values for the parameters instead of the model's own (see :class:`Assembly`).
         swap: lend memory by swapping storages where torch can; off: resize them.
@@ -43,6 +45,7 @@ class Runtime:
     def __init__(
         self,
         model: nn.Module,
+        units: list[Unit],
         blueprint: Blueprint,
         collectives: Collectives,
         memory: StateMemory,
@@ -54,16 +57,16 @@ class Runtime:
         ledger = memory.ledger
         self._device, config = collectives.mesh.device, blueprint.config
         kept = keep_fp32_modules(model, config.precision.keep_fp32)
-        self.units = plan_units(model, blueprint)
+        self.units = units
         self._provide_disk(blueprint.num_moments)
         sharded = [unit for unit in self.units if unit.travels]
         self.loan = Loan(swap)
-        sizes = [unit.layout.num_bytes for unit in sharded]
-        ahead = _prefetch_bytes(config.zero.prefetch_bytes, sharded)
-        # In backward a unit is opened before the one that follows it in forward is closed: two slots at the least.
-        beside = max(1, -(-ahead // max(sizes, default=1)))
-        depth = len(sizes) if all(unit.stays_whole for unit in sharded) else 1 + beside
-        outer = [unit.layout.num_bytes for unit in sharded if unit.is_outer(sharded)]
+        passing = [
+            Passing(unit.layout.num_bytes, not unit.name, unit.is_outer(sharded), unit.stays_whole) for unit in sharded
+        ]
+        ahead = bytes_ahead(config.zero.prefetch_bytes, passing)
+        sizes, outer = [unit.num_bytes for unit in passing], [unit.num_bytes for unit in passing if unit.is_outer]
+        depth = ring_depth(passing, ahead)
         self.ring = Ring("ring", sizes, depth, ledger, self._device, lasting=outer, backed=self.loan.swap)
         self.executor = Executor(collectives, self.ring, self.loan)
         first = collectives.mesh.order.register([unit.title for unit in self.units])
@@ -203,11 +206,3 @@ class Runtime:
             if not unit.travels:
                 resting.disclaim(member.param)
         self.memory.close()
-
-
-def _prefetch_bytes(setting: int | str, sharded: list[Unit]) -> int:
-    """``auto``: one unit ahead (the largest but the root, which is whole from end to end)."""
-    if isinstance(setting, int):
-        return setting
-    sizes = [unit.layout.num_bytes for unit in sharded if unit.name] or [unit.layout.num_bytes for unit in sharded]
-    return max(sizes, default=0)

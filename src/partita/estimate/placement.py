@@ -1,0 +1,192 @@
+"""Which tier each unit's states rest in: what the config names, and for ``auto`` as much as fits in each memory.
+
+Who gets the device first is decided by the bytes that move in a step for a byte that is held elsewhere: parameters are
+read for forward and for backward of every micro-batch and written once; master weights and moments are read and written
+once at the most (on the host they do not move at all: the update is computed there). So the parameters of all units
+come first, then the optimizer states of all units, with which their gradients go.
+
+Among units, those that the model uses first come first: in the next forward nothing hides the way of their states,
+while that of later units' is hidden by the computation before them. The root unit spans all others and is in use from
+end to end, so it is the very first.
+
+Tiers never come nearer along this order. That costs a gap at the end of a memory, and makes the placement monotone:
+more memory brings no state further away.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from partita.config.schema import Offload
+from partita.errors import ConfigError
+from partita.estimate.figures import format_bytes
+from partita.estimate.memory import model_state_bytes
+from partita.estimate.working import working_bytes
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.planned import PlannedUnit
+from partita.plan.residence import Tier
+from partita.plan.state_plan import Tiers
+
+TIERS = {"none": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}
+STATES = ("parameters", "optimizer")  # in the order in which they get the device
+SHOWN = {"parameters": "parameters", "gradients": "gradients", "master": "optimizer", "moments": "optimizer"}
+
+Usage = dict[Tier, int]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that a rank may use of each memory, for states and working memory.
+
+    ``one_memory``: the device is the host's own processor; what rests on either counts towards ``device``.
+    """
+
+    device: int
+    host: int
+    disk: int
+    one_memory: bool = False
+
+    def fits(self, used: Usage) -> bool:
+        return not self.lacking(used)
+
+    def lacking(self, used: Usage) -> list[Tier]:
+        """The memories that ``used`` is more than there is of."""
+        if self.one_memory:
+            used = {Tier.DEVICE: used[Tier.DEVICE] + used[Tier.HOST], Tier.HOST: 0, Tier.DISK: used[Tier.DISK]}
+        return [tier for tier in Tier if used[tier] > self.of(tier)]
+
+    def of(self, tier: Tier) -> int:
+        return {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.DISK: self.disk}[tier]
+
+    def shared(self, num_ranks: int) -> "Budget":
+        """The share of a rank on a node with so many: of all but a device of its own."""
+        device = self.device // num_ranks if self.one_memory else self.device
+        return Budget(device, self.host // num_ranks, self.disk // num_ranks, self.one_memory)
+
+    @staticmethod
+    def least(budgets: Sequence["Budget"]) -> "Budget":
+        """What every one of them has."""
+        device, host, disk = (min(budget.of(tier) for budget in budgets) for tier in Tier)
+        return Budget(device, host, disk, budgets[0].one_memory)
+
+
+def chosen_tiers(offload: Offload, auto: Tiers) -> Tiers:
+    """A unit's tiers as the config has them, with those of ``auto`` where it leaves the choice."""
+    optimizer = TIERS.get(offload.optimizer, auto.optimizer)
+    gradients = optimizer if offload.gradients == "auto" else TIERS[offload.gradients]
+    return Tiers(TIERS.get(offload.parameters, auto.parameters), gradients, optimizer)
+
+
+def leaves_a_choice(offload: Offload) -> bool:
+    return "auto" in (offload.parameters, offload.optimizer)
+
+
+@dataclass(frozen=True)
+class Placing:
+    """What is to be placed.
+
+    ``planned(number, tiers)`` is the unit of that number with its states in these tiers; ``names`` are the units'.
+    """
+
+    names: Sequence[str]
+    planned: Callable[[int, Tiers], PlannedUnit]
+    mesh: MeshShape
+    offload: Offload
+    prefetch: int | str
+    num_moments: int
+    _units: dict[tuple[int, Tiers], tuple[PlannedUnit, Usage]] = field(default_factory=dict)
+
+    def place(self, budget: Budget) -> list[Tiers]:
+        """The tiers of each unit.
+
+        Raises:
+            ConfigError: the states and the working memory do not fit, wherever they are.
+        """
+        order = sorted(range(len(self.names)), key=lambda number: bool(self.names[number]))
+        wanted = [state for state in STATES if getattr(self.offload, state) == "auto"]
+        items = [(number, state) for state in wanted for number in order]
+        every = range(len(items), -1, -1)
+        # What the device holds does not depend on how the rest is divided, and the host and the disk need the less the
+        # more is nearer: so each prefix is found by itself.
+        near = next((num for num in every if self._device_fits(items, num, budget)), 0)
+        far = near
+        if not budget.one_memory:
+            far = next((n for n in every[: len(items) - near] if self._fits(items, near, n, Tier.HOST, budget)), near)
+        tiers = self._tiers(items, near, far)
+        if not budget.fits(self._used(tiers)):
+            raise self._too_large(tiers, budget)
+        return tiers
+
+    def _device_fits(self, items: Sequence[tuple[int, str]], near: int, budget: Budget) -> bool:
+        return self._fits(items, near, near, Tier.DEVICE, budget)
+
+    def _fits(self, items: Sequence[tuple[int, str]], near: int, far: int, tier: Tier, budget: Budget) -> bool:
+        return tier not in budget.lacking(self._used(self._tiers(items, near, far)))
+
+    def _tiers(self, items: Sequence[tuple[int, str]], near: int, far: int) -> list[Tiers]:
+        """The first ``near`` items on the device, those before ``far`` on the host, the rest on disk."""
+        chosen = [Tiers() for _ in self.names]
+        for place, (number, state) in enumerate(items):
+            tier = Tier.DEVICE if place < near else Tier.HOST if place < far else Tier.DISK
+            chosen[number] = replace(chosen[number], **{state: tier})
+        return [chosen_tiers(self.offload, tiers) for tiers in chosen]
+
+    def _unit(self, number: int, tiers: Tiers) -> tuple[PlannedUnit, Usage]:
+        if (number, tiers) not in self._units:
+            unit = self.planned(number, tiers)
+            held = model_state_bytes([unit], self.mesh, None, self.num_moments)
+            self._units[number, tiers] = (
+                unit,
+                {tier: sum(num for (_, name), num in held.items() if name == tier.value) for tier in Tier},
+            )
+        return self._units[number, tiers]
+
+    def _states(self, tiers: Sequence[Tiers]) -> Usage:
+        every = [self._unit(number, chosen)[1] for number, chosen in enumerate(tiers)]
+        return {tier: sum(used[tier] for used in every) for tier in Tier}
+
+    def _working(self, tiers: Sequence[Tiers]) -> Usage:
+        units = [self._unit(number, chosen)[0] for number, chosen in enumerate(tiers)]
+        needed = working_bytes(units, self.mesh, self.prefetch, self.num_moments)
+        return {tier: needed.get(tier, 0) for tier in Tier}
+
+    def _used(self, tiers: Sequence[Tiers]) -> Usage:
+        states, working = self._states(tiers), self._working(tiers)
+        return {tier: states[tier] + working[tier] for tier in Tier}
+
+    def _too_large(self, tiers: Sequence[Tiers], budget: Budget) -> ConfigError:
+        states, working = self._states(tiers), self._working(tiers)
+        lines = [
+            f"  {tier.value:<7}{format_bytes(states[tier]):>8} of states + {format_bytes(working[tier]):>7} of working "
+            f"memory; {format_bytes(budget.of(tier)):>7} may be used"
+            for tier in Tier
+        ]
+        if budget.one_memory:
+            lines[1] = lines[1].partition(";")[0] + "; the device's memory is the host's"
+        fixes = {
+            Tier.DEVICE: "start more ranks or raise zero.stage; name smaller modules in zero.units, or set "
+            "zero.prefetch_bytes: 0",
+            Tier.HOST: "set zero.offload.parameters and zero.offload.optimizer to auto or disk, or start fewer ranks "
+            "on a node",
+            Tier.DISK: "let zero.offload.path name a folder on a larger disk (files in memory do not count), or raise "
+            "zero.stage",
+        }
+        lacking = budget.lacking(self._used(tiers))
+        fix = "; ".join(fixes[tier] for tier in lacking)
+        where = " and ".join(tier.value for tier in lacking)
+        return ConfigError(
+            "\n".join([f"zero.offload: the states of a rank do not fit ({where})", *lines, f"Fix: {fix}."])
+        )
+
+
+def describe_placement(held: Mapping[tuple[str, str], int]) -> str:
+    """Bytes by state and tier (as :func:`model_state_bytes` gives them) in a line: where the states of a rank rest."""
+    sums = Counter[tuple[str, str]]()
+    for (state, tier), num_bytes in held.items():
+        sums[SHOWN[state], tier] += num_bytes
+    parts = []
+    for state in dict.fromkeys(SHOWN.values()):
+        places = [f"{format_bytes(sums[state, tier.value])} {tier.value}" for tier in Tier if sums[state, tier.value]]
+        if places:
+            parts.append(f"{state} {', '.join(places)}")
+    return "offload: " + "; ".join(parts)

@@ -1,0 +1,136 @@
+"""Bytes that a rank needs beside its model states, at the most: slots, staging memory, what is on its way.
+
+What autograd keeps for backward is not in it. Where the runtime's figure depends on details (which small gradients
+share a bucket), this one is a bound that does not, so that it is the same for plans that differ only in them.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.planned import BUCKET_BYTES, PlannedSegment, PlannedUnit
+from partita.plan.residence import Tier
+from partita.plan.slots import CLASS_SHARE, RECEIVING, SENDING, Passing, bytes_ahead, ring_depth, slot_counts
+from partita.plan.state_plan import DATA
+from partita.plan.steps import AllGather, AllReduce, ReduceScatter, steps
+
+# Tensors of one kind that are on their way between disk and host at a time: of a unit that is updated, of the one that
+# is read ahead, and of one whose last request is still under way.
+STAGED = 3
+
+
+def working_bytes(
+    units: Sequence[PlannedUnit], mesh: MeshShape, prefetch: int | str, num_moments: int
+) -> dict[Tier, int]:
+    """Bytes by tier. ``prefetch`` is ``zero.prefetch_bytes``."""
+    needed = Counter[Tier]()
+    needed[Tier.DEVICE] = (
+        _ring_bytes(units, mesh, prefetch) + _gradient_bytes(units, mesh) + _publish_bytes(units, mesh)
+    )
+    needed[Tier.HOST] = _staging_bytes(units, mesh, num_moments) + _update_bytes(units, mesh)
+    return dict(needed)
+
+
+def unit_bytes(unit: PlannedUnit) -> int:
+    """Bytes of a whole unit in the compute encoding."""
+    return sum(s.layout.padded * s.layout.encoding.itemsize for s in unit.segments)
+
+
+def _ring_bytes(units: Sequence[PlannedUnit], mesh: MeshShape, prefetch: int | str) -> int:
+    """The ring of gathered units, as the runtime sizes it."""
+    moving = [u for u in units if steps(u.segments[0].row.param_rest, u.segments[0].row.param_compute, mesh)]
+    names = {unit.name for unit in moving}
+    outer = {""} | {name[:end] for name in names for end in range(len(name)) if name[end] == "."}
+    passing = [
+        Passing(
+            unit_bytes(unit),
+            not unit.name,
+            unit.name in outer and len(moving) > 1,
+            not steps(unit.segments[0].row.param_compute, unit.segments[0].row.param_between, mesh),
+        )
+        for unit in moving
+    ]
+    depth = ring_depth(passing, bytes_ahead(prefetch, passing))
+    lasting = [unit.num_bytes for unit in passing if unit.is_outer]
+    return _total(slot_counts([unit.num_bytes for unit in passing], depth, lasting))
+
+
+def _gradient_bytes(units: Sequence[PlannedUnit], mesh: MeshShape) -> int:
+    """Slots of the buckets, and the gradients of one unit as autograd leaves them."""
+    segments = [segment for unit in units for segment in unit.segments if segment.trains]
+    sent, received = list[int](), list[int]()
+    for segment in segments:
+        row, num_bytes = segment.row, segment.layout.padded * segment.row.grad_step.encoding.itemsize
+        arriving = steps(row.grad_arrival, row.grad_step, mesh)
+        between = row.grad_between
+        rests_whole = not arriving or (mesh.group_size(between.shard_axes) == 1 and between.tier is Tier.DEVICE)
+        if not rests_whole:
+            sent.append(num_bytes)
+        if any(isinstance(op, AllReduce | ReduceScatter) for op in arriving):
+            received.append(num_bytes - num_bytes // mesh.group_size(DATA))
+    moved = [sum(_arriving_bytes(segment, mesh) for segment in unit.segments if segment.trains) for unit in units]
+    return _shared_slots(sent, SENDING) + _shared_slots(received, RECEIVING) + max(moved, default=0)
+
+
+def _arriving_bytes(segment: PlannedSegment, mesh: MeshShape) -> int:
+    row = segment.row
+    if not steps(row.grad_arrival, row.grad_step, mesh):
+        return 0  # that is where they rest
+    return segment.layout.padded * row.grad_arrival.encoding.itemsize
+
+
+def _shared_slots(sizes: Sequence[int], depth: int) -> int:
+    """Slots of the buckets that segments of these sizes are in. Whatever small ones share, a bucket of theirs has at
+    most ``BUCKET_BYTES``, and the classes of such buckets are a falling geometric series.
+    """
+    large = [size for size in sizes if size > BUCKET_BYTES]
+    small = sum(size for size in sizes if size <= BUCKET_BYTES)
+    series = depth * min(small, BUCKET_BYTES) / (1 - CLASS_SHARE)
+    return _total(slot_counts(large, depth)) + int(min(small / CLASS_SHARE, series))
+
+
+def _publish_bytes(units: Sequence[PlannedUnit], mesh: MeshShape) -> int:
+    """A unit made whole on the device on its way to where it rests whole, after an update."""
+    return max(
+        (
+            segment.row.param_rest.num_bytes(segment.layout.padded, mesh)
+            for unit in units
+            for segment in unit.segments
+            if segment.trains and segment.row.param_rest.tier is not Tier.DEVICE
+            if any(isinstance(op, AllGather) for op in steps(segment.row.master, segment.row.param_rest, mesh))
+        ),
+        default=0,
+    )
+
+
+def _staging_bytes(units: Sequence[PlannedUnit], mesh: MeshShape, num_moments: int) -> int:
+    """Host memory that what rests on disk passes through."""
+    sizes: dict[str, list[int]] = {"parameters": [], "gradients": [], "optimizer": []}
+    for segment in (segment for unit in units for segment in unit.segments):
+        row, padded = segment.row, segment.layout.padded
+        kept = [("parameters", row.param_rest)]
+        if segment.trains:
+            kept += [
+                ("gradients", row.grad_step),
+                ("optimizer", row.master),
+                *[("optimizer", row.moments)] * num_moments,
+            ]
+        for kind, residence in kept:
+            if residence.tier is Tier.DISK:
+                sizes[kind].append(residence.num_bytes(padded, mesh))
+    depths = {"parameters": STAGED, "gradients": STAGED, "optimizer": STAGED * (1 + num_moments)}
+    return sum(_total(slot_counts(group, depths[kind])) for kind, group in sizes.items())
+
+
+def _update_bytes(units: Sequence[PlannedUnit], mesh: MeshShape) -> int:
+    """The gradients of a unit that is updated off the device, as the optimizer asks for them."""
+    away = [
+        sum(s.row.master.num_bytes(s.layout.padded, mesh) for s in unit.segments if s.trains)
+        for unit in units
+        if not unit.segments[0].row.updates_on_device
+    ]
+    return max(away, default=0)
+
+
+def _total(counts: dict[int, int]) -> int:
+    return sum(size * num for size, num in counts.items())

@@ -1,0 +1,90 @@
+"""What is free now of each memory that a state can rest in, as the system says."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from partita.config.schema import Offload
+from partita.errors import PartitaError
+from partita.estimate.placement import Budget
+from partita.memory.disk import scratch_folder
+
+# What the states and the working memory leave free: on the device for activations, whose size is not known before the
+# first forward; elsewhere for what other processes take meanwhile.
+DEVICE_SHARE, HOST_SHARE, DISK_SHARE = 0.7, 0.85, 0.95
+
+
+def free_budget(device: torch.device, offload: Offload) -> Budget:
+    """What a process may use, less a margin; the host and the disk are those of its whole node.
+
+    What a model that was passed with its values holds meanwhile counts as taken.
+
+    Raises:
+        PartitaError: the folder of the disk tier cannot be asked.
+    """
+    host, disk = host_memory()[1], int(DISK_SHARE * _free_disk(scratch_folder(offload)))
+    if device.type == "cuda":
+        return Budget(int(DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]), int(HOST_SHARE * host), disk)
+    return Budget(int(DEVICE_SHARE * host), 0, disk, one_memory=True)
+
+
+def host_memory() -> tuple[int, int]:
+    """Bytes of memory: all that this process may use (a container's limit counts), and what is free of it."""
+    sizes = _meminfo()
+    total = sizes.get("MemTotal", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    free = sizes.get("MemAvailable", total)
+    limit, used = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
+    if limit is not None and limit < total:
+        return limit, min(free, limit - (used or 0) + _reclaimable())
+    return total, free
+
+
+def _free_disk(folder: Path) -> int:
+    """Bytes free for the disk tier; none where it does not run, or where the filesystem's files are in memory."""
+    if sys.platform != "linux" or _is_in_memory(folder):
+        return 0
+    try:
+        status = os.statvfs(folder)
+    except OSError as error:
+        raise PartitaError(
+            f"offload to disk, in '{folder}': {error.strerror}; let zero.offload.path name a folder"
+        ) from error
+    return status.f_bavail * status.f_frsize
+
+
+def _is_in_memory(folder: Path) -> bool:
+    try:
+        device = folder.stat().st_dev
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    name = f"{os.major(device)}:{os.minor(device)}"
+    return any(line.split()[2] == name and line.partition(" - ")[2].split()[0] in ("tmpfs", "ramfs") for line in mounts)
+
+
+def _reclaimable() -> int:
+    """Bytes that the container's files take in memory and that are given up when they are needed."""
+    try:
+        lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+
+
+def _meminfo() -> dict[str, int]:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split(":") for line in lines)
+    return {name: int(amount.split()[0]) * 1024 for name, amount in pairs}
+
+
+def _number(path: str) -> int | None:
+    try:
+        text = Path(path).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None

@@ -1,0 +1,84 @@
+"""What is said when memory runs out: who holds what, and which changes to the config would help most."""
+
+import errno
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+
+from partita.errors import PartitaError
+from partita.estimate.remedies import Situation
+from partita.memory.ledger import Ledger, process_memory
+from partita.plan.residence import Tier
+
+P = ParamSpec("P")
+R = TypeVar("R")
+CPU_MESSAGES = ("can't allocate memory", "DefaultCPUAllocator")
+
+
+class Shortages:
+    """Explains the errors of one engine that come from a lack of memory. ``rank`` is named in messages."""
+
+    def __init__(self, situation: Situation, ledger: Ledger, device: torch.device, rank: int) -> None:
+        self._situation, self._ledger, self._device, self._rank = situation, ledger, device, rank
+        self._process_bytes = process_memory()[0]
+
+    @contextmanager
+    def explained(self, where: str) -> Iterator[None]:
+        """Raise what says that there is no memory again, with the breakdown and the remedies."""
+        try:
+            yield
+        except (MemoryError, RuntimeError, OSError) as error:
+            if not is_shortage(error):
+                raise
+            raise PartitaError(self._explain(where, error)) from error
+
+    def _explain(self, where: str, error: BaseException) -> str:
+        on_device = isinstance(error, torch.OutOfMemoryError)
+        short = {Tier.DEVICE if on_device else Tier.HOST} if self._device.type == "cuda" else {Tier.DEVICE, Tier.HOST}
+        report = self._ledger.report(self._device)
+        states = sum(num for (_, tier), num in report.peak.items() if Tier(tier) in short)
+        peak = report.device_peak_bytes if on_device else report.process_peak_bytes - self._process_bytes
+        remedies = self._situation.remedies(short, max(0, peak - states))
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        lines = [f"out of memory in {where}, on rank {self._rank} ({self._device}): {said}", str(report)]
+        if remedies:
+            lines.append("What would help most:")
+            lines += [f"  {place}. {remedy}" for place, remedy in enumerate(remedies, 1)]
+        else:
+            lines.append("No setting frees memory here: use a smaller model or micro-batch, or more ranks")
+        return "\n".join(lines)
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on the device or on the host."""
+    if isinstance(error, PartitaError):
+        return False
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in CPU_MESSAGES)
+
+
+class _Explains(Protocol):
+    _shortages: Shortages
+
+
+S = TypeVar("S", bound=_Explains)
+
+
+def explained(where: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
+    """Has a method's lack of memory explained by the ``_shortages`` of its object."""
+
+    def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+        @functools.wraps(method)
+        def wrapped(self: S, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+            with self._shortages.explained(where):
+                return method(self, *args, **kwargs)
+
+        return wrapped
+
+    return decorate

@@ -1,0 +1,38 @@
+"""What may be used of each memory, agreed on by the ranks, so that all place the states alike."""
+
+import socket
+from collections import Counter
+
+from partita.comm.collectives import Collectives
+from partita.config.schema import Offload
+from partita.errors import PartitaError
+from partita.estimate.placement import Budget, leaves_a_choice
+from partita.memory.capacity import free_budget
+from partita.plan.state_plan import DATA
+
+
+def agreed_budget(offload: Offload, collectives: Collectives) -> Budget | None:
+    """What every rank has, the same on all of them; None where the config names every tier.
+
+    Ranks on one node (which have the name of the host in common) share its memory and its disk evenly.
+
+    Raises:
+        PartitaError: a rank cannot tell; on every rank.
+    """
+    if not leaves_a_choice(offload):
+        return None
+    every: list[tuple[str, Budget | str]] = collectives.exchange_objects(_measured(offload, collectives), DATA)
+    on_node = Counter(host for host, _ in every)
+    budgets = []
+    for rank, (host, found) in enumerate(every):
+        if isinstance(found, str):
+            raise PartitaError(f"{found} (on rank {rank})")
+        budgets.append(found.shared(on_node[host]))
+    return Budget.least(budgets)
+
+
+def _measured(offload: Offload, collectives: Collectives) -> tuple[str, Budget | str]:
+    try:
+        return socket.gethostname(), free_budget(collectives.mesh.device, offload)
+    except PartitaError as error:
+        return socket.gethostname(), str(error)

@@ -1,0 +1,45 @@
+"""What is free: the least of what the system and a container say, and files in memory are no disk."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from partita.config.schema import Offload
+from partita.errors import PartitaError
+from partita.memory import capacity
+from partita.memory.capacity import DEVICE_SHARE, DISK_SHARE, free_budget, host_memory
+
+CPU = torch.device("cpu")
+
+
+def test_memory_is_at_most_what_a_container_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "_meminfo", lambda: {"MemTotal": 64_000, "MemAvailable": 50_000})
+    monkeypatch.setattr(capacity, "_reclaimable", lambda: 1_000)
+    limits: dict[str, int | None] = {"/sys/fs/cgroup/memory.max": 8_000, "/sys/fs/cgroup/memory.current": 3_000}
+    monkeypatch.setattr(capacity, "_number", limits.get)
+    assert host_memory() == (8_000, 6_000)
+    limits["/sys/fs/cgroup/memory.max"] = None
+    assert host_memory() == (64_000, 50_000)
+
+
+def test_on_a_cpu_the_device_is_the_hosts_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(capacity, "host_memory", lambda: (64_000, 50_000))
+    monkeypatch.setattr(capacity, "_free_disk", lambda folder: 1_000_000 if folder == tmp_path else 0)
+    budget = free_budget(CPU, Offload(path=str(tmp_path)))
+    assert budget.one_memory
+    assert (budget.device, budget.host, budget.disk) == (int(DEVICE_SHARE * 50_000), 0, int(DISK_SHARE * 1_000_000))
+    share = budget.shared(4)
+    assert (share.device, share.disk) == (budget.device // 4, budget.disk // 4)
+
+
+def test_files_in_memory_are_no_disk(tmp_path: Path) -> None:
+    memory = Path("/dev/shm")
+    assert capacity._is_in_memory(memory)
+    assert free_budget(CPU, Offload(path=str(memory))).disk == 0
+    assert not capacity._is_in_memory(Path("/proc/self"))
+
+
+def test_a_folder_that_is_missing() -> None:
+    with pytest.raises(PartitaError, match="offload to disk, in '/nowhere/at/all': No such file.*zero.offload.path"):
+        free_budget(CPU, Offload(path="/nowhere/at/all"))

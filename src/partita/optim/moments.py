@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from partita.estimate.memory import ADAM_MOMENTS
+from partita.memory.allocate import trim
 from partita.memory.tiers import Kept, Lease, StateMemory
 from partita.optim.views import View
 from partita.plan.residence import Tier
@@ -50,6 +51,7 @@ class Moments:
 
     def put_back(self, leases: Leases, *, changed: bool) -> None:
         """Take the states out of the optimizer, new ones too, and end the leases."""
+        known = len(leases)
         for view in self._views:
             for key, value in self._state.get(view.tensor, {}).items():
                 if isinstance(value, Tensor) and value.dim() > 0 and value.numel() == view.num_elements > 0:
@@ -62,6 +64,8 @@ class Moments:
                     self._state[view.tensor][key] = value.new_empty(0)
         for lease in leases.values():
             lease.end(changed=changed)
+        if len(leases) > known:  # the optimizer has made them
+            trim()
 
 
 def num_states(optimizer: Optimizer) -> int:

@@ -68,7 +68,7 @@ def run(mode: str, num_ranks: int, work: Work, *, folder: Path | None = None, ti
     """Train in one mode, in processes of their own, on a loopback network of their own where that is allowed.
 
     Args:
-        folder: where states on disk rest; None: the system's for temporary files.
+        folder: where states on disk rest, and files to start from are found; None: the system's for temporary files.
 
     Raises:
         RuntimeError: a rank failed, or the time was up; with the end of what the ranks that failed said.

@@ -4,6 +4,7 @@ A mode imports what it needs before it calls ``build``, so that the memory of im
 """
 
 import importlib.util
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -71,10 +72,12 @@ def fsdp2(build: Build, *, kept: bool = False, device: str = "cpu") -> Trainer:
     return _with_optimizer(model, _adamw(model))
 
 
-def partita(build: Build, zero: dict[str, Any], *, device: str = "cpu") -> Trainer:
+def partita(build: Build, zero: dict[str, Any], *, device: str = "cpu", from_files: bool = False) -> Trainer:
+    """``from_files``: with the values of the safetensors files in the folder for temporary files."""
     import partita
 
-    engine = partita.initialize(build(device), {"zero": zero, "optimizer": OPTIMIZER})
+    weights = tempfile.gettempdir() if from_files else None
+    engine = partita.initialize(build(device), {"zero": zero, "optimizer": OPTIMIZER}, weights=weights)
 
     def take_step(tokens: Tensor, targets: Tensor) -> float:
         loss = engine(tokens, targets)
@@ -141,6 +144,7 @@ MODES: dict[str, Callable[[Build], Trainer]] = {
     **PARTITA,
     "partita 3, from meta": partial(partita, zero={"stage": 3}, device="meta"),
     "partita 3, on host, from meta": partial(partita, zero=ON_HOST, device="meta"),
+    "partita 3, on host, from files": partial(partita, zero=ON_HOST, device="meta", from_files=True),
     "partita 3, on disk, from meta": partial(partita, zero=ON_DISK, device="meta"),
 }
 

@@ -7,6 +7,7 @@ up to a power of two.
 """
 
 import contextlib
+import ctypes
 import mmap
 from collections.abc import Callable
 
@@ -67,6 +68,17 @@ class Mapping(mmap.mmap):
     def __del__(self) -> None:
         if self._unpin is not None:  # here, because a finalizer would come after the memory is unmapped
             self._unpin()
+
+
+def trim() -> None:
+    """Hand back to the system what malloc has kept of freed memory, where the C library can.
+
+    For large blocks that were not made by this module: whatever small is allocated in their holes keeps the heap from
+    shrinking, and the next large block from fitting.
+    """
+    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if give_back is not None:
+        give_back(0)
 
 
 def over(storage: torch.UntypedStorage, dtype: torch.dtype, num_elements: int, offset: int = 0) -> Tensor:

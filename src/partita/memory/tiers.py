@@ -54,6 +54,17 @@ class Kept(ABC):
     def lend(self, *, read: bool = True) -> Lease:
         """The state in memory; without ``read`` whatever the memory holds, to be written in full."""
 
+    def read_into(self, target: Tensor) -> Event | None:
+        """Begin to read the state into memory that can take it as it comes; None where it has to be lent.
+
+        The memory is left alone until the event has passed.
+        """
+        return None
+
+    def write_from(self, source: Tensor) -> Event | None:
+        """Begin to overwrite the state, as :meth:`read_into` reads it."""
+        return None
+
     def load(self) -> Tensor:
         """A copy of the values (on the disk tier: on the host)."""
         loan = self.lend()
@@ -103,6 +114,17 @@ class OnDisk(Kept):
             self._staging.give_back(slot, written)
 
         return Lease(values, self._disk.read(self.region, values) if read else Event(), end)
+
+    def read_into(self, target: Tensor) -> Event | None:
+        return self._disk.read(self.region, target) if self._is_like(target) else None
+
+    def write_from(self, source: Tensor) -> Event | None:
+        return self._disk.write(self.region, source) if self._is_like(source) else None
+
+    def _is_like(self, other: Tensor) -> bool:
+        """Whether the disk can read into, and write from, this memory without a copy beside it."""
+        on_page = other.device.type == "cpu" and other.data_ptr() % ALIGNMENT == 0
+        return on_page and other.dtype == self.dtype and other.shape == (self.num_elements,) and other.is_contiguous()
 
 
 class Staging:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from partita.kernels.state import num_blocks
+from partita.memory.allocate import trim
 from partita.memory.tiers import Kept, Lease, StateMemory
 from partita.optim.fused import BLOCK_STATES
 from partita.optim.views import View
@@ -58,6 +59,7 @@ class Moments:
 
     def put_back(self, leases: Leases) -> None:
         """Take the states out of the optimizer, new ones too, write them, and end the leases."""
+        known = len(leases)
         for view in self._views:
             for key, value in self._state.get(view.tensor, {}).items():
                 if isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 0:
@@ -70,3 +72,5 @@ class Moments:
                     self._state[view.tensor][key] = value.new_empty(0)
         for lease in leases.values():
             lease.end(changed=True)
+        if len(leases) > known:  # the optimizer has made them
+            trim()

@@ -45,17 +45,23 @@ class Executor:
         def gather() -> None:
             slot.last_use.wait()
             updated.wait()
-            handles, leases = list[Handle](), list[Lease]()
+            handles, leases, readings = list[Handle](), list[Lease](), list[Event]()
             for segment in unit.segments:
                 plan, source, rests = segment.plan, segment.rest, segment.plan.param_rest
                 if second and segment.second is not None:
                     unit.second_kept.wait()
                     source, rests = segment.second, plan.param_between
+                copied = all(isinstance(op, Copy) for op in steps(rests, plan.param_compute, self._mesh.shape))
+                if copied and (reading := source.read_into(segment.full)) is not None:
+                    readings.append(reading)
+                    continue
                 leases.append(source.lend())
                 handles += self._move(leases[-1].wait(), segment.full, rests, plan.param_compute, unit.number)
             _finish(handles)
             for lease in leases:
                 lease.end(changed=False)
+            for reading in readings:
+                reading.wait()
 
         unit.gathered = self._stream.run(gather)
         unit.state = UnitState.GATHERING

@@ -6,6 +6,7 @@ different modules (or none) and still meet in the same reductions. What arrives 
 the next wave; what is left when the step ends is agreed on by all ranks and reduced then.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -241,6 +242,12 @@ class GradientReducer:
 
         def reduce() -> None:
             filled.wait()
+            replaces = receiving is None and not accumulate and carry is None
+            if replaces and (writing := kept.write_from(sent)) is not None:
+                bucket.squares = [square(part) for part in bucket.parts(sent, used)]
+                with contextlib.suppress(PartitaError):  # whoever reads it is told
+                    writing.wait()
+                return
             lease = kept.lend(read=accumulate)
             shard = lease.wait()
             received_before.wait()

@@ -9,6 +9,8 @@ from torch import nn
 from partita.comm.collectives import Collectives
 from partita.memory.ring import Loan, Ring
 from partita.memory.tiers import StateMemory
+from partita.plan.residence import Tier
+from partita.plan.state_plan import Tiers
 from partita.sharding import resting
 from partita.sharding.agreement import agree
 from partita.sharding.assemble import Assembly, Blueprint, Source, plan_units
@@ -65,6 +67,7 @@ class Runtime:
             unit.number += first
         agreement = agree(collectives, lambda: self.reducer.release_held_back())
         self.residency = Residency(sharded, self.executor, agreement, ahead)
+        self._wait_in_threads(blueprint.tiers)
         self._assemble(Assembly(model, collectives, memory, source))
         self._structure = Structure(model, self.units)
         self.reducer = GradientReducer(self._make_buckets(), collectives, ledger, accumulate)
@@ -78,6 +81,14 @@ class Runtime:
         self._refresh()
 
     # ------------------------------------------------------------------ building
+
+    def _wait_in_threads(self, tiers: Tiers) -> None:
+        """Have threads where moving a state takes waiting for the host: for the disk, an update, a copy's end."""
+        mesh = self.collectives.mesh
+        if {tiers.parameters, tiers.optimizer} != {Tier.DEVICE}:
+            mesh.stream("parameters").wait_in_thread()
+        if tiers.gradients is not Tier.DEVICE:
+            mesh.stream("gradients").wait_in_thread()
 
     def _assemble(self, assembly: Assembly) -> None:
         for unit in self.units:

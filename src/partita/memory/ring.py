@@ -15,7 +15,7 @@ import torch
 
 from partita.memory.allocate import allocate
 from partita.memory.ledger import Ledger
-from partita.memory.streams import Event
+from partita.memory.streams import Event, record
 from partita.plan.slots import class_of, slot_counts
 
 
@@ -101,7 +101,8 @@ class Ring:
     def _new(self, num_bytes: int, spare: bool = False) -> Slot:
         self._ledger.add(self._name, num_bytes)
         memory = allocate(num_bytes if self._backed else 0, torch.uint8, self._device)
-        return Slot(memory.untyped_storage(), num_bytes, spare=spare)
+        # The current stream is still filling it with zeros, and may be using what it was before.
+        return Slot(memory.untyped_storage(), num_bytes, record(self._device), spare)
 
 
 class Loan:

@@ -56,6 +56,10 @@ class Stream:
         self._thread = _Thread(f"partita {name}")
         self._waits = waits
 
+    def wait_in_thread(self) -> None:
+        """From now on the work waits for the host, too."""
+        self._waits = True
+
     def run(self, work: Callable[[], object]) -> Event:
         """Queue ``work``. On CUDA what it launches is queued on the side stream; without ``waits`` it is called at
         once.
@@ -153,3 +157,9 @@ def record(device: torch.device) -> Event:
     event = torch.cuda.Event()
     event.record()
     return Event(event.wait)
+
+
+def finish(device: torch.device) -> None:
+    """Hold the caller until all is done that the current stream has been given, so that the host may touch it."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -18,7 +18,7 @@ from partita.memory.allocate import allocate, allocate_host, over
 from partita.memory.disk import ALIGNMENT, Disk, DiskReport, Region
 from partita.memory.ledger import Ledger
 from partita.memory.ring import Slot
-from partita.memory.streams import Event
+from partita.memory.streams import Event, finish
 from partita.plan.residence import Tier
 
 # A staging slot serves what needs at least this share of it.
@@ -152,8 +152,7 @@ class Staging:
 
     def finish_copies(self) -> None:
         """Wait for the copies that the current stream makes from or to a slot."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        finish(self._device)
 
     def give_back(self, slot: Slot, last_use: Event) -> None:
         slot.last_use = last_use

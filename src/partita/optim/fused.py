@@ -44,7 +44,7 @@ class FusedOptimizer(Optimizer):
     def __init__(self, params: Iterable[nn.Parameter], defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
         self.operands: dict[Tensor, Operands] = {}
-        self.threads = 1
+        self.threads = torch.get_num_threads()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

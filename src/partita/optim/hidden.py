@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from partita.memory.streams import Stream
+from partita.memory.streams import Stream, finish
 from partita.optim.fused import FusedOptimizer
 from partita.optim.moments import Moments
 from partita.optim.segment_update import SegmentUpdate, Surroundings
@@ -62,6 +62,7 @@ class HiddenUpdates:
     def __init__(self, runtime: Runtime, views: Views, optimizer: Optimizer) -> None:
         self._runtime, self._views, self._optimizer = runtime, views, optimizer
         mesh = runtime.collectives.mesh
+        self._device = mesh.device
         fused = isinstance(optimizer, FusedOptimizer)
         self.units = [unit for unit in runtime.units if fused or not unit.segments[0].plan.updates_on_device]
         self._hidden = {id(segment) for unit in self.units for segment in unit.segments}
@@ -98,6 +99,8 @@ class HiddenUpdates:
         Args:
             used: ids of the members that got a gradient on any rank.
         """
+        if self.units:  # what was launched so far may read states that the host will write, or write those it will read
+            finish(self._device)
         found = [job for unit in self.units if (job := self._job(unit, used)) is not None]
         jobs = sorted(found, key=self._place)
         for job, following in zip(jobs, [*jobs[1:], None], strict=False):
@@ -145,6 +148,7 @@ class HiddenUpdates:
         for job in jobs:
             job.unit.updated.wait()
             self._runtime.executor.finish_update(job.unit)
+            job.segments.clear()  # with the gradients, which the event of the update would keep
         for job in jobs:  # what an optimizer counts in its groups
             for group, before, after in zip(self._optimizer.param_groups, self._hyper, job.groups, strict=True):
                 group.update({key: after[key] for key in before if not _same(before[key], after[key])})

@@ -9,7 +9,7 @@ from torch import Tensor
 from partita.comm.collectives import Collectives, Handle
 from partita.memory.allocate import allocate
 from partita.memory.ring import Loan, Ring, Slot
-from partita.memory.streams import Event, record
+from partita.memory.streams import Event, finish, record
 from partita.memory.tiers import Kept, Lease
 from partita.plan.residence import Residence, Tier
 from partita.plan.steps import AllGather, Copy, Encode, Slice, steps
@@ -78,6 +78,8 @@ class Executor:
     def _lend(self, unit: Unit, spare: bool = False) -> Slot:
         unit.slot = self._ring.borrow(unit.layout.num_bytes, spare)
         self._loan.lend(unit.storage, unit.slot)
+        if not self._loan.swap:  # other memory than last time, which the current stream may be using still
+            unit.slot.last_use = record(self._mesh.device)
         return unit.slot
 
     def finish_gather(self, unit: Unit) -> None:
@@ -160,6 +162,8 @@ class Executor:
         if steps(src, dst, self._mesh.shape):
             lease = target.lend(read=False)
             _finish(self._move(source, lease.wait(), src, dst))
+            if target.tier is not Tier.DEVICE:  # the host's readers know nothing of streams
+                finish(self._mesh.device)
             lease.end(changed=True)
 
     def _move(self, source: Tensor, target: Tensor, src: Residence, dst: Residence, tag: int = 0) -> list[Handle]:

@@ -74,6 +74,7 @@ class Runtime:
             unit.number += first
         agreement = agree(collectives, lambda: self.reducer.release_held_back())
         self.residency = Residency(sharded, self.executor, agreement, ahead)
+        self._wait_in_threads()
         self._assemble(Assembly(model, collectives, memory, source))
         self._structure = Structure(model, self.units)
         self.reducer = GradientReducer(self._make_buckets(), collectives, ledger, accumulate)
@@ -96,6 +97,14 @@ class Runtime:
         segments = sum(len(unit.segments) for unit in self.units)
         with together(self.collectives, DATA):
             self.memory.provide_disk(num_bytes, segments * (NUM_STATES + num_moments) if num_bytes else 0)
+
+    def _wait_in_threads(self) -> None:
+        """Have threads where moving a state takes waiting for the host: for the disk, an update, a copy's end."""
+        rows, mesh = [segment.plan for unit in self.units for segment in unit.segments], self.collectives.mesh
+        if any(row.param_rest.tier is not Tier.DEVICE or row.master.tier is not Tier.DEVICE for row in rows):
+            mesh.stream("parameters").wait_in_thread()
+        if any(row.grad_step.tier is not Tier.DEVICE for row in rows):
+            mesh.stream("gradients").wait_in_thread()
 
     def _assemble(self, assembly: Assembly) -> None:
         for unit in self.units:

@@ -17,6 +17,7 @@ from partita.config.schema import Config
 from partita.engine import Engine, Given
 from partita.errors import ConfigError
 from partita.estimate.placement import describe_placement, leaves_a_choice
+from partita.memory.capacity import usable_cores
 from partita.optim.build import Factory
 
 _log = logging.getLogger("partita")
@@ -63,6 +64,8 @@ def initialize(
         raise ConfigError(f"model: {type(model).__name__} has no parameters to train")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # Launchers give each rank one thread: updates on the host would leave most of its cores idle.
+        torch.set_num_threads(max(1, usable_cores() // launch.local_world_size))
     if launch.rank == 0:
         _announce(resolved)
     rendezvous = Rendezvous(launch.rank, num_ranks, settings.communication.timeout_s)

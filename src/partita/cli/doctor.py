@@ -12,11 +12,10 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from partita.cli.machine import usable_cores
 from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.estimate.figures import format_bytes
-from partita.memory.capacity import host_memory
+from partita.memory.capacity import host_memory, usable_cores
 
 # What is lost without each package that is not required.
 OPTIONAL_PACKAGES = {

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from partita.cli.errors import FAILURE, USER_ERROR, show_error
-from partita.cli.machine import usable_cores
+from partita.memory.capacity import usable_cores
 
 # After Ctrl-C the processes finish their step and write the weights; after this they are killed.
 SHUTDOWN_TIMEOUT_S = 600

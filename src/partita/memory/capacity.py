@@ -1,4 +1,4 @@
-"""What is free now of each memory that a state can rest in, as the system says."""
+"""What this process may use, as the system says: cores, and what is free of each memory that a state can rest in."""
 
 import os
 import sys
@@ -28,6 +28,13 @@ def free_budget(device: torch.device, offload: Offload) -> Budget:
     if device.type == "cuda":
         return Budget(int(DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]), int(HOST_SHARE * host), disk)
     return Budget(int(DEVICE_SHARE * host), 0, disk, one_memory=True)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def host_memory() -> tuple[int, int]:

@@ -52,7 +52,7 @@ def fails_in_backward(engine: partita.Engine) -> None:
 
 def fails_in_step(engine: partita.Engine) -> None:
     engine.backward(square_loss(engine, rank(), 0))
-    with mock.patch.object(torch.optim.AdamW, "step", side_effect=torch.OutOfMemoryError("CUDA out of memory")):
+    with mock.patch.object(engine.optimizer, "step", side_effect=torch.OutOfMemoryError("CUDA out of memory")):
         engine.step()
 
 
@@ -85,7 +85,7 @@ def test_in_initialize() -> None:
 
 def stages_are_named() -> None:
     with partita.initialize(Stack(24), {"zero": {"stage": 0}}) as engine:
-        with pytest.raises(PartitaError, match="zero.stage: 3 .frees"):
+        with pytest.raises(PartitaError, match=r"zero.stage: \d .frees"):
             fails_in_forward(engine)
 
 

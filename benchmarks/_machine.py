@@ -11,8 +11,9 @@ from partita.cli.machine import memory_bytes, usable_cores
 
 def describe_machine() -> str:
     """Processor, cores, memory, versions and date, in a line."""
+    gpu = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}; " if torch.cuda.is_available() else ""
     return (
-        f"{processor()}, {usable_cores()} cores, {memory_bytes()[0] / 2**30:.0f} GiB; "
+        f"{gpu}{processor()}, {usable_cores()} cores, {memory_bytes()[0] / 2**30:.0f} GiB; "
         f"{platform.system()} {platform.machine()}, "
         f"Python {platform.python_version()}, torch {torch.__version__}; {datetime.now(UTC).date()}"
     )

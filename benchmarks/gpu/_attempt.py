@@ -18,8 +18,14 @@ from benchmarks.gpu._common import Job, model_flops, num_params
 from benchmarks.gpu._modes import MODES, Setting, TakeStep
 from partita.errors import PartitaError
 
-# What an error says of the memory that was missing.
-SIGNS = {"offload to disk": "disk", "cannot pin": "host", "CUDA out of memory": "device", "out of memory": "device"}
+# What an error says of what was missing.
+SIGNS = {
+    "not available in this version": "absent",
+    "offload to disk": "disk",
+    "cannot pin": "host",
+    "CUDA out of memory": "device",
+    "out of memory": "device",
+}
 
 
 def batch(tokens: int, length: int, device: torch.device, step: int) -> tuple[Tensor, Tensor]:

@@ -82,10 +82,12 @@ def fsdp2(setting: Setting) -> TakeStep:
     _one_rank()
     mesh = init_device_mesh(setting.device.type, (1,))
     model = build(setting.shape, "meta")
-    policies = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16), "offload_policy": CPUOffloadPolicy()}
+    policies: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
+    if setting.device.type == "cuda":  # it pins memory
+        policies["offload_policy"] = CPUOffloadPolicy()
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, **policies)  # type: ignore[arg-type]
-    fully_shard(model, mesh=mesh, **policies)  # type: ignore[arg-type]
+        fully_shard(block, mesh=mesh, **policies)
+    fully_shard(model, mesh=mesh, **policies)
     model.to_empty(device="cpu")
     for param in model.parameters():
         _fill(param.to_local() if hasattr(param, "to_local") else param, setting.device)

@@ -35,6 +35,7 @@ WIDE = decoder(1, 5120, 13824)
 # Two steps: the second has all states. Sequences are short, so that states decide and not activations.
 TOKENS, LENGTH, STEPS = 2048, 1024, 1
 RESOLUTION = 0.05
+QUICK = ["plain PyTorch", "FSDP2, CPUOffloadPolicy", "everything on host", "lean, optimizer on disk", "lean, auto"]
 DEVICE_MARGIN = 3 * 2**30
 
 
@@ -118,24 +119,26 @@ def main() -> int:
     arguments = made.parse_args()
     device, quick = device_here(arguments.quick), arguments.quick
     host, clock = host_bytes(arguments), Clock(arguments.seconds)
-    modes = chosen(arguments.mode, list(MODES))
+    modes = chosen(arguments.mode or (QUICK if quick else None), list(MODES))
     report = Report("The largest model that trains")
     report.begin()
     report.write(place(device) + f"; at most {host / 2**30:.0f} GiB of the host.")
     report.write()
-    rows, reached = [], dict[str, int]()
-    for mode in modes:
+    reached = dict[str, int]()
+
+    def row_of(mode: str) -> list[str]:
         if quick:
-            one = Search(mode, SMALL, 1, 2)
+            one = Search(mode, SMALL, 1, 1)
         else:
             first = arguments.layers or guess(MODES[mode], WIDE, host)
             one = Search(mode, WIDE, first, first if arguments.layers else 10_000)
         search(one, clock, host, arguments.path)
-        rows.append(one.row())
         reached[mode] = one.fits
         report.expect(one.fits > 0 or one.why == "time" or one.why.startswith("absent"), f"{mode} trains: {one.why}")
+        return one.row()
+
     header = ["mode", "10⁹ parameters, predicted", "trained", "what stopped it"]
-    report.table([*header, "device GiB", "host GiB", "s a step"], rows)
+    report.table([*header, "device GiB", "host GiB", "s a step"], map(row_of, modes))
     if quick:
         guarded = attempt(Job(modes[0], SMALL, (64,), 64), 120, 2**24)
         report.expect(guarded.stopped == "host", f"an attempt is ended before it takes too much: {guarded.why}")

@@ -10,6 +10,7 @@ least what the update moves (28 bytes a parameter; lean 12) over the host's memo
 """
 
 import sys
+from collections.abc import Iterator
 
 from benchmarks._common import Report
 from benchmarks.gpu._common import (
@@ -17,6 +18,7 @@ from benchmarks.gpu._common import (
     SMALL,
     Clock,
     Job,
+    Outcome,
     attempt,
     chosen,
     device_here,
@@ -26,6 +28,7 @@ from benchmarks.gpu._common import (
     place,
 )
 from benchmarks.gpu._modes import PARTITA
+from partita.train.decoder import DecoderShape
 
 MODES = ["none", "optimizer on host", "everything on host", "lean, everything on host", "lean, none"]
 TOKENS = (16384, 4096, 32768, 8192)  # what is asked about most comes first
@@ -48,31 +51,40 @@ def main() -> int:
     report.begin()
     report.write(place(device))
     report.write()
-    rows = []
-    for size, shape in shapes.items():
-        base: dict[int, float] = {}
-        for mode in modes:
-            if clock.left < 30:
-                rows.append([size, mode, "-", "-", "-", "-", "not begun: time"])
-                continue
-            outcome = attempt(Job(mode, shape, tokens, length, path=arguments.path), clock.left, host)
-            print(f"  {size}, {mode}: {outcome.why or 'done'} ({outcome.seconds:.0f} s)", file=sys.stderr, flush=True)
-            for step in outcome.steps:
-                num, rate = step["tokens"], step["tflops"]
-                if mode == "none":
-                    base[num] = rate
-                ratio = f"{rate / base[num]:.2f}" if num in base else "-"
-                peak = f"{step['device_peak'] / 2**30:.1f} + {outcome.host_peak / 2**30:.1f}"
-                rows.append([size, mode, str(num), f"{rate:.4g}", ratio, peak, ""])
-            if outcome.stopped:
-                rows.append([size, mode, str(tokens[len(outcome.steps)]), "-", "-", "-", outcome.why])
-                report.expect(outcome.stopped in ("device", "host", "time"), f"{size}, {mode}: {outcome.why}")
-    report.table(["size", "mode", "tokens", "model-TFLOP/s", "of no offload", "GiB device + host", "stopped by"], rows)
-    report.write(
-        "Parameters: " + ", ".join(f"{size} {num_params(shape) / 1e9:.3g}e9" for size, shape in shapes.items())
-    )
+    sizes = ", ".join(f"{size} {num_params(shape) / 1e9:.3g}e9" for size, shape in shapes.items())
+    report.write(f"Parameters: {sizes}")
     report.write()
+    header = ["size", "mode", "tokens", "model-TFLOP/s", "of no offload", "GiB device + host", "stopped by"]
+
+    def job(mode: str, shape: DecoderShape) -> Job:
+        return Job(mode, shape, tokens, length, path=arguments.path)
+
+    def rows() -> Iterator[list[str]]:
+        for size, shape in shapes.items():
+            base: dict[int, float] = {}
+            for mode in modes:
+                if clock.left < 30:
+                    yield [size, mode, "-", "-", "-", "-", "not begun: time"]
+                    continue
+                outcome = attempt(job(mode, shape), clock.left, host)
+                yield from of_attempt(outcome, size, mode, base)
+                if outcome.stopped:
+                    yield [size, mode, str(tokens[len(outcome.steps)]), "-", "-", "-", outcome.why]
+                    report.expect(outcome.stopped in ("device", "host", "time"), f"{size}, {mode}: {outcome.why}")
+
+    report.table(header, rows())
     return report.end(arguments.save)
+
+
+def of_attempt(outcome: Outcome, size: str, mode: str, base: dict[int, float]) -> Iterator[list[str]]:
+    """A row for each number of tokens; ``base`` are the rates without offload."""
+    for step in outcome.steps:
+        num, rate = step["tokens"], step["tflops"]
+        if mode == "none":
+            base[num] = rate
+        ratio = f"{rate / base[num]:.2f}" if num in base else "-"
+        peak = f"{step['device_peak'] / 2**30:.1f} + {outcome.host_peak / 2**30:.1f}"
+        yield [size, mode, str(num), f"{rate:.4g}", ratio, peak, ""]
 
 
 if __name__ == "__main__":

@@ -204,8 +204,8 @@ def train(device: torch.device, stage: int, offload: dict[str, str], precision: 
 
 
 def arithmetic(offload: dict[str, str], precision: dict[str, str], device: torch.device) -> tuple[object, ...]:
-    """Runs that must have the same losses, bit for bit, are of the same kind: a master's form changes nothing, where the
-    update runs, and by whose kernel, does.
+    """What runs have in common that must have the same losses, bit for bit: where the update runs, and by whose kernel.
+    The form of a master changes nothing.
     """
     on_host = offload["optimizer"] != "none" or device.type == "cpu"
     ours = precision["compute"] == "bf16" and (on_host or precision.get("master") == "split")
@@ -243,7 +243,7 @@ def check_loans(report: Report, device: torch.device) -> None:
     """The ways to lend memory: what this torch has, and resizing."""
     expected, offload = None, {"parameters": "host", "optimizer": "host"}
     for swap in (True, False):
-        patched = nullcontext() if swap else mock.patch.object(ring, "storage_swap_available", lambda: False)
+        patched = nullcontext() if swap else mock.patch.object(ring, "storage_swap_available", return_value=False)
         with patched:
             losses = train(device, 3, offload, PRECISIONS["fp32"])
         expected = expected or losses

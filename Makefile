@@ -11,7 +11,7 @@
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
 PYTHON ?= .venv/bin/python
-BENCH ?= $(filter-out _%,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py)))
+BENCH ?= $(filter-out _%,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py))) gpu.all
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed

@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from partita.cli.machine import usable_cores
+
 from benchmarks._loopback import private_network
 from benchmarks._machine import describe_machine
 from benchmarks._work import Work
-from partita.cli.machine import usable_cores
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -129,9 +130,8 @@ class Report:
     def begin(self) -> None:
         self.write(f"# {self.title}")
         self.write()
-        module = Path(sys.argv[0]).stem
         arguments = [argument for argument in sys.argv[1:] if argument != "--save"]
-        command = shlex.join(["python", "-m", f"benchmarks.{module}", *arguments])
+        command = shlex.join(["python", "-m", f"benchmarks.{_name_of_script()}", *arguments])
         self.write(f"`{command}` on {describe_machine()}")
         self.write()
 
@@ -159,9 +159,14 @@ class Report:
             self.write("Everything that was checked holds.")
         if save:
             RESULTS.mkdir(exist_ok=True)
-            path = RESULTS / f"{Path(sys.argv[0]).stem}.md"
+            path = RESULTS / f"{_name_of_script().replace('.', '_')}.md"
             path.write_text("\n".join(self.lines) + "\n")
         return 1 if self.broken else 0
+
+
+def _name_of_script() -> str:
+    path = Path(sys.argv[0])
+    return f"gpu.{path.stem}" if path.parent.name == "gpu" else path.stem
 
 
 def parser(description: str, worlds: Sequence[int]) -> argparse.ArgumentParser:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from partita.cli.machine import usable_cores
-from partita.memory.capacity import host_memory
+from partita.memory.capacity import host_memory, usable_cores
 
 
 def describe_machine() -> str:
     """Processor, cores, memory, versions and date, in a line."""
+    gpu = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}; " if torch.cuda.is_available() else ""
     return (
-        f"{processor()}, {usable_cores()} cores, {host_memory()[0] / 2**30:.0f} GiB; "
+        f"{gpu}{processor()}, {usable_cores()} cores, {host_memory()[0] / 2**30:.0f} GiB; "
         f"{platform.system()} {platform.machine()}, "
         f"Python {platform.python_version()}, torch {torch.__version__}; {datetime.now(UTC).date()}"
     )

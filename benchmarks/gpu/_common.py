@@ -1,0 +1,197 @@
+"""What the GPU benchmarks share: decoders by size, attempts in processes of their own, and what stopped them."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from partita.cli.machine import memory_bytes
+
+from benchmarks._common import ROOT
+from partita.train.decoder import DecoderShape
+
+POLL_S = 0.05
+# Of the host's memory, what an attempt must leave to the system.
+RESERVE_BYTES = 6 * 2**30
+LAST_CHARACTERS = 1500
+SMALL = DecoderShape(layers=2, width=64, heads=2, kv_heads=1, ffn_width=128)
+
+
+def decoder(layers: int, width: int, ffn_width: int) -> DecoderShape:
+    """A decoder with heads of 128 and 8 key and value heads; its vocabulary is small, so its weight is in blocks."""
+    return DecoderShape(layers, width, width // 128, 8, ffn_width)
+
+
+SIZES = {
+    "1B": decoder(22, 2048, 5632),
+    "3B": decoder(28, 3072, 8192),
+    "7B": decoder(36, 4096, 11008),
+    "13B": decoder(48, 5120, 13824),
+    "28B": decoder(56, 6656, 17920),
+    "40B": decoder(60, 8192, 20480),
+}
+
+
+def num_params(shape: DecoderShape) -> int:
+    attention = shape.width * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+    block = attention + 3 * shape.width * shape.ffn_width + 2 * shape.width
+    return shape.layers * block + 2 * shape.vocab * shape.width + shape.width
+
+
+def model_flops(shape: DecoderShape, tokens: int, length: int) -> float:
+    """Of a step, without what is recomputed: 6 a parameter and token, and causal attention's two products."""
+    attention = 6.0 * shape.layers * shape.heads * shape.head_dim * length * tokens
+    return 6.0 * num_params(shape) * tokens + attention
+
+
+@dataclass(frozen=True)
+class Job:
+    """One attempt: a mode of :mod:`benchmarks.gpu._modes`, a decoder, and how many tokens its steps have, in turn."""
+
+    mode: str
+    shape: DecoderShape
+    tokens: tuple[int, ...]
+    length: int
+    steps: int = 3
+    warmup: int = 1
+    path: str | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Job":
+        fields = json.loads(text)
+        return cls(**fields | {"shape": DecoderShape(**fields["shape"]), "tokens": tuple(fields["tokens"])})
+
+
+@dataclass
+class Outcome:
+    """What came of an attempt. ``stopped`` is empty, or: device, host, disk, time, absent, error."""
+
+    stopped: str
+    seconds: float
+    steps: list[dict[str, Any]] = field(default_factory=list)  # one for each number of tokens that was reached
+    host_peak: int = 0
+    said: str = ""
+
+    @property
+    def why(self) -> str:
+        names = {"device": "device memory", "host": "host memory", "disk": "disk space", "time": "time"}
+        last = self.said.strip().splitlines()[-1:] or [""]
+        return names.get(self.stopped, f"{self.stopped}: {last[0][:100]}" if self.stopped else "")
+
+
+def attempt(job: Job, seconds: float, host_bytes: int) -> Outcome:
+    """Run a job in a process of its own, and end it before it takes more of the host than it may."""
+    begin, stopped, peak = time.monotonic(), "", 0
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as said:
+        result = Path(folder, "result.jsonl")
+        command = [sys.executable, "-m", "benchmarks.gpu._attempt", job.to_json(), str(result)]
+        environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            while process.poll() is None:
+                resident, available = _resident(process.pid), memory_bytes()[1]
+                peak = max(peak, resident)
+                if resident > host_bytes or available < RESERVE_BYTES // 6:
+                    stopped = "host"
+                elif time.monotonic() - begin > seconds:
+                    stopped = "time"
+                if stopped:
+                    break
+                time.sleep(POLL_S)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        said.seek(0)
+        text = said.read()[-LAST_CHARACTERS:]
+        lines = [json.loads(line) for line in result.read_text().splitlines()] if result.exists() else []
+    steps = [line for line in lines if "tokens" in line]
+    ends = [line["stopped"] for line in lines if "stopped" in line]
+    if not stopped:
+        stopped = ends[-1] if ends else ("host" if process.returncode == -signal.SIGKILL else "error")
+    return Outcome(stopped, time.monotonic() - begin, steps, peak, text)
+
+
+def _resident(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")), 0)
+
+
+class Clock:
+    """What is left of a command's time."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        return self._end - time.monotonic()
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The arguments that these benchmarks have in common."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--quick", action="store_true", help="a tiny model, on the CPU if there is no GPU: does it run?")
+    made.add_argument("--save", action="store_true", help="write the report into benchmarks/results/")
+    made.add_argument("--seconds", type=float, default=570.0, help="begin nothing that would not end within this time")
+    made.add_argument("--mode", nargs="+", default=None, metavar="MODE", help="the modes to run, by name")
+    made.add_argument("--host-gib", type=float, default=None, help="host memory to use at most (by default all but 6)")
+    made.add_argument("--path", default=None, help="folder of the disk tier")
+    return made
+
+
+def host_bytes(arguments: argparse.Namespace) -> int:
+    given = arguments.host_gib
+    return int(given * 2**30) if given else memory_bytes()[0] - RESERVE_BYTES
+
+
+def device_here(quick: bool) -> torch.device:
+    """The GPU; with ``quick`` the CPU where there is none.
+
+    Raises:
+        SystemExit: there is no GPU, and it is not quick.
+    """
+    if torch.cuda.is_available():
+        return torch.device("cuda", 0)
+    if not quick:
+        raise SystemExit("no CUDA device here: nothing to measure (--quick shows on the CPU that the script runs)")
+    return torch.device("cpu")
+
+
+def place(device: torch.device) -> str:
+    """What the figures are of, in a line of a report."""
+    if device.type == "cpu":
+        return "No CUDA device: on the CPU, at a size that shows that the script runs. Its figures mean nothing."
+    free, total = torch.cuda.mem_get_info(device)
+    name = torch.cuda.get_device_name(device)
+    return f"{name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, CUDA {torch.version.cuda}"
+
+
+def chosen(modes: list[str] | None, known: Iterator[str] | list[str]) -> list[str]:
+    """The modes asked for, in the order of ``known``.
+
+    Raises:
+        SystemExit: there is no such mode.
+    """
+    names = list(known)
+    unknown = [mode for mode in modes or [] if mode not in names]
+    if unknown:
+        raise SystemExit(f"no such mode: {', '.join(unknown)}; there are: {', '.join(names)}")
+    return [name for name in names if not modes or name in modes]

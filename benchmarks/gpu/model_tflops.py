@@ -1,0 +1,91 @@
+"""Model-TFLOP/s of decoders from 1B to 40B at 4k to 32k tokens a step: python -m benchmarks.gpu.model_tflops --save
+
+Counted are 6 operations a parameter and token and those of causal attention, not what is recomputed in backward (every
+block is, with torch's checkpointing, in all modes). The figure is of the best step after the first; updates that go on
+beside a forward are in the next step's time.
+
+The floor, predicted: a step takes at least its operations at the rate of the matrix units, counted 4/3 times for what
+is recomputed; with states on the host, its backward at least the gradients' bytes over the link, and its forward at
+least what the update moves (28 bytes a parameter; lean 12) over the host's memory bandwidth.
+"""
+
+import sys
+from collections.abc import Iterator
+
+from benchmarks._common import Report
+from benchmarks.gpu._common import (
+    SIZES,
+    SMALL,
+    Clock,
+    Job,
+    Outcome,
+    attempt,
+    chosen,
+    device_here,
+    host_bytes,
+    num_params,
+    parser,
+    place,
+)
+from benchmarks.gpu._modes import PARTITA
+from partita.train.decoder import DecoderShape
+
+MODES = ["none", "optimizer on host", "everything on host", "lean, everything on host", "lean, none"]
+TOKENS = (16384, 4096, 32768, 8192)  # what is asked about most comes first
+LENGTH = 4096
+# The most valuable first.
+ORDER = ["7B", "13B", "3B", "28B", "40B", "1B"]
+
+
+def main() -> int:
+    made = parser(__doc__)
+    made.add_argument("--size", nargs="+", default=None, choices=list(SIZES), help="the sizes to run")
+    made.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="tokens a step, in the order to run")
+    arguments = made.parse_args()
+    device, quick = device_here(arguments.quick), arguments.quick
+    host, clock = host_bytes(arguments), Clock(arguments.seconds)
+    shapes = {"tiny": SMALL} if quick else {size: SIZES[size] for size in arguments.size or ORDER}
+    tokens, length = ((128, 64), 64) if quick else (tuple(arguments.tokens), LENGTH)
+    modes = [mode for mode in chosen(arguments.mode, PARTITA) if arguments.mode or mode in MODES]
+    report = Report("Model-TFLOP/s by size, mode and tokens a step")
+    report.begin()
+    report.write(place(device))
+    report.write()
+    sizes = ", ".join(f"{size} {num_params(shape) / 1e9:.3g}e9" for size, shape in shapes.items())
+    report.write(f"Parameters: {sizes}")
+    report.write()
+    header = ["size", "mode", "tokens", "model-TFLOP/s", "of no offload", "GiB device + host", "stopped by"]
+
+    def job(mode: str, shape: DecoderShape) -> Job:
+        return Job(mode, shape, tokens, length, path=arguments.path)
+
+    def rows() -> Iterator[list[str]]:
+        for size, shape in shapes.items():
+            base: dict[int, float] = {}
+            for mode in modes:
+                if clock.left < 30:
+                    yield [size, mode, "-", "-", "-", "-", "not begun: time"]
+                    continue
+                outcome = attempt(job(mode, shape), clock.left, host)
+                yield from of_attempt(outcome, size, mode, base)
+                if outcome.stopped:
+                    yield [size, mode, str(tokens[len(outcome.steps)]), "-", "-", "-", outcome.why]
+                    report.expect(outcome.stopped in ("device", "host", "time"), f"{size}, {mode}: {outcome.why}")
+
+    report.table(header, rows())
+    return report.end(arguments.save)
+
+
+def of_attempt(outcome: Outcome, size: str, mode: str, base: dict[int, float]) -> Iterator[list[str]]:
+    """A row for each number of tokens; ``base`` are the rates without offload."""
+    for step in outcome.steps:
+        num, rate = step["tokens"], step["tflops"]
+        if mode == "none":
+            base[num] = rate
+        ratio = f"{rate / base[num]:.2f}" if num in base else "-"
+        peak = f"{step['device_peak'] / 2**30:.1f} + {outcome.host_peak / 2**30:.1f}"
+        yield [size, mode, str(num), f"{rate:.4g}", ratio, peak, ""]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

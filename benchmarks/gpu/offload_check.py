@@ -1,0 +1,274 @@
+"""The offload paths on one GPU, in one call: python -m benchmarks.gpu.offload_check --save
+
+1. the updates in plain torch on the device beside the compiled kernels on the host, and float64;
+2. host memory is pinned, and copies from and to it go on beside the device's work;
+3. every tier of parameters, optimizer and gradients at stages 1 to 3, with classic and lean states: losses beside
+   float64 on the CPU, and bit for bit where the arithmetic runs in the same place;
+4. storages lent by swapping their memory, and by resizing them.
+
+`--quick` runs a part of them, on the CPU where there is no GPU.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import partita
+from benchmarks._common import Report
+from benchmarks.gpu._attempt import batch
+from benchmarks.gpu._common import device_here, parser, place
+from partita.kernels import native, reference
+from partita.kernels.quantize import split
+from partita.kernels.state import AdamRule, Moments, Weights, num_blocks
+from partita.kernels.update import adam_
+from partita.memory import ring
+from partita.memory.allocate import allocate_host
+from partita.train.decoder import Decoder, DecoderShape
+
+SHAPE = DecoderShape(layers=3, width=64, heads=2, kv_heads=1, ffn_width=128)
+STEPS, TOKENS, LENGTH = 6, 256, 64
+RATE = 1e-3
+# How far a loss may be from float64's, as a share of it.
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+TIERS = ("none", "host", "disk")
+PRECISIONS: dict[str, dict[str, str]] = {
+    "fp32": {"compute": "fp32"},
+    "bf16": {"compute": "bf16", "gradients": "bf16"},
+    "bf16, split": {"compute": "bf16", "gradients": "bf16", "master": "split"},
+    "bf16, int8": {"compute": "bf16", "gradients": "bf16", "moments": "int8"},
+    "bf16, split + int8": {"compute": "bf16", "gradients": "bf16", "master": "split", "moments": "int8"},
+}
+FORMS = ("fp32", "bf16 + fp32", "split")
+
+
+# ------------------------------------------------------------------------------------------------------- the kernels
+
+
+def states(form: str, int8: bool, num: int, seed: int) -> tuple[Weights, Moments, Tensor]:
+    """Random weights in a form, their moments before the first update, and a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    master, grad = (torch.randn(num, generator=generator) for _ in range(2))
+    weights = Weights(master=master)
+    if form != "fp32":
+        param, low = split(master)
+        weights = Weights(param=param, low=low) if form == "split" else Weights(param=param, master=master)
+        grad = grad.bfloat16()
+    if not int8:
+        return weights, Moments(torch.zeros(num), torch.zeros(num)), grad
+    scales = [torch.zeros(num_blocks(num)) for _ in range(2)]
+    return weights, Moments(torch.zeros(num, dtype=torch.int8), torch.zeros(num, dtype=torch.uint8), *scales), grad
+
+
+def moved(state: Weights | Moments, device: torch.device) -> Any:
+    """A copy of a state on a device."""
+    return type(state)(
+        **{key: None if value is None else value.to(device, copy=True) for key, value in vars(state).items()}
+    )
+
+
+def tensors(*groups: Weights | Moments) -> list[Tensor]:
+    return [value.cpu() for group in groups for value in vars(group).values() if value is not None]
+
+
+def check_kernels(report: Report, device: torch.device, num: int) -> None:
+    """Three updates by the definition on the device, and by what runs on the host."""
+    report.write(f"Kernels on the host: {', '.join(native.levels()) or 'NONE'} (`make kernels` builds them).")
+    report.write()
+    report.expect(bool(native.levels()), "the compiled kernels are here")
+    rows = []
+    for form, int8 in product(FORMS, (False, True)):
+        weights, moments, grad = states(form, int8, num, seed=torch.randint(2**31, ()).item())  # type: ignore[arg-type]
+        there, at_rest = moved(weights, device), moved(moments, device)
+        exact = (weights.master if weights.master is not None else reference._master(weights, slice(None))).double()
+        m = v = torch.zeros(num, dtype=torch.float64)
+        for step in range(1, 4):
+            rule, factor = AdamRule(lr=RATE, step=step, weight_decay=0.1), 0.5
+            adam_(weights, moments, grad, rule, factor, threads=torch.get_num_threads())
+            reference.adam_(there, at_rest, grad.to(device), rule, factor)
+            g = grad.double() * factor
+            m, v = m * rule.beta1 + g * (1 - rule.beta1), v * rule.beta2 + g.square() * (1 - rule.beta2)
+            exact = exact * rule.keep - rule.step_size * m / (v.sqrt() * rule.inv_sqrt_bias2 + rule.eps)
+        same = all(map(torch.equal, tensors(weights, moments), tensors(there, at_rest)))
+        mine = reference._master(there, slice(None)).cpu().double()
+        error = float((mine - exact).norm() / exact.norm())
+        rows.append([f"{form}{', int8' if int8 else ''}", "yes" if same else "NO", f"{error:.1e}"])
+        report.expect(same, f"the update of {form}, int8 {int8}, has the same bits on the device and on the host")
+        report.expect(error < (1e-3 if int8 else 1e-6), f"the update of {form}, int8 {int8}, is Adam's: {error:.1e}")
+    report.table(["weights", "same bits", "from float64"], rows)
+
+
+# --------------------------------------------------------------------------------------------------------- the copies
+
+
+def check_copies(report: Report, device: torch.device) -> None:
+    """Pinned memory, its bandwidth, and what of a copy a matrix product hides (CUDA only)."""
+    if device.type != "cuda":
+        report.write("Pinned memory and copies: not without CUDA.")
+        report.write()
+        return
+    num_bytes = 2**30
+    host = allocate_host(num_bytes, torch.uint8, device)
+    report.expect(host.is_pinned(), "allocate_host's memory is pinned")
+    host.random_(0, 255)
+    there, back = torch.empty_like(host, device=device), allocate_host(num_bytes, torch.uint8, device)
+    square = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    side = torch.cuda.Stream(device)
+
+    def compute() -> None:
+        for _ in range(12):
+            square @ square
+
+    def copy(target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(side):
+            target.copy_(source, non_blocking=True)
+
+    alone = timed(compute)
+    rows = []
+    for name, target, source in (("to the device", there, host), ("to the host", back, there)):
+
+        def both(target: Tensor = target, source: Tensor = source) -> None:
+            copy(target, source)
+            compute()
+
+        only, together = timed(lambda t=target, s=source: copy(t, s)), timed(both)  # type: ignore[misc]
+        hidden = (alone + only - together) / min(alone, only)
+        rows.append([name, f"{num_bytes / only / 1e6:.1f}", f"{hidden:.0%}"])
+        report.expect(hidden > 0.8, f"a copy {name} goes on beside a matrix product: {hidden:.0%}")
+    report.expect(torch.equal(back, host), "what was copied is what comes back")
+    report.table(["copy", "GB/s", "hidden under matrix products"], rows)
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Milliseconds until all of it is done, the best of three after one more."""
+    times = []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        torch.cuda.synchronize()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return min(times[1:])
+
+
+# ---------------------------------------------------------------------------------------------------------- the tiers
+
+
+def losses_of(model: torch.nn.Module, device: torch.device, update: Callable[[Tensor], object]) -> list[float]:
+    losses = []
+    for step in range(STEPS):
+        tokens, targets = (rows.to(device) for rows in batch(TOKENS, LENGTH, torch.device("cpu"), step))
+        loss = model(tokens, targets)
+        update(loss)
+        losses.append(loss.item())
+    return losses
+
+
+def build() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(SHAPE)
+
+
+def exact_losses() -> list[float]:
+    """Plain PyTorch in float64 on the CPU."""
+    model = build().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
+
+    def update(loss: Tensor) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return losses_of(model, torch.device("cpu"), update)
+
+
+def train(device: torch.device, stage: int, offload: dict[str, str], precision: dict[str, str]) -> list[float]:
+    config = {"zero": {"stage": stage, "offload": offload}, "precision": precision, "optimizer": {"lr": RATE}}
+    with partita.initialize(build(), config) as engine:
+
+        def update(loss: Tensor) -> None:
+            engine.backward(loss)
+            engine.step()
+
+        return losses_of(engine.module, device, update)
+
+
+def arithmetic(offload: dict[str, str], precision: dict[str, str], device: torch.device) -> tuple[object, ...]:
+    """What runs have in common that must have the same losses, bit for bit: where the update runs, and by whose kernel.
+    The form of a master changes nothing.
+    """
+    on_host = offload["optimizer"] != "none" or device.type == "cpu"
+    ours = precision["compute"] == "bf16" and (on_host or precision.get("master") == "split")
+    return precision["compute"], precision.get("moments"), on_host, ours or "moments" in precision
+
+
+def check_tiers(report: Report, device: torch.device, quick: bool) -> None:
+    exact = exact_losses()
+    offloads = [
+        {"parameters": parameters, "optimizer": optimizer, "gradients": gradients}
+        for parameters, optimizer, gradients in product(TIERS, TIERS, ("auto", "none"))
+        if gradients == "auto" or optimizer != "none"
+    ]
+    stages, chosen = (1, 2, 3), offloads
+    if quick:
+        stages, chosen = (3,), [offload for offload in offloads if offload["gradients"] == "auto"][::4]
+    first: dict[tuple[object, ...], list[float]] = {}
+    rows = []
+    for name, precision in PRECISIONS.items():
+        worst, differ, runs = 0.0, list[str](), 0
+        for stage, offload in product(stages, chosen):
+            losses = train(device, stage, offload, precision)
+            far = max(abs(mine - theirs) / theirs for mine, theirs in zip(losses, exact, strict=True))
+            where = f"stage {stage}, {', '.join(f'{key} {tier}' for key, tier in offload.items())}"
+            report.expect(far < TOLERANCE[precision["compute"]], f"{name}, {where}: {far:.1e} from float64")
+            worst, runs = max(worst, far), runs + 1
+            if losses != first.setdefault(arithmetic(offload, precision, device), losses):
+                differ.append(where)
+                report.expect(False, f"{name}, {where}: other bits than where the arithmetic is the same")
+        rows.append([name, str(runs), f"{worst:.1e}", str(len(differ))])
+    report.table(["precision", "stages x tiers", "farthest from float64", "with other bits"], rows)
+
+
+def check_loans(report: Report, device: torch.device) -> None:
+    """The ways to lend memory: what this torch has, and resizing."""
+    expected, offload = None, {"parameters": "host", "optimizer": "host"}
+    for swap in (True, False):
+        patched = nullcontext() if swap else mock.patch.object(ring, "storage_swap_available", return_value=False)
+        with patched:
+            losses = train(device, 3, offload, PRECISIONS["fp32"])
+        expected = expected or losses
+        report.expect(losses == expected, f"losses are the same with storages {'swapped' if swap else 'resized'}")
+    has = "swaps the memory of storages" if ring.storage_swap_available() else "can only resize storages"
+    report.write(f"Lending: this torch {has}; the losses with resized ones were compared.")
+    report.write()
+
+
+def main() -> int:
+    arguments = parser(__doc__).parse_args()
+    device = device_here(arguments.quick)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    report = Report("Offload on the GPU: right, and bit for bit")
+    report.begin()
+    report.write(place(device))
+    report.write()
+    check_kernels(report, device, 10_007 if arguments.quick else 20_000_003)
+    check_copies(report, device)
+    with sdpa_kernel(SDPBackend.MATH):  # the others' backward adds in an order of its own at each run
+        check_tiers(report, device, arguments.quick)
+        check_loans(report, device)
+    return report.end(arguments.save)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

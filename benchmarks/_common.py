@@ -14,11 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from partita.cli.machine import usable_cores
-
 from benchmarks._loopback import private_network
 from benchmarks._machine import describe_machine
 from benchmarks._work import Work
+from partita.memory.capacity import usable_cores
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"

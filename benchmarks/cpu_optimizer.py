@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from benchmarks._common import RESULTS, ROOT, Report
-from partita.cli.machine import usable_cores
 from partita.kernels import native
 from partita.kernels.quantize import encode
 from partita.kernels.state import AdamRule, Moments, Weights
 from partita.kernels.sums import square_sum
 from partita.kernels.update import adam_
 from partita.memory.allocate import allocate
+from partita.memory.capacity import usable_cores
 
 CPU = torch.device("cpu")
 SLICE = 1 << 22

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks._common import Report, parser
-from partita.cli.machine import usable_cores
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh, Rendezvous
+from partita.memory.capacity import usable_cores
 from partita.memory.streams import Stream
 from partita.plan.mesh_shape import MeshShape
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from partita.cli.machine import memory_bytes
 
 from benchmarks._common import ROOT
+from partita.memory.capacity import host_memory
 from partita.train.decoder import DecoderShape
 
 POLL_S = 0.05
@@ -103,7 +103,7 @@ def attempt(job: Job, seconds: float, host_bytes: int) -> Outcome:
         )
         try:
             while process.poll() is None:
-                resident, available = _resident(process.pid), memory_bytes()[1]
+                resident, available = _resident(process.pid), host_memory()[1]
                 peak = max(peak, resident)
                 if resident > host_bytes or available < RESERVE_BYTES // 6:
                     stopped = "host"
@@ -159,7 +159,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 def host_bytes(arguments: argparse.Namespace) -> int:
     given = arguments.host_gib
-    return int(given * 2**30) if given else memory_bytes()[0] - RESERVE_BYTES
+    return int(given * 2**30) if given else host_memory()[0] - RESERVE_BYTES
 
 
 def device_here(quick: bool) -> torch.device:

@@ -70,7 +70,7 @@ def tokens(device: torch.device, batch: int, length: int, step: int) -> Tensor:
 def losses_of(model: torch.nn.Module, device: torch.device, update: Callable[[Tensor], None]) -> list[float]:
     losses = []
     for step in range(STEPS):
-        rows = tokens(device, 8, 128, step)
+        rows = tokens(device, 8, 128 if device.type == "cuda" else 16, step)
         loss = model(rows[:, :-1], rows[:, 1:])
         update(loss)
         losses.append(loss.item())
@@ -90,8 +90,8 @@ def check_stages(device: torch.device, width: int, layers: int) -> None:
     reference = losses_of(exact, device, update)
     print(f"\n| precision | {' | '.join(PLANS)} |\n|---|{'---|' * len(PLANS)}")
     for compute, tolerance in TOLERANCE.items():
-        if device.type == "cpu" and compute == "fp16":
-            continue  # slow there
+        if device.type == "cpu" and compute != "fp32":
+            continue  # 16 bits are slow there
         cells, first = [], None
         for zero in PLANS.values():
             config = {"zero": zero, "precision": {"compute": compute}, "optimizer": {"lr": 1e-3}}

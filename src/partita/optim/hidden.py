@@ -66,7 +66,6 @@ class HiddenUpdates:
         self.units = [unit for unit in runtime.units if not unit.segments[0].plan.updates_on_device]
         if isinstance(optimizer, FusedOptimizer):
             self.units = runtime.units
-            optimizer.threads = torch.get_num_threads()
         self._hidden = {id(segment) for unit in self.units for segment in unit.segments}
         self._around = Surroundings(optimizer, runtime.executor, runtime.memory, mesh.index(DATA))
         self._stream = Stream(mesh.device, "updates", waits=True)

@@ -6,6 +6,7 @@ import re
 import resource
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -180,6 +181,23 @@ def killed_in_a_step(folder: str, call: str) -> None:
         take_steps(engine, 3)
 
 
+def meets_a_rank_that_is_gone() -> None:
+    """Gloo refuses at once to send to a process whose end it has seen."""
+    with partita.initialize(Stack(3), {"zero": {"stage": 3}}) as engine:
+        take_steps(engine, 1)
+        if rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1)
+        take_steps(engine, 1)
+
+
+def test_a_rank_that_is_gone_before_it_is_sent_to() -> None:
+    with pytest.raises(pool.WorkerError, match="rank 1 died") as caught:
+        pool.run(2, meets_a_rank_that_is_gone)
+    (other,) = (note for note in caught.value.__notes__ if note.startswith("on rank 0:"))
+    assert re.search(r"PartitaError: .*another rank ended", other), other
+
+
 def trains(folder: str) -> None:
     with partita.initialize(Stack(3), config(folder)) as engine:
         take_steps(engine, 2)
@@ -191,7 +209,7 @@ def test_a_killed_rank(call: str, tmp_path: Path) -> None:
     with pytest.raises(pool.WorkerError, match="rank 1 died with exit code -9") as caught:
         pool.run(2, killed_in_a_step, str(tmp_path), call)
     (other,) = (note for note in caught.value.__notes__ if note.startswith("on rank 0:"))
-    assert re.search(r"PartitaError: .*another rank ended", other)
+    assert re.search(r"PartitaError: .*another rank ended", other), other
     assert list(tmp_path.iterdir()) == []
     pool.run(2, trains, str(tmp_path))
     assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,8 @@ exchange, too: as many bytes as gloo's own, without its flat copy of the whole. 
 """
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -47,15 +48,22 @@ class Handle:
 
     def wait(self) -> None:
         works, self._works = self._works, ()
-        try:
+        with _explained(self._what):
             for work in works:
                 if work is not None:
                     work.wait()
-        except RuntimeError as error:
-            raise PartitaError(
-                f"{self._what} failed: another rank ended, or did not join within the time-out "
-                f"(communication.timeout_s); look at the other ranks' output first. Backend: {error}"
-            ) from error
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Name what the backend failed at: gloo does so when it is waited for, and also at once where a peer is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PartitaError(
+            f"{what} failed: another rank ended, or did not join within the time-out "
+            f"(communication.timeout_s); look at the other ranks' output first. Backend: {error}"
+        ) from error
 
 
 class Collectives:
@@ -79,7 +87,8 @@ class Collectives:
         if self.ordered:
             rows = whole.view(num, -1)
             own = rows[self.mesh.index(axes)]
-            works = self._direct(lambda source: rows[source], lambda _: part, (axes, purpose), tag)
+            with _explained(self._name("all-gather", axes, purpose)):
+                works = self._direct(lambda source: rows[source], lambda _: part, (axes, purpose), tag)
             if own.data_ptr() != part.data_ptr():  # beside the exchange, which reads `part` alone
                 own.copy_(part)
         else:
@@ -121,7 +130,8 @@ class Collectives:
         name = self._name("reduce-scatter", axes, "gradients")
         if self.ordered:
             outgoing, incoming = sent.view(num, -1), received.view(num - 1, -1)
-            works = self._direct(lambda i: incoming[i - (i > own)], lambda i: outgoing[i], (axes, "gradients"))
+            with _explained(name):
+                works = self._direct(lambda i: incoming[i - (i > own)], lambda i: outgoing[i], (axes, "gradients"))
             Handle(works, name).wait()
             received = _sum(list(incoming), outgoing[own], own, received[: out.numel()] if accumulate else out)
         else:
@@ -140,7 +150,8 @@ class Collectives:
         num = self.mesh.shape.group_size(axes)
         if num > 1:
             self._count("all_reduce", axes, purpose, 2 * (num - 1) * tensor.nbytes // num)
-            dist.all_reduce(tensor, group=self.mesh.group(axes, "gradients"))
+            with _explained(self._name("all-reduce", axes, purpose)):
+                dist.all_reduce(tensor, group=self.mesh.group(axes, "gradients"))
         return tensor
 
     def exchange(self, message: Tensor, axes: tuple[str, ...]) -> tuple[Tensor, Handle]:
@@ -153,8 +164,10 @@ class Collectives:
             every[0] = message
             return every, Handle((), "")
         self._count("all_gather", axes, "control", (num - 1) * message.nbytes)
-        work = _all_gather_single(every.view(-1), message, group=self.mesh.group(axes, "control"), async_op=True)
-        return every, Handle([work], self._name("exchange", axes, "control"))
+        name = self._name("exchange", axes, "control")
+        with _explained(name):
+            work = _all_gather_single(every.view(-1), message, group=self.mesh.group(axes, "control"), async_op=True)
+        return every, Handle([work], name)
 
     def broadcast(self, tensors: Sequence[Tensor], axes: tuple[str, ...], purpose: str) -> None:
         """Overwrite ``tensors`` with those of the group's first rank."""
@@ -178,7 +191,8 @@ class Collectives:
         if num == 1:
             return [value]
         every: list[Any] = [None] * num
-        dist.all_gather_object(every, value, group=self.mesh.group(axes, "control"))
+        with _explained(self._name("exchange", axes, "control")):
+            dist.all_gather_object(every, value, group=self.mesh.group(axes, "control"))
         return every
 
     def board(self, axes: tuple[str, ...]) -> Board | None:

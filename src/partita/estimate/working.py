@@ -17,6 +17,8 @@ from partita.plan.steps import AllGather, AllReduce, ReduceScatter, steps
 # Tensors of one kind that are on their way between disk and host at a time: of a unit that is updated, of the one that
 # is read ahead, and of one whose last request is still under way.
 STAGED = 3
+# Gradients are only read by the update, and given back with it.
+STAGED_GRADIENTS = 2
 
 
 def working_bytes(
@@ -104,22 +106,36 @@ def _publish_bytes(units: Sequence[PlannedUnit], mesh: MeshShape) -> int:
 
 
 def _staging_bytes(units: Sequence[PlannedUnit], mesh: MeshShape, num_moments: int) -> int:
-    """Host memory that what rests on disk passes through."""
-    sizes: dict[str, list[int]] = {"parameters": [], "gradients": [], "optimizer": []}
+    """Host memory that what rests on disk passes through.
+
+    Staging memory grows as it is asked for, so sizes that are close to each other may all come to have slots. A unit's
+    update reads the whole bucket that holds its gradients, also what other units have in it.
+    """
+    parameters, gradients, optimizer = Counter[int](), Counter[int](), Counter[int]()
+    small = 0
     for segment in (segment for unit in units for segment in unit.segments):
         row, padded = segment.row, segment.layout.padded
-        kept = [("parameters", row.param_rest)]
-        if segment.trains:
-            kept += [
-                ("gradients", row.grad_step),
-                ("optimizer", row.master),
-                *[("optimizer", row.moments)] * num_moments,
-            ]
-        for kind, residence in kept:
-            if residence.tier is Tier.DISK:
-                sizes[kind].append(residence.num_bytes(padded, mesh))
-    depths = {"parameters": STAGED, "gradients": STAGED, "optimizer": STAGED * (1 + num_moments)}
-    return sum(_total(slot_counts(group, depths[kind])) for kind, group in sizes.items())
+        if row.param_rest.tier is Tier.DISK:
+            parameters[row.param_rest.num_bytes(padded, mesh)] += 1
+        if segment.trains and row.grad_step.tier is Tier.DISK:
+            num_bytes = row.grad_step.num_bytes(padded, mesh)
+            if padded * row.grad_step.encoding.itemsize > BUCKET_BYTES:
+                gradients[num_bytes] += 1
+            else:
+                small += num_bytes
+        if segment.trains and row.master.tier is Tier.DISK:
+            optimizer[row.master.num_bytes(padded, mesh)] += 1
+            optimizer[row.moments.num_bytes(padded, mesh)] += num_moments
+    return (
+        _slots_of_each(parameters, STAGED)
+        + _slots_of_each(gradients, STAGED_GRADIENTS)
+        + _slots_of_each(optimizer, STAGED * (1 + num_moments))
+        + STAGED_GRADIENTS * min(small, int(BUCKET_BYTES / (1 - CLASS_SHARE)))
+    )
+
+
+def _slots_of_each(sizes: Counter[int], depth: int) -> int:
+    return sum(size * min(depth, num) for size, num in sizes.items())
 
 
 def _update_bytes(units: Sequence[PlannedUnit], mesh: MeshShape) -> int:

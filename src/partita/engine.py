@@ -289,6 +289,7 @@ class Engine:
 
     def memory_report(self) -> MemoryReport:
         """Bytes held by this rank now and at their peak, by state and tier, and what its disk tier has moved."""
+        self._updater.settle()
         return self._ledger.report(self.mesh.device, self._memory.disk_report())
 
     @property
@@ -298,6 +299,7 @@ class Engine:
 
     def traffic_report(self) -> TrafficReport:
         """Bytes sent by this rank and calls so far, by collective, axis and purpose."""
+        self._updater.settle()
         return self._collectives.meter.report()
 
     # ----------------------------------------------------------------------- end

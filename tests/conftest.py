@@ -28,7 +28,7 @@ def no_leaks() -> Iterator[None]:
 
 @pytest.fixture
 def small_filesystem(tmp_path: Path) -> Iterator[Path]:
-    """8 MiB of memory as a disk. (Who may not mount runs the tests in which the system calls are replaced.)"""
+    """8 MiB of memory as a disk. (Where mounting is not permitted, the tests that replace system calls remain.)"""
     folder = tmp_path / "small"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
@@ -36,10 +36,7 @@ def small_filesystem(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(mount, check=True, capture_output=True, timeout=60)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("mounting is not permitted here")
-    inside = os.open(folder, os.O_PATH)
-    # It stays for as long as it is open: a test that is killed leaves nothing mounted.
-    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=60)
     try:
-        yield Path(f"/proc/self/fd/{inside}")
+        yield folder
     finally:
-        os.close(inside)
+        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=60)

@@ -68,7 +68,7 @@ class Course:
     """What one rank saw: its own loss and the gradient norm of each step, and whole tensors by name.
 
     `gradients` are those of the first batch, in evaluation mode; `weights` are the final ones, on rank 0 only;
-    `buffers` are this rank's own at the end: running statistics have seen its last batch.
+    `buffers` are this rank's own at the end.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -287,7 +287,10 @@ def judge(name: str, world: int, plans: Sequence[str] = STAGES, computes: Sequen
 
 
 def ddp_errors(name: str, world: int) -> dict[str, float]:
-    """The errors of a course at stage 3 beside DistributedDataParallel: of losses, norms, and of each tensor."""
+    """The errors of a course at stage 3 beside DistributedDataParallel: of losses, norms, and of each tensor.
+
+    Buffers follow rank 0 at the end of a micro-batch, DDP's at the start of the next, when the other ranks get its own.
+    """
     by_rank = pool.run(world, beside_ddp, name, timeout=TIMEOUT_S)
     found = {
         "losses": max(largest_ratio(ours.losses, theirs.losses) for ours, theirs in by_rank),
@@ -302,7 +305,7 @@ def ddp_errors(name: str, world: int) -> dict[str, float]:
     }
     return found | {
         f"rank {rank}: buffer {key}": error(value, theirs.buffers[key])
-        for rank, (ours, theirs) in enumerate(by_rank)
+        for rank, (ours, _) in enumerate(by_rank)
         for key, value in ours.buffers.items()
     }
 

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 import partita
 from partita import PartitaError
@@ -36,8 +37,13 @@ def test_what_is_none(error: BaseException) -> None:
     assert not is_shortage(error)
 
 
+def deep() -> nn.Module:
+    """Units of more than a bucket, of which the disk needs but a few in memory at a time."""
+    return nn.Sequential(nn.Linear(16, 1024), *(nn.Linear(1024, 1024) for _ in range(16)), nn.Linear(1024, 16))
+
+
 def fails_in_forward(engine: partita.Engine) -> None:
-    hook = engine.module.get_submodule("last").register_forward_hook(mock.Mock(side_effect=OUT))
+    hook = engine.module.get_submodule("17").register_forward_hook(mock.Mock(side_effect=OUT))
     try:
         square_loss(engine, rank(), 0)
     finally:
@@ -60,7 +66,7 @@ def fails_in_step(engine: partita.Engine) -> None:
     ("where", "fails"), [("forward", fails_in_forward), ("backward", fails_in_backward), ("step", fails_in_step)]
 )
 def test_the_error_says_who_holds_what(where: str, fails: Callable[[partita.Engine], None]) -> None:
-    with partita.initialize(Stack(24), BATCH) as engine:
+    with partita.initialize(deep(), BATCH) as engine:
         with pytest.raises(PartitaError, match=SAID.format(where)) as caught:
             fails(engine)
         assert is_shortage(caught.value.__cause__)
@@ -84,7 +90,7 @@ def test_in_initialize() -> None:
 
 
 def stages_are_named() -> None:
-    with partita.initialize(Stack(24), {"zero": {"stage": 0}}) as engine:
+    with partita.initialize(deep(), {"zero": {"stage": 0}}) as engine:
         with pytest.raises(PartitaError, match=r"zero.stage: \d .frees"):
             fails_in_forward(engine)
 

@@ -18,7 +18,7 @@ from partita.train.decoder import Decoder, DecoderShape
 
 OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 BF16 = {"compute": "bf16", "gradients": "bf16"}
-LEAN = {**BF16, "master": "split", "moments": "int8"}
+LEAN = {"compute": "bf16", "master": "split", "moments": "int8", "gradients": "in_backward"}
 ALL_ON_HOST = {"parameters": "host", "optimizer": "host"}
 ON_DISK = {"parameters": "host", "optimizer": "disk"}
 AUTO = {"parameters": "auto", "optimizer": "auto"}
@@ -185,10 +185,10 @@ MODES = {
     "none": _partita({}, BF16, 16, 0),
     "optimizer on host": _partita({"optimizer": "host"}, BF16, 2.1, 14),
     "everything on host": _partita(ALL_ON_HOST, BF16, 0.1, 16),
-    "lean, none": _partita({}, LEAN, 8.1, 0),
-    "lean, optimizer on host": _partita({"optimizer": "host"}, LEAN, 2.1, 6.1),
-    "lean, everything on host": _partita(ALL_ON_HOST, LEAN, 0.1, 8.1),
-    "lean, optimizer on disk": _partita(ON_DISK, LEAN, 0.1, 2.5, 6.1),
+    "lean, none": _partita({}, LEAN, 6.2, 0),
+    "lean, optimizer on host": _partita({"optimizer": "host"}, LEAN, 2.1, 4.1),
+    "lean, everything on host": _partita(ALL_ON_HOST, LEAN, 0.1, 6.2),
+    "lean, optimizer on disk": _partita(ON_DISK, LEAN, 0.1, 2.3, 4.1),
     "lean, auto": _partita(AUTO, LEAN, 1, 4, 1),
 }
 PARTITA = [name for name, mode in MODES.items() if mode.config]

@@ -45,6 +45,8 @@ PRECISIONS: dict[str, dict[str, str]] = {
     "bf16, split": {"compute": "bf16", "gradients": "bf16", "master": "split"},
     "bf16, int8": {"compute": "bf16", "gradients": "bf16", "moments": "int8"},
     "bf16, split + int8": {"compute": "bf16", "gradients": "bf16", "master": "split", "moments": "int8"},
+    "bf16, in backward": {"compute": "bf16", "gradients": "in_backward"},
+    "bf16, all of them": {"compute": "bf16", "gradients": "in_backward", "master": "split", "moments": "int8"},
 }
 FORMS = ("fp32", "bf16 + fp32", "split")
 
@@ -209,7 +211,8 @@ def arithmetic(offload: dict[str, str], precision: dict[str, str], device: torch
     """
     on_host = offload["optimizer"] != "none" or device.type == "cpu"
     ours = precision["compute"] == "bf16" and (on_host or precision.get("master") == "split")
-    return precision["compute"], precision.get("moments"), on_host, ours or "moments" in precision
+    kept = precision.get("gradients", "fp32") == "bf16"
+    return precision["compute"], kept, precision.get("moments"), on_host, ours or "moments" in precision
 
 
 def check_tiers(report: Report, device: torch.device, quick: bool) -> None:
@@ -227,6 +230,8 @@ def check_tiers(report: Report, device: torch.device, quick: bool) -> None:
     for name, precision in PRECISIONS.items():
         worst, differ, runs = 0.0, list[str](), 0
         for stage, offload in product(stages, chosen):
+            if precision.get("gradients") == "in_backward" and offload["gradients"] != "auto":
+                continue
             losses = train(device, stage, offload, precision)
             far = max(abs(mine - theirs) / theirs for mine, theirs in zip(losses, exact, strict=True))
             where = f"stage {stage}, {', '.join(f'{key} {tier}' for key, tier in offload.items())}"

@@ -4,7 +4,7 @@ from partita.config.schema import Config
 from partita.engine import Engine
 from partita.errors import ConfigError, PartitaError
 from partita.optim.elementwise import elementwise
-from partita.optim.step import StepResult
+from partita.optim.updater import StepResult
 from partita.start import initialize
 
 __version__ = "0.1.0"

@@ -29,8 +29,10 @@ from partita.memory.tiers import StateMemory
 from partita.optim.build import Factory, build_optimizer, build_schedule, wants_kernels
 from partita.optim.elements import states_per_element
 from partita.optim.elementwise import check_elementwise
+from partita.optim.in_backward import BackwardUpdater
 from partita.optim.loss_scale import LossScale
-from partita.optim.step import StepResult, Updater
+from partita.optim.step import StepUpdater
+from partita.optim.updater import StepResult
 from partita.optim.views import check_groups
 from partita.plan.residence import ENCODINGS
 from partita.plan.state_plan import StatePlan
@@ -92,7 +94,8 @@ class Engine:
             self._memory.close()
             raise
         scale = LossScale(settings.precision.loss_scale, resolved.compute_dtype == "fp16")
-        self._updater = Updater(self._runtime, self.optimizer, scale, settings.clip_grad_norm)
+        updater = BackwardUpdater if settings.precision.gradients == "in_backward" else StepUpdater
+        self._updater = updater(self._runtime, self.optimizer, scale, settings.clip_grad_norm)
         self._whole = Whole(self._runtime, self._updater)
         self._begin_micro_batch(0)
 
@@ -206,7 +209,11 @@ class Engine:
 
         Legal at every stage. Stages 2 and 3 then hold this rank's gradients whole (as many bytes as the parameters in
         the compute dtype) until they are reduced.
+
+        Raises:
+            PartitaError: gradients rest nowhere (``precision.gradients: in_backward``).
         """
+        self._check_gradients_rest("engine.no_sync")
         reducer = self._runtime.reducer
         before, reducer.synchronize = reducer.synchronize, False
         try:
@@ -216,9 +223,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Drop the gradients collected so far: the next micro-batch is the first of a batch."""
-        self._updater.settle()
-        self._runtime.reducer.drain()
-        self._runtime.reducer.zero()
+        self._updater.zero()
         self._begin_micro_batch(0)
 
     def train(self, mode: bool = True) -> Self:
@@ -244,7 +249,12 @@ class Engine:
         return self._whole.gathered(items or (self.module,), modify)
 
     def gradient(self, name: str) -> Tensor | None:
-        """The whole mean gradient of a parameter (fp32, its shape) before ``step``; None if no rank has one."""
+        """The whole mean gradient of a parameter (fp32, its shape) before ``step``; None if no rank has one.
+
+        Raises:
+            PartitaError: there is no such parameter, or gradients rest nowhere (``precision.gradients: in_backward``).
+        """
+        self._check_gradients_rest("engine.gradient")
         self._updater.settle()
         return self._whole.gradient(name, self._updater.scale.value)
 
@@ -317,6 +327,13 @@ class Engine:
         self._runtime.close()
         if self._owns_mesh:
             self.mesh.close()
+
+    def _check_gradients_rest(self, what: str) -> None:
+        if self.config.precision.gradients == "in_backward":
+            raise PartitaError(
+                f"{what}: under precision.gradients: in_backward gradients are used up as soon as they are reduced; "
+                "set precision.gradients to fp32"
+            )
 
     def _check_open(self) -> None:
         if self._closed:

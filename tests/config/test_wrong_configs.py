@@ -48,7 +48,10 @@ VALUES = [
     Wrong(
         {"precision": {"compute": "bfloat16"}}, ("precision.compute: expected one of auto, fp32, bf16, fp16", "got 'bf")
     ),
-    Wrong({"precision": {"gradients": "fp8"}}, ("precision.gradients: expected one of fp32, bf16, fp16; got 'fp8'",)),
+    Wrong(
+        {"precision": {"gradients": "fp8"}},
+        ("precision.gradients: expected one of fp32, bf16, fp16, in_backward; got 'fp8'",),
+    ),
     Wrong({"precision": {"master": "bf16"}}, ("precision.master: expected one of fp32, split; got 'bf16'",)),
     Wrong({"precision": {"loss_scale": 0}}, ("precision.loss_scale: expected dynamic or a number above 0; got 0",)),
     Wrong({"precision": {"loss_scale": math.nan}}, ("precision.loss_scale: expected", "got nan")),
@@ -122,6 +125,27 @@ NOT_AVAILABLE = [
 ]
 
 CROSS_FIELD = [
+    Wrong(
+        {"precision": {"gradients": "in_backward", "compute": "fp16"}},
+        ("before it is known whether", "fp16's loss scale", "Fix: set precision.compute to bf16"),
+    ),
+    Wrong(
+        {"precision": {"gradients": "in_backward"}, "zero": {"stage": 0}},
+        ("at stage 0 every rank owns all", "Fix: set zero.stage to 1"),
+    ),
+    Wrong(
+        {"precision": {"gradients": "in_backward"}, "zero": {"offload": {"gradients": "host"}}},
+        ("no gradient rests anywhere", "Fix: leave zero.offload.gradients out"),
+    ),
+    Wrong(
+        {"precision": {"gradients": "in_backward"}, "batch": {"micro": 2, "total": 16}},
+        (
+            "updates the parameters in every backward",
+            "batch.accumulate",
+            "derived: total 16",
+            "Fix: set precision.gradients to fp32, or batch.accumulate to 1",
+        ),
+    ),
     Wrong(
         {"precision": {"master": "split", "compute": "fp16"}},
         ("fp16 parameters are no part of it", "precision.compute", "Fix: set precision.compute to bf16"),

@@ -81,12 +81,12 @@ def test_in_initialize() -> None:
 
     def mapping(num_bytes: int) -> allocate.Mapping:
         calls.append(num_bytes)
-        if len(calls) > 20:
+        if len(calls) > 5:
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         return real(num_bytes)
 
     with mock.patch.object(allocate, "Mapping", mapping), pytest.raises(PartitaError, match=SAID.format("initialize")):
-        partita.initialize(Stack(24), {"zero": {"stage": 1}})
+        partita.initialize(deep(), {"zero": {"stage": 1}})
 
 
 def stages_are_named() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from partita.comm.collectives import Collectives
 from partita.errors import PartitaError
 from partita.kernels.quantize import join
-from partita.optim.step import Updater
+from partita.optim.updater import Updater
 from partita.plan.residence import SPLIT
 from partita.plan.steps import steps
 from partita.sharding.runtime import Runtime

@@ -69,6 +69,26 @@ RULES = (
         "set precision.compute to bf16",
     ),
     Rule(
+        lambda c, compute: c.precision.gradients == "in_backward" and compute == "fp16",
+        ("precision.gradients", "precision.compute"),
+        "precision.gradients: in_backward updates a unit before it is known whether the gradients of all others are "
+        "finite under fp16's loss scale",
+        "set precision.compute to bf16",
+    ),
+    Rule(
+        lambda c, _: c.precision.gradients == "in_backward" and c.zero.stage == 0,
+        ("precision.gradients", "zero.stage"),
+        "precision.gradients: in_backward updates a unit where its gradient is reduced, on the rank that owns it; at "
+        "stage 0 every rank owns all",
+        "set zero.stage to 1",
+    ),
+    Rule(
+        lambda c, _: c.precision.gradients == "in_backward" and c.zero.offload.gradients != "auto",
+        ("precision.gradients", "zero.offload.gradients"),
+        "under precision.gradients: in_backward no gradient rests anywhere",
+        "leave zero.offload.gradients out",
+    ),
+    Rule(
         lambda c, _: c.precision.moments == "int8" and c.optimizer.name not in ("adam", "adamw"),
         ("precision.moments", "optimizer.name"),
         "precision.moments: int8 belongs to adam and adamw",
@@ -157,6 +177,21 @@ def check_settings(config: Config, compute: Row) -> None:
         if rule.broken(config, name):
             rows = [compute if key == compute.key else row(config, key) for key in rule.keys]
             raise conflict(rule.problem.format(c=config, compute=name), rows, rule.fix.format(c=config))
+
+
+def check_batch(config: Config, accumulate: Row) -> None:
+    """Checks the micro-batches of a step, given or derived.
+
+    Raises:
+        ConfigError: gradients of several are to add up, but none rests.
+    """
+    if config.precision.gradients == "in_backward" and accumulate.value != 1:
+        raise conflict(
+            "precision.gradients: in_backward updates the parameters in every backward: no gradient rests to which "
+            "that of another micro-batch could be added",
+            [row(config, "precision.gradients"), accumulate],
+            "set precision.gradients to fp32, or batch.accumulate to 1",
+        )
 
 
 def idle_settings(config: Config, compute: str) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from partita.config.batch import ResolvedBatch, resolve_batch
-from partita.config.checks import check_settings, idle_settings
+from partita.config.checks import check_batch, check_settings, idle_settings
 from partita.config.plain import shown
 from partita.config.schema import Config
 from partita.config.table import Row, conflict, row
@@ -55,6 +55,7 @@ def resolve(config: Config, num_ranks: int, device_type: str, ranks_per_node: in
     batch, batch_rows = resolve_batch(config.batch, mesh.data, mesh_rows)
     compute = _resolve_compute(config, device_type)
     check_settings(config, compute)
+    check_batch(config, next(r for r in batch_rows if r.key == "batch.accumulate"))
     notices = idle_settings(config, str(compute.value))
     if config.zero.hierarchical and mesh.node == 1:
         notices += ("ignored: zero.hierarchical (all data ranks are on one node)",)
@@ -67,7 +68,8 @@ def describe(resolved: Resolved) -> str:
     sources = {r.key: r.source for r in resolved.values}
     zero, precision, schedule = config.zero, config.precision, config.schedule
     kept = ", kept whole after forward" * zero.keep_gathered + ", hierarchical" * zero.hierarchical
-    clipped = f", gradients clipped to norm {config.clip_grad_norm:g}" if config.clip_grad_norm else ""
+    of_each = " a unit" * (precision.gradients == "in_backward")
+    clipped = f", gradients{of_each} clipped to norm {config.clip_grad_norm:g}" if config.clip_grad_norm else ""
     optimizer = f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}"
     optimizer = "as passed" if "optimizer" in resolved.passed else optimizer
     rates = f"{schedule.name} after {schedule.warmup_steps} steps of warm-up"

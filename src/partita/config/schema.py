@@ -17,7 +17,7 @@ from partita.config.fields import (
     Count,
     CountOrZero,
     Flag,
-    Float,
+    Gradients,
     NotNegative,
     PathText,
     Positive,
@@ -93,7 +93,11 @@ class Precision(Section):
 
     compute: Compute = Field("auto", description="dtype of forward and backward; auto: bf16 on CUDA, fp32 on CPU")
     master: Literal["fp32", "split"] = Field("fp32", description="weights that the optimizer updates")
-    gradients: Float = Field("fp32", description="dtype in which gradients rest and travel")
+    gradients: Gradients = Field(
+        "fp32",
+        description="dtype in which gradients rest and travel; in_backward: fp32, and none rests, as each unit is "
+        "updated in backward",
+    )
     moments: Literal["fp32", "int8"] = Field("fp32", description="the optimizer's running averages")
     loss_scale: Literal["dynamic"] | Positive = Field(
         "dynamic", description="factor on the loss under fp16 compute; dynamic: as large as stays finite"

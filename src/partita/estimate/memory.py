@@ -46,7 +46,9 @@ def _states(
         yield "parameters", row.param_between, row.param_between.num_bytes(padded, mesh)
     if not segment.trains:
         return
-    if steps(row.grad_arrival, row.grad_step, mesh):
+    if not row.gradients_rest:
+        pass  # a few of them are in working memory at a time
+    elif steps(row.grad_arrival, row.grad_step, mesh):
         yield "gradients", row.grad_between, row.grad_between.num_bytes(padded, mesh)
     else:
         yield "gradients", row.grad_arrival, _value_bytes(segment, row.grad_arrival, mesh, rank)

@@ -73,7 +73,9 @@ class Budget:
 def chosen_tiers(offload: Offload, auto: Tiers) -> Tiers:
     """A unit's tiers as the config has them, with those of ``auto`` where it leaves the choice."""
     optimizer = TIERS.get(offload.optimizer, auto.optimizer)
-    gradients = optimizer if offload.gradients == "auto" else TIERS[offload.gradients]
+    gradients = None
+    if auto.gradients is not None:
+        gradients = optimizer if offload.gradients == "auto" else TIERS[offload.gradients]
     return Tiers(TIERS.get(offload.parameters, auto.parameters), gradients, optimizer)
 
 

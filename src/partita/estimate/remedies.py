@@ -72,9 +72,7 @@ class Situation:
             for stage, name in further_stages(first)
         ]
         offload = self.config.zero.offload
-        states = (
-            ("optimizer", "parameters") if offload.gradients == "auto" else ("optimizer", "parameters", "gradients")
-        )
+        states = ["optimizer", "parameters"] + ["gradients"] * (offload.gradients != "auto")
         for state in states:
             tiers = [tier for tier in (Tier.HOST, Tier.DISK) if tier not in short]
             changed = [(tier.value, offload.model_copy(update={state: tier.value})) for tier in tiers]
@@ -99,7 +97,8 @@ class Situation:
     def _smaller_batches(self) -> str:
         batch = self.config.batch
         if isinstance(batch.micro, int) and batch.micro > 1:
-            return f"batch.micro: {batch.micro // 2}, with twice batch.accumulate"
+            more = ", with twice batch.accumulate" if self.config.precision.gradients != "in_backward" else ""
+            return f"batch.micro: {batch.micro // 2}{more}"
         return "half as many samples or tokens in a micro-batch"
 
 
@@ -108,4 +107,4 @@ def _encodings(row: StatePlan) -> Encodings:
 
 
 def _tiers(row: StatePlan) -> Tiers:
-    return Tiers(row.param_rest.tier, row.grad_step.tier, row.master.tier)
+    return Tiers(row.param_rest.tier, row.grad_step.tier if row.gradients_rest else None, row.master.tier)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import BUCKET_BYTES, PlannedSegment, PlannedUnit
 from partita.plan.residence import Tier
-from partita.plan.slots import CLASS_SHARE, RECEIVING, SENDING, Passing, bytes_ahead, ring_depth, slot_counts
+from partita.plan.slots import CLASS_SHARE, RECEIVING, SENDING, SUMMED, Passing, bytes_ahead, ring_depth, slot_counts
 from partita.plan.state_plan import DATA
 from partita.plan.steps import AllGather, AllReduce, ReduceScatter, steps
 
@@ -30,6 +30,8 @@ def working_bytes(
         _ring_bytes(units, mesh, prefetch) + _gradient_bytes(units, mesh) + _publish_bytes(units, mesh)
     )
     needed[Tier.HOST] = _staging_bytes(units, mesh, num_moments) + _update_bytes(units, mesh)
+    for tier in needed:
+        needed[tier] += _sum_bytes(units, mesh, tier)
     return dict(needed)
 
 
@@ -66,12 +68,26 @@ def _gradient_bytes(units: Sequence[PlannedUnit], mesh: MeshShape) -> int:
         arriving = steps(row.grad_arrival, row.grad_step, mesh)
         between = row.grad_between
         rests_whole = not arriving or (mesh.group_size(between.shard_axes) == 1 and between.tier is Tier.DEVICE)
+        rests_whole = rests_whole and row.gradients_rest
         if not rests_whole:
             sent.append(num_bytes)
         if any(isinstance(op, AllReduce | ReduceScatter) for op in arriving):
             received.append(num_bytes - num_bytes // mesh.group_size(DATA))
     moved = [sum(_arriving_bytes(segment, mesh) for segment in unit.segments if segment.trains) for unit in units]
     return _shared_slots(sent, SENDING) + _shared_slots(received, RECEIVING) + max(moved, default=0)
+
+
+def _sum_bytes(units: Sequence[PlannedUnit], mesh: MeshShape, tier: Tier) -> int:
+    """Slots of reduced gradients that rest nowhere."""
+    segments = [segment for unit in units for segment in unit.segments if segment.trains]
+    rows = [segment.row for segment in segments]
+    passing = [not row.gradients_rest and row.grad_step.tier is tier for row in rows]
+    sizes = [
+        segment.layout.padded * row.grad_step.encoding.itemsize
+        for segment, row, passes in zip(segments, rows, passing, strict=True)
+        if passes
+    ]
+    return _shared_slots(sizes, SUMMED) // mesh.group_size(rows[0].grad_step.shard_axes) if rows else 0
 
 
 def _arriving_bytes(segment: PlannedSegment, mesh: MeshShape) -> int:

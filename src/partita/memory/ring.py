@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from partita.memory.allocate import allocate
+from partita.memory.allocate import allocate, allocate_host
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event, record
+from partita.plan.residence import Tier
 from partita.plan.slots import class_of, slot_counts
 
 
@@ -36,6 +37,7 @@ class Ring:
         depth: slots in a class; a class that serves fewer tensors has one for each of these.
         ledger: where the slots' bytes are entered.
         lasting: those of the sizes whose tensors keep their slot while others come and go: each adds one to ``depth``.
+        tier: where the slots are, on the device or on the host.
         backed: whether slots have memory of their own (not where a :class:`Loan` resizes instead of swapping).
     """
 
@@ -48,9 +50,10 @@ class Ring:
         device: torch.device,
         *,
         lasting: Sequence[int] = (),
+        tier: Tier = Tier.DEVICE,
         backed: bool = True,
     ) -> None:
-        self._name, self._device, self._ledger, self._backed = name, device, ledger, backed
+        self._name, self._device, self._ledger, self._tier, self._backed = name, device, ledger, tier, backed
         self._warned = False
         counts = slot_counts(sizes, depth, lasting)
         self._free = {size: [self._new(size) for _ in range(num)] for size, num in counts.items()}
@@ -87,7 +90,7 @@ class Ring:
 
     def give_back(self, slot: Slot, last_use: Event) -> None:
         if slot.spare:
-            self._ledger.remove(self._name, slot.num_bytes)
+            self._ledger.remove(self._name, slot.num_bytes, self._tier)
             return
         slot.last_use = last_use
         self._free[slot.num_bytes].append(slot)
@@ -99,8 +102,9 @@ class Ring:
         return num_bytes if found is None else found
 
     def _new(self, num_bytes: int, spare: bool = False) -> Slot:
-        self._ledger.add(self._name, num_bytes)
-        memory = allocate(num_bytes if self._backed else 0, torch.uint8, self._device)
+        self._ledger.add(self._name, num_bytes, self._tier)
+        make = allocate if self._tier is Tier.DEVICE else allocate_host
+        memory = make(num_bytes if self._backed else 0, torch.uint8, self._device)
         # The current stream is still filling it with zeros, and may be using what it was before.
         return Slot(memory.untyped_storage(), num_bytes, record(self._device), spare)
 

@@ -8,7 +8,9 @@ Source: Ren et al., "ZeRO-Offload", 2021, section 5 (one-step delayed update, wh
 every update).
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,26 +18,28 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from partita.memory.streams import Stream, finish
+from partita.memory.streams import Event, Stream, finish
 from partita.optim.fused import FusedOptimizer
 from partita.optim.moments import Moments
 from partita.optim.segment_update import SegmentUpdate, Surroundings
 from partita.optim.shadow import shadow_of
 from partita.optim.views import View, Views
 from partita.plan.residence import Tier
+from partita.sharding.buckets import Bucket
 from partita.sharding.runtime import Runtime
-from partita.sharding.unit import Segment, Unit
+from partita.sharding.unit import Member, Segment, Unit
 
 DATA = ("data",)
 
 
 @dataclass
-class _Job:
-    """The update of one unit; ``groups`` are the optimizer's, with the unit's parameters alone."""
+class Job:
+    """The update of one unit, not before ``ready``; ``groups`` are the optimizer's, with its parameters alone."""
 
     unit: Unit
-    groups: list[dict[str, Any]]
     segments: list[SegmentUpdate]
+    ready: Event = field(default_factory=Event)
+    groups: list[dict[str, Any]] = field(default_factory=list)
     is_open: bool = False
 
     def open(self) -> None:
@@ -56,7 +60,7 @@ class _Job:
 
 class HiddenUpdates:
     """Runs the optimizer on the units whose states rest off the device, and on all where its update is a kernel of
-    ours.
+    ours. ``started`` are the jobs that are not known to be done.
     """
 
     def __init__(self, runtime: Runtime, views: Views, optimizer: Optimizer) -> None:
@@ -70,7 +74,7 @@ class HiddenUpdates:
         self._around = Surroundings(optimizer, runtime.executor, runtime.memory, mesh.index(DATA))
         self._stream = Stream(mesh.device, "updates", waits=True)
         self._moments: dict[int, Moments] = {}
-        self._started: list[_Job] = []
+        self.started: list[Job] = []
         self._hyper: list[dict[str, Any]] = []
         runtime.wait_for_updates(self.units)
 
@@ -83,7 +87,7 @@ class HiddenUpdates:
     @property
     def under_way(self) -> bool:
         """Whether updates may go on beside the caller."""
-        return bool(self._started)
+        return bool(self.started)
 
     def note_settings(self) -> None:
         """Take the groups' settings as they are before any parameter is updated: some optimizers count in them."""
@@ -102,16 +106,19 @@ class HiddenUpdates:
         """
         if self.units:  # what was launched so far may read states that the host will write, or write those it will read
             finish(self._device)
-        found = [job for unit in self.units if (job := self._job(unit, used)) is not None]
+        found = [job for unit in self.units if (job := self._job(unit, used, factor)) is not None]
         jobs = sorted(found, key=self._place)
         for job, following in zip(jobs, [*jobs[1:], None], strict=False):
-            updating = self._stream.run(partial(self._update, job, following, factor))
-            if job.gathers:
-                updating = self._runtime.executor.run_after(updating, job.deliver)
+            updating = self.queue(job, following)
             self._runtime.executor.await_update(job.unit, updating)
-        self._started = jobs
+        self.started = jobs
 
-    def _place(self, job: _Job) -> int:
+    def queue(self, job: Job, following: Job | None = None) -> Event:
+        """Run a job beside the caller, with the states of the ``following`` one on their way meanwhile."""
+        updating = self._stream.run(partial(self._update, job, following))
+        return self._runtime.executor.run_after(updating, job.deliver) if job.gathers else updating
+
+    def _place(self, job: Job) -> int:
         """When the next forward will need a unit. Those that are gathered after their update keep the order that is the
         same on all ranks: the model's, with the root unit, which spans all others, first.
         """
@@ -120,32 +127,38 @@ class HiddenUpdates:
             return order.index(unit)
         return unit.number if unit.name else -1
 
-    def _job(self, unit: Unit, used: set[int]) -> _Job | None:
+    def _job(self, unit: Unit, used: AbstractSet[int], factor: float) -> Job | None:
         """None where the unit stays as it is. A rank that owns nothing of what changes takes part in the gathers."""
         if not any(id(member) in used and member.param.requires_grad for member in unit.members):
             return None
-        segments = [self._segment_update(unit, segment, used) for segment in unit.trained]
-        wanted = {id(view.tensor) for update in segments for _, view in update.changing}
-        groups = [
-            {**hyper, "params": [param for param in group["params"] if id(param) in wanted]}
-            for hyper, group in zip(self._hyper, self._optimizer.param_groups, strict=True)
-        ]
-        return _Job(unit, groups, segments)
+        buckets, updates = self._runtime.reducer.buckets, list[SegmentUpdate]()
+        for segment in unit.trained:
+            bucket = next(bucket for bucket in buckets if segment in bucket.segments)
+            updates.append(self.segment_update(segment, bucket, self.changing(segment, unit.members, used)))
+            updates[-1].factor = factor
+        return Job(unit, updates)
 
-    def _segment_update(self, unit: Unit, segment: Segment, used: set[int]) -> SegmentUpdate:
-        changing = [
+    def changing(
+        self, segment: Segment, members: Sequence[Member], used: AbstractSet[int]
+    ) -> list[tuple[Member, View]]:
+        """Those of the members that are ``used``, train, and lie in the segment, with what this rank owns of them."""
+        return [
             (member, view)
-            for member in unit.members
+            for member in members
             if member.segment is segment and id(member) in used and member.param.requires_grad
             if (view := self._views.of(member.param)) is not None and view.num_elements
         ]
-        bucket = next(bucket for bucket in self._runtime.reducer.buckets if segment in bucket.segments)
+
+    def segment_update(
+        self, segment: Segment, bucket: Bucket, changing: Sequence[tuple[Member, View]] = ()
+    ) -> SegmentUpdate:
+        """An update of a segment from the gradients of its bucket."""
         moments = self.moments_of(segment) if segment.plan.moments.tier is Tier.DISK else None
         return SegmentUpdate(segment, changing, self._views.of_segment(segment), bucket, moments, self._around)
 
     def settle(self) -> None:
         """Wait until every update is done, and parameters are what they will be in the next forward."""
-        jobs, self._started = self._started, []
+        jobs, self.started = self.started, []
         for job in jobs:
             job.unit.updated.wait()
             self._runtime.executor.finish_update(job.unit)
@@ -160,12 +173,18 @@ class HiddenUpdates:
 
     # ------------------------------------------------------------ beside the caller
 
-    def _update(self, job: _Job, following: _Job | None, factor: float) -> None:
+    def _update(self, job: Job, following: Job | None) -> None:
+        job.ready.wait()
         job.open()
         if following is not None:
             following.open()
         for segment in job.segments:
-            segment.connect(factor)
+            segment.connect()
+        wanted = {id(view.tensor) for segment in job.segments for _, view in segment.changing}
+        job.groups = [
+            {**hyper, "params": [param for param in group["params"] if id(param) in wanted]}
+            for hyper, group in zip(self._hyper, self._optimizer.param_groups, strict=True)
+        ]
         self._step(job.groups)
         for segment in job.segments:
             segment.close()

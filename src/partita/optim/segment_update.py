@@ -35,10 +35,12 @@ class Surroundings:
 class SegmentUpdate:
     """One update of one segment: :meth:`open`, :meth:`connect`, the optimizer's step, :meth:`close`, :meth:`deliver`.
 
-    Made when the gradients are complete; what was trained then is updated, whatever is unfrozen meanwhile.
+    What trained when it was made is updated, whatever is unfrozen meanwhile.
+
+    Attributes: ``changing`` (the members that got a gradient on any rank, with this rank's views of them) and
+    ``factor`` (what gradients are multiplied by) may be set until :meth:`connect`.
 
     Args:
-        changing: the members that got a gradient on any rank, with this rank's views of them.
         views: all views of the segment.
         moments: where its states are on the disk tier.
     """
@@ -54,6 +56,7 @@ class SegmentUpdate:
     ) -> None:
         self.segment, self.changing, self._views, self._bucket = segment, changing, views, bucket
         self._moments, self._around = moments, around
+        self.factor = 1.0
         self._in_place = {id(member): member.param.grad for member, _ in changing} if bucket.shard is None else {}
         self._states: Leases = {}
         self._shard: Lease | None = None
@@ -94,8 +97,8 @@ class SegmentUpdate:
         if self._updates_rest:
             self._param = self.segment.rest.lend(read=self._splits)
 
-    def connect(self, factor: float) -> None:
-        """Point the optimizer at the states, with the gradients times ``factor``."""
+    def connect(self) -> None:
+        """Point the optimizer at the states and the gradients."""
         master = self._master.wait()
         param = self._connect_param()
         for view in self._views:
@@ -109,10 +112,10 @@ class SegmentUpdate:
             if isinstance(optimizer, FusedOptimizer):
                 weights = self._weights(view, master, param)
                 flat_grad = member.flat(grad) if self.segment.holds_whole_master else grad
-                optimizer.operands[view.tensor] = Operands(weights, flat_grad.to(weights.like.device), factor)
+                optimizer.operands[view.tensor] = Operands(weights, flat_grad.to(weights.like.device), self.factor)
             else:
-                if factor != 1.0:
-                    grad.mul_(factor)
+                if self.factor != 1.0:
+                    grad.mul_(self.factor)
                 view.tensor.grad = grad.to(view.tensor.device, view.tensor.dtype)
 
     def _connect_param(self) -> Tensor | None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 # Sizes down to this share of a class's size join the class instead of having slots of their own.
 CLASS_SHARE = 0.75
-# How many buckets of gradients may be filled or under way at a time. One part is received at a time.
-SENDING, RECEIVING = 2, 1
+# How many buckets of gradients may be filled or under way at a time. One part is received at a time. Of gradients that
+# rest nowhere, one sum is used up while the next is made.
+SENDING, RECEIVING, SUMMED = 2, 1, 2
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Trillion Parameter Models", 2020, section 5; the hierarchical row: Wang et al., 
 planner, the simulator and the runtime read this very table; nothing else decides where a state rests.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import FP32, Encoding, Residence, Tier
@@ -28,11 +28,12 @@ class Encodings:
 class Tiers:
     """The memory that each state rests in (Ren et al., "ZeRO-Offload", and Rajbhandari et al., "ZeRO-Infinity", 2021).
 
-    ``optimizer`` is where master weights and moments are, and where the update is computed.
+    ``optimizer`` is where master weights and moments are, and where the update is computed. ``gradients`` are None
+    where they rest nowhere: the update takes place in backward, as soon as they are reduced.
     """
 
     parameters: Tier = Tier.DEVICE
-    gradients: Tier = Tier.DEVICE
+    gradients: Tier | None = Tier.DEVICE
     optimizer: Tier = Tier.DEVICE
 
 
@@ -42,7 +43,8 @@ class StatePlan:
 
     ``param_rest`` between steps; ``param_compute`` inside a unit's forward or backward; ``param_between`` from the end
     of the unit's forward to the start of its backward; ``grad_arrival`` as autograd leaves it; ``grad_between`` between
-    micro-batches; ``grad_step`` when the optimizer runs; ``master`` and ``moments`` always.
+    micro-batches; ``grad_step`` when the optimizer runs; ``master`` and ``moments`` always. Without ``gradients_rest``
+    the optimizer runs in backward, and gradients are in ``grad_step`` only until it has.
     """
 
     name: str
@@ -54,11 +56,12 @@ class StatePlan:
     grad_step: Residence
     master: Residence
     moments: Residence
+    gradients_rest: bool = True
 
     @property
     def updates_on_device(self) -> bool:
-        """Whether the optimizer finds all that it needs on the device."""
-        return all(r.tier is Tier.DEVICE for r in (self.grad_step, self.master, self.moments))
+        """Whether the optimizer finds all that it needs on the device at the step."""
+        return self.gradients_rest and all(r.tier is Tier.DEVICE for r in (self.grad_step, self.master, self.moments))
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,11 @@ def preset(
     another tier go back there between forward and backward, unless the row keeps them.
     """
     row, e = PRESETS[name], encodings
-    kept = bool(row.rest) and not row.between
-    gradients = Tier.DEVICE if row.partial and mesh.group_size(DATA) > 1 else tiers.gradients
+    kept, rest = bool(row.rest) and not row.between, tiers.gradients is not None
+    if tiers.gradients is None:
+        row = replace(row, grad_between=row.grad_step, partial=False)
+    passing = Tier.HOST if tiers.optimizer is Tier.DISK else tiers.optimizer
+    gradients = Tier.DEVICE if row.partial and mesh.group_size(DATA) > 1 else tiers.gradients or passing
     return StatePlan(
         name=name,
         param_rest=Residence(row.rest, (), e.compute, tiers.parameters),
@@ -106,6 +112,7 @@ def preset(
         grad_step=Residence(row.grad_step, (), e.gradients, gradients),
         master=Residence(row.states, (), e.master, tiers.optimizer),
         moments=Residence(row.states, (), e.moments, tiers.optimizer),
+        gradients_rest=rest,
     )
 
 

@@ -7,7 +7,7 @@ whole.
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -57,6 +57,8 @@ class Blueprint:
 
     def row(self, encoding: Encoding, tiers: Tiers) -> StatePlan:
         """The row of the table that parameters of this compute encoding have."""
+        if self.config.precision.gradients == "in_backward":
+            tiers = replace(tiers, gradients=None)
         return preset(self.preset, self.encodings(encoding), tiers, self.mesh)
 
     def tiers(self, layouts: Sequence[UnitLayout]) -> list[Tiers]:
@@ -85,7 +87,7 @@ class Blueprint:
         if precision.master == "split" and compute == BF16:
             master = SPLIT
         moments = INT8 if precision.moments == "int8" else FP32
-        return Encodings(compute, master, ENCODINGS[precision.gradients], moments)
+        return Encodings(compute, master, ENCODINGS.get(precision.gradients, FP32), moments)
 
 
 def plan_units(model: nn.Module, blueprint: Blueprint) -> list[Unit]:

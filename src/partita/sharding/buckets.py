@@ -3,8 +3,8 @@
 Names: a bucket's ``whole`` is ``[group size, columns]``, a row for each rank that will own its sum; ``shard`` is this
 rank's row of the reduced gradient, ``[columns]``, kept in the table's tier. Where the table keeps gradients whole on
 the device between micro-batches, ``whole`` rests and ``shard`` is a row of it; elsewhere ``whole`` is a slot borrowed
-from a ring while one backward fills and sends it. Where no step leads from autograd's gradient to the optimizer's,
-there is neither: the gradient stays where autograd put it.
+from a ring while one backward fills and sends it, and where gradients rest nowhere ``shard`` is one, too. Where no step
+leads from autograd's gradient to the optimizer's, there is neither: the gradient stays where autograd put it.
 """
 
 from collections.abc import Sequence
@@ -60,10 +60,11 @@ class Bucket:
             self.columns += segment.layout.part_elements
         self.pieces = {id(member): self._pieces(member) for member in members}
         self.gaps = self._gaps()
-        self.in_place = not steps(self.plan.grad_arrival, self.plan.grad_step, mesh)
+        self.rests = self.plan.gradients_rest
+        self.in_place = self.rests and not steps(self.plan.grad_arrival, self.plan.grad_step, mesh)
         between = self.plan.grad_between
         is_whole = mesh.group_size(between.shard_axes) == 1 and between.tier is Tier.DEVICE
-        self.rests_whole = not self.in_place and is_whole
+        self.rests_whole = self.rests and not self.in_place and is_whole
         self.reduces = [
             op
             for op in steps(self.plan.grad_arrival, self.plan.grad_step, mesh)
@@ -108,7 +109,7 @@ class Bucket:
 
     def allocate(self, row: int, memory: StateMemory) -> None:
         """Have memory for the gradients that rest here. ``row`` is this rank's."""
-        if self.in_place or self.shard is not None:
+        if self.in_place or self.shard is not None or not self.rests:
             return
         tier = self.plan.grad_between.tier
         if self.rests_whole:
@@ -144,9 +145,16 @@ class Bucket:
     @property
     def reduced(self) -> Kept | None:
         """This rank's row of the sums over the ranks so far, ``[columns]``; what was collected since is not in it."""
+        if not self.rests:
+            return None
         if self.carry is not None:
             return InMemory(self.carry, Tier.DEVICE)
         return self.shard if self.state is BucketState.REDUCED or (self.filled and not self.rests_whole) else None
+
+    @property
+    def shard_bytes(self) -> int:
+        """Of what the reduction leaves on this rank."""
+        return self.columns * self.dtype.itemsize
 
     def clear(self, member: Member) -> None:
         """Zeros in place of a gradient that did not come."""

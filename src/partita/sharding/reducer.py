@@ -18,8 +18,9 @@ from partita.memory.allocate import over
 from partita.memory.ledger import Ledger
 from partita.memory.ring import Ring, Slot
 from partita.memory.streams import Event, record
+from partita.memory.tiers import InMemory
 from partita.plan.residence import Tier
-from partita.plan.slots import RECEIVING, SENDING
+from partita.plan.slots import RECEIVING, SENDING, SUMMED
 from partita.plan.steps import AllReduce
 from partita.sharding.buckets import Bucket, BucketState, square
 from partita.sharding.unit import Member
@@ -34,7 +35,8 @@ class GradientReducer:
     ``reduce_now`` says whether gradients that rest whole are to be reduced as this backward brings them (the last
     micro-batch); ``synchronize`` is off inside ``no_sync``, where gradients stay with their parameters, whole.
     ``suspect`` tells whether this rank's loss, or with ``trace`` on a gradient that it sent, was not finite since the
-    last update.
+    last update. ``use`` is called with each bucket of gradients that rest nowhere, when its reduction is queued; its
+    event passes when the sums are used up.
     """
 
     def __init__(self, buckets: list[Bucket], collectives: Collectives, ledger: Ledger, accumulate: int) -> None:
@@ -48,6 +50,7 @@ class GradientReducer:
         received = [num_bytes for bucket in buckets if (num_bytes := self._received_bytes(bucket))]
         self._sending = Ring("buckets", sent, SENDING, ledger, self._device)
         self._receiving = Ring("buckets", received, RECEIVING, ledger, self._device)
+        self._summed = {tier: self._ring_of_sums(tier) for tier in (Tier.DEVICE, Tier.HOST)}
         self._stream = self._mesh.stream("gradients")
         self._launched = Event()  # passes when everything launched so far is reduced
         self._next = 0
@@ -58,6 +61,7 @@ class GradientReducer:
         self.synchronize = True
         self.trace = False
         self.before_backward: Callable[[], None] = lambda: None
+        self.use: Callable[[Bucket], Event] = lambda bucket: Event()
         self._finite: Tensor | None = None
         self._took_part = False
 
@@ -71,6 +75,12 @@ class GradientReducer:
                 self._receiving.provide(received, RECEIVING)
             if not bucket.rests_whole:
                 self._sending.provide(bucket.num_bytes, SENDING)
+            if not bucket.rests:
+                self._summed[bucket.plan.grad_step.tier].provide(bucket.shard_bytes, SUMMED)
+
+    def _ring_of_sums(self, tier: Tier) -> Ring:
+        passing = [b.shard_bytes for b in self.buckets if not b.rests and b.plan.grad_step.tier is tier]
+        return Ring("buckets", passing, SUMMED, self._ledger, self._device, tier=tier)
 
     def _received_bytes(self, bucket: Bucket) -> int:
         """Scratch memory that the bucket's reduction needs."""
@@ -217,7 +227,11 @@ class GradientReducer:
             self.watch(bucket.whole.sum(dtype=torch.float32))
         num_bytes = self._received_bytes(bucket)
         receiving = self._receiving.borrow(num_bytes) if num_bytes else None
-        bucket.reduced_at = self._launched = self._stream.run(self._reduction(bucket, receiving))
+        summed = self._summed[bucket.plan.grad_step.tier].borrow(bucket.shard_bytes) if not bucket.rests else None
+        if summed is not None:
+            bucket.shard = InMemory(over(summed.storage, bucket.dtype, bucket.columns), bucket.plan.grad_step.tier)
+        lent = [slot.last_use for slot in (receiving, summed) if slot is not None]
+        bucket.reduced_at = self._launched = self._stream.run(self._reduction(bucket, receiving, lent))
         if receiving is not None:
             self._receiving.give_back(receiving, self._launched)
         if bucket.slot is not None:
@@ -226,22 +240,28 @@ class GradientReducer:
         if bucket.carry is not None:
             self._ledger.remove("gradients", bucket.carry.nbytes)
             bucket.carry = None
-        bucket.expected = bucket.fresh | bucket.previously or bucket.expected
+        if bucket.rests:  # where it does not, what came too late would have no place to wait
+            bucket.expected = bucket.fresh | bucket.previously or bucket.expected
         bucket.previously = set(bucket.fresh)
         bucket.arrived.clear()
-        bucket.filled, bucket.state = True, BucketState.REDUCED
+        bucket.filled, bucket.state = bucket.rests, BucketState.REDUCED
+        if summed is not None:
+            self._summed[bucket.plan.grad_step.tier].give_back(summed, self.use(bucket))
 
-    def _reduction(self, bucket: Bucket, receiving: Slot | None) -> Callable[[], None]:
-        """What brings the sum of a bucket, as it is now, into its shard; beside the current stream's work."""
+    def _reduction(self, bucket: Bucket, receiving: Slot | None, lent: Sequence[Event]) -> Callable[[], None]:
+        """What brings the sum of a bucket, as it is now, into its shard; beside the current stream's work.
+
+        ``lent``: the last uses of the slots that it writes.
+        """
         assert bucket.whole is not None
         assert bucket.shard is not None
         sent, kept, carry, filled = bucket.whole.view(-1), bucket.shard, bucket.carry, record(self._device)
         accumulate = bucket.filled and not bucket.rests_whole
         used = frozenset(bucket.used)
-        received_before = receiving.last_use if receiving is not None else Event()
 
         def reduce() -> None:
-            filled.wait()
+            for event in (filled, *lent):
+                event.wait()
             replaces = receiving is None and not accumulate and carry is None
             if replaces and (writing := kept.write_from(sent)) is not None:
                 bucket.squares = [square(part) for part in bucket.parts(sent, used)]
@@ -250,7 +270,6 @@ class GradientReducer:
                 return
             lease = kept.lend(read=accumulate)
             shard = lease.wait()
-            received_before.wait()
             if receiving is None:
                 land(sent, shard, accumulate=accumulate)
             else:

@@ -103,7 +103,7 @@ class Runtime:
         rows, mesh = [segment.plan for unit in self.units for segment in unit.segments], self.collectives.mesh
         if any(row.param_rest.tier is not Tier.DEVICE or row.master.tier is not Tier.DEVICE for row in rows):
             mesh.stream("parameters").wait_in_thread()
-        if any(row.grad_step.tier is not Tier.DEVICE for row in rows):
+        if any(row.grad_step.tier is not Tier.DEVICE or not row.gradients_rest for row in rows):
             mesh.stream("gradients").wait_in_thread()
 
     def _assemble(self, assembly: Assembly) -> None:

@@ -30,6 +30,11 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16-gradients": {"compute": "bf16", "gradients": "bf16"},
     "bf16-mixed": {"compute": "bf16", "keep_fp32": ["RMSNorm"]},  # two segments in a unit
 }
+IN_BACKWARD: tuple[dict[str, Any], ...] = (
+    {"gradients": "in_backward"},
+    {"compute": "bf16", "gradients": "in_backward", "keep_fp32": ["RMSNorm"]},
+    {"compute": "bf16", "gradients": "in_backward", "master": "split", "moments": "int8"},
+)
 SAMPLES_A_RANK = 2
 
 
@@ -126,6 +131,11 @@ def check(world: int, *runs: Run) -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_every_row_holds_and_sends_what_the_table_says(row: str, world: int) -> None:
     check(world, *(Run(ROWS[row], precision) for precision in PRECISIONS.values()))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_gradients_that_rest_nowhere(world: int) -> None:
+    check(world, *(Run(ROWS[row], precision) for row in ("1", "2", "3", "3-kept") for precision in IN_BACKWARD))
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

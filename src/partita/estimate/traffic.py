@@ -55,7 +55,8 @@ def step_traffic(units: Sequence[PlannedUnit], mesh: MeshShape, shape: StepShape
         _add_messages(meter, mesh, WORD_BYTES, shape.accumulate)  # the end of a micro-batch
     num_members = sum(len(segment.layout.spans) for segment in segments)
     _add_messages(meter, mesh, WORD_BYTES + len(buckets) + num_members)  # what was used, and what is left to reduce
-    _add_messages(meter, mesh, WORD_BYTES)  # the norm
+    if all(segment.row.gradients_rest for segment in segments):
+        _add_messages(meter, mesh, WORD_BYTES)  # the norm
     if shape.returns_loss:
         _add_messages(meter, mesh, WORD_BYTES)
     return meter.report()
@@ -83,10 +84,16 @@ def _add_gathers(meter: TrafficMeter, unit: PlannedUnit, mesh: MeshShape, shape:
 
 
 def _add_reductions(meter: TrafficMeter, bucket: Sequence[PlannedSegment], mesh: MeshShape, num_reduced: int) -> None:
-    """The reductions of one bucket: of the parts that rest split after a micro-batch, of the rest at the step."""
+    """The reductions of one bucket: of the parts that rest split after a micro-batch, of the rest at the step. Of
+    gradients that rest nowhere, the norms and which were used are summed there, too.
+    """
     row, num_elements = bucket[0].row, sum(segment.layout.padded for segment in bucket)
     _add(meter, row.grad_arrival, row.grad_between, num_elements, mesh, "gradients", num_reduced)
     _add(meter, row.grad_between, row.grad_step, num_elements, mesh, "gradients")
+    num = mesh.group_size(DATA)
+    if not row.gradients_rest and num > 1:
+        num_words = len(bucket) + sum(len(segment.layout.spans) for segment in bucket)
+        meter.add(TrafficKey("all_reduce", DATA, "control"), 2 * (num - 1) * num_words * WORD_BYTES // num)
 
 
 def _add_messages(meter: TrafficMeter, mesh: MeshShape, num_bytes: int, calls: int = 1) -> None:

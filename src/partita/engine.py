@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from partita.checkpoint.checkpoints import Checkpoints
 from partita.checkpoint.export import export
+from partita.checkpoint.load import Restored
 from partita.checkpoint.weights import Weights
 from partita.checkpoint.whole import Whole
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
 from partita.config.resolve import Resolved
-from partita.errors import PartitaError, not_available
+from partita.errors import PartitaError
 from partita.estimate.memory import model_state_bytes
 from partita.estimate.remedies import Situation
 from partita.memory.disk import open_disk
@@ -97,6 +99,7 @@ class Engine:
         updater = BackwardUpdater if settings.precision.gradients == "in_backward" else StepUpdater
         self._updater = updater(self._runtime, self.optimizer, scale, settings.clip_grad_norm)
         self._whole = Whole(self._runtime, self._updater)
+        self._checkpoints = Checkpoints(model, self._runtime, self._updater, self.scheduler, settings)
         self._begin_micro_batch(0)
 
     # ------------------------------------------------------------------ training
@@ -149,6 +152,7 @@ class Engine:
             if result.stepped:
                 self._runtime.updated()
                 self.scheduler.step()
+            self._checkpoints.save_if_due()
         self._begin_micro_batch(done % self._accumulate)
         return result
 
@@ -273,13 +277,52 @@ class Engine:
         self._updater.settle()
         export(self._whole, self.module, Path(folder), self.mesh.rank == 0)
 
-    def save(self, folder: str | Path) -> None:
-        """Save a checkpoint (a later version does)."""
-        raise not_available("engine.save")
+    def save(self, folder: str | Path | None = None, extra: Mapping[str, Any] | None = None) -> Path:
+        """Save all that training goes on from as ``folder/step-N``, of which the newest ``checkpoint.keep`` stay.
 
-    def load(self, folder: str | Path) -> None:
-        """Load a checkpoint (a later version does)."""
-        raise not_available("engine.load")
+        Any number of ranks, stage, tiers and precision can load it, and so can torch.distributed.checkpoint. With
+        ``checkpoint.background`` it is visible some time after this returns (see :meth:`wait_for_checkpoint`).
+
+        Args:
+            folder: of this run's checkpoints; None: ``checkpoint.dir``.
+            extra: plain values of the caller's (where the data is, ...), which :meth:`load` returns.
+
+        Raises:
+            PartitaError: on all ranks: it cannot be written (this one, or the one before that was written in the
+                background), or gradients of a batch that is not complete would be lost.
+        """
+        self._check_open()
+        if self._micro:
+            raise PartitaError(
+                f"engine.save() after micro-batch {self._micro} of {self._accumulate}: the gradients collected so far "
+                "would be lost; save after the step that updates the parameters"
+            )
+        self._updater.settle()
+        return self._checkpoints.save(folder, extra)
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the checkpoint that is written in the background is visible."""
+        self._checkpoints.wait()
+
+    def load(self, folder: str | Path | None = None, *, only_model: bool = False, strict: bool = True) -> Restored:
+        """Take up a checkpoint: ``folder`` itself, or the newest complete ``step-N`` in it.
+
+        Checkpoints by torch.distributed.checkpoint (of FSDP2, ...) of a module with the same names are loaded, too.
+
+        Args:
+            folder: None: ``checkpoint.dir``.
+            only_model: leave optimizer, scheduler, counters and random states as they are.
+            strict: refuse a checkpoint that lacks something, or has more; off: take what there is, report the rest.
+
+        Raises:
+            PartitaError: on all ranks: there is none, it is damaged (names the file), or it is of another model.
+        """
+        self._check_open()
+        self._updater.zero()
+        self._begin_micro_batch(0)
+        restored = self._checkpoints.load(folder, only_model=only_model, strict=strict)
+        self._runtime.updated()
+        return restored
 
     def each(self, value: Tensor | float) -> list[float]:
         """A number of every data-parallel rank, in rank order, on all of them."""
@@ -319,7 +362,10 @@ class Engine:
         if not self._closed:
             self._updater.settle()
             self._runtime.reducer.drain()
-            self._end()
+            try:
+                self._checkpoints.wait()
+            finally:
+                self._end()
 
     def _end(self) -> None:
         self._closed = True

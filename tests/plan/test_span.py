@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from partita.plan.box import Box
 from partita.plan.residence import BF16, FP32, Encoding
-from partita.plan.span import QUANTUM, Box, Entry, SegmentLayout, Span, UnitLayout, lay_out
+from partita.plan.span import QUANTUM, Entry, SegmentLayout, Span, UnitLayout, lay_out
 
 Label = tuple[str, int] | None
 

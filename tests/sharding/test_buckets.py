@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from partita.memory.ledger import Ledger
 from partita.memory.tiers import StateMemory
+from partita.plan.box import Box
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import BUCKET_BYTES, PlannedSegment, share_buckets
 from partita.plan.residence import BF16, FP32, Encoding, Tier
-from partita.plan.span import QUANTUM, Box, Entry, SegmentLayout, Span, lay_out
+from partita.plan.span import QUANTUM, Entry, SegmentLayout, Span, lay_out
 from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
 from partita.plan.steps import AllReduce, ReduceScatter
 from partita.sharding.buckets import Bucket, make_buckets

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from partita.checkpoint.whole import Whole, _persistent_buffers
+from partita.checkpoint.whole import Whole, persistent_buffers
 
 FILE_BYTES = 4 * 2**30
 INDEX = "model.safetensors.index.json"
@@ -33,7 +33,7 @@ def export(whole: Whole, model: nn.Module, folder: Path, is_writer: bool, file_b
         if writer is not None:
             writer.add(member.fqn, weight)
     if writer is not None:
-        for name, buffer in _persistent_buffers(model):
+        for name, buffer in persistent_buffers(model):
             writer.add(name, buffer)
         writer.finish(getattr(model, "config", None))
     whole.raise_together(writer.problem if writer is not None else None)

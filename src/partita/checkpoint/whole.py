@@ -87,7 +87,7 @@ class Whole:
         value = state.get(key)
         if dtype is None:
             every = self._collectives.exchange_objects(value, DATA)
-            return torch.as_tensor(next(item for item in every if item is not None))
+            return torch.as_tensor(next(item for item in every if item is not None)).clone()
         view = self._views.of(member.param)
         assert view is not None
         values = torch.zeros(member.span.num_elements, dtype=dtype, device=self._collectives.mesh.device)
@@ -203,9 +203,9 @@ class Whole:
         if self._collectives.mesh.rank:
             return {}
         ordered = {}
-        for name, buffer in _persistent_buffers(self._runtime.model):
+        for name, buffer in persistent_buffers(self._runtime.model):
             values[name] = buffer.detach().cpu().clone()
-        for name in [*self._named, *(n for n, _ in _persistent_buffers(self._runtime.model))]:
+        for name in [*self._named, *(n for n, _ in persistent_buffers(self._runtime.model))]:
             ordered[name] = values[name]
         return ordered
 
@@ -215,7 +215,8 @@ def _spread(value: object, view: object) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that belong to a state dict, by name."""
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:

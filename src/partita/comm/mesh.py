@@ -46,6 +46,7 @@ class Mesh:
         axes: Iterable[tuple[str, ...]] = (("data",),),
     ) -> None:
         self.shape, self.device = shape, device
+        self.timeout_s = rendezvous.timeout_s
         self._timeout = timedelta(seconds=rendezvous.timeout_s)
         self._started = self._closed = False
         if rendezvous.num_ranks > 1 and not dist.is_initialized():

@@ -21,10 +21,6 @@ AVAILABLE: dict[str, tuple[object, ...]] = {
     "activations.offload": ("none",),
     "communication.gradients": ("full",),
     "communication.parameters": ("full",),
-    "checkpoint.dir": (None,),
-    "checkpoint.every_steps": (None,),
-    "checkpoint.keep": (3,),
-    "checkpoint.background": (True,),
 }
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -123,6 +124,10 @@ class Schedule(LRScheduler):
         self._name, self._warmup, self._least = section.name, section.warmup_steps, section.min_lr
         self._total = section.total_steps or 0
         super().__init__(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far it is; the curve is the config's."""
+        return {key: self.__dict__[key] for key in ("last_epoch", "_step_count", "_last_lr", "base_lrs")}
 
     def get_lr(self) -> list[float | Tensor]:
         """The rate of each group in the next step; groups may have been added since."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from partita.kernels.quantize import decode_signed, decode_unsigned
+from partita.kernels.quantize import decode_signed, decode_unsigned, encode
 from partita.kernels.state import AdamRule, LionRule, Moments, SgdRule, Weights, num_blocks
 from partita.kernels.update import adam_, lion_, sgd_
 from partita.optim.elementwise import elementwise
@@ -93,11 +93,11 @@ class FusedAdam(FusedOptimizer):
         decoupled: bool = True,
         int8: bool = False,
     ) -> None:
-        self._decoupled, self._int8 = decoupled, int8
+        self._decoupled, self.int8 = decoupled, int8
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def _new_state(self, param: Tensor) -> dict[str, Tensor]:
-        if not self._int8:
+        if not self.int8:
             return {key: torch.zeros_like(param, dtype=torch.float32) for key in ("exp_avg", "exp_avg_sq")}
         num_scales = num_blocks(param.numel())
         return {
@@ -125,7 +125,7 @@ class FusedAdam(FusedOptimizer):
         return Moments(flat(state["exp_avg"]), flat(state["exp_avg_sq"]), *scales)
 
     def readable(self, state: dict[str, Any]) -> dict[str, Any]:
-        if not self._int8 or not state:
+        if not self.int8 or not state:
             return state
         moments = self._moments(state)
         assert moments.exp_avg_scale is not None
@@ -176,6 +176,24 @@ class FusedLion(FusedOptimizer):
         beta1, beta2 = group["betas"]
         rule = LionRule(float(group["lr"]), beta1, beta2, group["weight_decay"])
         lion_(operands.weights, flat(state["exp_avg"]), operands.grad, rule, operands.factor, self.threads)
+
+
+def adopted(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's flat state as another optimizer of the same kind kept it, in the encoding of this one: 8-bit
+    moments become numbers, or numbers 8-bit moments (at random, as after an update), where the two differ.
+    """
+    codes = isinstance(optimizer, FusedAdam) and optimizer.int8
+    if "exp_avg" not in state or "exp_avg_sq" not in state or codes == (BLOCK_STATES[0] in state):
+        return state
+    first, second = state["exp_avg"], state["exp_avg_sq"]
+    scales = [state[key] for key in BLOCK_STATES] if not codes else []
+    if codes:
+        *moments, first_scale, second_scale = encode(first.float(), second.float(), int(state["step"]))
+        changed = {**dict(zip(BLOCK_STATES, (first_scale, second_scale), strict=True))}
+    else:
+        moments, changed = [decode_signed(first, scales[0]), decode_unsigned(second, scales[1])], {}
+    others = {key: value for key, value in state.items() if key not in BLOCK_STATES}
+    return {**others, "exp_avg": moments[0], "exp_avg_sq": moments[1], **changed}
 
 
 def _own_operands(param: Tensor) -> Operands | None:

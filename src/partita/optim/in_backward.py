@@ -66,7 +66,7 @@ class BackwardUpdater(Updater):
             queued.judged.wait()
         squares = [pair for q in self._queued for pair in zip(q.bucket.segments, q.squares, strict=True)]
         norm, lr = math.sqrt(sum(value for _, value in squares)), self.rates
-        self._steps += 1
+        self.steps += 1
         self._queued.clear()
         if self._has_step_hooks:
             self.settle()
@@ -77,7 +77,7 @@ class BackwardUpdater(Updater):
         self._forget()
         if late:
             raise PartitaError(
-                f"step {self._steps}: a gradient came after the update of its unit (that of '{late[0]}'): under "
+                f"step {self.steps}: a gradient came after the update of its unit (that of '{late[0]}'): under "
                 "precision.gradients: in_backward each unit's gradients come in one backward, on every rank"
             )
         return StepResult(len(left_out) < max(len(squares), 1), norm, 1.0, bool(left_out), lr)
@@ -155,7 +155,7 @@ class BackwardUpdater(Updater):
         source = f" (from rank {', '.join(ranks)})" if ranks else ""
         names = dict.fromkeys(self._unit_of[id(segment)].title for segment in left_out)
         warnings.warn(
-            f"step {self._steps}: the gradient of {', '.join(names)} is not finite{source}; these updates are "
+            f"step {self.steps}: the gradient of {', '.join(names)} is not finite{source}; these updates are "
             "skipped, those of other units are done",
             stacklevel=4,
         )

@@ -28,6 +28,14 @@ class LossScale:
         if self.dynamic and self._good_steps % GROWTH_INTERVAL == 0:
             self.value *= FACTOR
 
+    def counters(self) -> dict[str, float]:
+        return {"loss_scale": self.value, "good_steps": self._good_steps}
+
+    def restore(self, counters: dict[str, float]) -> None:
+        """Go on from what :meth:`counters` was, where the scale changes by itself."""
+        if self.dynamic:
+            self.value, self._good_steps = float(counters["loss_scale"]), int(counters["good_steps"])
+
     def overflowed(self, culprit: str) -> None:
         """A gradient was not finite.
 

@@ -57,8 +57,14 @@ class Moments:
                 if key in self._state.get(view.tensor, {}):
                     self._state[view.tensor][key] = self._place(key, view, values)
 
-    def put_back(self, leases: Leases) -> None:
-        """Take the states out of the optimizer, new ones too, write them, and end the leases."""
+    def replace(self) -> None:
+        """Keep what is in the optimizer now, whatever was kept before."""
+        self.put_back({key: kept.lend(read=False) for key, kept in self._kept.items()})
+
+    def put_back(self, leases: Leases, *, changed: bool = True) -> None:
+        """Take the states out of the optimizer, new ones too, write them where they have ``changed``, and end the
+        leases.
+        """
         known = len(leases)
         for view in self._views:
             for key, value in self._state.get(view.tensor, {}).items():
@@ -71,6 +77,6 @@ class Moments:
                         place.copy_(value)
                     self._state[view.tensor][key] = value.new_empty(0)
         for lease in leases.values():
-            lease.end(changed=True)
+            lease.end(changed=changed)
         if len(leases) > known:  # the optimizer has made them
             trim()

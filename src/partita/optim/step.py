@@ -32,7 +32,7 @@ class StepUpdater(Updater):
         self._finish_gradients(agreed)
         norm = self._norm() / self.scale.value
         lr = self.rates
-        self._steps += 1
+        self.steps += 1
         if not math.isfinite(norm):
             scale = self.scale.value
             self._skip()
@@ -126,7 +126,7 @@ class StepUpdater(Updater):
         self._reducer.trace = True
         self.scale.overflowed(culprit)
         lowered = f"; loss scale {before:g} -> {self.scale.value:g}" if self.scale.value != before else ""
-        warnings.warn(f"step {self._steps}: {culprit}; the update is skipped{lowered}", stacklevel=4)
+        warnings.warn(f"step {self.steps}: {culprit}; the update is skipped{lowered}", stacklevel=4)
 
     def _culprit(self) -> str:
         """The first parameter whose gradient is not finite, and the ranks it came from if they were traced."""

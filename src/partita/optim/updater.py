@@ -7,6 +7,7 @@ are known, or in backward (:mod:`partita.optim.in_backward`), where none of them
 import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -67,7 +68,7 @@ class Updater(ABC):
         self._collectives: Collectives = runtime.collectives
         self._row = self._collectives.mesh.index(DATA)
         self._buckets = self._reducer.buckets
-        self._steps = 0
+        self.steps = 0
         self._reducer.trace = scale.dynamic
         self._num_states = -1
         self.views = Views(runtime.units, runtime.memory)
@@ -99,6 +100,20 @@ class Updater(ABC):
         """Wait until the updates that run beside the caller are done."""
         self.hidden.settle()
         self._count_moments()
+
+    def groups_by_name(self) -> list[dict[str, Any]]:
+        """The optimizer's groups, with the names of their parameters."""
+        names = self.views.names_in_groups
+        return [{**group, "params": names[number]} for number, group in enumerate(self.optimizer.param_groups)]
+
+    def counters(self) -> dict[str, float]:
+        """What a run goes on from, beside states and settings."""
+        return {"steps": self.steps, **self.scale.counters()}
+
+    def restore_counters(self, counters: dict[str, float]) -> None:
+        """Go on from what :meth:`counters` was."""
+        self.steps = int(counters["steps"])
+        self.scale.restore(counters)
 
     @property
     def rates(self) -> tuple[float, ...]:

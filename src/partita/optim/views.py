@@ -74,9 +74,9 @@ class Views:
         self._memory = memory
         self._known = {id(member.param) for unit in units for member in unit.members}
         self._views = {id(m.param): View(m) for unit in units for m in unit.members if m.param.is_floating_point()}
-        self._grouped = set[
-            int
-        ]()  # views of parameters that a group holds, also of those that this rank has no part of
+        # The parameters of each group, also those that this rank has no part of.
+        self.names_in_groups = defaultdict[int, list[str]](list)
+        self._grouped = set[int]()
         self._by_segment = defaultdict[int, list[View]](list)
         for view in self:
             self._by_segment[id(view.member.segment)].append(view)
@@ -122,6 +122,7 @@ class Views:
         if id(view) in self._grouped:
             raise ConfigError(f"optimizer group {number} holds '{view.member.fqn}', as an earlier group does")
         self._grouped.add(id(view))
+        self.names_in_groups[number].append(view.member.fqn)
 
     def _cut(self, state: dict[str, object], view: View) -> dict[str, object]:
         numel = view.member.span.num_elements

@@ -11,25 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from partita.plan.box import Box
 from partita.plan.residence import BLOCK, Encoding
 
 QUANTUM = BLOCK
-
-
-@dataclass(frozen=True)
-class Box:
-    """A rectangular piece of a global parameter: where it starts and how far it goes, a dimension each."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> "Box":
-        return cls((0,) * len(shape), tuple(shape))
-
-    @property
-    def num_elements(self) -> int:
-        return math.prod(self.sizes)
 
 
 @dataclass(frozen=True)

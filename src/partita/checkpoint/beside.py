@@ -1,0 +1,137 @@
+"""What is saved beside the model states: buffers, the optimizer's settings, scheduler, loss scale, counters, random
+states, and whatever the caller adds.
+"""
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from partita.checkpoint.content import MODEL, OPTIMIZER, SCALAR, Stretch
+from partita.checkpoint.file import Value
+from partita.checkpoint.stored import Stored, narrowed
+from partita.checkpoint.whole import persistent_buffers
+from partita.comm.mesh import Mesh
+from partita.errors import PartitaError
+from partita.optim.updater import Updater
+
+GROUPS = OPTIMIZER + "param_groups."
+SCHEDULER, ENGINE, RANDOM, EXTRA = "scheduler", "partita.engine", "partita.random.", "partita.extra"
+
+
+@dataclass
+class Beside:
+    """The rest of an engine's state. The first rank saves what all share."""
+
+    model: nn.Module
+    updater: Updater
+    scheduler: LRScheduler
+    mesh: Mesh
+
+    def values(self, extra: Mapping[str, Any] | None) -> list[Value]:
+        """What this rank saves; boxes of buffers in the order of :meth:`tensors`."""
+        values = [Value(f"{RANDOM}{self.mesh.rank}", value=random_state(self.mesh.device))]
+        if self.mesh.rank:
+            return values
+        for number, group in enumerate(self.updater.groups_by_name()):
+            values += [Value(f"{GROUPS}{number}.{key}", value=plain(value)) for key, value in group.items()]
+        values.append(Value(SCHEDULER, value=plain(self.scheduler.state_dict())))
+        values.append(Value(ENGINE, value=self.updater.counters()))
+        if extra is not None:
+            values.append(Value(EXTRA, value=dict(extra)))
+        for name, buffer in persistent_buffers(self.model):
+            stretch = _all_of(buffer)
+            values += [
+                Value(MODEL + name, tuple(buffer.shape), buffer.dtype, box)
+                for box, _ in stretch.boxes(buffer.element_size())
+            ]
+        return values
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The values of the buffers' boxes, contiguous."""
+        if self.mesh.rank == 0:
+            for _, buffer in persistent_buffers(self.model):
+                for box, _ in _all_of(buffer).boxes(buffer.element_size()):
+                    yield narrowed(buffer.detach(), box).contiguous()
+
+    def restore(self, stored: Stored, *, strict: bool) -> list[str]:
+        """Take back all but buffers; returns the keys that are not there.
+
+        Raises:
+            PartitaError: (with ``strict``) the optimizer's groups are others.
+        """
+        missing = list[str]()
+        if (state := self._value(stored, SCHEDULER, missing)) is not None:
+            self.scheduler.load_state_dict(state)
+        if (counters := self._value(stored, ENGINE, missing)) is not None:
+            self.updater.restore_counters(counters)
+        self._restore_groups(stored, missing, strict=strict)
+        key = f"{RANDOM}{self.mesh.rank}"
+        if key in stored.values:  # a rank that was not there has none
+            set_random_state(stored.value(key), self.mesh.device)
+        return missing
+
+    def _value(self, stored: Stored, key: str, missing: list[str]) -> Any:
+        if key not in stored.values:
+            missing.append(key)
+            return None
+        return stored.value(key)
+
+    def _restore_groups(self, stored: Stored, missing: list[str], *, strict: bool) -> None:
+        """Give each group the settings of the stored one with the same parameters."""
+        for number, group in enumerate(self.updater.groups_by_name()):
+            prefix = f"{GROUPS}{number}."
+            found = {key.removeprefix(prefix): stored.value(key) for key in stored.values if key.startswith(prefix)}
+            others = found.pop("params", []) != group["params"]
+            if not found or (others and not strict):
+                missing.append(prefix + "*")
+            elif others:
+                raise PartitaError(
+                    f"checkpoint: the optimizer's group {number} has other parameters than in '{stored.folder}': build "
+                    "the optimizer with the same groups, or load with strict=False, which leaves its settings alone"
+                )
+            else:
+                self.updater.optimizer.param_groups[number].update(found)
+
+
+def _all_of(buffer: Tensor) -> Stretch:
+    if not buffer.dim():
+        return SCALAR
+    dims = tuple(range(buffer.dim()))
+    return Stretch(tuple(buffer.shape), dims, 0, buffer.numel())
+
+
+def plain(value: Any) -> Any:
+    """Without what ``torch.load`` refuses: containers of its own classes."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(plain, value)) if type(value) in (list, tuple) else list(map(plain, value))
+    return value
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Of every generator that a training loop may draw from."""
+    name, keys, place, has_gauss, gauss = numpy.random.get_state()
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(numpy.asarray(keys).astype(numpy.int64)), place, has_gauss, gauss),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    name, keys, *rest = state["numpy"]
+    numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), *rest))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

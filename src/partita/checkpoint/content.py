@@ -1,0 +1,208 @@
+"""What of an engine's states this rank saves, and what it has to fill, in global coordinates.
+
+Each rank saves the elements that it updates (of parameters that do not train, and of states that every rank holds
+whole, an equal part), whatever stage or tier they rest in: master weights, and whatever the optimizer keeps. Names are
+those of torch.distributed.checkpoint for a nested state dict: ``model.<parameter>``,
+``optimizer.state.<parameter>.<state>``.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import itemgetter
+
+import torch
+from torch import Tensor
+
+from partita.checkpoint.file import MOST_BYTES, Value
+from partita.errors import PartitaError
+from partita.kernels.quantize import join
+from partita.kernels.state import num_blocks
+from partita.optim.fused import BLOCK_STATES
+from partita.optim.moments import Moments
+from partita.optim.updater import Updater
+from partita.optim.views import View
+from partita.plan.box import Box, boxes_of, memory_order
+from partita.plan.residence import BLOCK, FP32, SPLIT, Tier
+from partita.plan.span import Span
+from partita.sharding.runtime import Runtime
+from partita.sharding.unit import Member, Segment, Unit
+
+MODEL, OPTIMIZER = "model.", "optimizer."
+STATE = OPTIMIZER + "state."
+DATA = ("data",)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Elements ``[start, stop)``, in memory order, of a tensor with this shape and order of dimensions."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    start: int
+    stop: int
+
+    def boxes(self, itemsize: int) -> Iterator[tuple[Box, slice]]:
+        """Its boxes, each with its place in the stretch."""
+        for box, place in boxes_of(self.shape, self.order, self.start, self.stop, max(1, MOST_BYTES // itemsize)):
+            yield box, slice(place - self.start, place - self.start + box.num_elements)
+
+    def shaped(self, flat: Tensor, box: Box) -> Tensor:
+        """A box's elements, given as they lie in memory, in its own coordinates; a view."""
+        inner = flat.view([box.sizes[dim] for dim in self.order])
+        return inner.permute([self.order.index(dim) for dim in range(len(self.order))])
+
+
+def stretch_of(member: Member, start: int, stop: int) -> Stretch:
+    return Stretch(tuple(member.shape), memory_order(member.stride), start, stop)
+
+
+def blocks_of(member: Member, start: int, stop: int) -> Stretch:
+    """The blocks of a parameter's elements, of which a state has one value each."""
+    return Stretch((num_blocks(math.prod(member.shape)),), (0,), start // BLOCK, num_blocks(stop))
+
+
+SCALAR = Stretch((), (), 0, 1)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A value, and where it is: at ``place`` of what ``flat`` takes out of this rank's weights of the segment (or of
+    the optimizer), which is ``stretch`` of the tensor.
+    """
+
+    value: Value
+    stretch: Stretch = SCALAR
+    place: slice = field(default_factory=lambda: slice(0, 1))
+    flat: Callable[[Tensor], Tensor] = lambda weights: weights
+
+
+class Content:
+    """The model states of a running engine, segment by segment."""
+
+    def __init__(self, runtime: Runtime, updater: Updater) -> None:
+        self.runtime, self.updater = runtime, updater
+        self._index = runtime.collectives.mesh.index(DATA)
+
+    @property
+    def segments(self) -> Iterator[tuple[Unit, Segment]]:
+        for unit in self.runtime.units:
+            for segment in unit.segments:
+                yield unit, segment
+
+    def aliases(self) -> dict[str, list[str]]:
+        """The other names of tied parameters, by key."""
+        return {
+            MODEL + member.fqn: [MODEL + name for name in member.holding.fqns[1:]]
+            for _, member in self.runtime.members()
+            if len(member.holding.fqns) > 1
+        }
+
+    # ------------------------------------------------------------------- saving
+
+    def values(self) -> list[Value]:
+        """What this rank saves of the states; those with a box in the order of :meth:`tensors`."""
+        return [piece.value for unit, segment in self.segments for piece in self._pieces(unit, segment)]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The values of all boxes, contiguous; each is valid until the next one is asked for."""
+        for unit, segment in self.segments:
+            with self._lent(segment) as weights:
+                for piece in self._pieces(unit, segment):
+                    if piece.value.box is not None:
+                        flat = piece.stretch.shaped(piece.flat(weights)[piece.place], piece.value.box)
+                        yield flat.to(piece.value.dtype).contiguous()
+
+    def _pieces(self, unit: Unit, segment: Segment) -> Iterator[_Piece]:
+        members = {member.fqn: member for member in unit.members if member.segment is segment}
+        is_master = segment.trains and segment.plan.master.encoding in (FP32, SPLIT)
+        for span in segment.layout.part(self._index):
+            member, place = members[span.fqn], slice(span.offset, span.offset + span.num_elements)
+            dtype = torch.float32 if is_master else segment.dtype
+            yield from _cut(MODEL + span.fqn, dtype, stretch_of(member, span.start, span.stop), itemgetter(place))
+            yield from self._state_pieces(member, span)
+
+    def _state_pieces(self, member: Member, span: Span) -> Iterator[_Piece]:
+        """Of the optimizer's states of one parameter. On disk they are in the optimizer only while they are lent."""
+        view = self.updater.views.of(member.param)
+        states = self.updater.optimizer.state.get(view.tensor, {}) if view is not None and view.num_elements else {}
+        for key, state in states.items():
+            assert view is not None
+            name = f"{STATE}{span.fqn}.{key}"
+            if isinstance(state, Tensor) and state.dim():
+                yield from _cut(
+                    name, state.dtype, self._stretch(member, span, view, key), self._state_of(view, span, key)
+                )
+            elif span.start == 0 and isinstance(state, Tensor):
+                yield from _cut(name, state.dtype, SCALAR, self._state_of(view, span, key))
+            elif span.start == 0:
+                yield _Piece(Value(name, value=state))
+
+    def _stretch(self, member: Member, span: Span, view: View, key: str) -> Stretch:
+        """What of a state goes with a parameter's span.
+
+        Raises:
+            PartitaError: it has neither an element for each of the parameter's, nor one in all.
+        """
+        if key in BLOCK_STATES:
+            return blocks_of(member, span.start, span.stop)
+        state = self.updater.optimizer.state[view.tensor][key]
+        if state.numel() not in (view.num_elements, 0):
+            raise PartitaError(
+                f"checkpoint: the optimizer's state '{key}' of '{member.fqn}' has shape {tuple(state.shape)}: expected "
+                f"one number, or one for each of this rank's {view.num_elements} elements of the parameter"
+            )
+        return stretch_of(member, span.start, span.stop)
+
+    def _state_of(self, view: View, span: Span, key: str) -> Callable[[Tensor], Tensor]:
+        """Takes the span's part of a state out of the optimizer."""
+
+        def take(_: Tensor) -> Tensor:
+            state: Tensor = self.updater.optimizer.state[view.tensor][key]
+            if not state.dim():
+                return state.view(1)
+            first = span.start - view.start
+            if key in BLOCK_STATES:
+                return state[first // BLOCK : num_blocks(first + span.num_elements)]
+            flat = view.member.flat(state) if view.member.segment.holds_whole_master else state
+            return flat[first : first + span.num_elements]
+
+        return take
+
+    @contextmanager
+    def _lent(self, segment: Segment) -> Iterator[Tensor]:
+        """This rank's part of a segment's weights, with its optimizer states in the optimizer."""
+        moments = self._moments_of(segment)
+        leases = moments.lend() if moments is not None else {}
+        rest = segment.rest.lend()
+        master = segment.master.lend() if segment.master is not None and not segment.master_is_parameter else None
+        try:
+            weights = self._part(segment, rest.wait())
+            if master is not None:
+                own = self._part(segment, master.wait())
+                weights = join(weights.to(own.device), own) if segment.plan.master.encoding == SPLIT else own
+            if moments is not None:
+                moments.connect(leases)
+            yield weights
+        finally:
+            if moments is not None:
+                moments.put_back(leases, changed=False)
+            rest.end(changed=False)
+            if master is not None:
+                master.end(changed=False)
+
+    def _moments_of(self, segment: Segment) -> Moments | None:
+        on_disk = segment.trains and segment.plan.moments.tier is Tier.DISK
+        return self.updater.hidden.moments_of(segment) if on_disk else None
+
+    def _part(self, segment: Segment, values: Tensor) -> Tensor:
+        """This rank's part of what it may hold whole."""
+        if values.numel() == segment.layout.part_elements:
+            return values
+        return values.view(segment.layout.num_parts, -1)[self._index]
+
+
+def _cut(key: str, dtype: torch.dtype, stretch: Stretch, flat: Callable[[Tensor], Tensor]) -> Iterator[_Piece]:
+    for box, place in stretch.boxes(dtype.itemsize):
+        yield _Piece(Value(key, stretch.shape, dtype, box), stretch, place, flat)

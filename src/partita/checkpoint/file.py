@@ -1,0 +1,239 @@
+"""A rank's file of a checkpoint: values in records, one after the other, each with its checksum.
+
+The layout is known before anything is copied, so a file is either *streamed* through a few blocks of memory, or
+*snapshot*: laid out in memory as it will be on disk, and written from there while training goes on. Writes go past the
+page cache (O_DIRECT), which would copy them once more.
+"""
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from partita.checkpoint.record import ALIGNMENT, frame_of, object_bytes
+from partita.checkpoint.system import explained
+from partita.memory.allocate import allocate_host
+from partita.memory.disk import ALIGNMENT as PAGE_BYTES
+from partita.memory.streams import Event, finish
+from partita.memory.workers import Workers
+from partita.plan.box import Box
+
+BLOCK_BYTES = 8 * 2**20
+# Of a record: it is read and checked whole, so that no more memory than that is needed for it.
+MOST_BYTES = 32 * 2**20
+NUM_BLOCKS, NUM_THREADS = 6, 4
+
+
+@dataclass(frozen=True)
+class Value:
+    """What one record holds: a ``box`` of the global tensor called ``key``, or (without a box) any ``value``."""
+
+    key: str
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.uint8
+    box: Box | None = None
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """A value's place in a file: ``num_bytes`` from ``offset``, of which the values begin after ``head_bytes``."""
+
+    value: Value
+    offset: int
+    num_bytes: int
+    head_bytes: int
+
+
+class FileLayout:
+    """Where each of the values will be."""
+
+    def __init__(self, values: Sequence[Value]) -> None:
+        self.records, self._contents = list[Record](), list[bytes]()
+        self.num_bytes = 0
+        for value in values:
+            if value.box is None:
+                whole = object_bytes(value.value)
+                self._place(value, len(whole), 0, whole)
+            else:
+                frame = frame_of(value.dtype, value.box.sizes)
+                num_bytes = value.box.num_elements * value.dtype.itemsize
+                self._place(value, len(frame.head) + num_bytes + len(frame.tail), len(frame.head), b"")
+
+    def _place(self, value: Value, num_bytes: int, head_bytes: int, content: bytes) -> None:
+        offset = -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
+        self.records.append(Record(value, offset, num_bytes, head_bytes))
+        self._contents.append(content)
+        self.num_bytes = offset + num_bytes
+
+    def parts(self, tensors: Iterator[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """(offset, bytes) of everything in the file, in order. ``tensors`` has the values of each record with a box,
+        contiguous, in their order.
+        """
+        for record, content in zip(self.records, self._contents, strict=True):
+            if record.value.box is None:
+                yield record.offset, _bytes(content)
+                continue
+            frame = frame_of(record.value.dtype, record.value.box.sizes)
+            values = next(tensors).reshape(-1).view(torch.uint8)
+            assert values.numel() == record.num_bytes - len(frame.head) - len(frame.tail), record
+            yield record.offset, _bytes(frame.head)
+            yield record.offset + record.head_bytes, values
+            yield record.offset + record.num_bytes - len(frame.tail), _bytes(frame.tail)
+
+
+def _bytes(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+class Snapshots:
+    """The memory that a file is laid out in before it is written; kept from one checkpoint to the next."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._memory = device, torch.empty(0, dtype=torch.uint8)
+
+    def take(self, layout: FileLayout, tensors: Iterator[Tensor]) -> Tensor:
+        """The file's bytes. They are the caller's until the next one is taken."""
+        if self._memory.numel() < layout.num_bytes:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # given back before more is asked for
+            self._memory = allocate_host(layout.num_bytes, torch.uint8, self._device)
+        memory = self._memory[: layout.num_bytes]
+        for offset, values in layout.parts(tensors):
+            memory[offset : offset + values.numel()].copy_(values, non_blocking=True)
+        finish(self._device)
+        return memory
+
+
+def write_snapshot(path: Path, layout: FileLayout, memory: Tensor) -> list[str]:
+    """Write a file from memory; returns each record's checksum when all of it is on the disk."""
+    with _Writer(path, layout.num_bytes) as writer:
+        sums = _Sums(layout.records)
+        for start in range(0, layout.num_bytes, BLOCK_BYTES):
+            block = memory[start : start + BLOCK_BYTES]
+            sums.feed(start, block)
+            writer.write(start, block)
+        return sums.digests
+
+
+def stream_file(path: Path, layout: FileLayout, tensors: Iterator[Tensor], device: torch.device) -> list[str]:
+    """The same from the states themselves, through a few blocks of memory."""
+    blocks = [allocate_host(BLOCK_BYTES, torch.uint8, device) for _ in range(NUM_BLOCKS)]
+    used = [Event() for _ in blocks]
+    with _Writer(path, layout.num_bytes) as writer:
+        sums, number = _Sums(layout.records), 0
+
+        def flush(until: int) -> None:
+            finish(device)
+            block = blocks[number % NUM_BLOCKS][: until - number * BLOCK_BYTES]
+            sums.feed(number * BLOCK_BYTES, block)
+            used[number % NUM_BLOCKS] = writer.write(number * BLOCK_BYTES, block)
+
+        for begin, content in layout.parts(tensors):
+            offset, values = begin, content
+            while values.numel():
+                if offset >= (number + 1) * BLOCK_BYTES:
+                    flush((number + 1) * BLOCK_BYTES)
+                    number += 1
+                    used[number % NUM_BLOCKS].wait()
+                at = offset - number * BLOCK_BYTES
+                num = min(values.numel(), BLOCK_BYTES - at)
+                blocks[number % NUM_BLOCKS][at : at + num].copy_(values[:num], non_blocking=True)
+                offset, values = offset + num, values[num:]
+        flush(layout.num_bytes)
+        return sums.digests
+
+
+class _Sums:
+    """Checksums of records, from the file's bytes as they come."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self._records, self._number, self._hash = records, 0, xxhash.xxh3_64()
+        self.digests = list[str]()
+
+    def feed(self, start: int, block: Tensor) -> None:
+        view, stop = block.numpy().data, start + block.numel()
+        while self._number < len(self._records):
+            record = self._records[self._number]
+            end = record.offset + record.num_bytes
+            self._hash.update(view[max(record.offset - start, 0) : max(end - start, 0)])
+            if end > stop:
+                return
+            self.digests.append(self._hash.hexdigest())
+            self._hash.reset()
+            self._number += 1
+
+
+def checksum(content: bytes | memoryview) -> str:
+    """Of a record, or of a small file."""
+    return xxhash.xxh3_64(content).hexdigest()
+
+
+class _Writer:
+    """A new file of known size. Leaving the block makes it last; an error in the block leaves what there is."""
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self._path, self._num_bytes = path, num_bytes
+        with explained(path):
+            self._file, self._direct = _create(path)
+            if num_bytes:
+                _reserve(self._file, num_bytes)
+        self._workers = Workers("checkpoint", NUM_THREADS)
+        self._events = list[Event]()
+
+    def write(self, offset: int, block: Tensor) -> Event:
+        """Begin to write a block, of whole pages but for the last one; its memory is left alone until the event."""
+        event = self._workers.run(offset, [partial(self._write, block, offset)])
+        self._events.append(event)
+        return event
+
+    def _write(self, block: Tensor, offset: int) -> None:
+        view = block.numpy().data
+        whole = len(view) // PAGE_BYTES * PAGE_BYTES if self._direct else len(view)
+        done = 0
+        while done < whole:
+            done += os.pwrite(self._file, view[done:whole], offset + done)
+        if rest := view[whole:]:
+            page = allocate_host(PAGE_BYTES, torch.uint8, torch.device("cpu"))
+            page[: len(rest)] = torch.frombuffer(rest, dtype=torch.uint8)
+            os.pwrite(self._file, page.numpy().data, offset + whole)
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            with explained(self._path):
+                for event in self._events:
+                    event.wait()
+                os.ftruncate(self._file, self._num_bytes)
+                os.fsync(self._file)
+        finally:
+            self._workers.close()
+            os.close(self._file)
+
+
+def _create(path: Path) -> tuple[int, bool]:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666), hasattr(os, "O_DIRECT")
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    path.unlink(missing_ok=True)
+    return os.open(path, flags, 0o666), False
+
+
+def _reserve(file: int, num_bytes: int) -> None:
+    """Take the space, so that a full disk is found before the copy is made."""
+    try:
+        os.posix_fallocate(file, 0, num_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise

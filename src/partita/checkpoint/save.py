@@ -1,0 +1,188 @@
+"""Saving: every rank writes one file, the first makes the checkpoint visible when all of them last.
+
+Training waits for a copy into host memory, and the files are written from that while it goes on. Ranks tell each other
+that they are done by the tables beside their files, so nothing is communicated in the background. What rests on disk
+has no room in memory: then the file is streamed, and training waits for it.
+"""
+
+import itertools
+import json
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from partita.checkpoint.beside import Beside
+from partita.checkpoint.content import DATA, Content
+from partita.checkpoint.file import FileLayout, Snapshots, checksum, stream_file, write_snapshot
+from partita.checkpoint.folder import publish, start_partial
+from partita.checkpoint.stored import (
+    MANIFEST,
+    METADATA,
+    Stored,
+    add_aliases,
+    add_table,
+    manifest_bytes,
+    metadata_of,
+    table_of,
+)
+from partita.checkpoint.system import explained, read_small, write_small
+from partita.comm.together import together
+from partita.errors import PartitaError
+from partita.plan.residence import Tier
+
+FORMAT = 1
+POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Order:
+    """One checkpoint that is to be made; ``about`` goes into its manifest."""
+
+    folder: Path
+    step: int
+    keep: int
+    background: bool
+    about: Mapping[str, Any]
+    extra: Mapping[str, Any] | None
+
+
+class Saver:
+    """Makes checkpoints of one engine, one at a time. Its methods but the thread's are collectives."""
+
+    def __init__(self, content: Content, beside: Beside) -> None:
+        self._content, self._beside = content, beside
+        self._collectives = content.runtime.collectives
+        mesh = self._collectives.mesh
+        self._rank, self._num_ranks, self._device = mesh.rank, mesh.num_ranks, mesh.device
+        self._timeout_s = mesh.timeout_s
+        self._snapshots = Snapshots(mesh.device)
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def save(self, order: Order) -> Path:
+        """Returns the folder that the checkpoint is, or will be when :meth:`wait` returns.
+
+        Raises:
+            PartitaError: on all ranks, where one of them cannot write.
+        """
+        self.wait()
+        partial = order.folder / f".step-{order.step}.partial"
+        with together(self._collectives, DATA):
+            values = self._content.values() + self._beside.values(order.extra)
+            layout = FileLayout(values)
+            if self._rank == 0:
+                start_partial(order.folder, order.step)
+        tensors = itertools.chain(self._content.tensors(), self._beside.tensors())
+        if order.background and not self._on_disk:
+            with together(self._collectives, DATA):
+                memory = self._snapshots.take(layout, tensors)
+            self._start(lambda: self._write(order, partial, layout, lambda path: write_snapshot(path, layout, memory)))
+        else:
+            with together(self._collectives, DATA):
+                self._write_own(partial, layout, lambda path: stream_file(path, layout, tensors, self._device))
+            with together(self._collectives, DATA):
+                if self._rank == 0:
+                    self._publish(order, partial)
+        return order.folder / f"step-{order.step}"
+
+    def wait(self) -> None:
+        """Wait until what is written in the background is visible.
+
+        Raises:
+            PartitaError: on all ranks, where one of them could not write.
+        """
+        if self._thread is not None or self._error is not None:
+            with together(self._collectives, DATA):
+                self._join()
+
+    def _join(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    @property
+    def _on_disk(self) -> bool:
+        rows = [segment.plan for _, segment in self._content.segments]
+        return any(Tier.DISK in (row.param_rest.tier, row.master.tier, row.moments.tier) for row in rows)
+
+    # ------------------------------------------------------------- in the background
+
+    def _start(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                self._error = error
+                warnings.warn(f"the checkpoint was not saved: {error}", stacklevel=1)
+
+        # No daemon: the process ends when the checkpoint is there.
+        self._thread = threading.Thread(target=run, name="partita checkpoint")
+        self._thread.start()
+
+    def _write(self, order: Order, partial: Path, layout: FileLayout, write: Callable[[Path], list[str]]) -> None:
+        try:
+            self._write_own(partial, layout, write)
+        except Exception as error:
+            write_small(partial / f"__{self._rank}.failed", str(error).encode())
+            raise
+        if self._rank == 0:
+            self._await_tables(partial)
+            self._publish(order, partial)
+
+    def _write_own(self, partial: Path, layout: FileLayout, write: Callable[[Path], list[str]]) -> None:
+        name = f"__{self._rank}_0.distcp"
+        sums = write(partial / name)
+        table = partial / _table_name(self._rank)
+        write_small(table.with_suffix(".new"), table_of(name, layout.records, sums, layout.num_bytes))
+        with explained(table):
+            table.with_suffix(".new").rename(table)
+
+    def _await_tables(self, partial: Path) -> None:
+        """Wait for the other ranks' files."""
+        end = time.monotonic() + self._timeout_s
+        left = set(range(self._num_ranks))
+        while left:
+            for failed in partial.glob("*.failed"):
+                raise PartitaError(f"rank {failed.stem.strip('_')} could not write: {failed.read_text()}")
+            left = {rank for rank in left if not (partial / _table_name(rank)).exists()}
+            if left and time.monotonic() > end:
+                raise PartitaError(
+                    f"checkpoint: rank {min(left)} has not written its file in '{partial}' within "
+                    f"{self._timeout_s:g} s (communication.timeout_s): look at its output; all ranks need the folder"
+                )
+            time.sleep(POLL_S if left else 0)
+
+    def _publish(self, order: Order, partial: Path) -> None:
+        """Write index and manifest, and make the checkpoint visible."""
+        stored, tables = Stored(partial), dict[str, str]()
+        for rank in range(self._num_ranks):
+            table = read_small(partial / _table_name(rank))
+            tables[_table_name(rank)] = checksum(table)
+            add_table(stored, table)
+        aliases = self._content.aliases()
+        add_aliases(stored, aliases)
+        index = metadata_of(stored)
+        write_small(partial / METADATA, index)
+        files = {name: json.loads(read_small(partial / name))["num_bytes"] for name in tables}
+        manifest = {
+            "format": FORMAT,
+            "step": order.step,
+            **order.about,
+            "tables": tables,
+            "files": {name.replace(".json", ".distcp"): num for name, num in files.items()},
+            "metadata": checksum(index),
+            "aliases": aliases,
+        }
+        write_small(partial / MANIFEST, manifest_bytes(manifest))
+        publish(partial, order.step, order.keep)
+
+
+def _table_name(rank: int) -> str:
+    return f"__{rank}_0.json"

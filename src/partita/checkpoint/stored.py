@@ -1,0 +1,247 @@
+"""What a checkpoint's folder holds, whoever wrote it: tensors in global coordinates, cut into chunks, and plain values.
+
+Of partita's own the chunks' places and checksums are in a table beside each rank's file; of any other checkpoint of
+torch.distributed.checkpoint they are in its ``.metadata``, without checksums.
+"""
+
+import json
+import pickle
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from partita.checkpoint.file import Record, checksum
+from partita.checkpoint.record import read_object, read_tensor
+from partita.checkpoint.system import read_range, read_small
+from partita.errors import PartitaError
+from partita.plan.box import Box
+
+METADATA = ".metadata"
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A record in a file. Without ``head_bytes`` only ``torch.load`` knows where the values are."""
+
+    key: str
+    box: Box | None
+    file: str
+    offset: int
+    num_bytes: int
+    head_bytes: int | None = None
+    checksum: str | None = None
+
+
+@dataclass
+class StoredTensor:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: list[Chunk] = field(default_factory=list)
+
+
+@dataclass
+class Stored:
+    """Everything in one folder: ``tensors`` and plain ``values`` by key. Others' checkpoints have no ``manifest``."""
+
+    folder: Path
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    values: dict[str, Chunk] = field(default_factory=dict)
+    manifest: dict[str, Any] = field(default_factory=dict)
+
+    def read(self, chunk: Chunk) -> memoryview:
+        """A record's bytes.
+
+        Raises:
+            PartitaError: the file is missing or shorter, or the bytes are not those that were written.
+        """
+        content = read_range(self.folder / chunk.file, chunk.offset, chunk.num_bytes)
+        if chunk.checksum is not None and checksum(content) != chunk.checksum:
+            raise PartitaError(
+                f"checkpoint: '{self.folder / chunk.file}' is damaged: bytes {chunk.offset} to "
+                f"{chunk.offset + chunk.num_bytes} ('{chunk.key}') are not those that were written (checksum "
+                f"{checksum(content)}, expected {chunk.checksum}); load an earlier checkpoint"
+            )
+        return content
+
+    def tensor(self, chunk: Chunk) -> Tensor:
+        """A chunk's values, in the shape of its box."""
+        content = self.read(chunk)
+        if chunk.head_bytes is None or chunk.box is None:
+            loaded = read_object(content)
+            assert isinstance(loaded, Tensor)
+            return loaded
+        return read_tensor(content, chunk.head_bytes, self.tensors[chunk.key].dtype, chunk.box.sizes)
+
+    def value(self, key: str) -> Any:
+        """A plain value, or a small tensor whole."""
+        if key in self.values:
+            return read_object(self.read(self.values[key]))
+        found = self.tensors[key]
+        whole = torch.empty(found.shape, dtype=found.dtype)
+        for chunk in found.chunks:
+            assert chunk.box is not None
+            narrowed(whole, chunk.box).copy_(self.tensor(chunk))
+        return whole
+
+    def chunks(self) -> Iterator[Chunk]:
+        for found in self.tensors.values():
+            yield from found.chunks
+        yield from self.values.values()
+
+
+def narrowed(tensor: Tensor, box: Box) -> Tensor:
+    """A box of a tensor, as a view."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+# ---------------------------------------------------------------------------------------------------- partita's own
+
+
+def table_of(file: str, records: Iterable[Record], sums: Iterable[str], num_bytes: int) -> bytes:
+    """What is known of a rank's file, as JSON."""
+    rows = [
+        {
+            "key": record.value.key,
+            "at": [record.offset, record.num_bytes, record.head_bytes],
+            "checksum": digest,
+            **(
+                {}
+                if record.value.box is None
+                else {
+                    "shape": record.value.shape,
+                    "dtype": str(record.value.dtype).removeprefix("torch."),
+                    "box": [record.value.box.offsets, record.value.box.sizes],
+                }
+            ),
+        }
+        for record, digest in zip(records, sums, strict=True)
+    ]
+    return json.dumps({"file": file, "num_bytes": num_bytes, "records": rows}, separators=(",", ":")).encode()
+
+
+def add_table(stored: Stored, table: bytes) -> None:
+    """Take up what a table says."""
+    made = json.loads(table)
+    for row in made["records"]:
+        offset, num_bytes, head_bytes = row["at"]
+        box = Box(*map(tuple, row["box"])) if "box" in row else None
+        chunk = Chunk(row["key"], box, made["file"], offset, num_bytes, head_bytes, row["checksum"])
+        if box is None:
+            stored.values[chunk.key] = chunk
+        else:
+            dtype = getattr(torch, row["dtype"])
+            stored.tensors.setdefault(chunk.key, StoredTensor(tuple(row["shape"]), dtype)).chunks.append(chunk)
+
+
+def add_aliases(stored: Stored, aliases: dict[str, list[str]]) -> None:
+    for key, others in aliases.items():
+        for other in others:
+            stored.tensors[other] = stored.tensors[key]
+
+
+def metadata_of(stored: Stored) -> bytes:
+    """The index that torch.distributed.checkpoint reads."""
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for key, found in stored.tensors.items():
+        chunks = []
+        for chunk in found.chunks:
+            assert chunk.box is not None
+            offsets = torch.Size(chunk.box.offsets)
+            chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.box.sizes)))
+            places[MetadataIndex(key, offsets)] = _StorageInfo(chunk.file, chunk.offset, chunk.num_bytes)
+        described[key] = TensorStorageMetadata(TensorProperties(found.dtype), torch.Size(found.shape), chunks)
+    for key, chunk in stored.values.items():
+        described[key] = BytesStorageMetadata()
+        places[MetadataIndex(key)] = _StorageInfo(chunk.file, chunk.offset, chunk.num_bytes)
+    nested = {key: _path(key) for key in described}
+    return pickle.dumps(Metadata(described, planner_data=nested, storage_data=places))
+
+
+def _path(key: str) -> tuple[str | int, ...]:
+    """Where a value is in the nested state dict that the keys stand for."""
+    if key.startswith("optimizer.state."):
+        param, _, state = key.removeprefix("optimizer.state.").rpartition(".")
+        return ("optimizer", "state", param, state)
+    if key.startswith("optimizer.param_groups."):
+        number, _, setting = key.removeprefix("optimizer.param_groups.").partition(".")
+        return ("optimizer", "param_groups", int(number), setting)
+    return ("model", key.removeprefix("model.")) if key.startswith("model.") else (key,)
+
+
+# ------------------------------------------------------------------------------------------------------- anybody's
+
+
+def open_stored(folder: Path) -> Stored:
+    """What is in a checkpoint's folder (``step-N``, or one that torch.distributed.checkpoint wrote).
+
+    Raises:
+        PartitaError: it is no checkpoint, or its index is damaged.
+    """
+    stored = Stored(folder)
+    if (folder / MANIFEST).exists():
+        stored.manifest = json.loads(_checked_manifest(folder))
+        for name, digest in stored.manifest["tables"].items():
+            table = read_small(folder / name)
+            if checksum(table) != digest:
+                raise _damaged(folder / name)
+            add_table(stored, table)
+        add_aliases(stored, stored.manifest["aliases"])
+    elif (folder / METADATA).exists():
+        _add_metadata(stored, pickle.loads(read_small(folder / METADATA)))
+    else:
+        raise PartitaError(f"checkpoint: '{folder}' holds none: it has neither {MANIFEST} nor {METADATA}")
+    return stored
+
+
+def manifest_bytes(manifest: dict[str, Any]) -> bytes:
+    """A manifest whose last line is its checksum."""
+    content = json.dumps(manifest, indent=1)
+    return f"{content}\n{checksum(content.encode())}\n".encode()
+
+
+def _checked_manifest(folder: Path) -> str:
+    content, _, digest = read_small(folder / MANIFEST).decode(errors="replace").rstrip("\n").rpartition("\n")
+    if checksum(content.encode()) != digest:
+        raise _damaged(folder / MANIFEST)
+    return content
+
+
+def _damaged(path: Path) -> PartitaError:
+    return PartitaError(f"checkpoint: '{path}' is damaged: it is not what was written; load an earlier checkpoint")
+
+
+def _add_metadata(stored: Stored, metadata: Metadata) -> None:
+    sizes_at = {
+        (key, tuple(chunk.offsets)): tuple(chunk.sizes)
+        for key, found in metadata.state_dict_metadata.items()
+        if isinstance(found, TensorStorageMetadata)
+        for chunk in found.chunks
+    }
+    for index, place in metadata.storage_data.items():
+        found = metadata.state_dict_metadata[index.fqn]
+        at = (place.relative_path, place.offset, place.length)
+        if isinstance(found, BytesStorageMetadata):
+            stored.values[index.fqn] = Chunk(index.fqn, None, *at)
+            continue
+        shape = tuple(found.size)
+        offsets = tuple(index.offset) if index.offset is not None else (0,) * len(shape)
+        box = Box(offsets, sizes_at[index.fqn, offsets])
+        tensor = stored.tensors.setdefault(index.fqn, StoredTensor(shape, found.properties.dtype))
+        tensor.chunks.append(Chunk(index.fqn, box, *at))

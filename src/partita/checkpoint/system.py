@@ -1,0 +1,78 @@
+"""Files and folders of a checkpoint: what lasts when a call returns, and errors that name the file and the remedy."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from partita.errors import PartitaError
+
+REMEDIES = {
+    errno.ENOSPC: "make room there, lower checkpoint.keep, or name a folder on a larger disk",
+    errno.EDQUOT: "make room in this user's quota, or name a folder on another disk",
+    errno.EACCES: "name a folder in which this user may write",
+    errno.EPERM: "name a folder in which this user may write",
+    errno.EROFS: "name a folder on a filesystem that is not read-only",
+    errno.ENOTDIR: "name a folder",
+    errno.EEXIST: "another run writes into the folder: give each run one of its own",
+    errno.ENOENT: "it was removed: keep others out of the folder, or load an earlier checkpoint",
+}
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """System errors as errors of a checkpoint's file.
+
+    Raises:
+        PartitaError: names the file, what the system says and what to do.
+    """
+    try:
+        yield
+    except OSError as error:
+        remedy = REMEDIES.get(error.errno or 0, "see the system's log (`dmesg`), or name a folder on another disk")
+        raise PartitaError(f"checkpoint: '{path}': {error.strerror or error}; {remedy}") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder last."""
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def write_small(path: Path, content: bytes) -> None:
+    """A new small file that lasts when this returns."""
+    with explained(path), open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_small(path: Path) -> bytes:
+    with explained(path):
+        return path.read_bytes()
+
+
+def read_range(path: Path, offset: int, num_bytes: int) -> memoryview:
+    """Bytes of a file.
+
+    Raises:
+        PartitaError: there are fewer.
+    """
+    into: memoryview = torch.empty(num_bytes, dtype=torch.uint8).numpy().data
+    with explained(path), open(path, "rb", buffering=0) as file:
+        done = 0
+        while done < num_bytes:
+            moved = os.preadv(file.fileno(), [into[done:]], offset + done)
+            if not moved:
+                raise PartitaError(
+                    f"checkpoint: '{path}' ends at byte {offset + done} of at least {offset + num_bytes}: it was cut "
+                    "off; load an earlier checkpoint"
+                )
+            done += moved
+    return into

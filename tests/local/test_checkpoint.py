@@ -1,0 +1,394 @@
+"""Checkpoints: saved under one layout, loaded under any other; exact resume; nothing torn is ever loaded."""
+
+import itertools
+import json
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import partita
+from partita import ConfigError, PartitaError
+from partita.checkpoint import file as checkpoint_file
+from partita.checkpoint.folder import complete
+from partita.checkpoint.stored import open_stored
+from tests.local import pool
+from tests.local.training import ADAMW, WIDTH, Stack, rank, square_loss, whole_weights, world
+
+BATCH = 8
+STEPS_BEFORE, STEPS_AFTER = 2, 5
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is laid out."""
+
+    ranks: int
+    stage: int
+    tier: str
+    compute: str
+    more: tuple[tuple[str, str], ...] = field(default=())
+
+    @property
+    def config(self) -> dict[str, Any]:
+        offload = {} if self.tier == "none" else {"optimizer": self.tier, "parameters": self.tier}
+        return {
+            "zero": {"stage": self.stage, "offload": offload},
+            "precision": {"compute": self.compute, **dict(self.more)},
+            "optimizer": ADAMW,
+            "clip_grad_norm": 1.0,
+            "schedule": {"warmup_steps": 4},
+        }
+
+
+LAYOUTS = [
+    Layout(*axes) for axes in itertools.product((1, 2, 4), (0, 1, 2, 3), ("none", "host", "disk"), ("fp32", "bf16"))
+]
+LEAN = (("master", "split"), ("moments", "int8"), ("gradients", "in_backward"))
+
+
+def losses_of(engine: partita.Engine, first: int, num_steps: int) -> list[float]:
+    """Mean losses of steps whose samples are the same however many ranks there are."""
+    losses = []
+    for step in range(first, first + num_steps):
+        samples = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
+        loss = engine(samples.chunk(world())[rank()]).square().mean()
+        engine.backward(loss)
+        assert engine.step().stepped
+        losses.append(float(engine.mean(loss.detach().float())))
+    return losses
+
+
+def states_of(engine: partita.Engine, *, weights: bool = True) -> dict[str, Tensor]:
+    """Master weights and optimizer states, whole."""
+    states = dict(engine.state_dict()) if weights else {}
+    for name, _ in engine.module.named_parameters():
+        states |= {f"{name} {key}": value for key, value in engine.optimizer_state(name).items()}
+    return states if rank() == 0 else {}
+
+
+def saved(folder: str, layout: Layout) -> tuple[dict[str, Tensor], list[float]]:
+    torch.manual_seed(0)
+    with partita.initialize(Stack(2), layout.config) as engine:
+        losses_of(engine, 0, STEPS_BEFORE)
+        engine.save(folder)
+        states = states_of(engine)
+        return states, losses_of(engine, STEPS_BEFORE, STEPS_AFTER)
+
+
+def loaded(folder: str, layout: Layout) -> tuple[dict[str, Tensor], list[float]]:
+    torch.manual_seed(1 + rank())
+    with partita.initialize(Stack(2), layout.config) as engine:
+        restored = engine.load(folder)
+        assert (restored.step, restored.missing, restored.unexpected) == (STEPS_BEFORE, (), ())
+        return states_of(engine), losses_of(engine, STEPS_BEFORE, STEPS_AFTER)
+
+
+def check_pair(folder: Path, one: Layout, other: Layout, expected: tuple[dict[str, Tensor], list[float]]) -> None:
+    states, losses = pool.run(other.ranks, loaded, str(folder), other)[0]
+    assert states.keys() == expected[0].keys()
+    differ = [name for name, value in states.items() if not torch.equal(value, expected[0][name])]
+    assert not differ, f"{one} -> {other}: {differ}"
+    if one.compute == other.compute == "fp32":
+        assert losses == pytest.approx(expected[1], rel=1e-5), f"{one} -> {other}"
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_saved_under_one_layout_and_loaded_under_another(number: int, tmp_path: Path) -> None:
+    """Each of the layouts is loaded into once over all ten."""
+    chosen = random.Random(number)
+    one = chosen.choice(LAYOUTS[number % 3 * 24 : (number % 3 + 1) * 24])
+    expected = pool.run(one.ranks, saved, str(tmp_path), one)[0]
+    for other in random.Random(0).sample(LAYOUTS, len(LAYOUTS))[number::10]:
+        check_pair(tmp_path, one, other, expected)
+
+
+@pytest.mark.parametrize("tier", ["none", "disk"])
+def test_lean_states_are_kept_as_they_are(tier: str, tmp_path: Path) -> None:
+    """Codes, scales and split masters under other ranks, stages and tiers."""
+    one, other = Layout(2, 3, tier, "bf16", LEAN), Layout(4, 1, "host", "bf16", LEAN)
+    check_pair(tmp_path, one, other, pool.run(2, saved, str(tmp_path), one)[0])
+
+
+def moments(folder: str, precision: dict[str, str]) -> dict[str, Tensor]:
+    with partita.initialize(Stack(1), {"precision": precision, "optimizer": ADAMW}) as engine:
+        if precision:
+            losses_of(engine, 0, 3)
+            engine.save(folder)
+        else:
+            engine.load(folder)
+        return states_of(engine, weights=False)
+
+
+def test_8_bit_moments_become_numbers_and_numbers_8_bit_moments(tmp_path: Path) -> None:
+    coded = pool.run(2, moments, str(tmp_path), {"moments": "int8"})[0]
+    exact = pool.run(1, moments, str(tmp_path), {})[0]
+    assert all(torch.equal(exact[key], value) for key, value in coded.items())
+    again = pool.run(1, recoded, str(tmp_path))[0]
+    for key, value in again.items():
+        torch.testing.assert_close(value, exact[key], rtol=0.07, atol=float(exact[key].abs().max()) / 3900, msg=key)
+
+
+def recoded(folder: str) -> dict[str, Tensor]:
+    """fp32 moments, saved, into a run with 8-bit ones."""
+    with partita.initialize(Stack(1), {"optimizer": ADAMW}) as engine:
+        engine.load(folder)
+        engine.save(folder + "/exact")
+    with partita.initialize(Stack(1), {"precision": {"moments": "int8"}, "optimizer": ADAMW}) as engine:
+        engine.load(folder + "/exact")
+        return states_of(engine, weights=False)
+
+
+# --------------------------------------------------------------------------------------------------------- exact resume
+
+
+class Noisy(nn.Module):
+    """Dropout, a batch norm, tied weights, a convolution in channels-last order, a frozen layer, a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.tied, self.out = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.out.weight = self.tied.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.conv(x)).relu().mean((2, 3))
+        x = nn.functional.dropout(self.tied(self.frozen(x)), 0.3, training=self.training)
+        return self.out(x) * self.scale
+
+
+def noisy_steps(engine: partita.Engine, num_steps: int) -> list[float]:
+    """Steps on samples drawn from the global generator, as a run's own."""
+    losses = []
+    for _ in range(num_steps):
+        for _ in range(2):
+            loss = engine(torch.randn(2, 3, 4, 4)).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return losses
+
+
+CONFIG = {"batch": {"accumulate": 2}, "schedule": {"name": "cosine", "warmup_steps": 2, "total_steps": 9}}
+
+
+def resumes(folder: str, sections: dict[str, Any]) -> None:
+    config = {**CONFIG, **sections}
+    torch.manual_seed(5 + rank())
+    with partita.initialize(Noisy(), config) as engine:
+        noisy_steps(engine, 3)
+        engine.save(folder, extra={"position": 12, "names": ["a"]})
+        expected = noisy_steps(engine, 4)
+        weights, scale = whole_weights(engine), engine.step().loss_scale
+    torch.manual_seed(99)
+    with partita.initialize(Noisy(), config) as engine:
+        restored = engine.load(folder)
+        assert restored.extra == {"position": 12, "names": ["a"]}
+        assert noisy_steps(engine, 4) == expected
+        assert all(torch.equal(value, weights[name]) for name, value in whole_weights(engine).items())
+        assert engine.step().loss_scale == scale
+
+
+SECTIONS: dict[str, dict[str, Any]] = {
+    "fp32": {"zero": {"stage": 3}},
+    "fp16": {"zero": {"stage": 2}, "precision": {"compute": "fp16"}},
+    "sgd on disk": {
+        "zero": {"stage": 3, "offload": {"optimizer": "disk"}},
+        "optimizer": {"name": "sgd", "momentum": 0.9, "lr": 0.01},
+    },
+    "in the foreground": {"zero": {"stage": 1}, "checkpoint": {"background": False}},
+}
+
+
+@pytest.mark.filterwarnings("ignore:step 1. the gradient of .* is not finite")
+@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_resumed_as_if_never_stopped(name: str, ranks: int, tmp_path: Path) -> None:
+    pool.run(ranks, resumes, str(tmp_path), SECTIONS[name])
+
+
+# ----------------------------------------------------------------------------------------------- folders of checkpoints
+
+
+def names(folder: str | Path) -> list[str]:
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def saves_by_itself(folder: str) -> None:
+    config = {"checkpoint": {"dir": folder, "every_steps": 2, "keep": 2}, "zero": {"stage": 3}}
+    with partita.initialize(Stack(1), config) as engine:
+        losses_of(engine, 0, 7)
+    assert names(folder) == ["step-4", "step-6"]
+    with partita.initialize(Stack(1), config) as engine:
+        assert engine.load().step == 6
+        losses_of(engine, 6, 2)
+        assert engine.load(Path(folder) / "step-6").step == 6
+    assert names(folder) == ["step-6", "step-8"]
+
+
+def test_saves_by_itself_and_keeps_the_newest(tmp_path: Path) -> None:
+    pool.run(2, saves_by_itself, str(tmp_path))
+
+
+def save_one(folder: str) -> None:
+    torch.manual_seed(0)
+    with partita.initialize(Stack(2), {"zero": {"stage": 3}}) as engine:
+        losses_of(engine, 0, 1)
+        engine.save(folder)
+        losses_of(engine, 1, 1)
+        engine.save(folder)
+
+
+def damage_raises(folder: str, named: str) -> None:
+    """On every rank, and nothing of the engine is changed where the damage is seen at the start."""
+    with partita.initialize(Stack(2), {"zero": {"stage": 3}}) as engine:
+        with pytest.raises(PartitaError, match="checkpoint") as caught:
+            engine.load(folder)
+        said = str(caught.value)
+        dist.barrier()
+        if named not in said:
+            raise AssertionError(f"{named!r} is not in: {said}")
+        engine.load(Path(folder) / "step-1")
+        losses_of(engine, 1, 1)
+
+
+def cut_off(path: Path) -> None:
+    os.truncate(path, path.stat().st_size * 2 // 3)
+
+
+def flip(path: Path) -> None:
+    place = path.stat().st_size // 2
+    with open(path, "r+b") as file:
+        file.seek(place)
+        (byte,) = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte ^ 16]))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {"cut off": cut_off, "flipped": flip, "missing": Path.unlink}
+FILES = ("__0_0.distcp", "__1_0.distcp", "__1_0.json", "manifest.json")
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named(damage: str, file: str, tmp_path: Path) -> None:
+    pool.run(2, save_one, str(tmp_path))
+    DAMAGES[damage](tmp_path / "step-2" / file)
+    if (damage, file) == ("missing", "manifest.json"):
+        assert list(complete(tmp_path)) == [1]  # it is none
+    else:
+        pool.run(2, damage_raises, str(tmp_path), file)
+
+
+def test_what_a_crash_leaves_is_removed_and_never_chosen(tmp_path: Path) -> None:
+    pool.run(2, save_one, str(tmp_path))
+    (tmp_path / "step-2").rename(tmp_path / ".step-2.partial")
+    (tmp_path / "step-9").mkdir()
+    assert list(complete(tmp_path)) == [1]
+    pool.run(2, goes_on_from_step_1, str(tmp_path))
+    assert names(tmp_path) == ["step-1", "step-2", "step-9"]
+
+
+def goes_on_from_step_1(folder: str) -> None:
+    with partita.initialize(Stack(2), {"zero": {"stage": 3}}) as engine:
+        assert engine.load(folder).step == 1
+        losses_of(engine, 1, 1)
+        engine.save(folder)
+
+
+# ------------------------------------------------------------------------------------------------------ what goes wrong
+
+
+def disk_fails(folder: str, background: bool) -> None:
+    """A rank that cannot write: no rank has a checkpoint, all are told, and training goes on."""
+    failing = mock.patch.object(checkpoint_file.os, "pwrite", side_effect=OSError(28, "No space left on device"))
+    with partita.initialize(Stack(1), {"zero": {"stage": 3}, "checkpoint": {"background": background}}) as engine:
+        losses_of(engine, 0, 1)
+
+        def save() -> None:
+            if rank() == 1:
+                with failing:
+                    engine.save(folder)
+                    engine.wait_for_checkpoint()
+            else:
+                engine.save(folder)
+                engine.wait_for_checkpoint()
+
+        with pytest.raises(PartitaError, match=r"No space left on device; make room there, lower checkpoint\.keep"):
+            save()
+        assert complete(Path(folder)) == {}
+        losses_of(engine, 1, 1)
+        engine.save(folder)
+        engine.wait_for_checkpoint()
+        assert list(complete(Path(folder))) == [2]
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint was not saved")
+@pytest.mark.parametrize("background", [True, False])
+def test_a_full_disk_is_an_error_on_every_rank(background: bool, tmp_path: Path) -> None:
+    pool.run(2, disk_fails, str(tmp_path), background)
+
+
+def other_models(folder: str) -> None:
+    with partita.initialize(Stack(2), {"zero": {"stage": 3}}) as engine:
+        losses_of(engine, 0, 1)
+        engine.save(folder)
+    with partita.initialize(Stack(3), {"zero": {"stage": 3}}) as engine:
+        with pytest.raises(PartitaError, match=r"another model: missing there: model\.blocks\.2.*strict=False takes"):
+            engine.load(folder)
+        restored = engine.load(folder, strict=False)
+        *missing, group = restored.missing
+        assert all(name.startswith("model.blocks.2") for name in missing)
+        assert group == "optimizer.param_groups.0.*"
+        assert restored.unexpected == ()
+        losses_of(engine, 1, 1)
+    with partita.initialize(Stack(1), {"zero": {"stage": 1}}) as engine:
+        with pytest.raises(PartitaError, match=r"unknown here: blocks\.1\.down\.bias"):
+            engine.load(folder, only_model=True)
+        assert "blocks.1.up.weight" in engine.load(folder, only_model=True, strict=False).unexpected
+        assert engine.optimizer_state("first.weight") == {}
+    with partita.initialize(nn.Sequential(Stack(1)), {"zero": {"stage": 1}}) as engine:
+        with pytest.raises(PartitaError, match="is of another model"):
+            engine.load(folder)
+        with pytest.raises(PartitaError, match="is none, and holds no complete one"):
+            engine.load(folder + "/nothing")
+        with pytest.raises(ConfigError, match=r"name a folder, or set checkpoint\.dir"):
+            engine.save()
+
+
+def test_checkpoints_of_other_models(tmp_path: Path) -> None:
+    pool.run(2, other_models, str(tmp_path))
+
+
+def inside_a_batch(folder: str) -> None:
+    with partita.initialize(Stack(1), {"batch": {"accumulate": 2}}) as engine:
+        engine.backward(square_loss(engine, rank(), 0))
+        engine.step()
+        with pytest.raises(PartitaError, match="after micro-batch 1 of 2: the gradients collected so far"):
+            engine.save(folder)
+
+
+def test_no_checkpoint_inside_a_batch(tmp_path: Path) -> None:
+    pool.run(2, inside_a_batch, str(tmp_path))
+
+
+def test_the_manifest_says_what_it_is_of(tmp_path: Path) -> None:
+    pool.run(2, save_one, str(tmp_path))
+    stored = open_stored(tmp_path / "step-2")
+    manifest = json.loads(json.dumps(stored.manifest))
+    assert (manifest["step"], manifest["ranks"], manifest["config"]["zero"]["stage"]) == (2, 2, 3)
+    assert stored.tensors["model.blocks.1.up.weight"].shape == (32, 16)
+    assert set(manifest["files"]) == {"__0_0.distcp", "__1_0.distcp"}
+    for name, num_bytes in manifest["files"].items():
+        assert (tmp_path / "step-2" / name).stat().st_size == num_bytes

@@ -22,7 +22,7 @@ train: $(INSTALLED)
 	$(BIN)/partita train examples/train_stdlib.yaml --processes 2
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

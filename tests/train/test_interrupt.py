@@ -1,4 +1,4 @@
-"""Ctrl-C as a wish."""
+"""Signals as wishes."""
 
 import os
 import signal
@@ -6,22 +6,36 @@ import threading
 
 import pytest
 
-from partita.train.interrupt import Interruption
+from partita.train.interrupt import Interruption, Wish
 
 
-def press() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
+def press(number: int = signal.SIGINT) -> None:
+    os.kill(os.getpid(), number)
 
 
 def test_the_first_press_is_a_wish_and_the_second_an_interrupt() -> None:
     before = signal.getsignal(signal.SIGINT)
     with Interruption() as interruption:
-        assert not interruption.requested
+        assert interruption.wish is Wish.NOTHING
         press()
-        assert interruption.requested
+        assert interruption.wish is Wish.STOP
         with pytest.raises(KeyboardInterrupt):
             press()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_warning_asks_for_a_checkpoint_and_a_termination_to_stop() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    with Interruption(saves=True) as interruption:
+        press(signal.SIGUSR1)
+        assert interruption.wish is Wish.SAVE
+        interruption.saved()
+        assert interruption.wish is Wish.NOTHING
+        press(signal.SIGTERM)
+        press(signal.SIGUSR1)
+        interruption.saved()
+        assert interruption.wish is Wish.STOP
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
 
 
 def test_the_handler_is_put_back_after_an_error() -> None:

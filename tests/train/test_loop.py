@@ -9,10 +9,11 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from partita.checkpoint.folder import complete
 from partita.errors import ConfigError, PartitaError
 from partita.observe.metrics import METRICS_FILE, read_metrics
 from partita.train import loop
-from partita.train.interrupt import Interruption
+from partita.train.interrupt import Interruption, Wish
 from partita.train.job import DataSection, Job, ModelSection, load_job
 from partita.train.loop import Outcome
 from partita.train.models import build_model
@@ -98,21 +99,29 @@ def test_hugging_face_model_is_trained_and_saved_with_its_config(tmp_path: Path)
     assert model(windows, labels=windows).loss.item() < 4.5
 
 
-def test_ctrl_c_finishes_the_step_and_keeps_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = 0
+def wishing(wish: Wish, in_step: int) -> type[Interruption]:
+    """An interruption to which a signal comes while a step is done."""
 
-    class PressedInStepThree(Interruption):
+    class Wishing(Interruption):
+        steps = 0
+
         @property
-        def requested(self) -> bool:
-            nonlocal steps
-            steps += 1
-            return steps >= 3
+        def wish(self) -> Wish:
+            self.steps += 1
+            return wish if self.steps == in_step else Wish.NOTHING
 
-        @requested.setter
-        def requested(self, value: bool) -> None:
-            assert not value
+        @wish.setter
+        def wish(self, value: Wish) -> None:
+            assert value is Wish.NOTHING
 
-    monkeypatch.setattr(loop, "Interruption", PressedInStepThree)
+        def saved(self) -> None:
+            pass
+
+    return Wishing
+
+
+def test_ctrl_c_finishes_the_step_and_keeps_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "Interruption", wishing(Wish.STOP, 3))
     outcome, shown = run(tiny(tmp_path))
     assert (outcome.steps, outcome.interrupted) == (3, True)
     train, held_out = read_metrics(outcome.out / METRICS_FILE)
@@ -121,7 +130,37 @@ def test_ctrl_c_finishes_the_step_and_keeps_the_weights(tmp_path: Path, monkeypa
     assert (outcome.out / "model" / "model.safetensors").exists()
     assert (outcome.out / "loss.png").exists()
     assert not (outcome.out / "sample.txt").exists()
-    assert "stopped by Ctrl-C after step 3" in shown
+    assert "stopped by a signal after step 3" in shown
+
+
+@pytest.mark.parametrize("stopped_in", [7, 10])
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(
+    stopped_in: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = run(tiny(tmp_path))
+    rows = read_metrics(expected.out / METRICS_FILE)
+    job = tiny(tmp_path, [f"train.out={tmp_path}/again", f"engine.checkpoint.dir={tmp_path}/saved"])
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "Interruption", wishing(Wish.STOP, stopped_in))
+        assert run(job)[0].steps == stopped_in
+    assert list(complete(tmp_path / "saved")) == [stopped_in]
+    outcome, shown = run(job)
+    assert f"of step {stopped_in} from" in shown
+    assert (outcome.steps, outcome.interrupted) == (30, False)
+    assert outcome.held_out_loss == expected.held_out_loss
+    train, held_out = read_metrics(outcome.out / METRICS_FILE)
+    assert [row.held_out_loss for row in held_out] == [row.held_out_loss for row in rows[1]]
+    assert [row.loss for row in train][-4:] == [row.loss for row in rows[0]][-4:]
+    assert [row.step for row in train] == sorted({*range(5, 31, 5), stopped_in})
+    again, _ = run(job)  # there is nothing left to do
+    assert again.held_out_loss == expected.held_out_loss
+
+
+def test_a_warning_of_a_pre_emption_saves_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "Interruption", wishing(Wish.SAVE, 4))
+    outcome, _ = run(tiny(tmp_path, [f"engine.checkpoint.dir={tmp_path}/saved", "engine.checkpoint.every_steps=12"]))
+    assert outcome.steps == 30
+    assert list(complete(tmp_path / "saved")) == [12, 24, 30]  # the newest three of 4, 12, 24 and the last
 
 
 @pytest.mark.filterwarnings("ignore:.*is not finite:UserWarning")

@@ -41,17 +41,21 @@ class HeldOutRow:
 
 
 class MetricsWriter:
-    """Writes rows into a folder, replacing the rows that an earlier run left there. A context manager."""
+    """Writes rows into a folder, replacing those that an earlier run left there of steps ``after`` the one that this
+    run goes on from. A context manager.
+    """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, after: int = 0) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            kept = _rows_until(folder / METRICS_FILE, after) if after else ""
             self._file = (folder / METRICS_FILE).open("w")
+            self._file.write(kept)
         except OSError as error:
             raise PartitaError(
                 f"cannot write metrics into '{folder}': {error.strerror}; set train.out to another folder"
             ) from None
-        self._board = _open_tensorboard(folder)
+        self._board = _open_tensorboard(folder, after)
 
     @property
     def has_tensorboard(self) -> bool:
@@ -105,12 +109,24 @@ def _scalars(row: TrainRow | HeldOutRow) -> Iterator[tuple[str, float]]:
         yield "gradient_norm", row.grad_norm
 
 
-def _open_tensorboard(folder: Path) -> Any:
+def _rows_until(path: Path, last_step: int) -> str:
+    """The lines of an earlier run until a step, which is evaluated again."""
+    if not path.exists():
+        return ""
+    train, held_out = read_metrics(path)
+    lines = path.read_text().splitlines(keepends=True)[: len(train) + len(held_out)]
+    rows = ((line, json.loads(line)) for line in lines)
+    return "".join(line for line, row in rows if row["step"] < last_step + (row["kind"] == "train"))
+
+
+def _open_tensorboard(folder: Path, after: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
     events = folder / "tensorboard"
+    if after:
+        return SummaryWriter(str(events), purge_step=after + 1)
     for earlier in events.glob("events.out.tfevents.*"):  # or both runs would be drawn as one
         earlier.unlink()
     return SummaryWriter(str(events))

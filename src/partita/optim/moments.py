@@ -45,7 +45,7 @@ class Moments:
         """A copy of what the optimizer keeps of one parameter."""
         found = dict(self._state.get(view.tensor, {}))
         for key, kept in self._kept.items():
-            if key in found:
+            if _is_away(found.get(key)):
                 found[key] = self._place(key, view, kept.load()).clone()
         return found
 
@@ -54,7 +54,7 @@ class Moments:
         for key, lease in leases.items():
             values = lease.wait()
             for view in self._views:
-                if key in self._state.get(view.tensor, {}):
+                if _is_away(self._state.get(view.tensor, {}).get(key)):
                     self._state[view.tensor][key] = self._place(key, view, values)
 
     def replace(self) -> None:
@@ -80,3 +80,8 @@ class Moments:
             lease.end(changed=changed)
         if len(leases) > known:  # the optimizer has made them
             trim()
+
+
+def _is_away(state: object) -> bool:
+    """Whether the disk has a state's values. (Of a parameter that is one number all states stay where they are.)"""
+    return isinstance(state, Tensor) and state.numel() == 0

@@ -1,35 +1,54 @@
-"""Ctrl-C as a wish: the step in progress is finished first, and all ranks stop after the same step."""
+"""Signals as wishes: the step in progress is finished first, and all ranks act after the same step."""
 
 import signal
 import threading
+from collections.abc import Sequence
+from enum import IntEnum
 from types import FrameType, TracebackType
 from typing import Self
 
 
-class Interruption:
-    """While the block runs, a first SIGINT only sets ``requested``; a second one is Python's own KeyboardInterrupt.
+class Wish(IntEnum):
+    """What is asked for; the greater one wins."""
 
-    ``requested_anywhere`` is for the loop: what the ranks have agreed on.
+    NOTHING = 0
+    SAVE = 1
+    STOP = 2
+
+
+class Interruption:
+    """While the block runs, a first SIGINT only sets ``wish`` to STOP; a second one is Python's own KeyboardInterrupt.
+
+    Where there are checkpoints (``saves``), SIGTERM stops, too, and SIGUSR1, which job schedulers send ahead of a
+    pre-emption, asks for one. ``agreed`` is for the loop: the greatest wish of any rank.
 
     Outside the main thread signals are not ours to handle, and nothing is changed.
     """
 
-    def __init__(self) -> None:
-        self.requested = False
-        self.requested_anywhere = False
-        self._before = signal.getsignal(signal.SIGINT)
+    def __init__(self, *, saves: bool = False) -> None:
+        self.wish = self.agreed = Wish.NOTHING
+        self._signals: Sequence[int] = (signal.SIGINT, *((signal.SIGTERM, signal.SIGUSR1) if saves else ()))
+        self._before = {number: signal.getsignal(number) for number in self._signals}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._on_signal)
+            for number in self._signals:
+                signal.signal(number, self._on_signal)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, self._before)
+            for number, before in self._before.items():
+                signal.signal(number, before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.wish = max(self.wish, Wish.SAVE if number == signal.SIGUSR1 else Wish.STOP)
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def saved(self) -> None:
+        """The wish for a checkpoint is granted."""
+        if self.wish is Wish.SAVE:
+            self.wish = Wish.NOTHING

@@ -2,7 +2,8 @@
 
 All ranks run the same loop in step: each evaluates, stops and exports after the same steps. Only the first rank writes.
 ``metrics.jsonl`` and TensorBoard events grow while training; ``job.yaml``, ``loss.png``, ``sample.txt`` and the weights
-in ``model/`` are there when it ends, by itself or (less the sample) by Ctrl-C.
+in ``model/`` are there when it ends, by itself or (less the sample) by Ctrl-C. With ``engine.checkpoint.dir`` a run
+that was stopped goes on where its newest checkpoint is.
 """
 
 import math
@@ -16,6 +17,7 @@ import yaml
 from rich.console import Console
 from torch import Tensor
 
+from partita.checkpoint.folder import complete
 from partita.config.resolve import describe, resolve
 from partita.engine import Engine
 from partita.errors import PartitaError
@@ -24,7 +26,7 @@ from partita.observe.plots import plot_losses
 from partita.observe.progress import TrainingProgress
 from partita.start import initialize
 from partita.train.data import Batches, Corpus, load_corpus
-from partita.train.interrupt import Interruption
+from partita.train.interrupt import Interruption, Wish
 from partita.train.job import Job
 from partita.train.models import ReadyModel, build_model
 from partita.train.sample import write_sample
@@ -76,40 +78,57 @@ class _Run:
         )
         self._is_first = engine.mesh.rank == 0
         self._progress = TrainingProgress(console if self._is_first else Console(quiet=True), job.train.steps)
-        self._writer = MetricsWriter(job.out) if self._is_first else None
+        self._start = self._resume()
+        self._writer = MetricsWriter(job.out, after=self._start) if self._is_first else None
         self._last_held_out = math.nan
 
     def run(self) -> Outcome:
         self._say_start()
         try:
-            with self._progress, Interruption() as interruption:
+            with self._progress, Interruption(saves=self._saves) as interruption:
                 steps = self._train(interruption)
         finally:
             if self._writer is not None:
                 self._writer.close()
-        interrupted = interruption.requested_anywhere
+        interrupted = interruption.agreed is Wish.STOP
         self._finish(steps, interrupted)
         return Outcome(steps, interrupted, self._last_held_out, self._job.out)
+
+    @property
+    def _saves(self) -> bool:
+        return self._job.engine.checkpoint.dir is not None
+
+    def _resume(self) -> int:
+        """Go on from the newest checkpoint, if there is one; returns the number of steps that were done."""
+        folder = self._job.engine.checkpoint.dir
+        if folder is None or not self._engine.any(bool(complete(Path(folder)))):
+            return 0
+        restored = self._engine.load(folder)
+        self._progress.say(str(restored))
+        return restored.step
 
     def _train(self, interruption: Interruption) -> int:
         """Returns the number of steps done."""
         plan = self._job.train
-        self._evaluate(0)
-        meter = _Meter()
-        for step in range(1, plan.steps + 1):
+        if self._start % plan.eval_every == 0 or self._start == plan.steps:
+            self._evaluate(self._start)
+        meter, step = _Meter(), self._start
+        while step < plan.steps and interruption.agreed is not Wish.STOP:
+            step += 1
             meter.losses.append(self._engine.train_batch(self._micro_batches(self._batches.train(step))))
             self._progress.step(step)
-            interruption.requested_anywhere = self._engine.any(interruption.requested)
-            ends = interruption.requested_anywhere or step == plan.steps
+            interruption.agreed = Wish(int(max(self._engine.each(interruption.wish))))
+            stops = interruption.agreed is Wish.STOP
             evaluates = step % plan.eval_every == 0 or step == plan.steps
-            if ends or evaluates or step % plan.log_every == 0:
+            if stops or evaluates or step % plan.log_every == 0:
                 self._log(step, meter)
-                if evaluates and not interruption.requested_anywhere:
+                if evaluates and not stops:
                     self._evaluate(step)
                 meter = _Meter()
-            if ends:
-                return step
-        raise AssertionError("a job has at least one step")
+            if self._saves and (interruption.agreed or step == plan.steps):
+                self._engine.save()
+                interruption.saved()
+        return step
 
     def _micro_batches(self, windows: Iterator[Tensor]) -> Iterator[dict[str, Tensor]]:
         return (self._ready.inputs(window) for window in windows)
@@ -188,7 +207,7 @@ class _Run:
         if sample is not None:
             (out / "sample.txt").write_text(sample)
             self._progress.say(f"sample:\n{sample}")
-        end = "stopped by Ctrl-C" if interrupted else "done"
+        end = "stopped by a signal" if interrupted else "done"
         self._progress.say(f"{end} after step {steps}; results are in {out}")
 
     def _write_sample(self) -> str | None:

@@ -28,7 +28,7 @@ def export(whole: Whole, model: nn.Module, folder: Path, is_writer: bool, file_b
     Raises:
         PartitaError: the folder cannot be written.
     """
-    writer = _Writer(folder, file_bytes) if is_writer else None
+    writer = WeightsWriter(folder, file_bytes) if is_writer else None
     for member, weight in whole.weights(master=False):
         if writer is not None:
             writer.add(member.fqn, weight)
@@ -39,13 +39,13 @@ def export(whole: Whole, model: nn.Module, folder: Path, is_writer: bool, file_b
     whole.raise_together(writer.problem if writer is not None else None)
 
 
-class _Writer:
+class WeightsWriter:
     """Collects tensors into files of at most ``file_bytes`` (one tensor may be larger).
 
     ``problem`` is the first that came up; nothing is written after it, while the other ranks go on.
     """
 
-    def __init__(self, folder: Path, file_bytes: int) -> None:
+    def __init__(self, folder: Path, file_bytes: int = FILE_BYTES) -> None:
         self._folder, self._file_bytes = folder, file_bytes
         self._pending: dict[str, Tensor] = {}
         self._files: list[tuple[Path, list[str]]] = []

@@ -13,6 +13,13 @@ _GROUPS = re.compile(r"(?:.*?\.)?param_groups\..*")
 NUM_LOOKED_AT = 20
 
 
+def model_keys(stored: Stored) -> dict[str, str]:
+    """The keys of a checkpoint's model by their names in it, where no engine says what the names are."""
+    keys = [key for key in stored.tensors if not _STATE.fullmatch(key) and not _GROUPS.fullmatch(key)]
+    prefix = "model." if any(key.startswith("model.") for key in keys) else ""
+    return {key.removeprefix(prefix): key for key in keys if key.startswith(prefix)}
+
+
 class Names:
     """``names`` are those of the engine's parameters and buffers."""
 

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from partita.cli.checkpoint import checkpoint
 from partita.cli.doctor import doctor
 from partita.cli.train import train
 
@@ -16,6 +17,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(doctor)
+app.add_typer(checkpoint)
 
 
 def _show_version(wanted: bool) -> None:

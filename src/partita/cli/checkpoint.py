@@ -1,0 +1,103 @@
+"""``partita checkpoint``: look at checkpoints, check them, compare them, and take their weights out."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from partita.checkpoint.folder import chosen
+from partita.checkpoint.offline import differences, export_weights, verify
+from partita.checkpoint.stored import Stored, open_stored
+from partita.cli.errors import FAILURE, show_error, user_errors
+from partita.errors import ConfigError
+from partita.estimate.figures import format_bytes
+from partita.plan.residence import ENCODINGS
+from partita.sharding.dtypes import dtype_of
+
+checkpoint = typer.Typer(
+    name="checkpoint", no_args_is_help=True, help="Look at checkpoints: partita's, and others of torch.distributed."
+)
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of them: then the newest.")]
+
+
+@checkpoint.command()
+def inspect(
+    folder: Folder, every: Annotated[bool, typer.Option("--all", help="Every tensor, with shape and pieces.")] = False
+) -> None:
+    """Show what a checkpoint is of, and what it holds."""
+    console = Console()
+    with user_errors():
+        stored = open_stored(chosen(folder))
+    table = Table(title=str(stored.folder), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    if stored.manifest:
+        versions = ", ".join(f"{name} {number}" for name, number in stored.manifest["versions"].items())
+        table.add_row("step", str(stored.manifest["step"]))
+        table.add_row("saved by", f"{stored.manifest['ranks']} ranks, {versions}")
+    else:
+        table.add_row("saved by", "torch.distributed.checkpoint; it has no checksums")
+    sizes, numbers = Counter[str](), Counter[str]()
+    for key, tensor in stored.tensors.items():
+        kind = "optimizer" if "state." in key else "model"
+        numbers[kind] += 1
+        sizes[kind] += torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
+    for kind, num in numbers.items():
+        table.add_row(kind, f"{num} tensors, {format_bytes(sizes[kind])}")
+    table.add_row("values", ", ".join(sorted(stored.values)) or "none")
+    console.print(table)
+    if every:
+        for key, tensor in sorted(stored.tensors.items()):
+            console.print(f"{key}  {list(tensor.shape)} {tensor.dtype} in {len(tensor.chunks)} pieces", highlight=False)
+
+
+@checkpoint.command(name="verify")
+def verify_command(folder: Folder) -> None:
+    """Read all of a checkpoint and hold it against its checksums; exit code 1 where something is wrong."""
+    with user_errors():
+        stored = open_stored(chosen(folder))
+        problems = list(verify(stored))
+    for problem in problems:
+        show_error(Console(stderr=True), problem)
+    if problems:
+        raise typer.Exit(FAILURE)
+    checked = "every byte is as it was written" if stored.manifest else "everything can be read (it has no checksums)"
+    typer.echo(f"{stored.folder}: {checked}")
+
+
+@checkpoint.command()
+def export(
+    folder: Folder,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write into.")],
+    dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or as it is stored.")] = "stored",
+    config: Annotated[Path | None, typer.Option(help="A folder whose configuration and tokenizer are copied.")] = None,
+) -> None:
+    """Write a checkpoint's weights as safetensors, in the layout of Hugging Face."""
+    with user_errors():
+        if dtype != "stored" and dtype not in ENCODINGS:
+            raise ConfigError(f"--dtype: expected stored, {', '.join(ENCODINGS)}; got {dtype}")
+        wanted = None if dtype == "stored" else dtype_of(ENCODINGS[dtype])
+        num = export_weights(open_stored(chosen(folder)), out, wanted, config)
+    typer.echo(f"{num} tensors are in {out}")
+
+
+@checkpoint.command()
+def diff(
+    one: Folder, other: Annotated[Path, typer.Argument(metavar="OTHER", help="What it is compared with.")]
+) -> None:
+    """Show what differs between two checkpoints; exit code 1 where anything does."""
+    with user_errors():
+        found = list(differences(_opened(one), _opened(other)))
+    for key, how in found:
+        typer.echo(f"{key}: {how}")
+    if found:
+        raise typer.Exit(FAILURE)
+    typer.echo("they are the same, bit by bit")
+
+
+def _opened(folder: Path) -> Stored:
+    return open_stored(chosen(folder))

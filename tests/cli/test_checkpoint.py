@@ -1,0 +1,87 @@
+"""``partita checkpoint`` on checkpoints that two ranks made."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner, Result
+
+import partita
+from partita.cli.main import app
+from tests.local import pool
+from tests.local.training import Stack, rank, square_loss
+
+
+def save_two(folder: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    with partita.initialize(Stack(2), {"zero": {"stage": 3}, "precision": {"compute": "bf16"}}) as engine:
+        for step in range(2):
+            engine.backward(square_loss(engine, rank(), step))
+            engine.step()
+            engine.save(folder)
+        return engine.state_dict()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, pool.run(2, save_two, str(folder))[0]
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
+
+
+def test_inspect(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    shown = run("inspect", saved[0], "--all")
+    assert shown.exit_code == 0
+    text = " ".join(shown.output.split())
+    assert "step 2" in text
+    assert "saved by 2 ranks, partita" in text
+    assert "partita.random.1" in text
+    assert "model.blocks.0.up.weight [32, 16] torch.float32 in " in text
+
+
+def test_verify(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    shown = run("verify", saved[0] / "step-1")
+    assert (shown.exit_code, shown.output) == (0, f"{saved[0]}/step-1: every byte is as it was written\n")
+    for path in (saved[0] / "step-1").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    content = bytearray((tmp_path / "__1_0.distcp").read_bytes())
+    content[5000] ^= 1
+    (tmp_path / "__1_0.distcp").write_bytes(content)
+    shown = run("verify", tmp_path)
+    assert shown.exit_code == 1
+    assert f"'{tmp_path}/__1_0.distcp' is damaged: bytes" in shown.output
+    (tmp_path / "__0_0.distcp").unlink()
+    assert "__0_0.distcp': No such file or directory" in run("verify", tmp_path).output
+    (tmp_path / ".metadata").write_bytes(b"")
+    assert "torch.distributed.checkpoint would not read it" in run("verify", tmp_path).output
+
+
+@pytest.mark.parametrize("dtype", ["stored", "bf16"])
+def test_export(dtype: str, saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    shown = run("export", saved[0], tmp_path, "--dtype", dtype)
+    assert shown.output == f"{len(saved[1])} tensors are in {tmp_path}\n"
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == saved[1].keys()
+    for name, value in saved[1].items():
+        assert torch.equal(found[name], value if dtype == "stored" else value.bfloat16())
+
+
+def test_diff(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    assert run("diff", saved[0], saved[0] / "step-2").output == "they are the same, bit by bit\n"
+    shown = run("diff", saved[0], saved[0] / "step-1")
+    assert shown.exit_code == 1
+    assert "model.first.weight: largest difference" in shown.output
+    assert "optimizer.state.first.weight.step: largest difference 1" in shown.output
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    for command in ("inspect", "verify"):
+        shown = run(command, tmp_path)
+        assert shown.exit_code == 2
+        assert f"'{tmp_path}' is none, and holds no complete one" in " ".join(shown.output.split())
+    shown = run("export", tmp_path, tmp_path, "--dtype", "int4")
+    assert "--dtype: expected stored, fp32, bf16, fp16; got int4" in shown.output

@@ -29,7 +29,7 @@ STATES: dict[str, dict[str, dict[str, str]]] = {
 }
 TEXT = """The job of `make train` ({job}) on two processes under stage 3: the same
 model, text, batches and rates, with other states. *Loss*: held out, at the end, in nats a byte; *bytes a parameter*:
-of parameters, masters, gradients (fp32) and moments at rest. Updates in backward clip each unit's gradient by itself."""
+of parameters, masters, gradients (fp32) and moments at rest. Updates in backward clip each unit's gradient."""
 
 
 def main() -> int:

@@ -1,0 +1,16 @@
+"""A few random kills; `benchmarks/crash_test.py` has hundreds."""
+
+import random
+from pathlib import Path
+
+from tests.local import crashes, pool
+
+KILLS = 4
+
+
+def test_what_kills_leave_is_whole_and_goes_on(tmp_path: Path) -> None:
+    expected = pool.run(crashes.RANKS, crashes.uninterrupted, 1500)
+    chance = random.Random()
+    found = [crashes.kill_once(tmp_path, number, expected, chance) for number in range(KILLS)]
+    assert found[-1].newest > 0
+    assert [killed.newest for killed in found] == sorted(killed.newest for killed in found)

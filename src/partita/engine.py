@@ -249,7 +249,6 @@ class Engine:
         Raises:
             PartitaError: an item is no part of the model, or a parameter was written without ``modify``.
         """
-        self._updater.settle()
         return self._whole.gathered(items or (self.module,), modify)
 
     def gradient(self, name: str) -> Tensor | None:
@@ -259,22 +258,18 @@ class Engine:
             PartitaError: there is no such parameter, or gradients rest nowhere (``precision.gradients: in_backward``).
         """
         self._check_gradients_rest("engine.gradient")
-        self._updater.settle()
         return self._whole.gradient(name, self._updater.scale.value)
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
         """The whole optimizer state of a parameter by key (``exp_avg``, ``step``, ...)."""
-        self._updater.settle()
         return self._whole.optimizer_state(name)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The model's state dict, whole, with master weights, on the host of rank 0; empty on the other ranks."""
-        self._updater.settle()
         return self._whole.state_dict()
 
     def export(self, folder: str | Path) -> None:
         """Write the weights in the compute dtype as safetensors, in Hugging Face's layout."""
-        self._updater.settle()
         export(self._whole, self.module, Path(folder), self.mesh.rank == 0)
 
     def save(self, folder: str | Path | None = None, extra: Mapping[str, Any] | None = None) -> Path:
@@ -297,7 +292,6 @@ class Engine:
                 f"engine.save() after micro-batch {self._micro} of {self._accumulate}: the gradients collected so far "
                 "would be lost; save after the step that updates the parameters"
             )
-        self._updater.settle()
         return self._checkpoints.save(folder, extra)
 
     def wait_for_checkpoint(self) -> None:

@@ -40,6 +40,7 @@ class Checkpoints:
         folder = folder or section.dir
         if folder is None:
             raise ConfigError("engine.save: name a folder, or set checkpoint.dir")
+        self._updater.settle()
         about = {
             "versions": {"partita": _version(), "torch": torch.__version__},
             "ranks": self._mesh.num_ranks,

@@ -99,6 +99,10 @@ class Snapshots:
     def __init__(self, device: torch.device) -> None:
         self._device, self._memory = device, torch.empty(0, dtype=torch.uint8)
 
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.numel()
+
     def take(self, layout: FileLayout, tensors: Iterator[Tensor]) -> Tensor:
         """The file's bytes. They are the caller's until the next one is taken."""
         if self._memory.numel() < layout.num_bytes:

@@ -1,15 +1,18 @@
 """Saving: every rank writes one file, the first makes the checkpoint visible when all of them last.
 
 Training waits for a copy into host memory, and the files are written from that while it goes on. Ranks tell each other
-that they are done by the tables beside their files, so nothing is communicated in the background. What rests on disk
-has no room in memory: then the file is streamed, and training waits for it.
+that they are done by the tables beside their files, so nothing is communicated in the background. Where states rest on
+disk, or the host has no room for the copies, files are streamed, and training waits for them.
 """
 
 import itertools
 import json
+import logging
+import socket
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +35,10 @@ from partita.checkpoint.stored import (
 from partita.checkpoint.system import explained, read_small, write_small
 from partita.comm.together import together
 from partita.errors import PartitaError
+from partita.memory.capacity import HOST_SHARE, host_memory
 from partita.plan.residence import Tier
 
+_log = logging.getLogger("partita")
 FORMAT = 1
 POLL_S = 0.02
 
@@ -77,7 +82,7 @@ class Saver:
             if self._rank == 0:
                 start_partial(order.folder, order.step)
         tensors = itertools.chain(self._content.tensors(), self._beside.tensors())
-        if order.background and not self._on_disk:
+        if order.background and not self._on_disk and self._have_room(layout.num_bytes):
             with together(self._collectives, DATA):
                 memory = self._snapshots.take(layout, tensors)
             self._start(lambda: self._write(order, partial, layout, lambda path: write_snapshot(path, layout, memory)))
@@ -111,6 +116,19 @@ class Saver:
     def _on_disk(self) -> bool:
         rows = [segment.plan for _, segment in self._content.segments]
         return any(Tier.DISK in (row.param_rest.tier, row.master.tier, row.moments.tier) for row in rows)
+
+    def _have_room(self, num_bytes: int) -> bool:
+        """Whether every node has room for the copies of its ranks; the same on all ranks."""
+        lacking = max(0, num_bytes - self._snapshots.num_bytes)
+        found = self._collectives.exchange_objects((socket.gethostname(), lacking, host_memory()[1]), DATA)
+        needed, free = Counter[str](), dict[str, int]()
+        for node, of_rank, memory in found:
+            needed[node] += of_rank
+            free[node] = min(memory, free.get(node, memory))
+        full = [node for node in needed if needed[node] > HOST_SHARE * free[node]]
+        if full and self._rank == 0:
+            _log.info("checkpoint: training waits for it, as node %s has no room for a copy of the states", full[0])
+        return not full
 
     # ------------------------------------------------------------- in the background
 

@@ -20,11 +20,13 @@ DATA = ("data",)
 
 
 class Whole:
-    """Parameters, gradients and optimizer states of a running engine, as one process would hold them."""
+    """Parameters, gradients and optimizer states of a running engine, as one process would hold them, once the updates
+    under way are done.
+    """
 
     def __init__(self, runtime: Runtime, updater: Updater) -> None:
         self._runtime, self._views, self._optimizer = runtime, updater.views, updater.optimizer
-        self._hidden = updater.hidden
+        self._hidden, self._settle = updater.hidden, updater.settle
         self._collectives: Collectives = runtime.collectives
         self._row = self._collectives.mesh.index(DATA)
         self.num_gathered = 0  # blocks of gathered that are open
@@ -46,6 +48,7 @@ class Whole:
 
     def gradient(self, name: str, scale: float) -> Tensor | None:
         """The mean gradient of a parameter so far, divided by the loss ``scale``, in fp32; None if no rank has one."""
+        self._settle()
         member = self.member(name)
         reducer = self._runtime.reducer
         bucket = next((b for b in reducer.buckets if any(m is member for m in b.members)), None)
@@ -70,6 +73,7 @@ class Whole:
         """The optimizer's state of a parameter, tensors whole and in the parameter's shape; empty before its first
         update.
         """
+        self._settle()
         member = self.member(name)
         view = self._views.of(member.param)
         state = self._hidden.state_of(view) if view is not None else {}
@@ -106,6 +110,7 @@ class Whole:
     @contextmanager
     def gathered(self, items: tuple[nn.Module | nn.Parameter, ...], modify: bool) -> Iterator[None]:
         """Hold the units of the given modules and parameters whole (see :meth:`Engine.gathered`)."""
+        self._settle()
         wanted = self._parameters_of(items)
         units = [unit for unit in self._runtime.units if any(id(m.param) in wanted for m in unit.members)]
         sharded = [unit for unit in units if unit.travels]
@@ -166,6 +171,7 @@ class Whole:
         Args:
             master: the values that the optimizer updates, where they have more digits than those in compute.
         """
+        self._settle()
         for unit in self._runtime.units:
             sharded = [unit] if unit.travels else []
             self._runtime.residency.hold(sharded)

@@ -61,7 +61,8 @@ class Engine:
 
     Attributes: ``module`` (the model), ``optimizer`` (a real ``torch.optim.Optimizer``), ``scheduler``, ``config``,
     ``mesh``, and ``plan`` (unit name to its row of the residence table; the root unit is called ``""``), ``units``
-    (each unit's layout and rows, which :mod:`partita.estimate` reads).
+    (each unit's layout and rows, which :mod:`partita.estimate` reads), ``extra`` (plain values of the caller's, such as
+    where the data is, which every checkpoint holds and :meth:`load` brings back).
     """
 
     def __init__(self, model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given, owns_mesh: bool) -> None:
@@ -100,6 +101,7 @@ class Engine:
         self._updater = updater(self._runtime, self.optimizer, scale, settings.clip_grad_norm)
         self._whole = Whole(self._runtime, self._updater)
         self._checkpoints = Checkpoints(model, self._runtime, self._updater, self.scheduler, settings)
+        self.extra = self._checkpoints.extra
         self._begin_micro_batch(0)
 
     # ------------------------------------------------------------------ training
@@ -152,7 +154,7 @@ class Engine:
             if result.stepped:
                 self._runtime.updated()
                 self.scheduler.step()
-            self._checkpoints.save_if_due()
+            result = self._checkpoints.after_update(result)
         self._begin_micro_batch(done % self._accumulate)
         return result
 
@@ -272,7 +274,7 @@ class Engine:
         """Write the weights in the compute dtype as safetensors, in Hugging Face's layout."""
         export(self._whole, self.module, Path(folder), self.mesh.rank == 0)
 
-    def save(self, folder: str | Path | None = None, extra: Mapping[str, Any] | None = None) -> Path:
+    def save(self, folder: str | Path | None = None) -> Path:
         """Save all that training goes on from as ``folder/step-N``, of which the newest ``checkpoint.keep`` stay.
 
         Any number of ranks, stage, tiers and precision can load it, and so can torch.distributed.checkpoint. With
@@ -280,7 +282,6 @@ class Engine:
 
         Args:
             folder: of this run's checkpoints; None: ``checkpoint.dir``.
-            extra: plain values of the caller's (where the data is, ...), which :meth:`load` returns.
 
         Raises:
             PartitaError: on all ranks: it cannot be written (this one, or the one before that was written in the
@@ -292,7 +293,7 @@ class Engine:
                 f"engine.save() after micro-batch {self._micro} of {self._accumulate}: the gradients collected so far "
                 "would be lost; save after the step that updates the parameters"
             )
-        return self._checkpoints.save(folder, extra)
+        return self._checkpoints.save(folder)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint that is written in the background is visible."""
@@ -314,9 +315,7 @@ class Engine:
         self._check_open()
         self._updater.zero()
         self._begin_micro_batch(0)
-        restored = self._checkpoints.load(folder, only_model=only_model, strict=strict)
-        self._runtime.updated()
-        return restored
+        return self._checkpoints.load(folder, only_model=only_model, strict=strict)
 
     def each(self, value: Tensor | float) -> list[float]:
         """A number of every data-parallel rank, in rank order, on all of them."""
@@ -388,6 +387,8 @@ class Engine:
         if error is None:
             self.close()
         elif not self._closed:  # the other ranks may never finish what is under way
+            if self.mesh.watchdog is not None:
+                self.mesh.watchdog.ended(error)
             self._end()
 
 

@@ -23,7 +23,8 @@ zero:
   keep_gathered: false
   hierarchical: false
 precision:
-  {compute: auto, master: fp32, gradients: fp32, moments: fp32, loss_scale: dynamic, keep_fp32: []}
+  {compute: auto, master: fp32, gradients: fp32, moments: fp32, loss_scale: dynamic, nonfinite: skip,
+   keep_fp32: []}
 batch:     {micro: auto, accumulate: auto, total: auto}
 optimizer: {name: adamw, lr: 1.0e-3, betas: [0.9, 0.999], eps: 1.0e-8, weight_decay: 0.01, momentum: 0.0}
 schedule:  {name: constant, warmup_steps: 0, total_steps: null, min_lr: 0.0}
@@ -107,8 +108,7 @@ def test_an_empty_section_is_one_of_defaults() -> None:
     assert load_config({"zero": None, "batch": {}}) == Config()
 
 
-def test_paths_may_be_path_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(AVAILABLE, "checkpoint.dir")
+def test_paths_may_be_path_objects() -> None:
     assert load_config({"checkpoint": {"dir": Path("out/here")}}).checkpoint.dir == "out/here"
 
 

@@ -117,14 +117,15 @@ NOT_AVAILABLE = [
         ("activations", {"offload": "host"}, "activations.offload"),
         ("communication", {"gradients": "onebit"}, "communication.gradients"),
         ("communication", {"parameters": "int8"}, "communication.parameters"),
-        ("checkpoint", {"dir": "out"}, "checkpoint.dir"),
-        ("checkpoint", {"every_steps": 10}, "checkpoint.every_steps"),
-        ("checkpoint", {"keep": 5}, "checkpoint.keep"),
-        ("checkpoint", {"background": False}, "checkpoint.background"),
     ]
 ]
 
 CROSS_FIELD = [
+    Wrong(
+        {"precision": {"nonfinite": "rewind"}},
+        ("goes back to a checkpoint, and none are made", "Fix: set checkpoint.dir and checkpoint.every_steps"),
+    ),
+    Wrong({"checkpoint": {"every_steps": 5}}, ("needs a folder to save into", "Fix: set checkpoint.dir")),
     Wrong(
         {"precision": {"gradients": "in_backward", "compute": "fp16"}},
         ("before it is known whether", "fp16's loss scale", "Fix: set precision.compute to bf16"),

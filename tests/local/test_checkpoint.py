@@ -188,13 +188,14 @@ def resumes(folder: str, sections: dict[str, Any]) -> None:
     torch.manual_seed(5 + rank())
     with partita.initialize(Noisy(), config) as engine:
         noisy_steps(engine, 3)
-        engine.save(folder, extra={"position": 12, "names": ["a"]})
+        engine.extra.update(position=12, names=["a"])
+        engine.save(folder)
         expected = noisy_steps(engine, 4)
         weights, scale = whole_weights(engine), engine.step().loss_scale
     torch.manual_seed(99)
     with partita.initialize(Noisy(), config) as engine:
-        restored = engine.load(folder)
-        assert restored.extra == {"position": 12, "names": ["a"]}
+        engine.load(folder)
+        assert engine.extra == {"position": 12, "names": ["a"]}
         assert noisy_steps(engine, 4) == expected
         assert all(torch.equal(value, weights[name]) for name, value in whole_weights(engine).items())
         assert engine.step().loss_scale == scale
@@ -369,6 +370,39 @@ def other_models(folder: str) -> None:
 
 def test_checkpoints_of_other_models(tmp_path: Path) -> None:
     pool.run(2, other_models, str(tmp_path))
+
+
+def not_finite(folder: str, policy: str) -> None:
+    """A loss that is no number on one rank, in the fourth step."""
+    config = {
+        "zero": {"stage": 3},
+        "precision": {"nonfinite": policy},
+        "checkpoint": {"dir": folder, "every_steps": 2},
+    }
+    with partita.initialize(Stack(1), config) as engine:
+        engine.extra["seen"] = 0
+        losses_of(engine, 0, 3)
+        weights = whole_weights(engine)
+        engine.extra["seen"] = 3
+        engine.backward(square_loss(engine, rank(), 3) * (float("nan") if rank() == 1 else 1.0))
+        if policy == "raise":
+            with pytest.raises(PartitaError, match=r"step 4: the gradient of .* is not finite .*nonfinite: raise"):
+                engine.step()
+            assert all(torch.equal(value, weights[name]) for name, value in whole_weights(engine).items())
+        else:
+            with pytest.warns(UserWarning, match="training goes back to step 2"):
+                result = engine.step()
+            assert (result.stepped, result.skipped, result.rewound_to) == (False, True, 2)
+            assert engine.extra == {"seen": 0}
+            losses_of(engine, 2, 1)
+            assert all(torch.equal(value, weights[name]) for name, value in whole_weights(engine).items())
+        losses_of(engine, 3, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*the update is skipped")
+@pytest.mark.parametrize("policy", ["raise", "rewind"])
+def test_what_is_not_finite(policy: str, tmp_path: Path) -> None:
+    pool.run(2, not_finite, str(tmp_path), policy)
 
 
 def inside_a_batch(folder: str) -> None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from partita.checkpoint.folder import complete
+from partita.engine import Engine
 from partita.errors import ConfigError, PartitaError
 from partita.observe.metrics import METRICS_FILE, read_metrics
 from partita.train import loop
@@ -154,6 +155,28 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     assert [row.step for row in train] == sorted({*range(5, 31, 5), stopped_in})
     again, _ = run(job)  # there is nothing left to do
     assert again.held_out_loss == expected.held_out_loss
+
+
+@pytest.mark.filterwarnings("ignore:.*is not finite:UserWarning")
+def test_a_run_goes_back_and_on_with_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch of step 7 gives a loss that is no number."""
+    seen = list[int]()
+    real = loop.Batches.train
+
+    def watched(self: loop.Batches, number: int) -> Any:
+        seen.append(number)
+        return real(self, number)
+
+    def spoilt(self: Engine, output: Any, batch: Any) -> torch.Tensor:
+        loss = output if isinstance(output, torch.Tensor) else output.loss
+        return loss * float("nan") if seen[-1] == 7 else loss
+
+    monkeypatch.setattr(loop.Batches, "train", watched)
+    monkeypatch.setattr(Engine, "_loss", spoilt)
+    overrides = ["train.steps=9", "engine.precision.nonfinite=rewind", "engine.checkpoint.every_steps=4"]
+    outcome, _ = run(tiny(tmp_path, [*overrides, f"engine.checkpoint.dir={tmp_path}/saved"]))
+    assert outcome.steps == 9
+    assert seen == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]  # the batch of step 5 is then the eighth
 
 
 def test_a_warning_of_a_pre_emption_saves_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ states, and whatever the caller adds.
 
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -32,9 +32,18 @@ class Beside:
     updater: Updater
     scheduler: LRScheduler
     mesh: Mesh
+    extra: dict[str, Any] = field(default_factory=dict)
 
-    def values(self, extra: Mapping[str, Any] | None) -> list[Value]:
-        """What this rank saves; boxes of buffers in the order of :meth:`tensors`."""
+    def boxes(self) -> list[Value]:
+        """What this rank saves of buffers, in the order of :meth:`tensors`."""
+        return [
+            Value(MODEL + name, tuple(buffer.shape), buffer.dtype, box)
+            for name, buffer in (persistent_buffers(self.model) if self.mesh.rank == 0 else ())
+            for box, _ in _all_of(buffer).boxes(buffer.element_size())
+        ]
+
+    def values(self) -> list[Value]:
+        """What else this rank saves."""
         values = [Value(f"{RANDOM}{self.mesh.rank}", value=random_state(self.mesh.device))]
         if self.mesh.rank:
             return values
@@ -42,14 +51,7 @@ class Beside:
             values += [Value(f"{GROUPS}{number}.{key}", value=plain(value)) for key, value in group.items()]
         values.append(Value(SCHEDULER, value=plain(self.scheduler.state_dict())))
         values.append(Value(ENGINE, value=self.updater.counters()))
-        if extra is not None:
-            values.append(Value(EXTRA, value=dict(extra)))
-        for name, buffer in persistent_buffers(self.model):
-            stretch = _all_of(buffer)
-            values += [
-                Value(MODEL + name, tuple(buffer.shape), buffer.dtype, box)
-                for box, _ in stretch.boxes(buffer.element_size())
-            ]
+        values.append(Value(EXTRA, value=plain(self.extra)))
         return values
 
     def tensors(self) -> Iterator[Tensor]:
@@ -71,6 +73,9 @@ class Beside:
         if (counters := self._value(stored, ENGINE, missing)) is not None:
             self.updater.restore_counters(counters)
         self._restore_groups(stored, missing, strict=strict)
+        if (extra := self._value(stored, EXTRA, missing)) is not None:
+            self.extra.clear()
+            self.extra.update(extra)
         key = f"{RANDOM}{self.mesh.rank}"
         if key in stored.values:  # a rank that was not there has none
             set_random_state(stored.value(key), self.mesh.device)

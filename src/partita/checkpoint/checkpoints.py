@@ -1,9 +1,9 @@
 """The checkpoints of one engine: made when they are due or asked for, and loaded."""
 
-from collections.abc import Mapping
+import warnings
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,8 +14,8 @@ from partita.checkpoint.content import Content
 from partita.checkpoint.load import Loader, Restored
 from partita.checkpoint.save import Order, Saver
 from partita.config.schema import Config
-from partita.errors import ConfigError
-from partita.optim.updater import Updater
+from partita.errors import ConfigError, PartitaError
+from partita.optim.updater import StepResult, Updater
 from partita.sharding.runtime import Runtime
 
 
@@ -27,14 +27,27 @@ class Checkpoints:
         self._content = Content(runtime, updater)
         self._beside = Beside(model, updater, scheduler, self._mesh)
         self._saver = Saver(self._content, self._beside)
+        self.extra = self._beside.extra
 
-    def save_if_due(self) -> None:
-        """Save after every ``checkpoint.every_steps`` updates."""
-        section = self._config.checkpoint
-        if section.dir is not None and section.every_steps and self._updater.steps % section.every_steps == 0:
+    def after_update(self, result: StepResult) -> StepResult:
+        """Save where it is due; where an update was left out, do what ``precision.nonfinite`` says.
+
+        Raises:
+            PartitaError: that is to raise, or there is no checkpoint to go back to.
+        """
+        policy, section = self._config.precision.nonfinite, self._config.checkpoint
+        if result.skipped and policy != "skip" and not self._updater.scale.dynamic:
+            said = f"step {self._updater.steps}: {self._updater.culprit}"
+            if policy == "raise":
+                raise PartitaError(f"{said} (precision.nonfinite: raise)")
+            restored = self.load(None, only_model=False, strict=True)
+            warnings.warn(f"{said}; training goes back to step {restored.step}", stacklevel=4)
+            return replace(result, rewound_to=restored.step)
+        if section.every_steps and not result.skipped and self._updater.steps % section.every_steps == 0:
             self.save(None)
+        return result
 
-    def save(self, folder: str | Path | None, extra: Mapping[str, Any] | None = None) -> Path:
+    def save(self, folder: str | Path | None) -> Path:
         """See :meth:`Engine.save`."""
         section = self._config.checkpoint
         folder = folder or section.dir
@@ -46,7 +59,7 @@ class Checkpoints:
             "ranks": self._mesh.num_ranks,
             "config": self._config.model_dump(mode="json"),
         }
-        order = Order(Path(folder), self._updater.steps, section.keep, section.background, about, extra)
+        order = Order(Path(folder), self._updater.steps, section.keep, section.background, about)
         return self._saver.save(order)
 
     def load(self, folder: str | Path | None, *, only_model: bool, strict: bool) -> Restored:

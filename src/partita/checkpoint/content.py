@@ -43,6 +43,11 @@ class Stretch:
     start: int
     stop: int
 
+    @property
+    def is_row_major(self) -> bool:
+        """Whether a box's elements lie in memory in the order of its own coordinates."""
+        return self.order == tuple(range(len(self.order)))
+
     def boxes(self, itemsize: int) -> Iterator[tuple[Box, slice]]:
         """Its boxes, each with its place in the stretch."""
         for box, place in boxes_of(self.shape, self.order, self.start, self.stop, max(1, MOST_BYTES // itemsize)):
@@ -84,6 +89,7 @@ class Content:
     def __init__(self, runtime: Runtime, updater: Updater) -> None:
         self.runtime, self.updater = runtime, updater
         self._index = runtime.collectives.mesh.index(DATA)
+        self._known = dict[int, tuple[object, list[_Piece]]]()
 
     @property
     def segments(self) -> Iterator[tuple[Unit, Segment]]:
@@ -101,9 +107,10 @@ class Content:
 
     # ------------------------------------------------------------------- saving
 
-    def values(self) -> list[Value]:
-        """What this rank saves of the states; those with a box in the order of :meth:`tensors`."""
-        return [piece.value for unit, segment in self.segments for piece in self._pieces(unit, segment)]
+    def values(self) -> tuple[list[Value], list[Value]]:
+        """What this rank saves of the states: boxes, in the order of :meth:`tensors`, and other values."""
+        every = [piece.value for unit, segment in self.segments for piece in self._pieces(unit, segment)]
+        return [value for value in every if value.box is not None], [value for value in every if value.box is None]
 
     def tensors(self) -> Iterator[Tensor]:
         """The values of all boxes, contiguous; each is valid until the next one is asked for."""
@@ -111,10 +118,22 @@ class Content:
             with self._lent(segment) as weights:
                 for piece in self._pieces(unit, segment):
                     if piece.value.box is not None:
-                        flat = piece.stretch.shaped(piece.flat(weights)[piece.place], piece.value.box)
-                        yield flat.to(piece.value.dtype).contiguous()
+                        flat = piece.flat(weights)[piece.place]
+                        if not piece.stretch.is_row_major:
+                            flat = piece.stretch.shaped(flat, piece.value.box).contiguous()
+                        yield flat.to(piece.value.dtype)
 
-    def _pieces(self, unit: Unit, segment: Segment) -> Iterator[_Piece]:
+    def _pieces(self, unit: Unit, segment: Segment) -> list[_Piece]:
+        """What is saved of a segment. It changes with what the optimizer keeps, and seldom."""
+        views, states = self.updater.views.of_segment(segment), self.updater.optimizer.state
+        plain = any(not isinstance(value, Tensor) for view in views for value in states.get(view.tensor, {}).values())
+        kept = segment.trains, [(*states.get(view.tensor, ()),) for view in views]
+        known = self._known.get(id(segment))
+        if known is None or known[0] != kept or plain:
+            known = self._known[id(segment)] = kept, list(self._new_pieces(unit, segment))
+        return known[1]
+
+    def _new_pieces(self, unit: Unit, segment: Segment) -> Iterator[_Piece]:
         members = {member.fqn: member for member in unit.members if member.segment is segment}
         is_master = segment.trains and segment.plan.master.encoding in (FP32, SPLIT)
         for span in segment.layout.part(self._index):

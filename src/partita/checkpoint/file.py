@@ -29,6 +29,8 @@ BLOCK_BYTES = 8 * 2**20
 # Of a record: it is read and checked whole, so that no more memory than that is needed for it.
 MOST_BYTES = 32 * 2**20
 NUM_BLOCKS, NUM_THREADS = 6, 4
+# For values that need more room in a later checkpoint.
+SPARE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -52,41 +54,58 @@ class Record:
     head_bytes: int
 
 
-class FileLayout:
-    """Where each of the values will be."""
+class Placing:
+    """Where the values of boxes are in a file, one after the other from its beginning. The same as long as they are."""
 
     def __init__(self, values: Sequence[Value]) -> None:
-        self.records, self._contents = list[Record](), list[bytes]()
-        self.num_bytes = 0
+        self.values, self.records, self.num_bytes = list(values), list[Record](), 0
         for value in values:
-            if value.box is None:
-                whole = object_bytes(value.value)
-                self._place(value, len(whole), 0, whole)
-            else:
-                frame = frame_of(value.dtype, value.box.sizes)
-                num_bytes = value.box.num_elements * value.dtype.itemsize
-                self._place(value, len(frame.head) + num_bytes + len(frame.tail), len(frame.head), b"")
+            assert value.box is not None
+            frame = frame_of(value.dtype, value.box.sizes)
+            num_bytes = len(frame.head) + value.box.num_elements * value.dtype.itemsize + len(frame.tail)
+            self.records.append(Record(value, _aligned(self.num_bytes), num_bytes, len(frame.head)))
+            self.num_bytes = self.records[-1].offset + num_bytes
 
-    def _place(self, value: Value, num_bytes: int, head_bytes: int, content: bytes) -> None:
-        offset = -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
-        self.records.append(Record(value, offset, num_bytes, head_bytes))
-        self._contents.append(content)
-        self.num_bytes = offset + num_bytes
 
-    def parts(self, tensors: Iterator[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """(offset, bytes) of everything in the file, in order. ``tensors`` has the values of each record with a box,
-        contiguous, in their order.
+class FileLayout:
+    """A whole file: boxes, and after them any other values."""
+
+    def __init__(self, placing: Placing, others: Sequence[Value]) -> None:
+        self.placing, self.num_bytes = placing, placing.num_bytes
+        self._contents = [object_bytes(value.value) for value in others]
+        self._others = list[Record]()
+        for value, content in zip(others, self._contents, strict=True):
+            self._others.append(Record(value, _aligned(self.num_bytes), len(content), 0))
+            self.num_bytes = self._others[-1].offset + len(content)
+
+    @property
+    def records(self) -> list[Record]:
+        return self.placing.records + self._others
+
+    def parts(self, tensors: Iterator[Tensor], *, framed: bool = False) -> Iterator[tuple[int, Tensor]]:
+        """(offset, bytes) of everything in the file, in order.
+
+        Args:
+            tensors: the values of each box, contiguous, in their order.
+            framed: what stands around them is there.
         """
-        for record, content in zip(self.records, self._contents, strict=True):
-            if record.value.box is None:
-                yield record.offset, _bytes(content)
+        for record, tensor in zip(self.placing.records, tensors, strict=True):
+            values = tensor.view(-1).view(torch.uint8)
+            if framed:
+                yield record.offset + record.head_bytes, values
                 continue
+            assert record.value.box is not None
             frame = frame_of(record.value.dtype, record.value.box.sizes)
-            values = next(tensors).reshape(-1).view(torch.uint8)
             assert values.numel() == record.num_bytes - len(frame.head) - len(frame.tail), record
             yield record.offset, _bytes(frame.head)
             yield record.offset + record.head_bytes, values
             yield record.offset + record.num_bytes - len(frame.tail), _bytes(frame.tail)
+        for record, content in zip(self._others, self._contents, strict=True):
+            yield record.offset, _bytes(content)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 def _bytes(content: bytes) -> Tensor:
@@ -98,6 +117,7 @@ class Snapshots:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._memory = device, torch.empty(0, dtype=torch.uint8)
+        self._placing: Placing | None = None  # what stands around the values in the memory
 
     @property
     def num_bytes(self) -> int:
@@ -107,11 +127,14 @@ class Snapshots:
         """The file's bytes. They are the caller's until the next one is taken."""
         if self._memory.numel() < layout.num_bytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # given back before more is asked for
-            self._memory = allocate_host(layout.num_bytes, torch.uint8, self._device)
+            self._memory = allocate_host(layout.num_bytes + SPARE_BYTES, torch.uint8, self._device)
+            self._placing = None
         memory = self._memory[: layout.num_bytes]
-        for offset, values in layout.parts(tensors):
+        framed, self._placing = layout.placing is self._placing, None
+        for offset, values in layout.parts(tensors, framed=framed):
             memory[offset : offset + values.numel()].copy_(values, non_blocking=True)
         finish(self._device)
+        self._placing = layout.placing
         return memory
 
 

@@ -5,9 +5,7 @@ it meets are read whole, checked, and pasted where they belong. Nothing but the 
 states of one unit where they rest on disk, is held beside the states.
 """
 
-from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partita.checkpoint.beside import EXTRA, Beside
-from partita.checkpoint.content import DATA, MODEL, STATE, Content, Stretch, blocks_of, stretch_of
+from partita.checkpoint.beside import Beside
+from partita.checkpoint.content import DATA, MODEL, SCALAR, STATE, Content, Stretch, blocks_of, stretch_of
 from partita.checkpoint.folder import chosen
 from partita.checkpoint.names import Names
+from partita.checkpoint.reading import Reading
 from partita.checkpoint.stored import Chunk, Stored, narrowed, open_stored
 from partita.checkpoint.whole import persistent_buffers
 from partita.comm.together import together
 from partita.errors import PartitaError
 from partita.kernels.quantize import join, split
 from partita.memory.allocate import trim
+from partita.memory.tiers import Kept
 from partita.optim.fused import BLOCK_STATES, adopted
 from partita.optim.views import View
 from partita.plan.box import Box
@@ -33,7 +33,6 @@ from partita.plan.span import Span
 from partita.plan.steps import steps
 from partita.sharding.unit import Member, Segment, Unit
 
-NUM_THREADS, AHEAD = 4, 8
 MOST_NAMED = 5
 
 
@@ -42,7 +41,7 @@ class Restored:
     """What :meth:`Engine.load` took from ``path``: ``step`` updates had been done.
 
     ``missing``: what the engine has and the checkpoint has not; ``unexpected``: names of the model that the engine's
-    has not. ``extra`` is what was given to :meth:`Engine.save`.
+    has not.
     """
 
     path: Path
@@ -50,7 +49,6 @@ class Restored:
     only_model: bool = False
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
-    extra: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         what = "the model" if self.only_model else "model, optimizer, scheduler and random states"
@@ -61,6 +59,11 @@ class Restored:
         return "\n".join(lines)
 
 
+def _kept(segment: Segment) -> Kept:
+    """What holds the values that the optimizer updates, or that rest."""
+    return segment.master if segment.master is not None else segment.rest
+
+
 def some_of(names: Iterable[str]) -> str:
     """A few names, and how many more there are."""
     every = list(names)
@@ -69,21 +72,26 @@ def some_of(names: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True)
-class _Paste:
-    """A chunk whose values go into a box of a stretch, which is at ``place`` of ``flat``."""
+class _Target:
+    """What a stretch of a stored tensor fills: a place of a segment's weights, or a ``state`` of ``view``; with the
+    chunks that it meets, each with the box that it meets and that box's place in the stretch.
+    """
 
-    chunk: Chunk
+    key: str
     stretch: Stretch
-    flat: Tensor
-    box: Box
-    place: slice
+    parts: tuple[tuple[Chunk, Box, slice], ...]
+    place: slice = field(default_factory=lambda: slice(0, 0))
+    view: View | None = None
+    state: str = ""
 
-    def put(self, values: Tensor) -> None:
-        assert self.chunk.box is not None
-        met = self.box.meet(self.chunk.box)
-        assert met is not None
-        target = narrowed(self.stretch.shaped(self.flat[self.place], self.box), met.within(self.box))
-        target.copy_(narrowed(values, met.within(self.chunk.box)))
+    def fill(self, flat: Tensor, reading: Reading) -> None:
+        """Paste the chunks, which come next, into the stretch's values."""
+        for chunk, box, place in self.parts:
+            assert chunk.box is not None
+            met = box.meet(chunk.box)
+            assert met is not None
+            target = narrowed(self.stretch.shaped(flat[place], box), met.within(box))
+            target.copy_(narrowed(reading.next(), met.within(chunk.box)))
 
 
 class Loader:
@@ -110,25 +118,34 @@ class Loader:
             buffers = [name for name, _ in persistent_buffers(self._runtime.model)]
             self._names = Names(self._stored, [*(fqn for m in members for fqn in m.holding.fqns), *buffers])
             self._check(members, buffers, only_model=only_model, strict=strict)
-        error: Exception | None = None
-        for unit, segment in self._content.segments:
-            try:
-                values = self._fill(unit, segment, only_model=only_model) if error is None else None
-            except Exception as raised:  # the others need this rank for what follows
-                error, values = raised, None
-            self._deliver(segment, values)
-        extra: dict[str, Any] = {}
+            plan = [
+                (segment, list(self._targets(unit, segment, only_model=only_model)))
+                for unit, segment in self._content.segments
+            ]
+        error = self._fill_segments(plan)
         with together(self._collectives, DATA):
             if error is not None:
                 raise error
             self._fill_buffers()
             if not only_model and self._stored.manifest:
                 self._missing += self._beside.restore(self._stored, strict=strict)
-            if EXTRA in self._stored.values:
-                extra = dict(self._stored.value(EXTRA))
+        self._runtime.updated()
         trim()
         step = int(self._stored.manifest.get("step", self._updater.steps))
-        return Restored(self._stored.folder, step, only_model, tuple(self._missing), tuple(self._names.strange), extra)
+        return Restored(self._stored.folder, step, only_model, tuple(self._missing), tuple(self._names.strange))
+
+    def _fill_segments(self, plan: Sequence[tuple[Segment, Sequence[_Target]]]) -> Exception | None:
+        """Returns what this rank met: the others need it for every segment."""
+        error: Exception | None = None
+        chunks = [chunk for _, targets in plan for target in targets for chunk, _, _ in target.parts]
+        with Reading(self._stored, chunks) as reading:
+            for segment, targets in plan:
+                try:
+                    param = self._fill(segment, targets, reading) if error is None else None
+                except Exception as raised:
+                    error, param = raised, None
+                self._deliver(segment, param)
+        return error
 
     def _check(self, members: list[Member], buffers: list[str], *, only_model: bool, strict: bool) -> None:
         """Names and shapes, before anything is touched."""
@@ -152,53 +169,61 @@ class Loader:
 
     # -------------------------------------------------------------------- reading
 
-    def _read(self, pastes: Iterable[_Paste]) -> None:
-        """Read chunks ahead, and put each where it belongs."""
-        with ThreadPoolExecutor(NUM_THREADS, "partita load") as pool:
-            under_way = deque[tuple[_Paste, Future[Tensor]]]()
-            for paste in pastes:
-                under_way.append((paste, pool.submit(self._stored.tensor, paste.chunk)))
-                if len(under_way) >= AHEAD:
-                    self._put(under_way)
-            while under_way:
-                self._put(under_way)
+    def _targets(self, unit: Unit, segment: Segment, *, only_model: bool) -> Iterator[_Target]:
+        """What this rank holds of a segment and of its optimizer states, in the order in which it is read."""
+        members = {member.fqn: member for member in unit.members if member.segment is segment}
+        for span in self._spans(segment):
+            member, place = members[span.fqn], slice(span.offset, span.offset + span.num_elements)
+            if (key := self._names.model(member.holding.fqns)) is not None:
+                yield self._target(key, stretch_of(member, span.start, span.stop), place=place)
+            view = self._updater.views.of(member.param)
+            if not only_model and segment.trains and view is not None and view.num_elements:
+                for state, key in self._names.states(member.holding.fqns).items():
+                    if key in self._stored.tensors:
+                        yield self._target(key, self._state_stretch(view, state, key), view=view, state=state)
 
-    @staticmethod
-    def _put(under_way: deque[tuple[_Paste, Future[Tensor]]]) -> None:
-        paste, reading = under_way.popleft()
-        paste.put(reading.result())
+    def _target(self, key: str, stretch: Stretch, **where: Any) -> _Target:
+        parts = (
+            (chunk, box, place)
+            for box, place in stretch.boxes(1)
+            for chunk in self._stored.tensors[key].chunks
+            if chunk.box is not None and box.meet(chunk.box) is not None
+        )
+        return _Target(key, stretch, tuple(parts), **where)
 
-    def _pastes(self, key: str, stretch: Stretch, flat: Tensor) -> Iterator[_Paste]:
-        """What fills ``flat``, the values of a stretch, from a stored tensor."""
-        for box, place in stretch.boxes(1):
-            for chunk in self._stored.tensors[key].chunks:
-                if chunk.box is not None and box.meet(chunk.box) is not None:
-                    yield _Paste(chunk, stretch, flat, box, place)
+    def _state_stretch(self, view: View, state: str, key: str) -> Stretch:
+        """What of a stored state goes with a view: its elements or blocks, or the one number that it is."""
+        start, stop, shape = view.start, view.start + view.num_elements, self._stored.tensors[key].shape
+        if state in BLOCK_STATES:
+            return blocks_of(view.member, start, stop)
+        if shape == tuple(view.member.shape) and (shape or state != "step"):
+            return stretch_of(view.member, start, stop)
+        if shape:
+            raise PartitaError(
+                f"checkpoint: '{key}' has shape {shape} in '{self._stored.folder}': expected {tuple(view.member.shape)}"
+            )
+        return SCALAR
 
-    def _fill(self, unit: Unit, segment: Segment, *, only_model: bool) -> Tensor | None:
+    def _fill(self, segment: Segment, targets: Sequence[_Target], reading: Reading) -> Tensor | None:
         """Bring a segment's weights, and its optimizer states, into what this rank holds of them.
 
         Returns the parameters of a split master, which rest elsewhere.
         """
-        kept = segment.master if segment.master is not None else segment.rest
-        lease = kept.lend()
+        lease = _kept(segment).lend()
         held = weights = lease.wait()
         splits = segment.master is not None and segment.plan.master.encoding == SPLIT
         if splits:  # what is not stored stays as it is
             rest = segment.rest.lend()
             weights = join(segment.part_of_rest(rest.wait()).to(held.device), held)
             rest.end(changed=False)
-        pastes, states = list[_Paste](), dict[View, dict[str, Any]]()
-        members = {member.fqn: member for member in unit.members if member.segment is segment}
-        for span in self._spans(segment, held):
-            member, flat = members[span.fqn], weights[span.offset : span.offset + span.num_elements]
-            if (key := self._names.model(member.holding.fqns)) is not None:
-                pastes += self._pastes(key, stretch_of(member, span.start, span.stop), flat)
-            view = self._updater.views.of(member.param)
-            if not only_model and segment.trains and view is not None and view.num_elements:
-                states[view], found = self._states_of(view)
-                pastes += found
-        self._read(pastes)
+        states = dict[View, dict[str, Any]]()
+        for target in targets:
+            if target.view is None:
+                target.fill(weights[target.place], reading)
+            else:
+                room = self._room(target)
+                target.fill(room.view(-1), reading)
+                states.setdefault(target.view, {})[target.state] = room
         param = None
         if splits:
             param, low = split(weights)
@@ -207,30 +232,25 @@ class Loader:
         self._adopt(segment, states)
         return param
 
-    def _spans(self, segment: Segment, held: Tensor) -> tuple[Span, ...]:
+    def _room(self, target: _Target) -> Tensor:
+        """Memory for an optimizer state: flat, or for one number alone."""
+        assert target.view is not None
+        stored, own = self._stored.tensors[target.key].dtype, target.view.tensor
+        if target.stretch is SCALAR:
+            return torch.empty((), dtype=stored)
+        dtype = own.dtype if stored.is_floating_point and target.state not in BLOCK_STATES else stored
+        return torch.empty(target.stretch.stop - target.stretch.start, dtype=dtype, device=own.device)
+
+    def _plain_states(self, view: View) -> dict[str, Any]:
+        """The states of a parameter that are no tensors."""
+        found = self._names.states(view.member.holding.fqns)
+        return {state: self._stored.value(key) for state, key in found.items() if key in self._stored.values}
+
+    def _spans(self, segment: Segment) -> tuple[Span, ...]:
         """The spans of what this rank holds."""
-        if held.numel() == segment.layout.padded:
+        if _kept(segment).num_elements == segment.layout.padded:
             return segment.layout.spans
         return segment.layout.part(self._collectives.mesh.index(DATA))
-
-    def _states_of(self, view: View) -> tuple[dict[str, Any], list[_Paste]]:
-        """Room for the stored states of one parameter, and what fills it."""
-        member, state, pastes = view.member, dict[str, Any](), list[_Paste]()
-        start, stop = view.start, view.start + view.num_elements
-        for name, key in self._names.states(member.holding.fqns).items():
-            stored = self._stored.tensors.get(key)
-            if name in BLOCK_STATES:
-                stretch = blocks_of(member, start, stop)
-            elif stored is not None and stored.shape == tuple(member.shape) and (stored.shape or name != "step"):
-                stretch = stretch_of(member, start, stop)
-            else:
-                state[name] = self._stored.value(key)
-                continue
-            assert stored is not None
-            dtype = view.tensor.dtype if stored.dtype.is_floating_point and name not in BLOCK_STATES else stored.dtype
-            state[name] = torch.empty(stretch.stop - stretch.start, dtype=dtype, device=view.tensor.device)
-            pastes += self._pastes(key, stretch, state[name])
-        return state, pastes
 
     def _adopt(self, segment: Segment, states: dict[View, dict[str, Any]]) -> None:
         """Give the optimizer its states, in the encoding that it keeps them in."""
@@ -238,7 +258,7 @@ class Loader:
         for view, state in states.items():
             if not state:
                 continue
-            known = adopted(optimizer, state)
+            known = {**adopted(optimizer, state), **self._plain_states(view)}
             optimizer.state[view.tensor] = {
                 name: view.member.shaped(value)
                 if isinstance(value, Tensor) and value.dim() and name not in BLOCK_STATES and segment.holds_whole_master

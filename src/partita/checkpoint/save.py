@@ -20,7 +20,7 @@ from typing import Any
 
 from partita.checkpoint.beside import Beside
 from partita.checkpoint.content import DATA, Content
-from partita.checkpoint.file import FileLayout, Snapshots, checksum, stream_file, write_snapshot
+from partita.checkpoint.file import FileLayout, Placing, Snapshots, checksum, stream_file, write_snapshot
 from partita.checkpoint.folder import publish, start_partial
 from partita.checkpoint.stored import (
     MANIFEST,
@@ -52,7 +52,6 @@ class Order:
     keep: int
     background: bool
     about: Mapping[str, Any]
-    extra: Mapping[str, Any] | None
 
 
 class Saver:
@@ -65,6 +64,7 @@ class Saver:
         self._rank, self._num_ranks, self._device = mesh.rank, mesh.num_ranks, mesh.device
         self._timeout_s = mesh.timeout_s
         self._snapshots = Snapshots(mesh.device)
+        self._placing: Placing | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -77,8 +77,11 @@ class Saver:
         self.wait()
         partial = order.folder / f".step-{order.step}.partial"
         with together(self._collectives, DATA):
-            values = self._content.values() + self._beside.values(order.extra)
-            layout = FileLayout(values)
+            boxes, others = self._content.values()
+            boxes += self._beside.boxes()
+            if self._placing is None or self._placing.values != boxes:
+                self._placing = Placing(boxes)
+            layout = FileLayout(self._placing, others + self._beside.values())
             if self._rank == 0:
                 start_partial(order.folder, order.step)
         tensors = itertools.chain(self._content.tensors(), self._beside.tensors())

@@ -69,17 +69,20 @@ class Stored:
             PartitaError: the file is missing or shorter, or the bytes are not those that were written.
         """
         content = read_range(self.folder / chunk.file, chunk.offset, chunk.num_bytes)
+        self.check(chunk, content)
+        return content
+
+    def check(self, chunk: Chunk, content: memoryview) -> None:
+        """Hold a record's bytes against its checksum. Raises as :meth:`read` does."""
         if chunk.checksum is not None and checksum(content) != chunk.checksum:
             raise PartitaError(
                 f"checkpoint: '{self.folder / chunk.file}' is damaged: bytes {chunk.offset} to "
                 f"{chunk.offset + chunk.num_bytes} ('{chunk.key}') are not those that were written (checksum "
                 f"{checksum(content)}, expected {chunk.checksum}); load an earlier checkpoint"
             )
-        return content
 
-    def tensor(self, chunk: Chunk) -> Tensor:
-        """A chunk's values, in the shape of its box."""
-        content = self.read(chunk)
+    def decoded(self, chunk: Chunk, content: memoryview) -> Tensor:
+        """A chunk's values, in the shape of its box: a view of the record's bytes where it is partita's own."""
         if chunk.head_bytes is None or chunk.box is None:
             loaded = read_object(content)
             assert isinstance(loaded, Tensor)
@@ -94,7 +97,7 @@ class Stored:
         whole = torch.empty(found.shape, dtype=found.dtype)
         for chunk in found.chunks:
             assert chunk.box is not None
-            narrowed(whole, chunk.box).copy_(self.tensor(chunk))
+            narrowed(whole, chunk.box).copy_(self.decoded(chunk, self.read(chunk)))
         return whole
 
     def chunks(self) -> Iterator[Chunk]:

@@ -58,6 +58,14 @@ def read_small(path: Path) -> bytes:
         return path.read_bytes()
 
 
+def cut_off(path: Path, num_bytes: int, expected: int) -> PartitaError:
+    """A file that ends too soon."""
+    return PartitaError(
+        f"checkpoint: '{path}' ends at byte {num_bytes} of at least {expected}: it was cut off; load an earlier "
+        "checkpoint"
+    )
+
+
 def read_range(path: Path, offset: int, num_bytes: int) -> memoryview:
     """Bytes of a file.
 
@@ -70,9 +78,6 @@ def read_range(path: Path, offset: int, num_bytes: int) -> memoryview:
         while done < num_bytes:
             moved = os.preadv(file.fileno(), [into[done:]], offset + done)
             if not moved:
-                raise PartitaError(
-                    f"checkpoint: '{path}' ends at byte {offset + done} of at least {offset + num_bytes}: it was cut "
-                    "off; load an earlier checkpoint"
-                )
+                raise cut_off(path, offset + done, offset + num_bytes)
             done += moved
     return into

@@ -7,8 +7,9 @@ exchange, too: as many bytes as gloo's own, without its flat copy of the whole. 
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from partita.comm.board import Board
 from partita.comm.mesh import Mesh
+from partita.comm.watchdog import Watchdog
 from partita.errors import PartitaError
 from partita.plan.traffic import TrafficKey, TrafficMeter
 
@@ -33,8 +35,8 @@ class _Work(Protocol):
 class Handle:
     """A collective under way. :meth:`wait` returns when its result may be used (on CUDA: by the current stream)."""
 
-    def __init__(self, works: Sequence[_Work | None], what: str) -> None:
-        self._works, self._what = works, what
+    def __init__(self, works: Sequence[_Work | None], explained: "Explained" = nullcontext) -> None:
+        self._works, self._explained = works, explained
 
     def wait_for(self, seconds: float) -> bool:
         """Wait at most so long, for an :meth:`Collectives.exchange` only; whether it has ended, well or not."""
@@ -48,22 +50,13 @@ class Handle:
 
     def wait(self) -> None:
         works, self._works = self._works, ()
-        with _explained(self._what):
+        with self._explained():
             for work in works:
                 if work is not None:
                     work.wait()
 
 
-@contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Name what the backend failed at: gloo does so when it is waited for, and also at once where a peer is gone."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise PartitaError(
-            f"{what} failed: another rank ended, or did not join within the time-out "
-            f"(communication.timeout_s); look at the other ranks' output first. Backend: {error}"
-        ) from error
+Explained = Callable[[], AbstractContextManager[None]]
 
 
 class Collectives:
@@ -87,14 +80,14 @@ class Collectives:
         if self.ordered:
             rows = whole.view(num, -1)
             own = rows[self.mesh.index(axes)]
-            with _explained(self._name("all-gather", axes, purpose)):
+            with self._explained(self._name("all-gather", axes, purpose)):
                 works = self._direct(lambda source: rows[source], lambda _: part, (axes, purpose), tag)
             if own.data_ptr() != part.data_ptr():  # beside the exchange, which reads `part` alone
                 own.copy_(part)
         else:
             group = self.mesh.group(axes, purpose)
             works = [_all_gather_single(whole, part, group=group, async_op=True)]
-        return Handle(works, self._name("all-gather", axes, purpose))
+        return Handle(works, partial(self._explained, self._name("all-gather", axes, purpose)))
 
     def _direct(
         self,
@@ -130,13 +123,14 @@ class Collectives:
         name = self._name("reduce-scatter", axes, "gradients")
         if self.ordered:
             outgoing, incoming = sent.view(num, -1), received.view(num - 1, -1)
-            with _explained(name):
+            with self._explained(name):
                 works = self._direct(lambda i: incoming[i - (i > own)], lambda i: outgoing[i], (axes, "gradients"))
-            Handle(works, name).wait()
+            Handle(works, partial(self._explained, name)).wait()
             received = _sum(list(incoming), outgoing[own], own, received[: out.numel()] if accumulate else out)
         else:
             group = self.mesh.group(axes, "gradients")
-            Handle([_reduce_scatter_single(received, sent, group=group, async_op=True)], name).wait()
+            work = _reduce_scatter_single(received, sent, group=group, async_op=True)
+            Handle([work], partial(self._explained, name)).wait()
         if received is not out:
             land(received, out, accumulate=accumulate)
 
@@ -150,7 +144,7 @@ class Collectives:
         num = self.mesh.shape.group_size(axes)
         if num > 1:
             self._count("all_reduce", axes, purpose, 2 * (num - 1) * tensor.nbytes // num)
-            with _explained(self._name("all-reduce", axes, purpose)):
+            with self._explained(self._name("all-reduce", axes, purpose)):
                 dist.all_reduce(tensor, group=self.mesh.group(axes, "gradients"))
         return tensor
 
@@ -162,12 +156,12 @@ class Collectives:
         every = message.new_empty((num, message.numel()))
         if num == 1:
             every[0] = message
-            return every, Handle((), "")
+            return every, Handle(())
         self._count("all_gather", axes, "control", (num - 1) * message.nbytes)
         name = self._name("exchange", axes, "control")
-        with _explained(name):
+        with self._explained(name):
             work = _all_gather_single(every.view(-1), message, group=self.mesh.group(axes, "control"), async_op=True)
-        return every, Handle([work], name)
+        return every, Handle([work], partial(self._explained, name))
 
     def broadcast(self, tensors: Sequence[Tensor], axes: tuple[str, ...], purpose: str) -> None:
         """Overwrite ``tensors`` with those of the group's first rank."""
@@ -180,7 +174,7 @@ class Collectives:
             self._count("broadcast", axes, purpose, (num - 1) * tensor.nbytes if self.mesh.index(axes) == 0 else 0)
             works.append(dist.broadcast(tensor, group=group, group_src=0, async_op=True))
         for work in works:
-            Handle([work], self._name("broadcast", axes, purpose)).wait()
+            Handle([work], partial(self._explained, self._name("broadcast", axes, purpose))).wait()
         for tensor, sent in zip(tensors, copies, strict=True):
             if sent is not tensor:
                 tensor.copy_(sent)
@@ -191,7 +185,7 @@ class Collectives:
         if num == 1:
             return [value]
         every: list[Any] = [None] * num
-        with _explained(self._name("exchange", axes, "control")):
+        with self._explained(self._name("exchange", axes, "control")):
             dist.all_gather_object(every, value, group=self.mesh.group(axes, "control"))
         return every
 
@@ -200,8 +194,30 @@ class Collectives:
         num, topic = self.mesh.shape.group_size(axes), secrets.token_hex(8)
         return Board(self.exchange_objects(topic, axes)[0], self.mesh.index(axes), num) if num > 1 else None
 
+    def watchdog(self, axes: tuple[str, ...]) -> Watchdog | None:
+        """What answers for this rank, if there are several; called on all of them."""
+        num, topic = self.mesh.shape.group_size(axes), secrets.token_hex(8)
+        if num == 1:
+            return None
+        return Watchdog(self.exchange_objects(topic, axes)[0], self.mesh.index(axes), num, self.mesh.order)
+
     def _count(self, collective: str, axes: tuple[str, ...], purpose: str, sent_bytes: int) -> None:
+        self.mesh.order.operation = f"{collective} of {purpose}"
         self.meter.add(TrafficKey(collective, axes, purpose), sent_bytes)
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Name what the backend failed at (gloo does so when it is waited for, and also at once where a peer is gone),
+        and tell what every rank is doing.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            watchdog = self.mesh.watchdog
+            raise PartitaError(
+                f"{what} failed: another rank ended, or did not join within the time-out (communication.timeout_s, "
+                f"{self.mesh.timeout_s:g} s). Backend: {error}" + (f"\n{watchdog.accounts()}" if watchdog else "")
+            ) from error
 
     def _name(self, collective: str, axes: tuple[str, ...], purpose: str) -> str:
         return f"rank {self.mesh.rank}: {collective} of {purpose} over {','.join(axes)}"

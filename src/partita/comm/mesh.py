@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from partita.comm.order import Order
+from partita.comm.watchdog import Watchdog
 from partita.errors import PartitaError
 from partita.memory.streams import Stream
 from partita.plan.mesh_shape import MeshShape
@@ -61,6 +62,7 @@ class Mesh:
         # Engines that share the mesh share these: on one group, every rank must post in one order.
         self._streams = {purpose: Stream(device, purpose) for purpose in PURPOSES[:2]}
         self.order = Order()
+        self.watchdog: Watchdog | None = None
         for names in axes:
             self.open(names)
 
@@ -116,6 +118,8 @@ class Mesh:
         groups, self._groups, self._closed = self._groups, {}, True
         for stream in self._streams.values():
             stream.close()
+        if self.watchdog is not None:
+            self.watchdog.close()
         if not dist.is_initialized():
             return
         if self._started:

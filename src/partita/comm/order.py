@@ -22,6 +22,8 @@ class Order:
         self._says = ["is at engine.step()"]
         self._recent: deque[int] = deque(maxlen=NUM_SHOWN)
         self.count = 0
+        self.num_micro_batches = 0  # that have ended
+        self.operation = ""  # the last collective
         self.board: Board | None = None
 
     def register(self, names: Sequence[str]) -> int:
@@ -34,6 +36,12 @@ class Order:
         """This rank does ``event`` next."""
         self._recent.append(event)
         self.count += 1
+
+    @property
+    def doing(self) -> str:
+        """What this rank did last."""
+        last = self.describe(self._recent[-1]) if self._recent else "has gathered nothing"
+        return f"{last} (last: {self.operation})" if self.operation else last
 
     def describe(self, event: int) -> str:
         """``event`` as what a rank does."""

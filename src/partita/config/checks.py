@@ -89,6 +89,18 @@ RULES = (
         "leave zero.offload.gradients out",
     ),
     Rule(
+        lambda c, _: c.precision.nonfinite == "rewind" and c.checkpoint.dir is None,
+        ("precision.nonfinite", "checkpoint.dir"),
+        "precision.nonfinite: rewind goes back to a checkpoint, and none are made",
+        "set checkpoint.dir and checkpoint.every_steps",
+    ),
+    Rule(
+        lambda c, _: c.checkpoint.every_steps is not None and c.checkpoint.dir is None,
+        ("checkpoint.every_steps", "checkpoint.dir"),
+        "checkpoint.every_steps needs a folder to save into",
+        "set checkpoint.dir",
+    ),
+    Rule(
         lambda c, _: c.precision.moments == "int8" and c.optimizer.name not in ("adam", "adamw"),
         ("precision.moments", "optimizer.name"),
         "precision.moments: int8 belongs to adam and adamw",

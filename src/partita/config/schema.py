@@ -102,6 +102,11 @@ class Precision(Section):
     loss_scale: Literal["dynamic"] | Positive = Field(
         "dynamic", description="factor on the loss under fp16 compute; dynamic: as large as stays finite"
     )
+    nonfinite: Literal["skip", "raise", "rewind"] = Field(
+        "skip",
+        description="where loss or gradients are not finite: leave the update out, end in an error, or go back to the "
+        "newest checkpoint",
+    )
     keep_fp32: Texts = Field((), description="module class names or name patterns of modules that compute in fp32")
 
 

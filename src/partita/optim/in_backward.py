@@ -154,8 +154,7 @@ class BackwardUpdater(Updater):
         ranks = [str(rank) for rank, suspect in enumerate(every) if suspect]
         source = f" (from rank {', '.join(ranks)})" if ranks else ""
         names = dict.fromkeys(self._unit_of[id(segment)].title for segment in left_out)
+        self.culprit = f"the gradient of {', '.join(names)} is not finite{source}"
         warnings.warn(
-            f"step {self.steps}: the gradient of {', '.join(names)} is not finite{source}; these updates are "
-            "skipped, those of other units are done",
-            stacklevel=4,
+            f"step {self.steps}: {self.culprit}; these updates are skipped, those of other units are done", stacklevel=4
         )

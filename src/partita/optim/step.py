@@ -120,7 +120,7 @@ class StepUpdater(Updater):
 
     def _skip(self) -> None:
         """Leave an update out: name the parameter, lower the loss scale, forget the gradients."""
-        culprit = self._culprit()
+        self.culprit = culprit = self._culprit()
         before = self.scale.value
         self._forget()
         self._reducer.trace = True

@@ -31,6 +31,7 @@ class StepResult:
     ``stepped``: the parameters were updated. ``skipped``: the batch was complete, but a gradient was not finite and the
     update was left out. ``grad_norm``: the global norm before clipping (None before the batch is complete). ``lr``: the
     learning rate of each parameter group in this update, or in the one that this micro-batch belongs to.
+    ``rewound_to``: the step of the checkpoint that training went back to (``precision.nonfinite: rewind``).
     """
 
     stepped: bool
@@ -38,6 +39,7 @@ class StepResult:
     loss_scale: float = 1.0
     skipped: bool = False
     lr: tuple[float, ...] = ()
+    rewound_to: int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Updater(ABC):
         self._row = self._collectives.mesh.index(DATA)
         self._buckets = self._reducer.buckets
         self.steps = 0
+        self.culprit = ""  # why the last update that was left out was
         self._reducer.trace = scale.dynamic
         self._num_states = -1
         self.views = Views(runtime.units, runtime.memory)

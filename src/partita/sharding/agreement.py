@@ -39,6 +39,8 @@ class Agreement(Protocol):
 
 def agree(collectives: Collectives, on_stall: Callable[[], None]) -> Agreement:
     """The way that suits the collectives. Called on every rank."""
+    if collectives.mesh.watchdog is None:
+        collectives.mesh.watchdog = collectives.watchdog(DATA)
     kind = ComparedLogs if collectives.ordered else Announcements
     return kind(collectives, on_stall)
 

@@ -191,6 +191,7 @@ class Runtime:
 
     def end_micro_batch(self) -> None:
         """All ranks have come to the end of a micro-batch."""
+        self.collectives.mesh.order.num_micro_batches += 1
         self.reducer.end_micro_batch()
         self.residency.end_micro_batch()
         self._buffers.end_micro_batch()

@@ -31,6 +31,9 @@ from partita.train.job import Job
 from partita.train.models import ReadyModel, build_model
 from partita.train.sample import write_sample
 
+# In a checkpoint: the batches between the one of a step and the one that it would have had.
+LEFT_OUT = "batches_left_out"
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -115,12 +118,12 @@ class _Run:
         meter, step = _Meter(), self._start
         while step < plan.steps and interruption.agreed is not Wish.STOP:
             step += 1
-            meter.losses.append(self._engine.train_batch(self._micro_batches(self._batches.train(step))))
+            step = self._take_step(step, meter)
             self._progress.step(step)
             interruption.agreed = Wish(int(max(self._engine.each(interruption.wish))))
             stops = interruption.agreed is Wish.STOP
             evaluates = step % plan.eval_every == 0 or step == plan.steps
-            if stops or evaluates or step % plan.log_every == 0:
+            if meter.losses and (stops or evaluates or step % plan.log_every == 0):
                 self._log(step, meter)
                 if evaluates and not stops:
                     self._evaluate(step)
@@ -128,6 +131,18 @@ class _Run:
             if self._saves and (interruption.agreed or step == plan.steps):
                 self._engine.save()
                 interruption.saved()
+        return step
+
+    def _take_step(self, step: int, meter: _Meter) -> int:
+        """Train on the next batch; returns the step that is done, an earlier one where training went back."""
+        extra = self._engine.extra
+        number = step + extra.get(LEFT_OUT, 0)
+        loss = self._engine.train_batch(self._micro_batches(self._batches.train(number)))
+        rewound_to = self._engine.last_step.rewound_to
+        if rewound_to is not None:
+            extra[LEFT_OUT] = number - rewound_to
+            return rewound_to
+        meter.losses.append(loss)
         return step
 
     def _micro_batches(self, windows: Iterator[Tensor]) -> Iterator[dict[str, Tensor]]:

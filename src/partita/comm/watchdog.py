@@ -1,0 +1,142 @@
+"""A thread of each rank that answers for it when the others wait in vain: where it is, and its Python stack.
+
+Nothing is sent while all is well but one question a second to the store, "has anybody asked?". A rank whose collective
+failed asks; every watchdog whose process runs answers, and the error that is raised tells what each rank was doing, and
+which do not answer.
+"""
+
+import json
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from types import TracebackType
+
+from torch.distributed.distributed_c10d import _get_default_store
+
+from partita.comm.order import Order
+
+POLL_S, ANSWER_S, STORE_TIMEOUT_S = 1.0, 4.0, 3.0
+MOST_FAILURES = 5
+# Innermost frames of a stack that are shown.
+NUM_FRAMES = 12
+
+
+class Watchdog:
+    """Answers for ``rank``; ``topic`` tells the watchdogs of one store apart.
+
+    Args:
+        order: what the rank has done.
+    """
+
+    def __init__(self, topic: str, rank: int, num_ranks: int, order: Order) -> None:
+        self._rank, self._num_ranks, self._order = rank, num_ranks, order
+        self._store = _get_default_store().clone()  # type: ignore[attr-defined]  # torch's stubs do not know it
+        self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
+        self._prefix = f"partita/{topic}"
+        self._watched = threading.get_ident()
+        self._closed, self._lock, self._asking = threading.Event(), threading.Lock(), threading.Lock()
+        self._ended = ""
+        self._told: str | None = None
+        self._hook = sys.excepthook
+        sys.excepthook = self._on_exception
+        threading.Thread(target=self._watch, name="partita watchdog", daemon=True).start()
+
+    # ------------------------------------------------------------------- answering
+
+    def _watch(self) -> None:
+        answered = failures = 0
+        while failures < MOST_FAILURES and not self._closed.wait(POLL_S):
+            try:
+                asked = self._number("asked")
+                for number in range(answered + 1, asked + 1):
+                    self._answer(number)
+                answered = asked
+                failures = 0
+            except RuntimeError:  # the store is slow, or gone with the process that had it
+                failures += 1
+
+    def _number(self, key: str) -> int:
+        """A counter of the store's, which is made with the first question."""
+        name = f"{self._prefix}/{key}"
+        with self._lock:
+            return int(self._store.add(name, 0)) if self._store.check([name]) else 0
+
+    def _answer(self, number: int) -> None:
+        with self._lock:
+            self._store.set(f"{self._prefix}/answer/{number}/{self._rank}", json.dumps(self._account()))
+
+    def _account(self) -> dict[str, str | int]:
+        frame = sys._current_frames().get(self._watched)
+        stack = traceback.format_stack(frame)[-NUM_FRAMES:] if frame is not None else []
+        return {
+            "micro_batches": self._order.num_micro_batches,
+            "events": self._order.count,
+            "does": self._ended or self._order.doing,
+            "stack": "".join(stack).rstrip(),
+        }
+
+    def ended(self, error: BaseException) -> None:
+        """This rank leaves because of an error: whoever asks is told."""
+        first = str(error).partition("\n")[0]
+        self._ended = f"ended with {type(error).__name__}: {first}"
+        try:
+            with self._lock:
+                self._store.set(f"{self._prefix}/ended/{self._rank}", self._ended)
+        except RuntimeError:
+            pass
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.ended(error)
+        self._hook(kind, error, trace)
+
+    # ---------------------------------------------------------------------- asking
+
+    def accounts(self) -> str:
+        """What every rank is doing, for an error message; asked for once."""
+        with self._asking:
+            if self._told is None:
+                try:
+                    self._told = self._ask()
+                except RuntimeError as error:
+                    self._told = (
+                        "rank 0's process (or the launcher's), which has the ranks' store, does not answer: it was "
+                        f"stopped or has ended ({str(error).partition(chr(10))[0]})"
+                    )
+            return self._told
+
+    def _ask(self) -> str:
+        with self._lock:
+            number = int(self._store.add(f"{self._prefix}/asked", 1))
+        self._answer(number)
+        end, answers = time.monotonic() + ANSWER_S, dict[int, dict[str, str | int]]()
+        endings = {rank: text for rank in range(self._num_ranks) if (text := self._get(f"ended/{rank}"))}
+        while len(answers.keys() | endings.keys()) < self._num_ranks and time.monotonic() < end:
+            for rank in set(range(self._num_ranks)) - answers.keys():
+                if text := self._get(f"answer/{number}/{rank}"):
+                    answers[rank] = json.loads(text)
+            time.sleep(POLL_S / 20)
+        return "\n".join(self._line(rank, answers.get(rank), endings.get(rank)) for rank in range(self._num_ranks))
+
+    def _get(self, key: str) -> str:
+        """What is noted under a key; empty if nothing is."""
+        name = f"{self._prefix}/{key}"
+        with self._lock:
+            return self._store.get(name).decode() if self._store.check([name]) else ""
+
+    def _line(self, rank: int, answer: dict[str, str | int] | None, ended: str | None) -> str:
+        if ended:
+            return f"rank {rank} {ended}"
+        if answer is None:
+            return f"rank {rank} does not answer: its process was stopped or has ended; look at its output first"
+        behind = self._order.count - int(answer["events"])
+        lag = f", {behind} operations behind rank {self._rank}" if behind > 0 else ""
+        stack = f", at\n{answer['stack']}" if rank != self._rank else ""
+        return f"rank {rank}, after {answer['micro_batches']} micro-batches, {answer['does']}{lag}{stack}"
+
+    def close(self) -> None:
+        """End the thread, within a second."""
+        self._closed.set()
+        if sys.excepthook == self._on_exception:
+            sys.excepthook = self._hook

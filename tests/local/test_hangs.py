@@ -1,0 +1,120 @@
+"""A rank that is stopped, killed, or leaves with an error: the others end in an error that says which it was."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import partita
+from partita import PartitaError
+from tests.local import pool
+from tests.local.training import Stack, rank, square_loss
+
+TIMEOUT_S = 4.0
+
+
+def engine_of(stage: int) -> partita.Engine:
+    return partita.initialize(Stack(3), {"zero": {"stage": stage}, "communication": {"timeout_s": TIMEOUT_S}})
+
+
+def step_of(engine: partita.Engine, step: int) -> None:
+    engine.backward(square_loss(engine, rank(), step))
+    engine.step()
+
+
+def stops(stage: int) -> str:
+    """Rank 1 is stopped in its second step, and goes on when rank 0 has given up."""
+    said = ""
+    try:
+        with engine_of(stage) as engine:
+            step_of(engine, 0)
+            pids = [int(pid) for pid in engine.each(os.getpid())]
+            loss = square_loss(engine, rank(), 1)
+            if rank() == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            engine.backward(loss)
+            engine.step()
+    except PartitaError as error:
+        said = str(error)
+    finally:
+        if rank() == 0:
+            os.kill(pids[1], signal.SIGCONT)
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_that_is_stopped(stage: int) -> None:
+    waiting, stopped = pool.run(2, stops, stage)
+    assert re.search(r"rank 0, after [12] micro-batches, ", waiting)
+    assert "rank 1 does not answer: its process was stopped or has ended" in waiting
+    assert f"communication.timeout_s, {TIMEOUT_S:g} s" in waiting
+    assert "rank 0 ended with PartitaError" in stopped
+
+
+def lags(stage: int) -> str:
+    """Rank 1 does something else for longer than the others wait."""
+    try:
+        with engine_of(stage) as engine:
+            step_of(engine, 0)
+            if rank() == 1:
+                dawdle_somewhere()
+            step_of(engine, 1)
+    except PartitaError as error:
+        return str(error)
+    return ""
+
+
+def dawdle_somewhere() -> None:
+    time.sleep(TIMEOUT_S + 4)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_that_is_behind_shows_its_stack(stage: int) -> None:
+    said = pool.run(2, lags, stage)[0]
+    assert "rank 1, after 1 micro-batches, " in said
+    assert "in dawdle_somewhere" in said
+
+
+def leaves(stage: int) -> str:
+    """Rank 1 ends with an error of its own."""
+    try:
+        with engine_of(stage) as engine:
+            step_of(engine, 0)
+            if rank() == 1:
+                raise ValueError("the data of step 1\nis missing")
+            step_of(engine, 1)
+    except (ValueError, PartitaError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_that_leaves_with_an_error(stage: int) -> None:
+    said = pool.run(2, leaves, stage)[0]
+    assert "rank 1 ended with ValueError: the data of step 1" in said
+
+
+def dies(stage: int, folder: str) -> None:
+    """Rank 1 is killed; the others write down what they are told."""
+    try:
+        with engine_of(stage) as engine:
+            step_of(engine, 0)
+            if rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            step_of(engine, 1)
+    except PartitaError as error:
+        Path(folder, f"said-{rank()}").write_text(str(error))
+        raise
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_that_is_killed(stage: int, tmp_path: Path) -> None:
+    with pytest.raises(pool.WorkerError, match="rank 1 died"):
+        pool.run(3, dies, stage, str(tmp_path))
+    for other in (0, 2):
+        assert (
+            "rank 1 does not answer: its process was stopped or has ended" in (tmp_path / f"said-{other}").read_text()
+        )

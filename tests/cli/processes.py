@@ -33,8 +33,18 @@ def write_job(folder: Path) -> Path:
 
 def start(job: Path, *arguments: str) -> subprocess.Popen[str]:
     """Starts ``partita train`` on a job, with two processes. Temporary files go beside the job: a kill leaves some."""
+    return _start(job, [sys.executable, "-m", "partita.cli.main", "train", str(job), "--processes", "2", *arguments])
+
+
+def start_torchrun(job: Path, *arguments: str) -> subprocess.Popen[str]:
+    """The same by torchrun, which starts the processes again once if one fails."""
+    torchrun = "torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 -m partita.cli.main train"
+    return _start(job, [sys.executable, "-m", *torchrun.split(), str(job), *arguments])
+
+
+def _start(job: Path, command: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "partita.cli.main", "train", str(job), "--processes", "2", *arguments],
+        command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -59,7 +69,7 @@ def workers_of(job: Path) -> dict[int, int]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             command = (folder / "cmdline").read_bytes().split(b"\0")
-            if b"partita.cli.worker" not in command or str(job).encode() not in command:
+            if not {b"partita.cli.worker", b"partita.cli.main"} & set(command) or str(job).encode() not in command:
                 continue
             variables = dict(line.partition(b"=")[::2] for line in (folder / "environ").read_bytes().split(b"\0"))
             found[int(variables[b"RANK"])] = int(folder.name)

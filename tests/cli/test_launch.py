@@ -12,12 +12,13 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from partita.checkpoint.folder import complete
 from partita.cli import worker
 from partita.cli.launch import _show_failure, _variables
 from partita.errors import PartitaError
 from partita.observe.metrics import METRICS_FILE, read_metrics
 from partita.train.job import Job
-from tests.cli.processes import finish, start, wait_for, workers_of, write_job
+from tests.cli.processes import finish, start, start_torchrun, wait_for, workers_of, write_job
 
 ENDLESS = ("--set", "train.steps=1000000", "--set", "train.eval_every=1000000")
 
@@ -69,6 +70,39 @@ def test_a_rank_that_is_killed_is_named_and_the_others_end(tmp_path: Path) -> No
     assert code == 1
     assert f"error: rank 1 (process {victim}) was ended by SIGKILL" in error
     assert not workers_of(job)
+
+
+def saving(folder: Path) -> tuple[str, ...]:
+    return ("--set", f"engine.checkpoint.dir={folder / 'saved'}", "--set", "engine.checkpoint.every_steps=10")
+
+
+def test_a_run_that_is_told_to_stop_saves_and_goes_on_later(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    process = start(job, *ENDLESS, *saving(tmp_path))
+    wait_for(lambda: training_has_begun(tmp_path) or process.poll() is not None, "the first row of metrics")
+    process.send_signal(signal.SIGTERM)
+    code, out, error = finish(process)
+    assert code == 128 + signal.SIGTERM, error
+    last = max(complete(tmp_path / "saved"))
+    assert f"stopped by a signal after step {last};" in out
+    code, out, error = finish(start(job, "--set", f"train.steps={last + 7}", *saving(tmp_path)))
+    assert code == 0, error
+    assert f"of step {last} from" in out
+    assert max(complete(tmp_path / "saved")) == last + 7
+    assert not workers_of(job)
+
+
+def test_torchrun_starts_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    process = start_torchrun(job, "--set", "train.steps=600", *saving(tmp_path))
+    wait_for(lambda: complete(tmp_path / "saved") or process.poll() is not None, "the first checkpoint")
+    os.kill(workers_of(job)[1], signal.SIGKILL)
+    code, out, error = finish(process)
+    assert code == 0, error
+    assert "restored model, optimizer, scheduler and random states of step " in out
+    train, _ = read_metrics(tmp_path / "out" / METRICS_FILE)
+    assert [row.step for row in train] == list(range(5, 601, 5))
+    assert max(complete(tmp_path / "saved")) == 600
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends orphans on Linux only")

@@ -10,6 +10,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous as find_store
 
 from partita.comm.order import Order
 from partita.comm.watchdog import Watchdog
@@ -22,11 +24,14 @@ PURPOSES = ("parameters", "gradients", "control")
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How this process joins the others: its rank, the number of ranks, and the time-out of every operation."""
+    """How this process joins the others: its rank, the number of ranks, the time-out of every operation, and how often
+    the processes were started again.
+    """
 
     rank: int
     num_ranks: int
     timeout_s: float
+    restarts: int = 0
 
 
 class Mesh:
@@ -52,7 +57,7 @@ class Mesh:
         self._started = self._closed = False
         if rendezvous.num_ranks > 1 and not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=self._timeout)
+            _start(backend, rendezvous, self._timeout)
             self._started = True
         self.rank = dist.get_rank() if dist.is_initialized() else rendezvous.rank
         num_ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -127,3 +132,15 @@ class Mesh:
             return
         for group in groups.values():
             dist.destroy_process_group(group)
+
+
+def _start(backend: str, rendezvous: Rendezvous, timeout: timedelta) -> None:
+    """Start ``torch.distributed``. Processes that torchrun has started again share the store of those before them,
+    whose addresses are still in it (torch 2.13 looks no further): they get a part of it for themselves.
+    """
+    if not rendezvous.restarts:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    store, rank, num_ranks = next(find_store("env://", timeout=timeout))
+    own = PrefixStore(f"restart-{rendezvous.restarts}-{num_ranks}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=num_ranks, timeout=timeout)

@@ -128,12 +128,15 @@ def _apply(sections: dict[str, object], override: str, places: dict[tuple[str, .
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """This process among the processes of the job: its number over all nodes, and on its node."""
+    """This process among the processes of the job: its number over all nodes, and on its node; how often torchrun has
+    started them again.
+    """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+    restarts: int = 0
 
 
 def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
@@ -152,13 +155,15 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
     rank_name, size_name, local_rank_name, local_size_name = names
     world_size = _number(environ, size_name, 1, None)
     rank = _number(environ, rank_name, 0, world_size)
+    restarts = _number(environ, "TORCHELASTIC_RESTART_COUNT", 0, None, default=0)
     if local_rank_name not in environ:
         return LaunchEnvironment(rank, world_size, 0, 1)
     if local_size_name == _SLURM_NODE_SIZES and local_size_name in environ:
         local_size = _slurm_tasks(environ)
     else:
         local_size = _number(environ, local_size_name, 1, world_size + 1, default=world_size)
-    return LaunchEnvironment(rank, world_size, _number(environ, local_rank_name, 0, local_size), local_size)
+    local_rank = _number(environ, local_rank_name, 0, local_size)
+    return LaunchEnvironment(rank, world_size, local_rank, local_size, restarts)
 
 
 def _number(environ: Mapping[str, str], name: str, least: int, below: int | None, default: int | None = None) -> int:

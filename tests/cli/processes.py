@@ -1,6 +1,7 @@
 """Runs the command as a user does: as a process of its own, whose descendants can be looked for afterwards."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -48,6 +49,7 @@ def _start(job: Path, command: list[str]) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
         env=os.environ | {"PYTHONPATH": str(SOURCES), "TMPDIR": str(job.parent)},
     )
 
@@ -57,7 +59,7 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 90) -> tuple[int, 
     try:
         out, error = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         raise
     return process.returncode, out, error

@@ -197,7 +197,7 @@ def _stacks(busy: dict[int, _Worker]) -> dict[int, str]:
 def _raise_first(failures: list[Failure]) -> NoReturn:
     first = failures[0]
     for failure in failures:
-        note = failure.traceback if failure is first else _last_line(failure)
+        note = failure.traceback if failure is first else _summary(failure)
         first.error.add_note(f"on rank {failure.rank}:\n{note}".rstrip())
     raise first.error
 
@@ -213,8 +213,8 @@ def _raise_stuck(failures: list[Failure], stacks: dict[int, str], timeout: float
     raise WorkerError(f"ranks {sorted(stacks)} did not answer within {timeout:g} s; they were at:\n{listing}")
 
 
-def _last_line(failure: Failure) -> str:
-    return failure.traceback.strip().rpartition("\n")[2]
+def _summary(failure: Failure) -> str:
+    return f"{type(failure.error).__name__}: {failure.error}"
 
 
 def _free_port() -> int:

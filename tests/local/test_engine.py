@@ -1,7 +1,6 @@
 """The calls of a training loop: what they return, and what they say when they are used wrongly."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -276,11 +275,7 @@ def chosen_units() -> None:
             torch.testing.assert_close(value, results[0][name], rtol=1e-4, atol=1e-6)
 
 
-def not_available(folder: Path) -> None:
-    with partita.initialize(Stack(1)) as engine:
-        for call in (engine.save, engine.load):
-            with pytest.raises(ConfigError, match="not available in this version"):
-                call(folder)
+def not_available() -> None:
     later: list[dict[str, Any]] = [
         {"parallel": {"tensor": 2}},
         {"parallel": {"pipeline": 2}},
@@ -289,7 +284,6 @@ def not_available(folder: Path) -> None:
         {"activations": {"checkpoint": "blocks"}},
         {"communication": {"gradients": "1bit"}},
         {"communication": {"parameters": "int8"}},
-        {"checkpoint": {"every_steps": 3}},
     ]
     for config in later:
         with pytest.raises(ConfigError, match="not available in this version"):
@@ -372,8 +366,8 @@ def test_units_by_choice() -> None:
     pool.run(2, chosen_units)
 
 
-def test_not_available(tmp_path: Path) -> None:
-    pool.run(2, not_available, tmp_path)
+def test_not_available() -> None:
+    pool.run(2, not_available)
 
 
 def test_wrong_meshes() -> None:

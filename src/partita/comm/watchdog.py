@@ -1,6 +1,6 @@
 """A thread of each rank that answers for it when the others wait in vain: where it is, and its Python stack.
 
-Nothing is sent while all is well but one question a second to the store, "has anybody asked?". A rank whose collective
+Nothing is sent while all is well but two questions a second to the store, "has anybody asked?". A rank whose collective
 failed asks; every watchdog whose process runs answers, and the error that is raised tells what each rank was doing, and
 which do not answer.
 """
@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from partita.comm.order import Order
 
-POLL_S, ANSWER_S, STORE_TIMEOUT_S = 1.0, 4.0, 3.0
+POLL_S, ANSWER_S, STORE_TIMEOUT_S = 0.5, 2.0, 2.0
 MOST_FAILURES = 5
 # Innermost frames of a stack that are shown.
 NUM_FRAMES = 12

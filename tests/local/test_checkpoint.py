@@ -242,6 +242,22 @@ def test_saves_by_itself_and_keeps_the_newest(tmp_path: Path) -> None:
     pool.run(2, saves_by_itself, str(tmp_path))
 
 
+def goes_back_to_the_start(folder: str, offload: dict[str, str]) -> None:
+    """A checkpoint from before the first step, when the optimizer had kept nothing."""
+    torch.manual_seed(0)
+    with partita.initialize(Stack(1), {"zero": {"stage": 3, "offload": offload}}) as engine:
+        engine.save(folder)
+        expected = losses_of(engine, 0, 3)
+        assert engine.load(folder).step == 0
+        assert engine.optimizer_state("first.weight") == {}
+        assert losses_of(engine, 0, 3) == expected
+
+
+@pytest.mark.parametrize("offload", [{}, {"optimizer": "disk"}], ids=["device", "disk"])
+def test_a_checkpoint_from_before_the_first_step(offload: dict[str, str], tmp_path: Path) -> None:
+    pool.run(2, goes_back_to_the_start, str(tmp_path), offload)
+
+
 def save_one(folder: str) -> None:
     torch.manual_seed(0)
     with partita.initialize(Stack(2), {"zero": {"stage": 3}}) as engine:

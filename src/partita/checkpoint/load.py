@@ -122,7 +122,7 @@ class Loader:
                 (segment, list(self._targets(unit, segment, only_model=only_model)))
                 for unit, segment in self._content.segments
             ]
-        error = self._fill_segments(plan)
+        error = self._fill_segments(plan, only_model=only_model)
         with together(self._collectives, DATA):
             if error is not None:
                 raise error
@@ -134,13 +134,17 @@ class Loader:
         step = int(self._stored.manifest.get("step", self._updater.steps))
         return Restored(self._stored.folder, step, only_model, tuple(self._missing), tuple(self._names.strange))
 
-    def _fill_segments(self, plan: Sequence[tuple[Segment, Sequence[_Target]]]) -> Exception | None:
+    def _fill_segments(
+        self, plan: Sequence[tuple[Segment, Sequence[_Target]]], *, only_model: bool
+    ) -> Exception | None:
         """Returns what this rank met: the others need it for every segment."""
         error: Exception | None = None
         chunks = [chunk for _, targets in plan for target in targets for chunk, _, _ in target.parts]
         with Reading(self._stored, chunks) as reading:
             for segment, targets in plan:
                 try:
+                    if error is None and not only_model:
+                        self._forget_states(segment)
                     param = self._fill(segment, targets, reading) if error is None else None
                 except Exception as raised:
                     error, param = raised, None
@@ -232,12 +236,19 @@ class Loader:
         self._adopt(segment, states)
         return param
 
+    def _forget_states(self, segment: Segment) -> None:
+        """Of a parameter whose states are not stored, the optimizer has had no gradient yet."""
+        for view in self._updater.views.of_segment(segment):
+            self._updater.optimizer.state.pop(view.tensor, None)
+
     def _room(self, target: _Target) -> Tensor:
         """Memory for an optimizer state: flat, or for one number alone."""
         assert target.view is not None
         stored, own = self._stored.tensors[target.key].dtype, target.view.tensor
         if target.stretch is SCALAR:
-            return torch.empty((), dtype=stored)
+            groups = self._updater.optimizer.param_groups
+            on_device = any(group.get("fused") or group.get("capturable") for group in groups)
+            return torch.empty((), dtype=stored, device=own.device if on_device else "cpu")
         dtype = own.dtype if stored.is_floating_point and target.state not in BLOCK_STATES else stored
         return torch.empty(target.stretch.stop - target.stretch.start, dtype=dtype, device=own.device)
 

@@ -1,6 +1,7 @@
 """What lean states cost in loss: the job of `make train` with classic states, and with each kind of lean ones.
 
-    python -m benchmarks.lean_states            # the job of `make train` five times: about ten minutes
+    python -m benchmarks.lean_states            # the job of `make train` three times: about six minutes
+    python -m benchmarks.lean_states --bf16     # three times more, with split masters; hours on a CPU without bf16
     python -m benchmarks.lean_states --quick    # 20 steps each, no target
     python -m benchmarks.lean_states --save     # into benchmarks/results/lean_states.md
 
@@ -20,7 +21,11 @@ JOB = ROOT / "examples" / "train_stdlib.yaml"
 TARGET = 0.01
 # By compute dtype: the first is what the others are compared with.
 STATES: dict[str, dict[str, dict[str, str]]] = {
-    "fp32": {"classic": {}, "8-bit moments": {"moments": "int8"}},
+    "fp32": {
+        "classic": {},
+        "8-bit moments": {"moments": "int8"},
+        "the same, updated in backward": {"moments": "int8", "gradients": "in_backward"},
+    },
     "bf16": {
         "classic": {},
         "split master, 8-bit moments": {"master": "split", "moments": "int8"},
@@ -33,13 +38,16 @@ of parameters, masters, gradients (fp32) and moments at rest. Updates in backwar
 
 
 def main() -> int:
-    options = parser("Loss with lean states", (2,)).parse_args()
+    made = parser("Loss with lean states", (2,))
+    made.add_argument("--bf16", action="store_true", help="bf16 compute, too")
+    options = made.parse_args()
     report = Report("Lean states")
     report.begin()
     report.write(TEXT.format(job=JOB.relative_to(ROOT)))
     report.write()
     rows = []
-    for compute, kinds in STATES.items():
+    for compute in ("fp32", "bf16") if options.bf16 else ("fp32",):
+        kinds = STATES[compute]
         classic = None
         for kind, precision in kinds.items():
             loss = held_out_loss({"compute": compute, **precision}, options.quick)

@@ -147,6 +147,12 @@ def test_compute_dtype(compute: str, device: str, expected: str) -> None:
     ("config", "device", "notices"),
     [
         (
+            {"precision": {"compute": "fp16", "nonfinite": "raise"}},
+            "cpu",
+            ("ignored: precision.nonfinite (updates that are left out are how fp16's loss scale is found)",),
+        ),
+        ({"precision": {"compute": "fp16", "nonfinite": "raise", "loss_scale": 8.0}}, "cpu", ()),
+        (
             {"precision": {"keep_fp32": ["norm"]}},
             "cpu",
             ("ignored: precision.keep_fp32 (all modules compute in fp32)",),

@@ -151,6 +151,13 @@ IDLE = (
         "fp32 parameters are their own master weights",
     ),
     Idle(
+        lambda c, compute: (
+            c.precision.nonfinite != "skip" and compute == "fp16" and c.precision.loss_scale == "dynamic"
+        ),
+        "precision.nonfinite",
+        "updates that are left out are how fp16's loss scale is found",
+    ),
+    Idle(
         lambda c, _: c.zero.offload.path is not None and not _may_use_disk(c),
         "zero.offload.path",
         "nothing rests on disk",

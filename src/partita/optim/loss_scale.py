@@ -29,6 +29,7 @@ class LossScale:
             self.value *= FACTOR
 
     def counters(self) -> dict[str, float]:
+        """The scale and the good steps since a gradient was last not finite, for a checkpoint."""
         return {"loss_scale": self.value, "good_steps": self._good_steps}
 
     def restore(self, counters: dict[str, float]) -> None:

@@ -88,6 +88,7 @@ class Engine:
         situation = Situation(self.units, settings, mesh.shape, self._num_moments)
         self._shortages = Shortages(situation, self._ledger, mesh.device, mesh.rank)
         source = Weights(given.weights) if given.weights is not None else None
+        self._weights = source.folder if source is not None else None
         try:
             with self._shortages.explained("initialize"):
                 self._runtime = Runtime(
@@ -270,9 +271,11 @@ class Engine:
         """The model's state dict, whole, with master weights, on the host of rank 0; empty on the other ranks."""
         return self._whole.state_dict()
 
-    def export(self, folder: str | Path) -> None:
-        """Write the weights in the compute dtype as safetensors, in Hugging Face's layout."""
-        export(self._whole, self.module, Path(folder), self.mesh.rank == 0)
+    def export(self, folder: str | Path, beside: str | Path | None = None) -> None:
+        """Write the weights in the compute dtype as safetensors, in Hugging Face's layout; with them configuration and
+        tokenizer from the folder ``beside`` (None: the one that ``weights=`` named).
+        """
+        export(self._whole, self.module, Path(folder), self._weights if beside is None else Path(beside))
 
     def save(self, folder: str | Path | None = None) -> Path:
         """Save all that training goes on from as ``folder/step-N``, of which the newest ``checkpoint.keep`` stay.

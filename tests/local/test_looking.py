@@ -123,10 +123,9 @@ def exports_in_parts(folder: Path) -> None:
     torch.manual_seed(0)
     with partita.initialize(Stack(), {"zero": {"stage": 3}}) as engine:
         engine.export(folder)
-        is_writer = rank() == 0
-        export_module.export(engine._whole, engine.module, folder, is_writer, file_bytes=4096)
+        export_module.export(engine._whole, engine.module, folder, file_bytes=4096)
         weights = _whole(engine)
-    if not is_writer:
+    if rank():
         return
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     names = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -150,6 +149,23 @@ def exports_hugging_face(name: str, folder: Path) -> Tensor:
         with torch.no_grad():
             logits: Tensor = engine(**next(case.batches(2, seed=9))).logits
     return logits
+
+
+def exports_again(folder: Path, again: Path) -> None:
+    """What comes from a folder brings its tokenizer along; the model's own configuration replaces the folder's."""
+    case = CASES["gpt2"]
+    given = case.build()
+    if rank() == 0:
+        given.save_pretrained(folder)
+        for name in ("tokenizer.json", "merges.txt", "chat_template.jinja"):
+            (folder / name).write_text(name)
+        (folder / "config.json").write_text("{}")
+    torch.distributed.barrier()
+    with partita.initialize(case.build(device="meta"), {"zero": {"stage": 3}}, weights=folder) as engine:
+        engine.export(again)
+        engine.export(again / "elsewhere", beside=again)
+        with pytest.raises(PartitaError, match=r"engine.export: cannot write into .*No such file"):
+            engine.export(again / "third", beside=again / "missing")
 
 
 def exports_to_nowhere(folder: Path) -> None:
@@ -269,6 +285,16 @@ def test_hugging_face_loads_the_export(name: str, tmp_path: Path) -> None:
     assert torch.equal(got, logits)
     exported = load_file(tmp_path / "model.safetensors")
     assert ("lm_head.weight" in exported) == (name == "llama"), "a tied weight is written once"
+
+
+def test_export_brings_the_tokenizer_along(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    pool.run(2, exports_again, tmp_path / "given", tmp_path / "again")
+    for folder in (tmp_path / "again", tmp_path / "again" / "elsewhere"):
+        for name in ("tokenizer.json", "merges.txt", "chat_template.jinja"):
+            assert (folder / name).read_text() == name
+        assert AutoModelForCausalLM.from_pretrained(folder).config.model_type == "gpt2"
 
 
 def test_export_to_nowhere(tmp_path: Path) -> None:

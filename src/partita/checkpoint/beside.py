@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from partita.checkpoint.content import MODEL, OPTIMIZER, SCALAR, Stretch
-from partita.checkpoint.file import Value
+from partita.checkpoint.content import MODEL, OPTIMIZER
+from partita.checkpoint.file import Value, most_elements
 from partita.checkpoint.stored import Stored, narrowed
 from partita.checkpoint.whole import persistent_buffers
 from partita.comm.mesh import Mesh
 from partita.errors import PartitaError
 from partita.optim.updater import Updater
+from partita.sharding.stretch import SCALAR, Stretch
 
 GROUPS = OPTIMIZER + "param_groups."
 SCHEDULER, ENGINE, RANDOM, EXTRA = "scheduler", "partita.engine", "partita.random.", "partita.extra"
@@ -39,7 +40,7 @@ class Beside:
         return [
             Value(MODEL + name, tuple(buffer.shape), buffer.dtype, box)
             for name, buffer in (persistent_buffers(self.model) if self.mesh.rank == 0 else ())
-            for box, _ in _all_of(buffer).boxes(buffer.element_size())
+            for box, _ in _all_of(buffer).boxes(most_elements(buffer.dtype))
         ]
 
     def values(self) -> list[Value]:
@@ -58,7 +59,7 @@ class Beside:
         """The values of the buffers' boxes, contiguous."""
         if self.mesh.rank == 0:
             for _, buffer in persistent_buffers(self.model):
-                for box, _ in _all_of(buffer).boxes(buffer.element_size()):
+                for box, _ in _all_of(buffer).boxes(most_elements(buffer.dtype)):
                     yield narrowed(buffer.detach(), box).contiguous()
 
     def restore(self, stored: Stored, *, strict: bool) -> list[str]:

@@ -15,7 +15,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from partita.checkpoint.file import MOST_BYTES, Value
+from partita.checkpoint.file import Value, most_elements
 from partita.errors import PartitaError
 from partita.kernels.quantize import join
 from partita.kernels.state import num_blocks
@@ -23,10 +23,10 @@ from partita.optim.fused import BLOCK_STATES
 from partita.optim.moments import Moments
 from partita.optim.updater import Updater
 from partita.optim.views import View
-from partita.plan.box import Box, boxes_of, memory_order
 from partita.plan.residence import BLOCK, FP32, SPLIT, Tier
 from partita.plan.span import Span
 from partita.sharding.runtime import Runtime
+from partita.sharding.stretch import SCALAR, Stretch, stretch_of
 from partita.sharding.unit import Member, Segment, Unit
 
 MODEL, OPTIMIZER = "model.", "optimizer."
@@ -34,41 +34,9 @@ STATE = OPTIMIZER + "state."
 DATA = ("data",)
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """Elements ``[start, stop)``, in memory order, of a tensor with this shape and order of dimensions."""
-
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-    start: int
-    stop: int
-
-    @property
-    def is_row_major(self) -> bool:
-        """Whether a box's elements lie in memory in the order of its own coordinates."""
-        return self.order == tuple(range(len(self.order)))
-
-    def boxes(self, itemsize: int) -> Iterator[tuple[Box, slice]]:
-        """Its boxes, each with its place in the stretch."""
-        for box, place in boxes_of(self.shape, self.order, self.start, self.stop, max(1, MOST_BYTES // itemsize)):
-            yield box, slice(place - self.start, place - self.start + box.num_elements)
-
-    def shaped(self, flat: Tensor, box: Box) -> Tensor:
-        """A box's elements, given as they lie in memory, in its own coordinates; a view."""
-        inner = flat.view([box.sizes[dim] for dim in self.order])
-        return inner.permute([self.order.index(dim) for dim in range(len(self.order))])
-
-
-def stretch_of(member: Member, start: int, stop: int) -> Stretch:
-    return Stretch(tuple(member.shape), memory_order(member.stride), start, stop)
-
-
 def blocks_of(member: Member, start: int, stop: int) -> Stretch:
     """The blocks of a parameter's elements, of which a state has one value each."""
     return Stretch((num_blocks(math.prod(member.shape)),), (0,), start // BLOCK, num_blocks(stop))
-
-
-SCALAR = Stretch((), (), 0, 1)
 
 
 @dataclass(frozen=True)
@@ -223,5 +191,5 @@ class Content:
 
 
 def _cut(key: str, dtype: torch.dtype, stretch: Stretch, flat: Callable[[Tensor], Tensor]) -> Iterator[_Piece]:
-    for box, place in stretch.boxes(dtype.itemsize):
+    for box, place in stretch.boxes(most_elements(dtype)):
         yield _Piece(Value(key, stretch.shape, dtype, box), stretch, place, flat)

@@ -5,7 +5,8 @@ A tied parameter is written once, under its first name; buffers that belong to t
 
 import json
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,22 +21,33 @@ FILE_BYTES = 4 * 2**30
 INDEX = "model.safetensors.index.json"
 
 
-def export(whole: Whole, model: nn.Module, folder: Path, is_writer: bool, file_bytes: int = FILE_BYTES) -> None:
-    """Write the model's weights, in the compute dtype, into ``folder``. A collective; rank 0 (``is_writer``) writes.
+# Beside weights, in a folder of Hugging Face's: configuration, tokenizer, chat template, code of the model's own.
+BESIDE_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".py")
 
-    The model's ``config`` (a Hugging Face configuration) is saved beside them where it has one.
+
+def export(
+    whole: Whole,
+    model: nn.Module,
+    folder: Path,
+    beside: Path | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write the model's weights, in the compute dtype, into ``folder``. A collective; rank 0 writes.
+
+    Configuration and tokenizer in the folder ``beside`` are copied; what the model itself knows of its configuration
+    (a Hugging Face model's ``config`` and ``generation_config``) replaces them.
 
     Raises:
         PartitaError: the folder cannot be written.
     """
-    writer = WeightsWriter(folder, file_bytes) if is_writer else None
+    writer = WeightsWriter(folder, file_bytes) if whole.is_first else None
     for member, weight in whole.weights(master=False):
         if writer is not None:
             writer.add(member.fqn, weight)
     if writer is not None:
         for name, buffer in persistent_buffers(model):
             writer.add(name, buffer)
-        writer.finish(getattr(model, "config", None))
+        writer.finish(beside, [getattr(model, "config", None), getattr(model, "generation_config", None)])
     whole.raise_together(writer.problem if writer is not None else None)
 
 
@@ -80,14 +92,22 @@ class WeightsWriter:
         self._total += self._bytes()
         self._pending = {}
 
-    def finish(self, config: Any) -> None:
-        """Write what is left and the model's ``config``, and give the files their names."""
+    def finish(self, beside: Path | None = None, configs: Sequence[Any] = ()) -> None:
+        """Write what is left and what stands beside weights, and give the files their names."""
         self._flush()
         if self.problem is None:
             with self._noting("write into"):
                 self._name_files()
-                if hasattr(config, "save_pretrained"):
-                    config.save_pretrained(self._folder)
+                if beside is not None:
+                    self._copy(beside)
+                for config in configs:
+                    if hasattr(config, "save_pretrained"):
+                        config.save_pretrained(self._folder)
+
+    def _copy(self, beside: Path) -> None:
+        for path in beside.iterdir():
+            if path.suffix in BESIDE_SUFFIXES and path.is_file() and ".safetensors" not in path.name:
+                shutil.copy(path, self._folder)
 
     def _name_files(self) -> None:
         """One file, or numbered ones with an index."""

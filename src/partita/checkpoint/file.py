@@ -44,6 +44,11 @@ class Value:
     value: Any = None
 
 
+def most_elements(dtype: torch.dtype) -> int:
+    """Of a box that is one record."""
+    return max(1, MOST_BYTES // dtype.itemsize)
+
+
 @dataclass(frozen=True)
 class Record:
     """A value's place in a file: ``num_bytes`` from ``offset``, of which the values begin after ``head_bytes``."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from partita.checkpoint.beside import Beside
-from partita.checkpoint.content import DATA, MODEL, SCALAR, STATE, Content, Stretch, blocks_of, stretch_of
+from partita.checkpoint.content import DATA, MODEL, STATE, Content, blocks_of
 from partita.checkpoint.folder import chosen
 from partita.checkpoint.names import Names
 from partita.checkpoint.reading import Reading
@@ -31,6 +31,7 @@ from partita.plan.box import Box
 from partita.plan.residence import SPLIT, Tier
 from partita.plan.span import Span
 from partita.plan.steps import steps
+from partita.sharding.stretch import SCALAR, Stretch, stretch_of
 from partita.sharding.unit import Member, Segment, Unit
 
 MOST_NAMED = 5
@@ -189,7 +190,7 @@ class Loader:
     def _target(self, key: str, stretch: Stretch, **where: Any) -> _Target:
         parts = (
             (chunk, box, place)
-            for box, place in stretch.boxes(1)
+            for box, place in stretch.boxes()
             for chunk in self._stored.tensors[key].chunks
             if chunk.box is not None and box.meet(chunk.box) is not None
         )

@@ -3,7 +3,6 @@
 No process group, and never more than one tensor in memory.
 """
 
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -67,7 +66,7 @@ def export_weights(stored: Stored, folder: Path, dtype: torch.dtype | None, conf
 
     Args:
         dtype: of floating-point tensors; None: as they are stored.
-        config: a folder whose ``*.json`` files and tokenizer are copied, as ``from_pretrained`` looks for them.
+        config: a folder whose configuration and tokenizer are copied, as ``from_pretrained`` looks for them.
 
     Raises:
         PartitaError: the folder cannot be written, or the checkpoint is damaged.
@@ -79,13 +78,9 @@ def export_weights(stored: Stored, folder: Path, dtype: torch.dtype | None, conf
             value = stored.value(key)
             writer.add(name, value.to(dtype) if dtype is not None and value.is_floating_point() else value)
             num += 1
-    writer.finish(None)
+    writer.finish(config)
     if writer.problem is not None:
         raise PartitaError(writer.problem)
-    if config is not None:
-        for path in config.iterdir():
-            if path.suffix in (".json", ".model", ".txt") and "safetensors" not in path.name:
-                shutil.copy(path, folder)
     return num
 
 

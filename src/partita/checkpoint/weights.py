@@ -1,4 +1,4 @@
-"""Weights read from safetensors files, tensor by tensor."""
+"""Weights read from safetensors files, tensor by tensor, or piece by piece."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,10 +8,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from partita.errors import PartitaError
+from partita.plan.box import Box
 
 
 class Weights:
-    """The tensors of a safetensors file, or of a folder of them.
+    """The tensors of a safetensors file, or of a ``folder`` of them.
 
     Raises:
         PartitaError: there is no such file or folder, or no safetensors file in it, or one is damaged.
@@ -19,7 +20,7 @@ class Weights:
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
-        self.title = f"weights '{path}'"
+        self.title, self.folder = f"weights '{path}'", path if path.is_dir() else None
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files or not all(file.is_file() for file in files):
             raise PartitaError(f"weights: '{path}' is no safetensors file and no folder that holds any")
@@ -32,9 +33,14 @@ class Weights:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._found[name][1]
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """A tensor, or the piece of it that ``box`` says; nothing else of the file is touched."""
         with safe_open(self._found[name][0], framework="pt") as opened:
-            tensor = opened.get_tensor(name)
+            if box is None or not box.sizes:
+                tensor = opened.get_tensor(name)
+            else:
+                places = (slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
+                tensor = opened.get_slice(name)[tuple(places)]
         assert isinstance(tensor, torch.Tensor)
         return tensor
 

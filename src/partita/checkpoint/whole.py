@@ -30,6 +30,7 @@ class Whole:
         self._collectives: Collectives = runtime.collectives
         self._row = self._collectives.mesh.index(DATA)
         self.num_gathered = 0  # blocks of gathered that are open
+        self.is_first = runtime.collectives.mesh.rank == 0
         self._named = {fqn: member for _, member in runtime.members() for fqn in member.holding.fqns}
 
     def member(self, name: str) -> Member:
@@ -203,10 +204,10 @@ class Whole:
         """The model's state dict with master weights, whole, on the host of rank 0; empty on the others."""
         values: dict[str, Tensor] = {}
         for member, weight in self.weights(master=True):
-            if self._collectives.mesh.rank == 0:
+            if self.is_first:
                 whole = weight.detach().cpu().clone().contiguous()
                 values.update((fqn, whole) for fqn in member.holding.fqns)
-        if self._collectives.mesh.rank:
+        if not self.is_first:
             return {}
         ordered = {}
         for name, buffer in persistent_buffers(self._runtime.model):

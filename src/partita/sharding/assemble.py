@@ -21,6 +21,7 @@ from partita.errors import ConfigError
 from partita.estimate.memory import ADAM_MOMENTS
 from partita.estimate.placement import Budget, Placing, chosen_tiers
 from partita.memory.tiers import StateMemory
+from partita.plan.box import Box
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import BF16, ENCODINGS, FP32, INT8, SPLIT, Encoding
@@ -30,6 +31,7 @@ from partita.sharding.casts import keep_fp32_modules
 from partita.sharding.dtypes import encoding_of
 from partita.sharding.group_units import Holding, find_holdings, group_units
 from partita.sharding.initialize import initialize_module
+from partita.sharding.stretch import stretch_of
 from partita.sharding.unit import Segment, Unit, check_supported
 
 DATA = ("data",)
@@ -125,7 +127,7 @@ def _encoding(holding: Holding, compute: Encoding, kept: set[int]) -> Encoding:
 
 
 class Source(Protocol):
-    """Where values come from instead of the model: whole tensors by name."""
+    """Where values come from instead of the model, by name."""
 
     title: str
 
@@ -134,14 +136,16 @@ class Source(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def read(self, name: str) -> Tensor: ...
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """A tensor, or the piece of it that ``box`` says."""
 
 
 class Assembly:
     """Fills units with the model's values, one after the other.
 
-    Where there is a ``source``, it brings the values of parameters and buffers by any of their names; they are read on
-    rank 0 only. What it lacks keeps the model's own values.
+    Where there is a ``source``, it brings the values of parameters and buffers by any of their names. Of a unit that
+    rests sharded, and all of which it has, every rank reads its own part; of others, rank 0 reads the whole. What it
+    lacks keeps the model's own values.
 
     Raises:
         ConfigError: a tensor of the source has another shape, or none is the model's.
@@ -181,21 +185,29 @@ class Assembly:
         return self._source is not None and self._source.find(names) is not None
 
     def fill(self, unit: Unit) -> None:
-        """Move a unit's values into its buffers, the same on every rank, and keep what rests; the unit is left
-        whole.
+        """Move a unit's values into what rests, the same on every rank. Where it does not travel, it is left whole.
 
         Raises:
             Exception: on every rank, where any rank fails.
         """
+        in_parts = self._comes_in_parts(unit)
         with together(self._collectives, DATA):
             self._fill_alone(unit)
-        self._collectives.broadcast([segment.full for segment in unit.segments], DATA, "start")
+            if self._source is not None and not in_parts and self._collectives.mesh.rank == 0:
+                self._read_whole(unit, self._source)
+        if not in_parts:
+            self._collectives.broadcast([segment.full for segment in unit.segments], DATA, "start")
         with together(self._collectives, DATA):
             for segment in unit.segments:
-                segment.cut_rest(self._memory)
+                segment.keep_rest(self._memory, self._read_part(unit, segment) if in_parts else None)
+
+    def _comes_in_parts(self, unit: Unit) -> bool:
+        """Whether each rank can read what it keeps, and nothing else."""
+        has_all = all(self._has(*member.holding.fqns) for member in unit.members)
+        return has_all and unit.travels and all(segment.keeps_one_part for segment in unit.segments)
 
     def _fill_alone(self, unit: Unit) -> None:
-        """Bring this rank's values into a unit's buffers."""
+        """Bring the model's own values into a unit's buffers."""
         fresh = [member for member in unit.members if member.param.is_meta and not self._has(*member.holding.fqns)]
         for member in unit.members:
             unit.adopt(member)
@@ -204,11 +216,26 @@ class Assembly:
         for key, owner in reversed(owners.items()):  # parents last: they may set what is inside them anew
             if key in needed or self._needs_buffers(owner):
                 initialize_module(self._model, owner, self._paths[key], self._device)
-        if self._source is not None and self._collectives.mesh.rank == 0:
-            for member in unit.members:
-                if (name := self._source.find(member.holding.fqns)) is not None:
-                    with torch.no_grad():
-                        member.param.copy_(self._source.read(name))
+
+    def _read_whole(self, unit: Unit, source: Source) -> None:
+        for member in unit.members:
+            if (name := source.find(member.holding.fqns)) is not None:
+                with torch.no_grad():
+                    member.param.copy_(source.read(name))
+
+    def _read_part(self, unit: Unit, segment: Segment) -> Tensor:
+        """What this rank keeps of a segment."""
+        assert self._source is not None
+        values = torch.zeros(segment.layout.part_elements, dtype=segment.dtype)
+        members = {member.fqn: member for member in unit.members}
+        for span in segment.layout.part(self._collectives.mesh.index(DATA)):
+            member = members[span.fqn]
+            name = self._source.find(member.holding.fqns)
+            assert name is not None
+            flat, stretch = values[span.offset :][: span.num_elements], stretch_of(member, span.start, span.stop)
+            for box, place in stretch.boxes():
+                stretch.shaped(flat[place], box).copy_(self._source.read(name, box))
+        return values
 
     def fill_buffers(self) -> None:
         """Move the model's buffers to the device; every rank gets rank 0's values.

@@ -121,10 +121,20 @@ class Segment:
         num = self.mesh.group_size(residence.shard_axes)
         return whole.view(num, -1)[self.mesh.group_index(self._rank, residence.shard_axes)]
 
-    def cut_rest(self, memory: StateMemory) -> None:
-        """Take what rests out of a freshly filled ``full``, and the master weights where the segment trains."""
+    @property
+    def keeps_one_part(self) -> bool:
+        """Whether all that rests of it is one of the layout's parts."""
+        group_size = self.mesh.group_size(self.plan.param_rest.shard_axes)
+        return group_size == self.layout.num_parts and not self.planned.has_second(self.mesh)
+
+    def keep_rest(self, memory: StateMemory, part: Tensor | None = None) -> None:
+        """Have what rests, and the master weights where the segment trains: out of a freshly filled ``full``, or from
+        the one ``part`` that rests.
+        """
         row = self.plan
-        if steps(row.param_rest, row.param_compute, self.mesh):
+        if part is not None:
+            self.rest = memory.keep_values("parameters", part, self.dtype, row.param_rest.tier)
+        elif steps(row.param_rest, row.param_compute, self.mesh):
             self.rest = self._keep_part(row.param_rest, memory)
         else:
             self.rest = memory.adopt("parameters", self.full)

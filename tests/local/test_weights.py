@@ -1,0 +1,79 @@
+"""Weights from safetensors files: every rank reads what it keeps, and nothing else."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import partita
+from partita.checkpoint.weights import Weights
+from partita.plan.box import Box
+from partita.plan.span import QUANTUM
+from tests.local import pool
+from tests.local.training import whole_weights
+
+OFFLOADS = ({}, {"parameters": "host"}, {"parameters": "disk", "optimizer": "disk"})
+
+
+class Shapes(nn.Module):
+    """Parameters of all dimensions, one of them not row-major, one of a few elements, one of none, and a tied one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(()))
+        self.none = nn.Parameter(torch.randn(0, 3))
+        self.cube = nn.Parameter(torch.randn(53, 7, 3))
+        self.table = nn.Embedding(313, 9)
+        self.head = nn.Linear(9, 313)
+        self.head.weight = self.table.weight
+        self.convolution = nn.Conv2d(6, 10, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.norm = nn.BatchNorm2d(10)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of elements that this rank reads from now on."""
+    numbers, read = list[int](), Weights.read
+
+    def count(self: Weights, name: str, box: Box | None = None) -> Tensor:
+        tensor = read(self, name, box)
+        numbers.append(tensor.numel())
+        return tensor
+
+    monkeypatch.setattr(Weights, "read", count)
+    return numbers
+
+
+def in_parts(file: Path, offload: dict[str, str], meta: bool) -> tuple[int, int]:
+    """Returns how many elements this rank read, and how many of them are of buffers."""
+    saved = load_file(file)
+    with torch.device("meta" if meta else "cpu"):
+        model = Shapes()
+    with pytest.MonkeyPatch.context() as patch:
+        numbers = counted(patch)
+        engine = partita.initialize(model, {"zero": {"stage": 3, "offload": offload}}, weights=file)
+    with engine:
+        for name, value in whole_weights(engine).items():
+            assert torch.equal(value, saved[name]), name
+        assert all(torch.equal(value, saved[name]) for name, value in model.named_buffers())
+    return sum(numbers), sum(buffer.numel() for buffer in model.buffers())
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    torch.manual_seed(torch.seed())
+    weights = Shapes().state_dict()
+    del weights["head.weight"]
+    save_file({name: value.contiguous() for name, value in weights.items()}, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("meta", [False, True], ids=["real", "meta"])
+@pytest.mark.parametrize("offload", OFFLOADS, ids=["device", "host", "disk"])
+def test_each_rank_reads_its_part(world: int, meta: bool, offload: dict[str, str], file: Path) -> None:
+    read = pool.run(world, in_parts, file, offload, meta)
+    num_elements = sum(param.numel() for param in Shapes().parameters())
+    assert sum(of_rank - buffers for of_rank, buffers in read) == num_elements
+    assert max(of_rank - buffers for of_rank, buffers in read) < num_elements / world + 8 * QUANTUM

@@ -43,14 +43,26 @@ def start_torchrun(job: Path, *arguments: str) -> subprocess.Popen[str]:
     return _start(job, [sys.executable, "-m", *torchrun.split(), str(job), *arguments])
 
 
-def _start(job: Path, command: list[str]) -> subprocess.Popen[str]:
+def start_node(job: Path, port: int, *arguments: str) -> subprocess.Popen[str]:
+    """One of one or two nodes, with a process each, that may come and go; they meet in the store at ``port``.
+
+    (torch 2.13 keeps a store from round to round that a node which joins later never learns of, unless told not to.)
+    """
+    conf = "last_call_timeout=2,is_host=0"
+    settings = f"--nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-conf {conf}"
+    torchrun = f"torch.distributed.run {settings} --rdzv-endpoint localhost:{port} -m partita.cli.main train"
+    command = [sys.executable, "-m", *torchrun.split(), str(job), *arguments]
+    return _start(job, command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+
+
+def _start(job: Path, command: list[str], **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env=os.environ | {"PYTHONPATH": str(SOURCES), "TMPDIR": str(job.parent)},
+        env=os.environ | {"PYTHONPATH": str(SOURCES), "TMPDIR": str(job.parent)} | variables,
     )
 
 

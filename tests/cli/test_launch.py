@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from safetensors.torch import load_file
+from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from partita.checkpoint.folder import complete
@@ -18,7 +20,7 @@ from partita.cli.launch import _show_failure, _variables
 from partita.errors import PartitaError
 from partita.observe.metrics import METRICS_FILE, read_metrics
 from partita.train.job import Job
-from tests.cli.processes import finish, start, start_torchrun, wait_for, workers_of, write_job
+from tests.cli.processes import finish, start, start_node, start_torchrun, wait_for, workers_of, write_job
 
 ENDLESS = ("--set", "train.steps=1000000", "--set", "train.eval_every=1000000")
 
@@ -94,15 +96,38 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_later(tmp_path: Path) -> N
 
 def test_torchrun_starts_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
     job = write_job(tmp_path)
-    process = start_torchrun(job, "--set", "train.steps=600", *saving(tmp_path))
+    process = start_torchrun(job, "--set", "train.steps=200", *saving(tmp_path))
     wait_for(lambda: complete(tmp_path / "saved") or process.poll() is not None, "the first checkpoint")
     os.kill(workers_of(job)[1], signal.SIGKILL)
     code, out, error = finish(process)
     assert code == 0, error
     assert "restored model, optimizer, scheduler and random states of step " in out
     train, _ = read_metrics(tmp_path / "out" / METRICS_FILE)
-    assert [row.step for row in train] == list(range(5, 601, 5))
-    assert max(complete(tmp_path / "saved")) == 600
+    assert [row.step for row in train] == list(range(5, 201, 5))
+    assert max(complete(tmp_path / "saved")) == 200
+
+
+def test_nodes_come_and_go(tmp_path: Path) -> None:
+    """Each time the run goes on from its newest checkpoint, on as many ranks as there are then."""
+    job, store = write_job(tmp_path), TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    arguments = ("--set", "train.steps=100000", *saving(tmp_path))
+    stays = start_node(job, store.port, *arguments)
+    wait_for(lambda: complete(tmp_path / "saved") or stays.poll() is not None, "the first checkpoint")
+    comes = start_node(job, store.port, *arguments)
+    wait_for(lambda: len(workers_of(job)) == 2 or comes.poll() is not None, "the second node")
+    both = max(complete(tmp_path / "saved"))
+    wait_for(lambda: max(complete(tmp_path / "saved")) > both + 20, "a checkpoint of two ranks")
+    os.killpg(comes.pid, signal.SIGKILL)
+    os.kill(workers_of(job)[1], signal.SIGKILL)
+    comes.communicate()
+    wait_for(lambda: len(workers_of(job)) == 1, "the end of the second node")
+    alone = max(complete(tmp_path / "saved"))
+    wait_for(lambda: max(complete(tmp_path / "saved")) > alone + 20, "a checkpoint of one rank again")
+    stays.send_signal(signal.SIGTERM)
+    _, out, error = finish(stays)
+    sizes = re.findall(r"^mesh: (\d) ranks", error, re.MULTILINE)
+    assert sizes == ["1", "2", "1"], error
+    assert out.count("restored model, optimizer, scheduler and random states of step ") == 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends orphans on Linux only")

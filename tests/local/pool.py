@@ -20,7 +20,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import tempfile
 import time
 import warnings
@@ -30,6 +29,8 @@ from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
+
+from torch.distributed import TCPStore
 
 from tests.local import worker
 
@@ -101,7 +102,8 @@ def run(world: int, fn: Callable[..., T], *args: Any, timeout: float = 60, with_
     """Call `fn(*args)` on `world` ranks; returns the results in rank order.
 
     `fn` is a function at the top level of an importable module. RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT are set for it. With `with_group` it finds a default gloo process group; without, none.
+    MASTER_ADDR and MASTER_PORT are set for it, as by torchrun, whose agent holds the store. With `with_group` it finds
+    a default gloo process group; without, none.
     `timeout` is in seconds.
 
     Raises what the first rank to fail raised, with each failed rank's traceback in its notes; `WorkerError` where a
@@ -110,10 +112,10 @@ def run(world: int, fn: Callable[..., T], *args: Any, timeout: float = 60, with_
     task = pickle.dumps((fn, args))
     _pool.grow(world)
     workers = _pool.workers[:world]
-    port = _free_port()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a free port could be taken meanwhile
     try:
         for rank, member in enumerate(workers):
-            job = worker.Job(task, rank, world, port, timeout, with_group, list(warnings.filters))
+            job = worker.Job(task, rank, world, store.port, timeout, with_group, list(warnings.filters))
             member.pipe.send_bytes(pickle.dumps(job))
         results, failures, busy = _collect(workers, timeout)
         for rank in results if not busy else ():
@@ -215,13 +217,6 @@ def _raise_stuck(failures: list[Failure], stacks: dict[int, str], timeout: float
 
 def _summary(failure: Failure) -> str:
     return f"{type(failure.error).__name__}: {failure.error}"
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 atexit.register(close)

@@ -113,6 +113,7 @@ def _set_environment(job: Job) -> None:
         LOCAL_WORLD_SIZE=str(job.world),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(job.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
     )
 
 

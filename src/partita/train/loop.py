@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from partita.checkpoint.folder import complete
-from partita.config.resolve import describe, resolve
+from partita.config.resolve import resolve
 from partita.engine import Engine
 from partita.errors import PartitaError
 from partita.observe.metrics import METRICS_FILE, HeldOutRow, MetricsWriter, TrainRow, read_metrics
@@ -70,11 +70,10 @@ class _Run:
     def __init__(self, job: Job, ready: ReadyModel, corpus: Corpus, engine: Engine, console: Console) -> None:
         self._job, self._ready, self._engine = job, ready, engine
         device = engine.mesh.device
-        self._resolved = resolve(job.engine, engine.mesh.num_ranks, device.type)
         self._batches = Batches(
             corpus,
             job.data,
-            self._resolved.batch,
+            resolve(job.engine, engine.mesh.num_ranks, device.type).batch,
             engine.mesh.coordinate("data"),
             engine.mesh.size("data"),
             device,
@@ -204,7 +203,6 @@ class _Run:
             f"{num_parameters / 1e6:.2f}M parameters, {len(corpus.train) / 1e6:.2f}M {token}s to train on and "
             f"{len(corpus.held_out) / 1e6:.2f}M held out, {job.train.steps} steps of {self._batches.tokens_per_step:,}"
         )
-        self._progress.say(describe(self._resolved))
         if self._writer is not None and not self._writer.has_tensorboard:
             self._progress.say("TensorBoard is not installed: no event files")
 

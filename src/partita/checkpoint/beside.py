@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from partita.checkpoint.content import MODEL, OPTIMIZER
-from partita.checkpoint.file import Value, most_elements
+from partita.checkpoint.layout import Value, most_elements
 from partita.checkpoint.stored import Stored, narrowed
 from partita.checkpoint.whole import persistent_buffers
 from partita.comm.mesh import Mesh
@@ -56,11 +56,11 @@ class Beside:
         return values
 
     def tensors(self) -> Iterator[Tensor]:
-        """The values of the buffers' boxes, contiguous."""
+        """The values of the buffers' boxes, flat."""
         if self.mesh.rank == 0:
             for _, buffer in persistent_buffers(self.model):
                 for box, _ in _all_of(buffer).boxes(most_elements(buffer.dtype)):
-                    yield narrowed(buffer.detach(), box).contiguous()
+                    yield narrowed(buffer.detach(), box).contiguous().view(-1)
 
     def restore(self, stored: Stored, *, strict: bool) -> list[str]:
         """Take back all but buffers; returns the keys that are not there.

@@ -7,7 +7,7 @@ those of torch.distributed.checkpoint for a nested state dict: ``model.<paramete
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -15,7 +15,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from partita.checkpoint.file import Value, most_elements
+from partita.checkpoint.layout import Value, most_elements
 from partita.errors import PartitaError
 from partita.kernels.quantize import join
 from partita.kernels.state import num_blocks
@@ -50,6 +50,35 @@ class _Piece:
     place: slice = field(default_factory=lambda: slice(0, 1))
     flat: Callable[[Tensor], Tensor] = lambda weights: weights
 
+    def of(self, weights: Tensor) -> Tensor:
+        """The box's values, flat, in the order of its own coordinates; a view where they lie so in memory."""
+        assert self.value.box is not None
+        flat = self.flat(weights)[self.place]
+        if not self.stretch.is_row_major:
+            flat = self.stretch.shaped(flat, self.value.box).contiguous().view(-1)
+        return flat.to(self.value.dtype)
+
+
+@dataclass
+class Stock:
+    """What is saved of one segment, as long as ``seen`` (what its states are, and where in memory) is the same.
+
+    ``views``: the boxes' values, where they lie in memory as they are saved.
+    """
+
+    segment: Segment
+    seen: object
+    pieces: list[_Piece]
+    views: list[Tensor] | None = None
+
+    @property
+    def boxes(self) -> list[Value]:
+        return [piece.value for piece in self.pieces if piece.value.box is not None]
+
+    @property
+    def others(self) -> list[Value]:
+        return [piece.value for piece in self.pieces if piece.value.box is None]
+
 
 class Content:
     """The model states of a running engine, segment by segment."""
@@ -57,7 +86,7 @@ class Content:
     def __init__(self, runtime: Runtime, updater: Updater) -> None:
         self.runtime, self.updater = runtime, updater
         self._index = runtime.collectives.mesh.index(DATA)
-        self._known = dict[int, tuple[object, list[_Piece]]]()
+        self._stocks = dict[int, Stock]()
 
     @property
     def segments(self) -> Iterator[tuple[Unit, Segment]]:
@@ -75,31 +104,36 @@ class Content:
 
     # ------------------------------------------------------------------- saving
 
-    def values(self) -> tuple[list[Value], list[Value]]:
-        """What this rank saves of the states: boxes, in the order of :meth:`tensors`, and other values."""
-        every = [piece.value for unit, segment in self.segments for piece in self._pieces(unit, segment)]
-        return [value for value in every if value.box is not None], [value for value in every if value.box is None]
+    def stocks(self) -> list[Stock]:
+        """What this rank saves of the states: of each segment, what it did last time, where nothing has changed."""
+        return [self._stock(unit, segment) for unit, segment in self.segments]
 
-    def tensors(self) -> Iterator[Tensor]:
-        """The values of all boxes, contiguous; each is valid until the next one is asked for."""
-        for unit, segment in self.segments:
-            with self._lent(segment) as weights:
-                for piece in self._pieces(unit, segment):
-                    if piece.value.box is not None:
-                        flat = piece.flat(weights)[piece.place]
-                        if not piece.stretch.is_row_major:
-                            flat = piece.stretch.shaped(flat, piece.value.box).contiguous()
-                        yield flat.to(piece.value.dtype)
+    def forget(self) -> None:
+        """States are about to be replaced: keep none of them alive."""
+        self._stocks.clear()
 
-    def _pieces(self, unit: Unit, segment: Segment) -> list[_Piece]:
-        """What is saved of a segment. It changes with what the optimizer keeps, and seldom."""
+    def batches(self, stocks: Sequence[Stock]) -> Iterator[list[Tensor]]:
+        """The values of all boxes, flat: of a segment each time, and valid until the next."""
+        for stock in stocks:
+            if stock.views is None:
+                with self._lent(stock.segment) as weights:
+                    yield [piece.of(weights) for piece in stock.pieces if piece.value.box is not None]
+            else:
+                yield stock.views
+
+    def _stock(self, unit: Unit, segment: Segment) -> Stock:
         views, states = self.updater.views.of_segment(segment), self.updater.optimizer.state
-        plain = any(not isinstance(value, Tensor) for view in views for value in states.get(view.tensor, {}).values())
-        kept = segment.trains, [(*states.get(view.tensor, ()),) for view in views]
-        known = self._known.get(id(segment))
-        if known is None or known[0] != kept or plain:
-            known = self._known[id(segment)] = kept, list(self._new_pieces(unit, segment))
-        return known[1]
+        kept = [pair for view in views for pair in states.get(view.tensor, {}).items()]
+        seen = (
+            segment.trains,
+            [(key, state.data_ptr() if isinstance(state, Tensor) else id(state)) for key, state in kept],
+        )
+        known = self._stocks.get(id(segment))
+        if known is None or known.seen != seen:
+            known = self._stocks[id(segment)] = Stock(segment, seen, list(self._new_pieces(unit, segment)))
+            if _stays_in_memory(segment) and all(piece.stretch.is_row_major for piece in known.pieces):
+                known.views = next(self.batches([known]))
+        return known
 
     def _new_pieces(self, unit: Unit, segment: Segment) -> Iterator[_Piece]:
         members = {member.fqn: member for member in unit.members if member.segment is segment}
@@ -188,6 +222,13 @@ class Content:
         if values.numel() == segment.layout.part_elements:
             return values
         return values.view(segment.layout.num_parts, -1)[self._index]
+
+
+def _stays_in_memory(segment: Segment) -> bool:
+    """Whether all of a segment's states have their place there, and none has to be put together."""
+    plan = segment.plan
+    on_disk = Tier.DISK in (plan.param_rest.tier, plan.master.tier, plan.moments.tier)
+    return not on_disk and plan.master.encoding != SPLIT
 
 
 def _cut(key: str, dtype: torch.dtype, stretch: Stretch, flat: Callable[[Tensor], Tensor]) -> Iterator[_Piece]:

@@ -7,114 +7,25 @@ page cache (O_DIRECT), which would copy them once more.
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
 
-from partita.checkpoint.record import ALIGNMENT, frame_of, object_bytes
+from partita.checkpoint.layout import FileLayout, Placing, Record
 from partita.checkpoint.system import explained
 from partita.memory.allocate import allocate_host
 from partita.memory.disk import ALIGNMENT as PAGE_BYTES
 from partita.memory.streams import Event, finish
 from partita.memory.workers import Workers
-from partita.plan.box import Box
 
 BLOCK_BYTES = 8 * 2**20
-# Of a record: it is read and checked whole, so that no more memory than that is needed for it.
-MOST_BYTES = 32 * 2**20
 NUM_BLOCKS, NUM_THREADS = 6, 4
 # For values that need more room in a later checkpoint.
 SPARE_BYTES = 2**20
-
-
-@dataclass(frozen=True)
-class Value:
-    """What one record holds: a ``box`` of the global tensor called ``key``, or (without a box) any ``value``."""
-
-    key: str
-    shape: tuple[int, ...] = ()
-    dtype: torch.dtype = torch.uint8
-    box: Box | None = None
-    value: Any = None
-
-
-def most_elements(dtype: torch.dtype) -> int:
-    """Of a box that is one record."""
-    return max(1, MOST_BYTES // dtype.itemsize)
-
-
-@dataclass(frozen=True)
-class Record:
-    """A value's place in a file: ``num_bytes`` from ``offset``, of which the values begin after ``head_bytes``."""
-
-    value: Value
-    offset: int
-    num_bytes: int
-    head_bytes: int
-
-
-class Placing:
-    """Where the values of boxes are in a file, one after the other from its beginning. The same as long as they are."""
-
-    def __init__(self, values: Sequence[Value]) -> None:
-        self.values, self.records, self.num_bytes = list(values), list[Record](), 0
-        for value in values:
-            assert value.box is not None
-            frame = frame_of(value.dtype, value.box.sizes)
-            num_bytes = len(frame.head) + value.box.num_elements * value.dtype.itemsize + len(frame.tail)
-            self.records.append(Record(value, _aligned(self.num_bytes), num_bytes, len(frame.head)))
-            self.num_bytes = self.records[-1].offset + num_bytes
-
-
-class FileLayout:
-    """A whole file: boxes, and after them any other values."""
-
-    def __init__(self, placing: Placing, others: Sequence[Value]) -> None:
-        self.placing, self.num_bytes = placing, placing.num_bytes
-        self._contents = [object_bytes(value.value) for value in others]
-        self._others = list[Record]()
-        for value, content in zip(others, self._contents, strict=True):
-            self._others.append(Record(value, _aligned(self.num_bytes), len(content), 0))
-            self.num_bytes = self._others[-1].offset + len(content)
-
-    @property
-    def records(self) -> list[Record]:
-        return self.placing.records + self._others
-
-    def parts(self, tensors: Iterator[Tensor], *, framed: bool = False) -> Iterator[tuple[int, Tensor]]:
-        """(offset, bytes) of everything in the file, in order.
-
-        Args:
-            tensors: the values of each box, contiguous, in their order.
-            framed: what stands around them is there.
-        """
-        for record, tensor in zip(self.placing.records, tensors, strict=True):
-            values = tensor.view(-1).view(torch.uint8)
-            if framed:
-                yield record.offset + record.head_bytes, values
-                continue
-            assert record.value.box is not None
-            frame = frame_of(record.value.dtype, record.value.box.sizes)
-            assert values.numel() == record.num_bytes - len(frame.head) - len(frame.tail), record
-            yield record.offset, _bytes(frame.head)
-            yield record.offset + record.head_bytes, values
-            yield record.offset + record.num_bytes - len(frame.tail), _bytes(frame.tail)
-        for record, content in zip(self._others, self._contents, strict=True):
-            yield record.offset, _bytes(content)
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT
-
-
-def _bytes(content: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 class Snapshots:
@@ -123,24 +34,49 @@ class Snapshots:
     def __init__(self, device: torch.device) -> None:
         self._device, self._memory = device, torch.empty(0, dtype=torch.uint8)
         self._placing: Placing | None = None  # what stands around the values in the memory
+        self._places = list[Tensor]()  # where the values are
 
     @property
     def num_bytes(self) -> int:
         return self._memory.numel()
 
-    def take(self, layout: FileLayout, tensors: Iterator[Tensor]) -> Tensor:
-        """The file's bytes. They are the caller's until the next one is taken."""
+    def take(self, layout: FileLayout, batches: Iterable[list[Tensor]]) -> Tensor:
+        """The file's bytes. They are the caller's until the next one is taken.
+
+        Args:
+            batches: the values of each box, flat, some at a time.
+        """
         if self._memory.numel() < layout.num_bytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # given back before more is asked for
+            self._memory, self._places = torch.empty(0, dtype=torch.uint8), []  # given back before more is asked for
             self._memory = allocate_host(layout.num_bytes + SPARE_BYTES, torch.uint8, self._device)
             self._placing = None
         memory = self._memory[: layout.num_bytes]
-        framed, self._placing = layout.placing is self._placing, None
-        for offset, values in layout.parts(tensors, framed=framed):
-            memory[offset : offset + values.numel()].copy_(values, non_blocking=True)
+        if layout.placing is not self._placing:
+            self._placing, self._places = None, [_place(memory, record) for record in layout.placing.records]
+            _put(memory, layout.around())
+        num_copied = 0
+        for tensors in filter(None, batches):
+            places = self._places[num_copied : num_copied + len(tensors)]
+            torch._foreach_copy_(places, tensors, non_blocking=True)
+            num_copied += len(tensors)
+        assert num_copied == len(self._places), f"{num_copied} values for {len(self._places)} places"
+        _put(memory, layout.others())
         finish(self._device)
         self._placing = layout.placing
         return memory
+
+
+def _place(memory: Tensor, record: Record) -> Tensor:
+    """The values of a box in the file's bytes."""
+    assert record.value.box is not None
+    begin = record.offset + record.head_bytes
+    num_bytes = record.value.box.num_elements * record.value.dtype.itemsize
+    return memory[begin : begin + num_bytes].view(record.value.dtype)
+
+
+def _put(memory: Tensor, parts: Iterable[tuple[int, Tensor]]) -> None:
+    for offset, content in parts:
+        memory[offset : offset + content.numel()] = content
 
 
 def write_snapshot(path: Path, layout: FileLayout, memory: Tensor) -> list[str]:

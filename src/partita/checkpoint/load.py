@@ -113,6 +113,7 @@ class Loader:
             PartitaError: on all ranks: there is no complete checkpoint, a file of it is damaged, or (with ``strict``)
                 it has other names or shapes.
         """
+        self._content.forget()
         with together(self._collectives, DATA):
             self._stored = open_stored(chosen(self._folder))
             members = [member for _, member in self._runtime.members()]

@@ -20,8 +20,9 @@ from typing import Any
 
 from partita.checkpoint.beside import Beside
 from partita.checkpoint.content import DATA, Content
-from partita.checkpoint.file import FileLayout, Placing, Snapshots, checksum, stream_file, write_snapshot
+from partita.checkpoint.file import Snapshots, checksum, stream_file, write_snapshot
 from partita.checkpoint.folder import publish, start_partial
+from partita.checkpoint.layout import FileLayout, Placing
 from partita.checkpoint.stored import (
     MANIFEST,
     METADATA,
@@ -77,19 +78,21 @@ class Saver:
         self.wait()
         partial = order.folder / f".step-{order.step}.partial"
         with together(self._collectives, DATA):
-            boxes, others = self._content.values()
-            boxes += self._beside.boxes()
+            stocks = self._content.stocks()
+            boxes = [box for stock in stocks for box in stock.boxes] + self._beside.boxes()
+            others = [value for stock in stocks for value in stock.others]
             if self._placing is None or self._placing.values != boxes:
                 self._placing = Placing(boxes)
             layout = FileLayout(self._placing, others + self._beside.values())
             if self._rank == 0:
                 start_partial(order.folder, order.step)
-        tensors = itertools.chain(self._content.tensors(), self._beside.tensors())
+        batches = itertools.chain(self._content.batches(stocks), [list(self._beside.tensors())])
         if order.background and not self._on_disk and self._have_room(layout.num_bytes):
             with together(self._collectives, DATA):
-                memory = self._snapshots.take(layout, tensors)
+                memory = self._snapshots.take(layout, batches)
             self._start(lambda: self._write(order, partial, layout, lambda path: write_snapshot(path, layout, memory)))
         else:
+            tensors = itertools.chain.from_iterable(batches)
             with together(self._collectives, DATA):
                 self._write_own(partial, layout, lambda path: stream_file(path, layout, tensors, self._device))
             with together(self._collectives, DATA):

@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from partita.checkpoint.file import Record, checksum
+from partita.checkpoint.file import checksum
+from partita.checkpoint.layout import Record
 from partita.checkpoint.record import read_object, read_tensor
 from partita.checkpoint.system import read_range, read_small
 from partita.errors import PartitaError

@@ -22,8 +22,9 @@ from partita.memory.disk import ALIGNMENT as PAGE_BYTES
 from partita.memory.streams import Event, finish
 from partita.memory.workers import Workers
 
-BLOCK_BYTES = 8 * 2**20
-NUM_BLOCKS, NUM_THREADS = 6, 4
+# Few bytes in all: the first time, memory that was never touched costs more than what is copied into it.
+BLOCK_BYTES = 2 * 2**20
+NUM_BLOCKS, NUM_THREADS = 8, 4
 # For values that need more room in a later checkpoint.
 SPARE_BYTES = 2**20
 

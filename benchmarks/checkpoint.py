@@ -38,7 +38,7 @@ from tests.local import pool
 RANKS, THREADS, BLOCK_BYTES = 2, 4, 8 * 2**20
 WORK = Work(layers=48, width=512, heads=8, ffn_width=1408, batch=2, sequence=16)
 QUICK_WORK = Work(layers=4, width=128, heads=4, ffn_width=352, batch=2, sequence=16)
-REPS = 4
+REPS, STALLS = 4, 7
 SHARE, STALL, MEMORY = 0.8, 1.1, 1.2
 Row = dict[str, float]
 
@@ -53,7 +53,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         found = {name: worst(fn, folder, work) for name, fn in (("partita", ours), ("DCP on FSDP2", theirs))}
     mine = found["partita"]
-    report.write(_TEXT.format(millions=mine["parameters"] / 1e6, gigabytes=RANKS * mine["bytes"] / 1e9, reps=REPS))
+    report.write(
+        _TEXT.format(millions=mine["parameters"] / 1e6, gigabytes=RANKS * mine["bytes"] / 1e9, reps=REPS, stalls=STALLS)
+    )
     report.write()
     report.table(["", *found, "target"], _rows(found, options.quick))
     if not options.quick:
@@ -69,11 +71,11 @@ def main() -> int:
 
 
 _TEXT = """A decoder of {millions:.0f}M parameters in fp32 with AdamW ({gigabytes:.2f} GB of parameters and moments),
-on two ranks at stage 3. Times are of the slower rank, the best of {reps} (the first save apart); *bare*: O_DIRECT
-requests of 8 MiB from four threads a rank for the same bytes, and fsync, in turn with what they are held against.
-Files are read from the disk, not from the page cache. *stall*: how long the call that saves in the background takes,
-after the first; *copy*: a plain copy of a rank's states into memory that is there. *memory*: the process's peak
-beside its states, in units of them."""
+on two ranks at stage 3. Times are of the slower rank, the best of {reps} (of {stalls} for stall and copy; the first
+save apart); *bare*: O_DIRECT requests of 8 MiB from four threads a rank for the same bytes, and fsync, in turn with
+what they are held against. Files are read from the disk, not from the page cache. *stall*: how long the call that saves
+in the background takes, after the first; *copy*: a plain copy of a rank's states into memory that is there. *memory*:
+the process's peak beside its states, in units of them."""
 
 
 def _rows(found: dict[str, Row], quick: bool) -> Iterator[list[str]]:
@@ -221,7 +223,7 @@ def ours(folder: str, work: Work) -> Row:
             stalls.append(time.perf_counter() - start)
 
         row["background save memory"] = peak_beside(lambda: (save(0), engine.wait_for_checkpoint()), num_bytes)
-        for number in range(1, REPS):
+        for number in range(1, STALLS):
             engine.wait_for_checkpoint()
             dist.barrier()
             save(number)
@@ -236,7 +238,7 @@ def plain_copy(states: list[torch.Tensor]) -> float:
     """Seconds to copy states into memory that is there, the best of a few."""
     room = [state.clone() for state in states]
     times = []
-    for _ in range(REPS):
+    for _ in range(STALLS):
         dist.barrier()
         start = time.perf_counter()
         for target, state in zip(room, states, strict=True):
@@ -280,7 +282,7 @@ def theirs(folder: str, work: Work) -> Row:
         return saving
 
     row["background save memory"] = peak_beside(lambda: save(0).result(), num_bytes)
-    for number in range(1, REPS):
+    for number in range(1, STALLS):
         dist.barrier()
         save(number).result()
     row |= {"first stall s": stalls[0], "stall s": min(stalls[1:]), "copy s": plain_copy([*tensors, *moments])}

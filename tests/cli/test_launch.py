@@ -144,6 +144,7 @@ def test_workers_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> Non
     ("error", "code", "message"),
     [
         (PartitaError("wrong key"), 2, "error: rank 1: wrong key"),
+        (PartitaError("rank 1: a collective failed"), 2, "error: rank 1: a collective failed"),
         (ValueError("a defect"), 1, "error: rank 1 (process 7) failed: ValueError: a defect"),
     ],
 )

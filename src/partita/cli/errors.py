@@ -23,5 +23,10 @@ def user_errors(prefix: str = "") -> Iterator[None]:
     try:
         yield
     except PartitaError as error:
-        show_error(Console(stderr=True), f"{prefix}{error}")
+        show_error(Console(stderr=True), prefixed(prefix, str(error)))
         raise typer.Exit(USER_ERROR) from None
+
+
+def prefixed(prefix: str, message: str) -> str:
+    """The message after a prefix that it may begin with already."""
+    return prefix + message.removeprefix(prefix)

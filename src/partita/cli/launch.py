@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from partita.cli.errors import FAILURE, USER_ERROR, show_error
+from partita.cli.errors import FAILURE, USER_ERROR, prefixed, show_error
 from partita.memory.capacity import usable_cores
 
 # After Ctrl-C the processes finish their step and write the weights; after this they are killed.
@@ -93,7 +93,7 @@ def _show_failure(failures: Mapping[int, ProcessFailure], console: Console) -> i
         return FAILURE
     message, trace = _recorded(failure)
     if failure.exitcode == USER_ERROR and message:
-        show_error(console, f"rank {rank}: {message.partition(': ')[2]}")
+        show_error(console, prefixed(f"rank {rank}: ", message.partition(": ")[2]))
         return USER_ERROR
     if trace:
         console.print(Text(trace), soft_wrap=True)

@@ -68,7 +68,8 @@ def initialize(
         torch.set_num_threads(max(1, usable_cores() // launch.local_world_size))
     if launch.rank == 0:
         _announce(resolved)
-    rendezvous = Rendezvous(launch.rank, num_ranks, settings.communication.timeout_s, launch.restarts)
+    settled = settings.communication
+    rendezvous = Rendezvous(launch.rank, num_ranks, settled.timeout_s, launch.restarts, settled.within_node)
     axes = (("data",), ("local",)) if settings.zero.hierarchical else (("data",),)
     owned = mesh is None
     if mesh is None:

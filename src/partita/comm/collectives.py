@@ -2,15 +2,17 @@
 
 Over a gloo group a reduction is a direct exchange and a local sum in rank order: it moves half of what gloo's own
 reduce-scatter moves, and its result does not depend on how a ring would have cut the tensor. An all-gather is a direct
-exchange, too: as many bytes as gloo's own, without its flat copy of the whole. NCCL has both natively.
+exchange, too: as many bytes as gloo's own, without its flat copy of the whole. Between ranks of one node these bytes
+need not pass the network (:mod:`partita.comm.neighbors`). NCCL has all of it natively.
 """
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from partita.comm.board import Board
 from partita.comm.mesh import Mesh
+from partita.comm.neighbors import LEAST_BYTES, Fetch, Introduction, Offer, Work
 from partita.comm.watchdog import Watchdog
 from partita.errors import PartitaError
 from partita.plan.traffic import TrafficKey, TrafficMeter
@@ -25,23 +28,39 @@ from partita.plan.traffic import TrafficKey, TrafficMeter
 # torch 2.13 renamed the single-tensor collectives; earlier versions know the former names only.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Apart from the tags that callers give.
+REPLIES = 1 << 20
 
 
-class _Work(Protocol):
-    def wait(self, timeout: timedelta = ...) -> Any: ...
-    def is_completed(self) -> bool: ...
+@dataclass(frozen=True)
+class _Post:
+    """See :class:`~partita.comm.neighbors.Post`; ``tag`` keeps exchanges apart."""
+
+    group: dist.ProcessGroup
+    tag: int
+
+    def send(self, values: Tensor, target: int, *, reply: bool = False) -> Work:
+        return _posted(dist.isend(values, group=self.group, group_dst=target, tag=self.tag + REPLIES * reply))
+
+    def receive(self, into: Tensor, source: int, *, reply: bool = False) -> Work:
+        return _posted(dist.irecv(into, group=self.group, group_src=source, tag=self.tag + REPLIES * reply))
+
+
+def _posted(work: dist.Work | None) -> Work:
+    assert work is not None, "this rank is not in the group"
+    return work
 
 
 class Handle:
     """A collective under way. :meth:`wait` returns when its result may be used (on CUDA: by the current stream)."""
 
-    def __init__(self, works: Sequence[_Work | None], explained: "Explained" = nullcontext) -> None:
+    def __init__(self, works: Sequence[Work | None], explained: "Explained" = nullcontext) -> None:
         self._works, self._explained = works, explained
 
     def wait_for(self, seconds: float) -> bool:
         """Wait at most so long, for an :meth:`Collectives.exchange` only; whether it has ended, well or not."""
         for work in self._works:
-            if work is not None:
+            if isinstance(work, dist.Work):
                 try:
                     work.wait(timedelta(seconds=seconds))
                 except RuntimeError:
@@ -67,6 +86,28 @@ class Collectives:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.meter = mesh, TrafficMeter()
         self.ordered = mesh.device.type == "cpu"
+        if self.ordered and mesh.within_node != "network":
+            for axes in mesh.axes:
+                if axes not in mesh.neighbors:
+                    mesh.neighbors[axes] = self._find_neighbors(axes)
+
+    def _find_neighbors(self, axes: tuple[str, ...]) -> dict[int, int]:
+        """Process numbers of the ranks of a group that can read this one and be read; called on all of them.
+
+        Raises:
+            PartitaError: on all ranks, where those of a node cannot, and the config asks for it.
+        """
+        introduction = Introduction()
+        cards = self.exchange_objects(introduction.card(), axes)
+        tried = self.exchange_objects(introduction.readable(cards), axes)
+        problems = [f"rank {i} of rank {j}: {why}" for i, row in enumerate(tried) for j, why in row.items() if why]
+        if problems and self.mesh.within_node == "memory":
+            raise PartitaError(
+                f"communication.within_node memory: ranks cannot read each other's memory ({problems[0]}): allow "
+                "process_vm_readv (ptrace) in the container, or set it to network, or to auto"
+            )
+        own, mine = self.mesh.index(axes), tried[self.mesh.index(axes)]
+        return {i: cards[i].process for i, why in mine.items() if why is None and tried[i].get(own, "") is None}
 
     def all_gather(
         self, whole: Tensor, part: Tensor, axes: tuple[str, ...], purpose: str = "parameters", tag: int = 0
@@ -86,7 +127,7 @@ class Collectives:
                 own.copy_(part)
         else:
             group = self.mesh.group(axes, purpose)
-            works = [_all_gather_single(whole, part, group=group, async_op=True)]
+            works = [_posted(_all_gather_single(whole, part, group=group, async_op=True))]
         return Handle(works, partial(self._explained, self._name("all-gather", axes, purpose)))
 
     def _direct(
@@ -95,20 +136,27 @@ class Collectives:
         outgoing: Callable[[int], Tensor],
         over: tuple[tuple[str, ...], str],
         tag: int = 0,
-    ) -> list[_Work | None]:
+    ) -> list[Work]:
         """Send ``outgoing(i)`` to, and receive ``incoming(i)`` from, every other rank ``i`` of the group ``over``.
 
         Sends come first: one whose receiver is ready writes here and now, with gloo's connection locked, and were data
         coming in meanwhile, gloo's thread would find them, fail to lock, and look again without a pause.
         """
-        axes, purpose = over
-        num, own, group = self.mesh.shape.group_size(axes), self.mesh.index(axes), self.mesh.group(axes, purpose)
-        works: list[_Work | None] = []
+        axes, _ = over
+        num, own, post = self.mesh.shape.group_size(axes), self.mesh.index(axes), _Post(self.mesh.group(*over), tag)
+        neighbors, works, offers = self.mesh.neighbors.get(axes, {}), list[Work](), list[Work]()
         for distance in range(1, num):
             source, target = (own - distance) % num, (own + distance) % num
-            works.append(dist.isend(outgoing(target), group=group, group_dst=target, tag=tag))
-            works.append(dist.irecv(incoming(source), group=group, group_src=source, tag=tag))
-        return works
+            sent, room = outgoing(target), incoming(source)
+            if target in neighbors and sent.nbytes >= LEAST_BYTES:
+                offers.append(Offer(sent, target, post))
+            else:
+                works.append(post.send(sent, target))
+            if source in neighbors and room.nbytes >= LEAST_BYTES:
+                works.append(Fetch(room, source, neighbors[source], post))
+            else:
+                works.append(post.receive(room, source))
+        return works + offers
 
     def reduce_scatter(
         self, out: Tensor, sent: Tensor, received: Tensor, axes: tuple[str, ...], *, accumulate: bool

@@ -24,14 +24,15 @@ PURPOSES = ("parameters", "gradients", "control")
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How this process joins the others: its rank, the number of ranks, the time-out of every operation, and how often
-    the processes were started again.
+    """How this process joins the others: its rank, the number of ranks, the time-out of every operation, how often the
+    processes were started again, and how those of one node exchange tensors (``communication.within_node``).
     """
 
     rank: int
     num_ranks: int
     timeout_s: float
     restarts: int = 0
+    within_node: str = "auto"
 
 
 class Mesh:
@@ -52,7 +53,7 @@ class Mesh:
         axes: Iterable[tuple[str, ...]] = (("data",),),
     ) -> None:
         self.shape, self.device = shape, device
-        self.timeout_s = rendezvous.timeout_s
+        self.timeout_s, self.within_node = rendezvous.timeout_s, rendezvous.within_node
         self._timeout = timedelta(seconds=rendezvous.timeout_s)
         self._started = self._closed = False
         if rendezvous.num_ranks > 1 and not dist.is_initialized():
@@ -64,6 +65,7 @@ class Mesh:
         if num_ranks != shape.num_ranks:
             raise PartitaError(f"the mesh has {shape.num_ranks} ranks, but {num_ranks} processes are running")
         self._groups: dict[tuple[tuple[str, ...], str], dist.ProcessGroup] = {}
+        self.neighbors: dict[tuple[str, ...], dict[int, int]] = {}  # of a group: process numbers, by index in it
         # Engines that share the mesh share these: on one group, every rank must post in one order.
         self._streams = {purpose: Stream(device, purpose) for purpose in PURPOSES[:2]}
         self.order = Order()
@@ -88,6 +90,11 @@ class Mesh:
                 group = dist.new_group(ranks, timeout=self._timeout, backend=backend)
                 if self.rank in ranks:
                     self._groups[axes, purpose] = group
+
+    @property
+    def axes(self) -> list[tuple[str, ...]]:
+        """The axis combinations that this rank has groups over."""
+        return [axes for axes, purpose in self._groups if purpose == "control"]
 
     @property
     def num_ranks(self) -> int:

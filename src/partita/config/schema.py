@@ -154,6 +154,9 @@ class Communication(Section):
     buffers: Literal["broadcast", "local"] = Field(
         "broadcast", description="buffers that change (BatchNorm) follow rank 0, or stay each rank's own"
     )
+    within_node: Literal["auto", "memory", "network"] = Field(
+        "auto", description="CPU: ranks of a node read each other's memory (auto: where the system lets them)"
+    )
     timeout_s: Positive = Field(600.0, description="seconds that a collective may take before it is an error")
 
 

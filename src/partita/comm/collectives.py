@@ -9,18 +9,17 @@ need not pass the network (:mod:`partita.comm.neighbors`). NCCL has all of it na
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from partita.comm.board import Board
-from partita.comm.mesh import Mesh
-from partita.comm.neighbors import LEAST_BYTES, Fetch, Introduction, Offer, Work
+from partita.comm.mesh import STREAMS, Mesh
+from partita.comm.neighbors import Fetch, Introduction, Neighbor, Offer
 from partita.comm.watchdog import Watchdog
 from partita.errors import PartitaError
 from partita.plan.traffic import TrafficKey, TrafficMeter
@@ -28,27 +27,12 @@ from partita.plan.traffic import TrafficKey, TrafficMeter
 # torch 2.13 renamed the single-tensor collectives; earlier versions know the former names only.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# Apart from the tags that callers give.
-REPLIES = 1 << 20
 
 
-@dataclass(frozen=True)
-class _Post:
-    """See :class:`~partita.comm.neighbors.Post`; ``tag`` keeps exchanges apart."""
+class Work(Protocol):
+    """What is under way."""
 
-    group: dist.ProcessGroup
-    tag: int
-
-    def send(self, values: Tensor, target: int, *, reply: bool = False) -> Work:
-        return _posted(dist.isend(values, group=self.group, group_dst=target, tag=self.tag + REPLIES * reply))
-
-    def receive(self, into: Tensor, source: int, *, reply: bool = False) -> Work:
-        return _posted(dist.irecv(into, group=self.group, group_src=source, tag=self.tag + REPLIES * reply))
-
-
-def _posted(work: dist.Work | None) -> Work:
-    assert work is not None, "this rank is not in the group"
-    return work
+    def wait(self) -> object: ...
 
 
 class Handle:
@@ -91,23 +75,37 @@ class Collectives:
                 if axes not in mesh.neighbors:
                     mesh.neighbors[axes] = self._find_neighbors(axes)
 
-    def _find_neighbors(self, axes: tuple[str, ...]) -> dict[int, int]:
-        """Process numbers of the ranks of a group that can read this one and be read; called on all of them.
+    def _find_neighbors(self, axes: tuple[str, ...]) -> dict[int, Neighbor]:
+        """The ranks of a group that can read this one's memory and be read, by index; called on all of them.
 
         Raises:
             PartitaError: on all ranks, where those of a node cannot, and the config asks for it.
         """
-        introduction = Introduction()
-        cards = self.exchange_objects(introduction.card(), axes)
-        tried = self.exchange_objects(introduction.readable(cards), axes)
-        problems = [f"rank {i} of rank {j}: {why}" for i, row in enumerate(tried) for j, why in row.items() if why]
+        own = self.mesh.index(axes)
+        with Introduction() as introduction:
+            cards = self.exchange_objects(introduction.card, axes)
+            tried = self.exchange_objects(introduction.readable(cards), axes)
+            known = {i: cards[i] for i, why in tried[own].items() if why is None and tried[i].get(own, "") is None}
+            neighbors, failed = dict[int, Neighbor](), None
+            try:
+                neighbors = introduction.connect(own, known, STREAMS)
+            except OSError as error:
+                failed = str(error)
+            unanswered = [why for why in self.exchange_objects(failed, axes) if why is not None]
+        problems = [why for row in tried for why in row.values() if why is not None] + unanswered
         if problems and self.mesh.within_node == "memory":
             raise PartitaError(
                 f"communication.within_node memory: ranks cannot read each other's memory ({problems[0]}): allow "
                 "process_vm_readv (ptrace) in the container, or set it to network, or to auto"
             )
-        own, mine = self.mesh.index(axes), tried[self.mesh.index(axes)]
-        return {i: cards[i].process for i, why in mine.items() if why is None and tried[i].get(own, "") is None}
+        if unanswered:  # some may have lines to ranks that have none
+            for neighbor in neighbors.values():
+                neighbor.close()
+            return {}
+        for neighbor in neighbors.values():
+            for line in neighbor.lines.values():
+                line.set_timeout(self.mesh.timeout_s)
+        return neighbors
 
     def all_gather(
         self, whole: Tensor, part: Tensor, axes: tuple[str, ...], purpose: str = "parameters", tag: int = 0
@@ -127,7 +125,7 @@ class Collectives:
                 own.copy_(part)
         else:
             group = self.mesh.group(axes, purpose)
-            works = [_posted(_all_gather_single(whole, part, group=group, async_op=True))]
+            works = [_all_gather_single(whole, part, group=group, async_op=True)]
         return Handle(works, partial(self._explained, self._name("all-gather", axes, purpose)))
 
     def _direct(
@@ -136,26 +134,26 @@ class Collectives:
         outgoing: Callable[[int], Tensor],
         over: tuple[tuple[str, ...], str],
         tag: int = 0,
-    ) -> list[Work]:
+    ) -> list[Work | None]:
         """Send ``outgoing(i)`` to, and receive ``incoming(i)`` from, every other rank ``i`` of the group ``over``.
 
         Sends come first: one whose receiver is ready writes here and now, with gloo's connection locked, and were data
         coming in meanwhile, gloo's thread would find them, fail to lock, and look again without a pause.
         """
-        axes, _ = over
-        num, own, post = self.mesh.shape.group_size(axes), self.mesh.index(axes), _Post(self.mesh.group(*over), tag)
-        neighbors, works, offers = self.mesh.neighbors.get(axes, {}), list[Work](), list[Work]()
+        axes, purpose = over
+        num, own, group = self.mesh.shape.group_size(axes), self.mesh.index(axes), self.mesh.group(axes, purpose)
+        neighbors, works, offers = self.mesh.neighbors.get(axes, {}), list[Work | None](), list[Work | None]()
         for distance in range(1, num):
             source, target = (own - distance) % num, (own + distance) % num
             sent, room = outgoing(target), incoming(source)
-            if target in neighbors and sent.nbytes >= LEAST_BYTES:
-                offers.append(Offer(sent, target, post))
+            if target in neighbors:
+                offers.append(Offer(sent, neighbors[target].lines[purpose], tag))
             else:
-                works.append(post.send(sent, target))
-            if source in neighbors and room.nbytes >= LEAST_BYTES:
-                works.append(Fetch(room, source, neighbors[source], post))
+                works.append(dist.isend(sent, group=group, group_dst=target, tag=tag))
+            if source in neighbors:
+                works.append(Fetch(room, neighbors[source].process, neighbors[source].lines[purpose], tag))
             else:
-                works.append(post.receive(room, source))
+                works.append(dist.irecv(room, group=group, group_src=source, tag=tag))
         return works + offers
 
     def reduce_scatter(

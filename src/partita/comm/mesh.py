@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous as find_store
 
+from partita.comm.neighbors import Neighbor
 from partita.comm.order import Order
 from partita.comm.watchdog import Watchdog
 from partita.errors import PartitaError
@@ -20,6 +21,7 @@ from partita.memory.streams import Stream
 from partita.plan.mesh_shape import MeshShape
 
 PURPOSES = ("parameters", "gradients", "control")
+STREAMS = PURPOSES[:2]
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,9 @@ class Mesh:
         if num_ranks != shape.num_ranks:
             raise PartitaError(f"the mesh has {shape.num_ranks} ranks, but {num_ranks} processes are running")
         self._groups: dict[tuple[tuple[str, ...], str], dist.ProcessGroup] = {}
-        self.neighbors: dict[tuple[str, ...], dict[int, int]] = {}  # of a group: process numbers, by index in it
+        self.neighbors: dict[tuple[str, ...], dict[int, Neighbor]] = {}  # in each group, by index
         # Engines that share the mesh share these: on one group, every rank must post in one order.
-        self._streams = {purpose: Stream(device, purpose) for purpose in PURPOSES[:2]}
+        self._streams = {purpose: Stream(device, purpose) for purpose in STREAMS}
         self.order = Order()
         self.watchdog: Watchdog | None = None
         for names in axes:
@@ -130,6 +132,8 @@ class Mesh:
         groups, self._groups, self._closed = self._groups, {}, True
         for stream in self._streams.values():
             stream.close()
+        for neighbor in (neighbor for found in self.neighbors.values() for neighbor in found.values()):
+            neighbor.close()
         if self.watchdog is not None:
             self.watchdog.close()
         if not dist.is_initialized():

@@ -1,70 +1,113 @@
 """Ranks of one node read each other's memory (``process_vm_readv``): the kernel copies once, where a socket takes two
 copies and a protocol.
 
-Where the memory is, and word that it was read, are messages over the process group. So an exchange between neighbors
-waits, fails and is explained as one over the network.
+Neighbors tell each other where the memory is, and when it was read, over a socket of the node: whoever waits there
+sleeps until the word comes, the other's process ends, or the time is up.
 """
 
+import contextlib
 import ctypes
 import os
 import secrets
+import socket
+import struct
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-# Below, two messages more take longer than what they save.
-LEAST_BYTES = 64 * 2**10
 TOKEN_BYTES = 32
+CONNECT_S = 30.0
+# The token of who is called; who calls, and for which purpose.
+HELLO = struct.Struct(f"<{TOKEN_BYTES}sqq")
+# What it is about, the tag of its exchange; address and size of memory.
+WORD = struct.Struct("<qqqq")
+OFFERED, TAKEN = 0, 1
 # Lets a process, and those that it started, look into this one (where the Yama security module asks for it).
 PR_SET_PTRACER = 0x59616D61
 
 
-class Work(Protocol):
-    def wait(self) -> object: ...
-
-
-class Post(Protocol):
-    """Messages between the ranks of a group, those in ``reply`` apart from others."""
-
-    def send(self, values: Tensor, target: int, *, reply: bool = False) -> Work: ...
-    def receive(self, into: Tensor, source: int, *, reply: bool = False) -> Work: ...
-
-
 @dataclass(frozen=True)
 class Card:
-    """What a rank tells the others of itself: on which node it is, and where a token lies that proves a reading."""
+    """What a rank tells the others of itself: on which node it is, where a token lies that proves a reading, and the
+    name of the socket that it listens on.
+    """
 
     node: object
     process: int
     address: int
     token: bytes
+    door: str
 
 
-@dataclass
+@dataclass(frozen=True)
+class Neighbor:
+    """A rank whose memory this one can read, and that can read this one's; ``lines`` by purpose."""
+
+    process: int
+    lines: Mapping[str, "Line"]
+
+    def close(self) -> None:
+        for line in self.lines.values():
+            line.close()
+
+
 class Introduction:
-    """Finds out which ranks can be read. The token stays until all have tried."""
+    """Finds the neighbors among the ranks of a group. A context manager: its token and socket are there meanwhile."""
 
-    _token: Tensor = field(
-        default_factory=lambda: torch.frombuffer(bytearray(secrets.token_bytes(TOKEN_BYTES)), dtype=torch.uint8)
-    )
-
-    def card(self) -> Card:
-        _admit_siblings()
-        return Card(_node(), os.getpid(), self._token.data_ptr(), bytes(self._token.tolist()))
+    def __init__(self) -> None:
+        self._token = torch.frombuffer(bytearray(secrets.token_bytes(TOKEN_BYTES)), dtype=torch.uint8)
+        self._listener = socket.socket(socket.AF_UNIX)
+        door = f"\0partita-{secrets.token_hex(16)}" if sys.platform == "linux" else ""
+        if door:
+            _admit_siblings()
+            self._listener.bind(door)
+            self._listener.listen()
+        self.card = Card(_node(), os.getpid(), self._token.data_ptr(), bytes(self._token.tolist()), door)
 
     def readable(self, cards: Sequence[Card]) -> dict[int, str | None]:
         """For each other rank of the node: None, or why its memory cannot be read."""
-        own = self.card()
         return {
             index: _trial(card)
             for index, card in enumerate(cards)
-            if card.node == own.node and card.process != own.process
+            if card.node == self.card.node and card.process != self.card.process
         }
+
+    def connect(self, own: int, cards: Mapping[int, Card], purposes: Sequence[str]) -> dict[int, Neighbor]:
+        """Have lines to the ranks of these cards, which do the same.
+
+        Raises:
+            OSError: one does not answer.
+        """
+        lines: dict[int, dict[str, Line]] = defaultdict(dict)
+        with contextlib.ExitStack() as opened:
+            for index, card in cards.items():
+                for number, purpose in enumerate(purposes) if index < own else ():
+                    calling = opened.enter_context(socket.socket(socket.AF_UNIX))
+                    calling.settimeout(CONNECT_S)
+                    calling.connect(card.door)
+                    calling.sendall(HELLO.pack(card.token, own, number))
+                    lines[index][purpose] = Line(calling)
+            self._listener.settimeout(CONNECT_S)
+            for _ in range(len(purposes) * sum(index > own for index in cards)):
+                called = opened.enter_context(self._listener.accept()[0])
+                called.settimeout(CONNECT_S)
+                token, index, number = HELLO.unpack(_received(called, HELLO.size))
+                if token != self.card.token:
+                    raise OSError(0, "a stranger has called")
+                lines[index][purposes[number]] = Line(called)
+            opened.pop_all()
+        return {index: Neighbor(card.process, lines[index]) for index, card in cards.items()}
+
+    def __enter__(self) -> "Introduction":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
 
 
 def _trial(card: Card) -> str | None:
@@ -77,10 +120,10 @@ def _trial(card: Card) -> str | None:
 
 
 def _node() -> object:
-    """The same for processes that know each other's numbers, and for no others."""
+    """The same for processes that know each other's numbers and sockets, and for no others."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        return boot, Path("/proc/self/ns/pid").stat().st_ino
+        return boot, Path("/proc/self/ns/pid").stat().st_ino, Path("/proc/self/ns/net").stat().st_ino
     except OSError:
         return secrets.token_hex(8)
 
@@ -116,18 +159,62 @@ def read_memory(process: int, address: int, into: Tensor) -> None:
         done += moved
 
 
+class Line:
+    """Words to and from one neighbor, for one purpose, of which one thread at a time takes care."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._waiting: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(deque)
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long to wait for a word."""
+        self._socket.settimeout(seconds)
+
+    def tell(self, about: int, tag: int, address: int = 0, num_bytes: int = 0) -> None:
+        try:
+            self._socket.sendall(WORD.pack(about, tag, address, num_bytes))
+        except OSError as error:
+            raise RuntimeError(f"telling a rank of this node: {error}") from error
+
+    def hear(self, about: int, tag: int) -> tuple[int, int]:
+        """Wait for a word under a tag; others are kept until they are asked for.
+
+        Raises:
+            RuntimeError: the neighbor has ended, or does not say it in time.
+        """
+        while not self._waiting[about, tag]:
+            try:
+                other, under, address, num_bytes = WORD.unpack(_received(self._socket, WORD.size))
+            except OSError as error:
+                raise RuntimeError(f"waiting for a rank of this node: {error}") from error
+            self._waiting[other, under].append((address, num_bytes))
+        return self._waiting[about, tag].popleft()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # so that whoever waits in another thread is told
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def _received(connection: socket.socket, num_bytes: int) -> bytes:
+    content = b""
+    while len(content) < num_bytes:
+        more = connection.recv(num_bytes - len(content))
+        if not more:
+            raise ConnectionError("its process has ended")
+        content += more
+    return content
+
+
 class Offer:
     """Memory that a neighbor reads. It stays as it is until :meth:`wait` returns."""
 
-    def __init__(self, values: Tensor, target: int, post: Post) -> None:
-        self._values = values
-        self._place = torch.tensor([values.data_ptr(), values.nbytes])
-        self._word = torch.empty(1, dtype=torch.int64)
-        self._works = [post.send(self._place, target), post.receive(self._word, target, reply=True)]
+    def __init__(self, values: Tensor, line: Line, tag: int) -> None:
+        self._values, self._line, self._tag = values, line, tag
+        line.tell(OFFERED, tag, values.data_ptr(), values.nbytes)
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        self._line.hear(TAKEN, self._tag)
 
 
 class Fetch:
@@ -135,19 +222,16 @@ class Fetch:
     which the neighbor does the same.
     """
 
-    def __init__(self, into: Tensor, source: int, process: int, post: Post) -> None:
-        self._into, self._source, self._process, self._post = into, source, process, post
-        self._place = torch.empty(2, dtype=torch.int64)
-        self._told = post.receive(self._place, source)
+    def __init__(self, into: Tensor, process: int, line: Line, tag: int) -> None:
+        self._into, self._process, self._line, self._tag = into, process, line, tag
 
     def wait(self) -> None:
         """Raises RuntimeError: the neighbor has ended, or offers something else."""
-        self._told.wait()
-        address, num_bytes = self._place.tolist()
+        address, num_bytes = self._line.hear(OFFERED, self._tag)
         if num_bytes != self._into.nbytes:
-            raise RuntimeError(f"rank {self._source} of the group offers {num_bytes} bytes, not {self._into.nbytes}")
+            raise RuntimeError(f"process {self._process} offers {num_bytes} bytes, not {self._into.nbytes}")
         try:
             read_memory(self._process, address, self._into)
         except OSError as error:
             raise RuntimeError(f"reading the memory of process {self._process}: {error.strerror}") from error
-        self._post.send(torch.zeros(1, dtype=torch.int64), self._source, reply=True).wait()
+        self._line.tell(TAKEN, self._tag)

@@ -72,12 +72,15 @@ def fsdp2(build: Build, *, kept: bool = False, device: str = "cpu") -> Trainer:
     return _with_optimizer(model, _adamw(model))
 
 
-def partita(build: Build, zero: dict[str, Any], *, device: str = "cpu", from_files: bool = False) -> Trainer:
+def partita(
+    build: Build, zero: dict[str, Any], *, device: str = "cpu", from_files: bool = False, within_node: str = "auto"
+) -> Trainer:
     """``from_files``: with the values of the safetensors files in the folder for temporary files."""
     import partita
 
     weights = tempfile.gettempdir() if from_files else None
-    engine = partita.initialize(build(device), {"zero": zero, "optimizer": OPTIMIZER}, weights=weights)
+    config = {"zero": zero, "optimizer": OPTIMIZER, "communication": {"within_node": within_node}}
+    engine = partita.initialize(build(device), config, weights=weights)
 
     def take_step(tokens: Tensor, targets: Tensor) -> float:
         loss = engine(tokens, targets)
@@ -131,6 +134,7 @@ PARTITA = {f"partita {stage}": partial(partita, zero={"stage": stage}) for stage
 ON_HOST = {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}}
 ON_DISK = {"stage": 3, "offload": {"parameters": "disk", "optimizer": "disk"}}
 PARTITA["partita 3, kept"] = partial(partita, zero=KEPT)
+OVER_NETWORK = {f"{name}, over the network": partial(mode, within_node="network") for name, mode in PARTITA.items()}
 DEEPSPEED = {f"DeepSpeed {stage}": partial(deepspeed, stage=stage) for stage in (1, 2, 3)}
 
 MODES: dict[str, Callable[[Build], Trainer]] = {
@@ -142,6 +146,7 @@ MODES: dict[str, Callable[[Build], Trainer]] = {
     "FSDP2, from meta": partial(fsdp2, device="meta"),
     **DEEPSPEED,
     **PARTITA,
+    **OVER_NETWORK,
     "partita 3, from meta": partial(partita, zero={"stage": 3}, device="meta"),
     "partita 3, on host, from meta": partial(partita, zero=ON_HOST, device="meta"),
     "partita 3, on host, from files": partial(partita, zero=ON_HOST, device="meta", from_files=True),

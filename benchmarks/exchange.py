@@ -1,5 +1,5 @@
-"""What it costs that two ranks give each other their parts over gloo: processor time and time, alone and beside matrix
-products; and what a small message costs.
+"""What it costs that two ranks give each other their parts, in memory and over gloo: processor time and time, alone and
+beside matrix products; and what a small message costs.
 
     python -m benchmarks.exchange            # 48 MiB a part
     python -m benchmarks.exchange --quick    # 1 MiB a part, once
@@ -30,7 +30,13 @@ from partita.plan.mesh_shape import MeshShape
 
 DATA = ("data",)
 TIMEOUT_S = 600
-GATHER, TORCHS, COPY, MESSAGE = "partita's gather", "torch's all-gather", "a copy in memory", "a message of 8 bytes"
+GATHER, IN_MEMORY, TORCHS, COPY, MESSAGE = (
+    "partita's gather over the network",
+    "partita's gather in memory",
+    "torch's all-gather",
+    "a copy in memory",
+    "a message of 8 bytes",
+)
 # What a step of the decoder in benchmarks/step_time.py gathers at stage 3: 9 units, forward and backward, and the step.
 NUM_MESSAGES = 19
 
@@ -66,8 +72,14 @@ class Rank:
 
     def __init__(self, rank: int, num_ranks: int, size: Size) -> None:
         self.rank, self.num_ranks, self.size = rank, num_ranks, size
-        mesh = Mesh(MeshShape(data=num_ranks), torch.device("cpu"), Rendezvous(rank, num_ranks, TIMEOUT_S))
-        self.collectives, self.stream = Collectives(mesh), Stream(mesh.device, "exchange")
+        device = torch.device("cpu")
+        self.collectives, self.in_memory = (
+            Collectives(
+                Mesh(MeshShape(data=num_ranks), device, Rendezvous(rank, num_ranks, TIMEOUT_S, within_node=way))
+            )
+            for way in ("network", "memory")
+        )
+        self.stream = Stream(device, "exchange")
         num = size.part_bytes // 4
         self.part, self.whole = torch.ones(num), torch.zeros(num * num_ranks)
         self.rows = list(self.whole.view(num_ranks, -1))
@@ -78,8 +90,9 @@ class Rank:
     def ways(self) -> dict[str, Callable[[], object]]:
         return {
             COPY: lambda: self.rows[0].copy_(self.part),
+            IN_MEMORY: lambda: self.in_memory.all_gather(self.whole, self.part, DATA).wait(),
             GATHER: lambda: self.collectives.all_gather(self.whole, self.part, DATA).wait(),
-            "the same, receives posted first": self._receives_first,
+            "over the network, receives posted first": self._receives_first,
             "broadcasts": self._broadcasts,
             TORCHS: lambda: dist.all_gather(self.rows, self.part),
             "torch's all-reduce of a part": lambda: dist.all_reduce(self.rows[0]),

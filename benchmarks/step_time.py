@@ -15,13 +15,13 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from benchmarks._common import Report, Run, check_losses, megabytes, parser, run
-from benchmarks._modes import DEEPSPEED, PARTITA, deepspeed_is_here
+from benchmarks._modes import DEEPSPEED, OVER_NETWORK, PARTITA, deepspeed_is_here
 from benchmarks._work import Work
 
 WORK = Work(layers=8, width=512, heads=8, ffn_width=1376, batch=8, sequence=64, steps=12, warmup=3)
 QUICK_WORK = Work(layers=2, width=128, heads=2, ffn_width=352, batch=8, sequence=32, steps=5, warmup=2)
 SINGLE_MODES = ("plain", "FSDP2", *PARTITA)
-MODES = ("DDP", "DDP + ZeRO-1", "FSDP2", "FSDP2, kept", *PARTITA)
+MODES = ("DDP", "DDP + ZeRO-1", "FSDP2", "FSDP2, kept", *PARTITA, *OVER_NETWORK)
 QUICK_MODES = ("DDP", "FSDP2", "partita 1", "partita 3")
 
 # Times the reference's step, by number of ranks.
@@ -55,7 +55,7 @@ def main() -> int:
 _TEXT = """Median over {num_reps} repetitions of a step's time and of its ratio to the first mode's in the same
 repetition; in a run, a step is as long as its slowest rank's, and the median step counts. *peak MB*: resident memory of
 the rank that takes most, over the whole run; *above imports*: without what the process held before the model was
-built."""
+built. Ranks of partita read each other's memory; *over the network*: with `communication.within_node: network`."""
 
 
 def _modes(world: int, quick: bool) -> tuple[str, ...]:

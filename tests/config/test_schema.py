@@ -30,7 +30,7 @@ optimizer: {name: adamw, lr: 1.0e-3, betas: [0.9, 0.999], eps: 1.0e-8, weight_de
 schedule:  {name: constant, warmup_steps: 0, total_steps: null, min_lr: 0.0}
 clip_grad_norm: null
 activations: {checkpoint: none, partition: false, offload: none}
-communication: {gradients: full, parameters: full, buffers: broadcast, timeout_s: 600}
+communication: {gradients: full, parameters: full, buffers: broadcast, within_node: auto, timeout_s: 600}
 checkpoint: {dir: null, every_steps: null, keep: 3, background: true}
 """
 
@@ -42,7 +42,7 @@ ELABORATE = {
     "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0},
     "schedule": {"name": "linear", "warmup_steps": 5, "total_steps": 50, "min_lr": 0.01},
     "clip_grad_norm": 0.5,
-    "communication": {"buffers": "local", "timeout_s": 30.0},
+    "communication": {"buffers": "local", "within_node": "network", "timeout_s": 30.0},
 }
 
 

@@ -16,8 +16,12 @@ from tests.local.training import Stack, rank, square_loss
 TIMEOUT_S = 4.0
 
 
-def engine_of(stage: int) -> partita.Engine:
-    return partita.initialize(Stack(3), {"zero": {"stage": stage}, "communication": {"timeout_s": TIMEOUT_S}})
+WAYS = [(1, "memory"), (3, "memory"), (3, "network")]
+
+
+def engine_of(stage: int, way: str) -> partita.Engine:
+    communication = {"timeout_s": TIMEOUT_S, "within_node": way}
+    return partita.initialize(Stack(3), {"zero": {"stage": stage}, "communication": communication})
 
 
 def step_of(engine: partita.Engine, step: int) -> None:
@@ -25,11 +29,11 @@ def step_of(engine: partita.Engine, step: int) -> None:
     engine.step()
 
 
-def stops(stage: int) -> str:
+def stops(stage: int, way: str) -> str:
     """Rank 1 is stopped in its second step, and goes on when rank 0 has given up."""
     said = ""
     try:
-        with engine_of(stage) as engine:
+        with engine_of(stage, way) as engine:
             step_of(engine, 0)
             pids = [int(pid) for pid in engine.each(os.getpid())]
             loss = square_loss(engine, rank(), 1)
@@ -45,19 +49,19 @@ def stops(stage: int) -> str:
     return said
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_rank_that_is_stopped(stage: int) -> None:
-    waiting, stopped = pool.run(2, stops, stage)
+@pytest.mark.parametrize(("stage", "way"), WAYS)
+def test_a_rank_that_is_stopped(stage: int, way: str) -> None:
+    waiting, stopped = pool.run(2, stops, stage, way)
     assert re.search(r"rank 0, after [12] micro-batches, ", waiting)
     assert "rank 1 does not answer: its process was stopped or has ended" in waiting
     assert f"communication.timeout_s, {TIMEOUT_S:g} s" in waiting
     assert "rank 0 ended with PartitaError" in stopped
 
 
-def lags(stage: int) -> str:
+def lags(stage: int, way: str) -> str:
     """Rank 1 does something else for longer than the others wait."""
     try:
-        with engine_of(stage) as engine:
+        with engine_of(stage, way) as engine:
             step_of(engine, 0)
             if rank() == 1:
                 dawdle_somewhere()
@@ -71,17 +75,17 @@ def dawdle_somewhere() -> None:
     time.sleep(TIMEOUT_S + 4)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_rank_that_is_behind_shows_its_stack(stage: int) -> None:
-    said = pool.run(2, lags, stage)[0]
+@pytest.mark.parametrize(("stage", "way"), WAYS)
+def test_a_rank_that_is_behind_shows_its_stack(stage: int, way: str) -> None:
+    said = pool.run(2, lags, stage, way)[0]
     assert "rank 1, after 1 micro-batches, " in said
     assert "in dawdle_somewhere" in said
 
 
-def leaves(stage: int) -> str:
+def leaves(stage: int, way: str) -> str:
     """Rank 1 ends with an error of its own."""
     try:
-        with engine_of(stage) as engine:
+        with engine_of(stage, way) as engine:
             step_of(engine, 0)
             if rank() == 1:
                 raise ValueError("the data of step 1\nis missing")
@@ -91,16 +95,16 @@ def leaves(stage: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_rank_that_leaves_with_an_error(stage: int) -> None:
-    said = pool.run(2, leaves, stage)[0]
+@pytest.mark.parametrize(("stage", "way"), WAYS)
+def test_a_rank_that_leaves_with_an_error(stage: int, way: str) -> None:
+    said = pool.run(2, leaves, stage, way)[0]
     assert "rank 1 ended with ValueError: the data of step 1" in said
 
 
-def dies(stage: int, folder: str) -> None:
+def dies(stage: int, way: str, folder: str) -> None:
     """Rank 1 is killed; the others write down what they are told."""
     try:
-        with engine_of(stage) as engine:
+        with engine_of(stage, way) as engine:
             step_of(engine, 0)
             if rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -110,10 +114,10 @@ def dies(stage: int, folder: str) -> None:
         raise
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_rank_that_is_killed(stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stage", "way"), WAYS)
+def test_a_rank_that_is_killed(stage: int, way: str, tmp_path: Path) -> None:
     with pytest.raises(pool.WorkerError, match="rank 1 died"):
-        pool.run(3, dies, stage, str(tmp_path))
+        pool.run(3, dies, stage, way, str(tmp_path))
     for other in (0, 2):
         assert (
             "rank 1 does not answer: its process was stopped or has ended" in (tmp_path / f"said-{other}").read_text()

@@ -62,7 +62,7 @@ def choice_rows() -> Iterator[Row]:
         "collectives",
         "NCCL; gradients by its reduce-scatter"
         if device == "cuda"
-        else "gloo; gradients by all-to-all and a local sum in rank order",
+        else "gloo; gradients by all-to-all and a local sum in rank order; within a node by reading memory, if allowed",
     )
     yield (
         "gathered memory",

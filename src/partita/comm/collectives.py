@@ -6,6 +6,7 @@ exchange, too: as many bytes as gloo's own, without its flat copy of the whole. 
 need not pass the network (:mod:`partita.comm.neighbors`). NCCL has all of it natively.
 """
 
+import logging
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,6 +24,8 @@ from partita.comm.neighbors import Fetch, Introduction, Neighbor, Offer
 from partita.comm.watchdog import Watchdog
 from partita.errors import PartitaError
 from partita.plan.traffic import TrafficKey, TrafficMeter
+
+_log = logging.getLogger("partita")
 
 # torch 2.13 renamed the single-tensor collectives; earlier versions know the former names only.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -98,6 +101,8 @@ class Collectives:
                 f"communication.within_node memory: ranks cannot read each other's memory ({problems[0]}): allow "
                 "process_vm_readv (ptrace) in the container, or set it to network, or to auto"
             )
+        if problems and self.mesh.rank == 0:
+            _log.info("ranks of a node cannot read each other's memory (%s): they use the network", problems[0])
         if unanswered:  # some may have lines to ranks that have none
             for neighbor in neighbors.values():
                 neighbor.close()

@@ -7,6 +7,7 @@ sleeps until the word comes, the other's process ends, or the time is up.
 
 import contextlib
 import ctypes
+import functools
 import os
 import secrets
 import socket
@@ -128,9 +129,13 @@ def _node() -> object:
         return secrets.token_hex(8)
 
 
+@functools.cache
+def _system() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
 def _admit_siblings() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)  # an error: no such module
+    _system().prctl(PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)  # an error where nobody asks for it
 
 
 class _Range(ctypes.Structure):
@@ -143,7 +148,7 @@ def read_memory(process: int, address: int, into: Tensor) -> None:
     Raises:
         OSError: the system does not let it, or the process has ended.
     """
-    call = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    call = getattr(_system(), "process_vm_readv", None)
     if call is None:
         raise OSError(0, "this system has no process_vm_readv")
     call.restype = ctypes.c_ssize_t

@@ -1,0 +1,204 @@
+"""Ranks that read each other's memory: who they are, what they tell each other, what becomes of those who cannot."""
+
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import partita
+from partita import PartitaError
+from partita.comm import neighbors
+from partita.comm.neighbors import HELLO, OFFERED, TAKEN, Fetch, Introduction, Line, Offer, read_memory
+from tests.local import pool
+from tests.local.training import PLANS, Recipe, Stack, rank, same, square_loss, train, world
+
+PURPOSES = ("parameters", "gradients")
+
+
+@pytest.fixture
+def lines() -> Iterator[tuple[Line, Line]]:
+    one, other = socket.socketpair()
+    for connection in (one, other):
+        connection.settimeout(5)
+    ends = Line(one), Line(other)
+    yield ends
+    for end in ends:
+        end.close()
+
+
+# ------------------------------------------------------------------------------------------------- what they tell
+
+
+def test_memory_goes_from_one_to_the_other(lines: tuple[Line, Line]) -> None:
+    given, room = torch.randn(100_003), torch.empty(100_003)
+    offer = Offer(given, lines[0], 7)
+    Fetch(room, os.getpid(), lines[1], 7).wait()
+    offer.wait()
+    assert torch.equal(room, given)
+
+
+def test_an_exchange_takes_no_notice_of_another(lines: tuple[Line, Line]) -> None:
+    """Offers under two tags, fetched in the other order."""
+    given = {tag: torch.randn(50) for tag in (1, 2)}
+    offers = [Offer(values, lines[0], tag) for tag, values in given.items()]
+    for tag in (2, 1):
+        room = torch.empty(50)
+        Fetch(room, os.getpid(), lines[1], tag).wait()
+        assert torch.equal(room, given[tag])
+    for offer in offers:
+        offer.wait()
+
+
+def test_another_size_is_told(lines: tuple[Line, Line]) -> None:
+    offer = Offer(torch.ones(10), lines[0], 0)
+    with pytest.raises(RuntimeError, match=f"process {os.getpid()} offers 40 bytes, not 44"):
+        Fetch(torch.ones(11), os.getpid(), lines[1], 0).wait()
+    del offer
+
+
+def test_memory_that_is_not_there_is_told(lines: tuple[Line, Line]) -> None:
+    lines[0].tell(OFFERED, 0, address=4096, num_bytes=4)
+    with pytest.raises(RuntimeError, match=f"reading the memory of process {os.getpid()}: Bad address"):
+        Fetch(torch.ones(1), os.getpid(), lines[1], 0).wait()
+
+
+def test_whoever_waits_is_told_that_the_other_ended(lines: tuple[Line, Line]) -> None:
+    lines[0].close()
+    with pytest.raises(RuntimeError, match="waiting for a rank of this node: its process has ended"):
+        lines[1].hear(TAKEN, 0)
+    with pytest.raises(RuntimeError, match="telling a rank of this node"):
+        lines[1].tell(TAKEN, 0)
+
+
+def test_nobody_waits_for_ever(lines: tuple[Line, Line]) -> None:
+    lines[1].set_timeout(0.05)
+    with pytest.raises(RuntimeError, match="timed out"):
+        lines[1].hear(TAKEN, 0)
+
+
+def test_a_stranger_is_turned_away() -> None:
+    with Introduction() as one, socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(one.card.door)
+        stranger.sendall(HELLO.pack(b"?" * 32, 1, 0))
+        with pytest.raises(OSError, match="a stranger has called"):
+            one.connect(0, {1: one.card}, PURPOSES)
+
+
+def test_no_more_is_read_than_there_is_to_fill() -> None:
+    given, room = torch.arange(10), torch.zeros(10, dtype=torch.int64)
+    read_memory(os.getpid(), given.data_ptr(), room[2:5])
+    assert room.tolist() == [0, 0, 0, 1, 2, 0, 0, 0, 0, 0]
+
+
+# ---------------------------------------------------------------------------------------------------- who they are
+
+
+def found(**communication: Any) -> list[int]:
+    with partita.initialize(Stack(2), {"zero": {"stage": 3}, "communication": communication}) as engine:
+        engine.backward(square_loss(engine, rank(), 0))
+        assert engine.step().stepped
+        return sorted(engine.mesh.neighbors.get(("data",), {}))
+
+
+def found_where(way: str, **replaced: Any) -> list[int] | str:
+    """With some of the module's functions replaced, on all ranks or on rank 1 alone."""
+    everywhere = replaced.pop("everywhere", True)
+    with mock.patch.multiple(neighbors, **replaced if everywhere or rank() == 1 else {}):
+        try:
+            return found(within_node=way)
+        except PartitaError as error:
+            return str(error)
+
+
+def refused(*_: Any) -> None:
+    raise PermissionError(1, "Operation not permitted")
+
+
+def test_all_ranks_of_a_node_are_neighbors() -> None:
+    assert pool.run(4, found) == [[other for other in range(4) if other != own] for own in range(4)]
+
+
+def test_over_the_network_where_the_config_says_so() -> None:
+    assert pool.run(2, found_where, "network") == [[], []]
+
+
+def on_nodes_of_their_own() -> list[int] | str:
+    return found_where("memory", _node=lambda: rank() // 2)
+
+
+def test_ranks_of_other_nodes_are_none() -> None:
+    assert pool.run(4, on_nodes_of_their_own) == [[1], [0], [3], [2]]
+
+
+def cannot_be_read(way: str, everywhere: bool) -> list[int] | str:
+    return found_where(way, read_memory=refused, everywhere=everywhere)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_what_the_system_refuses_goes_over_the_network(everywhere: bool) -> None:
+    assert pool.run(2, cannot_be_read, "auto", everywhere) == [[], []]
+    for said in pool.run(2, cannot_be_read, "memory", everywhere):
+        assert isinstance(said, str)
+        assert (
+            "communication.within_node memory: ranks cannot read each other's memory (Operation not permitted)" in said
+        )
+        assert "set it to network" in said
+
+
+class Unanswered(Introduction):
+    def connect(self, *_: Any) -> Any:
+        raise TimeoutError("timed out")
+
+
+def test_one_who_does_not_answer_leaves_all_to_the_network() -> None:
+    assert pool.run(2, one_does_not_answer) == [[], []]
+
+
+def one_does_not_answer() -> list[int] | str:
+    from partita.comm import collectives
+
+    with (
+        mock.patch.object(collectives, "Introduction", Unanswered if rank() == 1 else Introduction),
+        mock.patch.object(neighbors, "CONNECT_S", 1.0),
+    ):
+        return found()
+
+
+# ----------------------------------------------------------------------------------------------------- the same bits
+
+
+def both_ways() -> None:
+    plans = {**PLANS, "on host": {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}}}
+    for name, zero in plans.items():
+        one, other = (
+            train(Recipe(lambda: Stack(3), config={"communication": {"within_node": way}}), zero)
+            for way in ("memory", "network")
+        )
+        same(one, other, f"plan {name} in memory against over the network, on {world()} ranks")
+
+
+def counted() -> None:
+    """The counted bytes are the plan's, whatever way they go."""
+    sent = []
+    for way in ("memory", "network"):
+        config = {"zero": {"stage": 3}, "communication": {"within_node": way}}
+        with partita.initialize(Stack(3), config) as engine:
+            before = engine.traffic_report()
+            engine.backward(square_loss(engine, rank(), 0))
+            engine.step()
+            engine.zero_grad()
+            sent.append(engine.traffic_report().since(before).sent_bytes())
+    assert sent[0] == sent[1] > 0
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_same_bits_either_way(world: int) -> None:
+    pool.run(world, both_ways)
+
+
+def test_the_same_bytes_are_counted() -> None:
+    pool.run(2, counted)

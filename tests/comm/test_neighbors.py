@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -104,14 +105,12 @@ def found(**communication: Any) -> list[int]:
         return sorted(engine.mesh.neighbors.get(("data",), {}))
 
 
-def found_where(way: str, **replaced: Any) -> list[int] | str:
-    """With some of the module's functions replaced, on all ranks or on rank 1 alone."""
-    everywhere = replaced.pop("everywhere", True)
-    with mock.patch.multiple(neighbors, **replaced if everywhere or rank() == 1 else {}):
-        try:
-            return found(within_node=way)
-        except PartitaError as error:
-            return str(error)
+def told(way: str) -> list[int] | str:
+    """The neighbors, or the error."""
+    try:
+        return found(within_node=way)
+    except PartitaError as error:
+        return str(error)
 
 
 def refused(*_: Any) -> None:
@@ -123,11 +122,12 @@ def test_all_ranks_of_a_node_are_neighbors() -> None:
 
 
 def test_over_the_network_where_the_config_says_so() -> None:
-    assert pool.run(2, found_where, "network") == [[], []]
+    assert pool.run(2, told, "network") == [[], []]
 
 
 def on_nodes_of_their_own() -> list[int] | str:
-    return found_where("memory", _node=lambda: rank() // 2)
+    with mock.patch.object(neighbors, "_node", return_value=rank() // 2):
+        return told("memory")
 
 
 def test_ranks_of_other_nodes_are_none() -> None:
@@ -135,7 +135,9 @@ def test_ranks_of_other_nodes_are_none() -> None:
 
 
 def cannot_be_read(way: str, everywhere: bool) -> list[int] | str:
-    return found_where(way, read_memory=refused, everywhere=everywhere)
+    refusing = mock.patch.object(neighbors, "read_memory", refused)
+    with refusing if everywhere or rank() == 1 else nullcontext():
+        return told(way)
 
 
 @pytest.mark.parametrize("everywhere", [True, False])

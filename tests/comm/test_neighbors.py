@@ -3,7 +3,9 @@
 import os
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -42,6 +44,16 @@ def test_memory_goes_from_one_to_the_other(lines: tuple[Line, Line]) -> None:
     assert torch.equal(room, given)
 
 
+def test_what_is_offered_is_left_alone_until_it_was_read(lines: tuple[Line, Line]) -> None:
+    offer = Offer(torch.ones(3), lines[0], 0)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(offer.wait)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.1)
+        Fetch(torch.empty(3), os.getpid(), lines[1], 0).wait()
+        waiting.result(5)
+
+
 def test_an_exchange_takes_no_notice_of_another(lines: tuple[Line, Line]) -> None:
     """Offers under two tags, fetched in the other order."""
     given = {tag: torch.randn(50) for tag in (1, 2)}
@@ -52,6 +64,24 @@ def test_an_exchange_takes_no_notice_of_another(lines: tuple[Line, Line]) -> Non
         assert torch.equal(room, given[tag])
     for offer in offers:
         offer.wait()
+
+
+def test_threads_wait_for_words_of_their_own(lines: tuple[Line, Line]) -> None:
+    """Each word comes while a thread that wants another is listening."""
+    with ThreadPoolExecutor(4) as threads:
+        heard = [threads.submit(lines[1].hear, OFFERED, tag) for tag in range(4)]
+        for tag in reversed(range(4)):
+            lines[0].tell(OFFERED, tag, tag, 10 * tag)
+        assert [word.result(5) for word in heard] == [(tag, 10 * tag) for tag in range(4)]
+
+
+def test_all_threads_are_told_that_the_other_ended(lines: tuple[Line, Line]) -> None:
+    with ThreadPoolExecutor(3) as threads:
+        heard = [threads.submit(lines[1].hear, OFFERED, tag) for tag in range(3)]
+        lines[0].close()
+        for word in heard:
+            with pytest.raises(RuntimeError, match="its process has ended"):
+                word.result(5)
 
 
 def test_another_size_is_told(lines: tuple[Line, Line]) -> None:
@@ -132,6 +162,13 @@ def on_nodes_of_their_own() -> list[int] | str:
 
 def test_ranks_of_other_nodes_are_none() -> None:
     assert pool.run(4, on_nodes_of_their_own) == [[1], [0], [3], [2]]
+
+
+def test_without_a_socket_all_goes_over_the_network() -> None:
+    with mock.patch.object(neighbors.socket.socket, "bind", side_effect=refused):
+        said = Introduction()
+    with said as one, Introduction() as other:
+        assert one.readable([one.card, replace(other.card, process=1)]) == {1: "[Errno 1] Operation not permitted"}
 
 
 def cannot_be_read(way: str, everywhere: bool) -> list[int] | str:

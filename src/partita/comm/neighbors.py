@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 import struct
-import sys
+import threading
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,18 +62,20 @@ class Introduction:
 
     def __init__(self) -> None:
         self._token = torch.frombuffer(bytearray(secrets.token_bytes(TOKEN_BYTES)), dtype=torch.uint8)
-        self._listener = socket.socket(socket.AF_UNIX)
-        door = f"\0partita-{secrets.token_hex(16)}" if sys.platform == "linux" else ""
-        if door:
+        self._listener, self._problem = socket.socket(socket.AF_UNIX), ""
+        door = f"\0partita-{secrets.token_hex(16)}"  # in no folder: the name is gone with the socket
+        try:
             _admit_siblings()
             self._listener.bind(door)
             self._listener.listen()
+        except (OSError, AttributeError) as error:  # another system than Linux, or less than all of it
+            self._problem = str(error)
         self.card = Card(_node(), os.getpid(), self._token.data_ptr(), bytes(self._token.tolist()), door)
 
     def readable(self, cards: Sequence[Card]) -> dict[int, str | None]:
         """For each other rank of the node: None, or why its memory cannot be read."""
         return {
-            index: _trial(card)
+            index: self._problem or _trial(card)
             for index, card in enumerate(cards)
             if card.node == self.card.node and card.process != self.card.process
         }
@@ -165,11 +167,12 @@ def read_memory(process: int, address: int, into: Tensor) -> None:
 
 
 class Line:
-    """Words to and from one neighbor, for one purpose, of which one thread at a time takes care."""
+    """Words to and from one neighbor, for one purpose. Several threads may wait for words of their own."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._waiting: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(deque)
+        self._heard: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(deque)
+        self._listening, self._changed = False, threading.Condition()  # one thread listens, for all
 
     def set_timeout(self, seconds: float) -> None:
         """How long to wait for a word."""
@@ -187,13 +190,27 @@ class Line:
         Raises:
             RuntimeError: the neighbor has ended, or does not say it in time.
         """
-        while not self._waiting[about, tag]:
-            try:
-                other, under, address, num_bytes = WORD.unpack(_received(self._socket, WORD.size))
-            except OSError as error:
-                raise RuntimeError(f"waiting for a rank of this node: {error}") from error
-            self._waiting[other, under].append((address, num_bytes))
-        return self._waiting[about, tag].popleft()
+        with self._changed:
+            while not self._heard[about, tag]:
+                if self._listening:
+                    self._changed.wait()
+                else:
+                    self._listen()
+            return self._heard[about, tag].popleft()
+
+    def _listen(self) -> None:
+        """Take one word in, while the others may look for theirs."""
+        self._listening = True
+        self._changed.release()
+        try:
+            about, tag, address, num_bytes = WORD.unpack(_received(self._socket, WORD.size))
+        except OSError as error:
+            raise RuntimeError(f"waiting for a rank of this node: {error}") from error
+        finally:
+            self._changed.acquire()
+            self._listening = False
+            self._changed.notify_all()
+        self._heard[about, tag].append((address, num_bytes))
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # so that whoever waits in another thread is told

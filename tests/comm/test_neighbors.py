@@ -14,8 +14,9 @@ import torch
 
 import partita
 from partita import PartitaError
-from partita.comm import neighbors
-from partita.comm.neighbors import HELLO, OFFERED, TAKEN, Fetch, Introduction, Line, Offer, read_memory
+from partita.comm import introduction
+from partita.comm.introduction import HELLO, Introduction
+from partita.comm.neighbors import OFFERED, TAKEN, Fetch, Line, Offer, read_memory
 from tests.local import pool
 from tests.local.training import PLANS, Recipe, Stack, rank, same, square_loss, train, world
 
@@ -156,7 +157,7 @@ def test_over_the_network_where_the_config_says_so() -> None:
 
 
 def on_nodes_of_their_own() -> list[int] | str:
-    with mock.patch.object(neighbors, "_node", return_value=rank() // 2):
+    with mock.patch.object(introduction, "_node", return_value=rank() // 2):
         return told("memory")
 
 
@@ -165,14 +166,14 @@ def test_ranks_of_other_nodes_are_none() -> None:
 
 
 def test_without_a_socket_all_goes_over_the_network() -> None:
-    with mock.patch.object(neighbors.socket.socket, "bind", side_effect=refused):
+    with mock.patch.object(introduction.socket.socket, "bind", side_effect=refused):
         said = Introduction()
     with said as one, Introduction() as other:
         assert one.readable([one.card, replace(other.card, process=1)]) == {1: "[Errno 1] Operation not permitted"}
 
 
 def cannot_be_read(way: str, everywhere: bool) -> list[int] | str:
-    refusing = mock.patch.object(neighbors, "read_memory", refused)
+    refusing = mock.patch.object(introduction, "read_memory", refused)
     with refusing if everywhere or rank() == 1 else nullcontext():
         return told(way)
 
@@ -198,11 +199,9 @@ def test_one_who_does_not_answer_leaves_all_to_the_network() -> None:
 
 
 def one_does_not_answer() -> list[int] | str:
-    from partita.comm import collectives
-
     with (
-        mock.patch.object(collectives, "Introduction", Unanswered if rank() == 1 else Introduction),
-        mock.patch.object(neighbors, "CONNECT_S", 1.0),
+        mock.patch.object(introduction, "Introduction", Unanswered if rank() == 1 else Introduction),
+        mock.patch.object(introduction, "CONNECT_S", 1.0),
     ):
         return found()
 

@@ -6,7 +6,6 @@ exchange, too: as many bytes as gloo's own, without its flat copy of the whole. 
 need not pass the network (:mod:`partita.comm.neighbors`). NCCL has all of it natively.
 """
 
-import logging
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,13 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from partita.comm.board import Board
+from partita.comm.introduction import Group, find_neighbors
 from partita.comm.mesh import STREAMS, Mesh
-from partita.comm.neighbors import Fetch, Introduction, Neighbor, Offer
+from partita.comm.neighbors import Fetch, Offer
 from partita.comm.watchdog import Watchdog
 from partita.errors import PartitaError
 from partita.plan.traffic import TrafficKey, TrafficMeter
-
-_log = logging.getLogger("partita")
 
 # torch 2.13 renamed the single-tensor collectives; earlier versions know the former names only.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -76,41 +74,9 @@ class Collectives:
         if self.ordered and mesh.within_node != "network":
             for axes in mesh.axes:
                 if axes not in mesh.neighbors:
-                    mesh.neighbors[axes] = self._find_neighbors(axes)
-
-    def _find_neighbors(self, axes: tuple[str, ...]) -> dict[int, Neighbor]:
-        """The ranks of a group that can read this one's memory and be read, by index; called on all of them.
-
-        Raises:
-            PartitaError: on all ranks, where those of a node cannot, and the config asks for it.
-        """
-        own = self.mesh.index(axes)
-        with Introduction() as introduction:
-            cards = self.exchange_objects(introduction.card, axes)
-            tried = self.exchange_objects(introduction.readable(cards), axes)
-            known = {i: cards[i] for i, why in tried[own].items() if why is None and tried[i].get(own, "") is None}
-            neighbors, failed = dict[int, Neighbor](), None
-            try:
-                neighbors = introduction.connect(own, known, STREAMS)
-            except OSError as error:
-                failed = str(error)
-            unanswered = [why for why in self.exchange_objects(failed, axes) if why is not None]
-        problems = [why for row in tried for why in row.values() if why is not None] + unanswered
-        if problems and self.mesh.within_node == "memory":
-            raise PartitaError(
-                f"communication.within_node memory: ranks cannot read each other's memory ({problems[0]}): allow "
-                "process_vm_readv (ptrace) in the container, or set it to network, or to auto"
-            )
-        if problems and self.mesh.rank == 0:
-            _log.info("ranks of a node cannot read each other's memory (%s): they use the network", problems[0])
-        if unanswered:  # some may have lines to ranks that have none
-            for neighbor in neighbors.values():
-                neighbor.close()
-            return {}
-        for neighbor in neighbors.values():
-            for line in neighbor.lines.values():
-                line.set_timeout(self.mesh.timeout_s)
-        return neighbors
+                    exchange = partial(self.exchange_objects, axes=axes)
+                    group = Group(mesh.index(axes), exchange, STREAMS, mesh.timeout_s)
+                    mesh.neighbors[axes] = find_neighbors(group, required=mesh.within_node == "memory")
 
     def all_gather(
         self, whole: Tensor, part: Tensor, axes: tuple[str, ...], purpose: str = "parameters", tag: int = 0

@@ -9,135 +9,24 @@ import contextlib
 import ctypes
 import functools
 import os
-import secrets
 import socket
 import struct
 import threading
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
 from torch import Tensor
 
-TOKEN_BYTES = 32
-CONNECT_S = 30.0
-# The token of who is called; who calls, and for which purpose.
-HELLO = struct.Struct(f"<{TOKEN_BYTES}sqq")
 # What it is about, the tag of its exchange; address and size of memory.
 WORD = struct.Struct("<qqqq")
 OFFERED, TAKEN = 0, 1
-# Lets a process, and those that it started, look into this one (where the Yama security module asks for it).
-PR_SET_PTRACER = 0x59616D61
-
-
-@dataclass(frozen=True)
-class Card:
-    """What a rank tells the others of itself: on which node it is, where a token lies that proves a reading, and the
-    name of the socket that it listens on.
-    """
-
-    node: object
-    process: int
-    address: int
-    token: bytes
-    door: str
-
-
-@dataclass(frozen=True)
-class Neighbor:
-    """A rank whose memory this one can read, and that can read this one's; ``lines`` by purpose."""
-
-    process: int
-    lines: Mapping[str, "Line"]
-
-    def close(self) -> None:
-        for line in self.lines.values():
-            line.close()
-
-
-class Introduction:
-    """Finds the neighbors among the ranks of a group. A context manager: its token and socket are there meanwhile."""
-
-    def __init__(self) -> None:
-        self._token = torch.frombuffer(bytearray(secrets.token_bytes(TOKEN_BYTES)), dtype=torch.uint8)
-        self._listener, self._problem = socket.socket(socket.AF_UNIX), ""
-        door = f"\0partita-{secrets.token_hex(16)}"  # in no folder: the name is gone with the socket
-        try:
-            _admit_siblings()
-            self._listener.bind(door)
-            self._listener.listen()
-        except (OSError, AttributeError) as error:  # another system than Linux, or less than all of it
-            self._problem = str(error)
-        self.card = Card(_node(), os.getpid(), self._token.data_ptr(), bytes(self._token.tolist()), door)
-
-    def readable(self, cards: Sequence[Card]) -> dict[int, str | None]:
-        """For each other rank of the node: None, or why its memory cannot be read."""
-        return {
-            index: self._problem or _trial(card)
-            for index, card in enumerate(cards)
-            if card.node == self.card.node and card.process != self.card.process
-        }
-
-    def connect(self, own: int, cards: Mapping[int, Card], purposes: Sequence[str]) -> dict[int, Neighbor]:
-        """Have lines to the ranks of these cards, which do the same.
-
-        Raises:
-            OSError: one does not answer.
-        """
-        lines: dict[int, dict[str, Line]] = defaultdict(dict)
-        with contextlib.ExitStack() as opened:
-            for index, card in cards.items():
-                for number, purpose in enumerate(purposes) if index < own else ():
-                    calling = opened.enter_context(socket.socket(socket.AF_UNIX))
-                    calling.settimeout(CONNECT_S)
-                    calling.connect(card.door)
-                    calling.sendall(HELLO.pack(card.token, own, number))
-                    lines[index][purpose] = Line(calling)
-            self._listener.settimeout(CONNECT_S)
-            for _ in range(len(purposes) * sum(index > own for index in cards)):
-                called = opened.enter_context(self._listener.accept()[0])
-                called.settimeout(CONNECT_S)
-                token, index, number = HELLO.unpack(_received(called, HELLO.size))
-                if token != self.card.token:
-                    raise OSError(0, "a stranger has called")
-                lines[index][purposes[number]] = Line(called)
-            opened.pop_all()
-        return {index: Neighbor(card.process, lines[index]) for index, card in cards.items()}
-
-    def __enter__(self) -> "Introduction":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listener.close()
-
-
-def _trial(card: Card) -> str | None:
-    room = torch.empty(TOKEN_BYTES, dtype=torch.uint8)
-    try:
-        read_memory(card.process, card.address, room)
-    except OSError as error:
-        return str(error.strerror)
-    return None if bytes(room.tolist()) == card.token else "its process number means another process here"
-
-
-def _node() -> object:
-    """The same for processes that know each other's numbers and sockets, and for no others."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        return boot, Path("/proc/self/ns/pid").stat().st_ino, Path("/proc/self/ns/net").stat().st_ino
-    except OSError:
-        return secrets.token_hex(8)
 
 
 @functools.cache
-def _system() -> ctypes.CDLL:
+def system() -> ctypes.CDLL:
+    """The C library."""
     return ctypes.CDLL(None, use_errno=True)
-
-
-def _admit_siblings() -> None:
-    _system().prctl(PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)  # an error where nobody asks for it
 
 
 class _Range(ctypes.Structure):
@@ -150,7 +39,7 @@ def read_memory(process: int, address: int, into: Tensor) -> None:
     Raises:
         OSError: the system does not let it, or the process has ended.
     """
-    call = getattr(_system(), "process_vm_readv", None)
+    call = getattr(system(), "process_vm_readv", None)
     if call is None:
         raise OSError(0, "this system has no process_vm_readv")
     call.restype = ctypes.c_ssize_t
@@ -203,7 +92,7 @@ class Line:
         self._listening = True
         self._changed.release()
         try:
-            about, tag, address, num_bytes = WORD.unpack(_received(self._socket, WORD.size))
+            about, tag, address, num_bytes = WORD.unpack(received(self._socket, WORD.size))
         except OSError as error:
             raise RuntimeError(f"waiting for a rank of this node: {error}") from error
         finally:
@@ -218,7 +107,12 @@ class Line:
         self._socket.close()
 
 
-def _received(connection: socket.socket, num_bytes: int) -> bytes:
+def received(connection: socket.socket, num_bytes: int) -> bytes:
+    """Just so many bytes.
+
+    Raises:
+        OSError: the other end is closed, or the time is up.
+    """
     content = b""
     while len(content) < num_bytes:
         more = connection.recv(num_bytes - len(content))
@@ -226,6 +120,22 @@ def _received(connection: socket.socket, num_bytes: int) -> bytes:
             raise ConnectionError("its process has ended")
         content += more
     return content
+
+
+@dataclass(frozen=True)
+class Neighbor:
+    """A rank whose memory this one can read, and that can read this one's; ``lines`` by purpose."""
+
+    process: int
+    lines: Mapping[str, Line]
+
+    def set_timeout(self, seconds: float) -> None:
+        for line in self.lines.values():
+            line.set_timeout(seconds)
+
+    def close(self) -> None:
+        for line in self.lines.values():
+            line.close()
 
 
 class Offer:

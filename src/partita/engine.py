@@ -273,9 +273,10 @@ class Engine:
 
     def export(self, folder: str | Path, beside: str | Path | None = None) -> None:
         """Write the weights in the compute dtype as safetensors, in Hugging Face's layout; with them configuration and
-        tokenizer from the folder ``beside`` (None: the one that ``weights=`` named).
+        tokenizer from the folder ``beside`` (None: the one that ``weights=`` named, if it is still there).
         """
-        export(self._whole, self.module, Path(folder), self._weights if beside is None else Path(beside))
+        found = self._weights if self._weights is not None and self._weights.is_dir() else None
+        export(self._whole, self.module, Path(folder), found if beside is None else Path(beside))
 
     def save(self, folder: str | Path | None = None) -> Path:
         """Save all that training goes on from as ``folder/step-N``, of which the newest ``checkpoint.keep`` stay.

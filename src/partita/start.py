@@ -36,7 +36,7 @@ def initialize(
     """Put a model under a plan.
 
     The model's parameters are taken out of it and stay the same objects; it is trained through the returned engine.
-    Every rank calls this with the same model; all start from rank 0's values.
+    Every rank calls this with the same model; all start from rank 0's values (or from those of ``weights``).
 
     Args:
         model: any module; on the ``meta`` device it is initialized (or loaded) unit by unit.
@@ -44,8 +44,9 @@ def initialize(
         optimizer: an optimizer on ``model.parameters()``, or a callable that makes one; None: the config's.
         scheduler: a scheduler on that optimizer, or a callable that makes one; None: the config's schedule.
         loss_fn: ``loss_fn(output, batch)`` for :meth:`Engine.train_batch`; None: the output is it, or has ``.loss``.
-        weights: a safetensors file or folder to take the values from.
-        mesh: the mesh of another engine in this process, to share its process groups; None: a new one.
+        weights: a safetensors file or folder to take the values from, the same for all ranks.
+        mesh: the mesh of another engine in this process, to share its process groups and how they were set up
+            (``communication.timeout_s``, ``within_node``); None: a new one.
 
     Raises:
         ConfigError: the config, the model or the optimizer do not fit together.

@@ -1,5 +1,6 @@
 """``partita train --processes 2`` as real processes: it trains, fails, is interrupted, and never leaves one behind."""
 
+import contextlib
 import json
 import os
 import re
@@ -111,23 +112,41 @@ def test_nodes_come_and_go(tmp_path: Path) -> None:
     """Each time the run goes on from its newest checkpoint, on as many ranks as there are then."""
     job, store = write_job(tmp_path), TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     arguments = ("--set", "train.steps=100000", *saving(tmp_path))
-    stays = start_node(job, store.port, *arguments)
-    wait_for(lambda: complete(tmp_path / "saved") or stays.poll() is not None, "the first checkpoint")
-    comes = start_node(job, store.port, *arguments)
-    wait_for(lambda: len(workers_of(job)) == 2 or comes.poll() is not None, "the second node")
-    both = max(complete(tmp_path / "saved"))
-    wait_for(lambda: max(complete(tmp_path / "saved")) > both + 20, "a checkpoint of two ranks")
-    os.killpg(comes.pid, signal.SIGKILL)
-    os.kill(workers_of(job)[1], signal.SIGKILL)
-    comes.communicate()
-    wait_for(lambda: len(workers_of(job)) == 1, "the end of the second node")
-    alone = max(complete(tmp_path / "saved"))
-    wait_for(lambda: max(complete(tmp_path / "saved")) > alone + 20, "a checkpoint of one rank again")
-    stays.send_signal(signal.SIGTERM)
-    _, out, error = finish(stays)
+
+    def newest() -> int:
+        return max(complete(tmp_path / "saved"), default=0)
+
+    nodes = [start_node(job, store.port, *arguments)]
+    try:
+        wait_for(lambda: newest() or nodes[0].poll() is not None, "the first checkpoint")
+        (first,) = workers_of(job).values()
+        nodes.append(start_node(job, store.port, *arguments))
+        wait_for(lambda: len(workers_of(job)) == 2 and first not in workers_of(job).values(), "the second node")
+        both = newest()
+        wait_for(lambda: newest() > both + 20, "a checkpoint of two ranks")
+        lost = [pid for pid in workers_of(job).values() if parent_of(pid) == nodes[1].pid]
+        kill(nodes[1].pid, *lost)
+        nodes[1].communicate()
+        wait_for(lambda: len(workers_of(job)) == 1, "the end of the second node")
+        alone = newest()
+        wait_for(lambda: newest() > alone + 20, "a checkpoint of one rank again")
+        nodes[0].send_signal(signal.SIGTERM)
+        _, out, error = finish(nodes[0])
+    finally:
+        kill(*(node.pid for node in nodes), *workers_of(job).values())
     sizes = re.findall(r"^mesh: (\d) ranks", error, re.MULTILINE)
     assert sizes == ["1", "2", "1"], error
     assert out.count("restored model, optimizer, scheduler and random states of step ") == 2
+
+
+def kill(*pids: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends orphans on Linux only")

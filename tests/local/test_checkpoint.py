@@ -219,6 +219,46 @@ def test_resumed_as_if_never_stopped(name: str, ranks: int, tmp_path: Path) -> N
     pool.run(ranks, resumes, str(tmp_path), SECTIONS[name])
 
 
+class Odd(torch.optim.Optimizer):
+    """Keeps one state with strides unlike its parameter's, changed in place, and one that it replaces."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                state = self.state[param]
+                if not state:
+                    order = tuple(reversed(range(param.dim())))
+                    state["crossed"] = torch.zeros([param.shape[dim] for dim in order]).permute(order)
+                    state["fresh"] = torch.zeros_like(param)
+                state["crossed"].add_(param.grad)
+                state["fresh"] = state["fresh"] - param.grad
+                param.sub_(state["crossed"], alpha=0.1)
+
+
+def saves_what_is_there_now(folder: str, stage: int) -> None:
+    partita.elementwise(Odd)
+    with partita.initialize(Stack(1), {"zero": {"stage": stage}}, optimizer=Odd) as engine:
+        for step in range(3):
+            losses_of(engine, step, 1)
+            engine.save(folder)
+            engine.wait_for_checkpoint()
+            stored = open_stored(Path(folder, f"step-{step + 1}"))
+            for name, weight in whole_weights(engine).items():
+                assert torch.equal(stored.value(f"model.{name}"), weight)
+                for key, state in engine.optimizer_state(name).items():
+                    assert torch.equal(stored.value(f"optimizer.state.{name}.{key}"), state), (step, name, key)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_save_is_of_the_states_of_its_moment(ranks: int, stage: int, tmp_path: Path) -> None:
+    pool.run(ranks, saves_what_is_there_now, str(tmp_path), stage)
+
+
 # ----------------------------------------------------------------------------------------------- folders of checkpoints
 
 

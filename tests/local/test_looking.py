@@ -1,12 +1,14 @@
 """Whole gradients and optimizer states by name, state dicts, exported weights, and the two reports."""
 
 import json
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import partita
@@ -166,6 +168,25 @@ def exports_again(folder: Path, again: Path) -> None:
         engine.export(again / "elsewhere", beside=again)
         with pytest.raises(PartitaError, match=r"engine.export: cannot write into .*No such file"):
             engine.export(again / "third", beside=again / "missing")
+        for name in ("tokenizer.json", "config.json"):  # as in a store that nobody may write
+            (folder / name).chmod(0o444)
+        engine.export(again)
+        model: Any = engine.module
+        model.generation_config.do_sample, model.generation_config.temperature = False, 0.9
+        with pytest.warns(UserWarning, match="GenerationConfig was not saved") if rank() == 0 else nullcontext():
+            engine.export(folder)  # whence the weights came
+
+
+def exports_without_what_it_came_from(folder: Path) -> None:
+    given = Stack()
+    if rank() == 0:
+        save_file(given.state_dict(), folder / "given.safetensors")
+    torch.distributed.barrier()
+    with partita.initialize(Stack(), {"zero": {"stage": 3}}, weights=folder) as engine:
+        torch.distributed.barrier()
+        if rank() == 0:
+            shutil.rmtree(folder)
+        engine.export(folder.with_name("out"))
 
 
 def exports_to_nowhere(folder: Path) -> None:
@@ -295,6 +316,12 @@ def test_export_brings_the_tokenizer_along(tmp_path: Path) -> None:
         for name in ("tokenizer.json", "merges.txt", "chat_template.jinja"):
             assert (folder / name).read_text() == name
         assert AutoModelForCausalLM.from_pretrained(folder).config.model_type == "gpt2"
+
+
+def test_export_when_the_weights_folder_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "given").mkdir()
+    pool.run(2, exports_without_what_it_came_from, tmp_path / "given")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 def test_export_to_nowhere(tmp_path: Path) -> None:

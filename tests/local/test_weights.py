@@ -1,5 +1,6 @@
 """Weights from safetensors files: every rank reads what it keeps, and nothing else."""
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import partita
+from partita import ConfigError
 from partita.checkpoint.weights import Weights
 from partita.plan.box import Box
 from partita.plan.span import QUANTUM
 from tests.local import pool
-from tests.local.training import whole_weights
+from tests.local.training import rank, whole_weights
 
 OFFLOADS = ({}, {"parameters": "host"}, {"parameters": "disk", "optimizer": "disk"})
 
@@ -60,6 +62,19 @@ def in_parts(file: Path, offload: dict[str, str], meta: bool) -> tuple[int, int]
     return sum(numbers), sum(buffer.numel() for buffer in model.buffers())
 
 
+def differ(file: Path) -> None:
+    """Each rank has a copy of its own; that of rank 1 lacks a tensor."""
+    weights = load_file(file)
+    if rank() == 1:
+        del weights["cube"]
+    own = file.with_name(f"{rank()}.safetensors")
+    save_file(weights, own)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ConfigError, match="rank 1 finds other tensors there than rank 0"):
+            partita.initialize(Shapes(), {"zero": {"stage": 3}}, weights=own)
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     torch.manual_seed(torch.seed())
@@ -77,3 +92,7 @@ def test_each_rank_reads_its_part(world: int, meta: bool, offload: dict[str, str
     num_elements = sum(param.numel() for param in Shapes().parameters())
     assert sum(of_rank - buffers for of_rank, buffers in read) == num_elements
     assert max(of_rank - buffers for of_rank, buffers in read) < num_elements / world + 8 * QUANTUM
+
+
+def test_ranks_with_other_files_are_told(file: Path) -> None:
+    pool.run(2, differ, file)

@@ -36,7 +36,7 @@ class Beside:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def boxes(self) -> list[Value]:
-        """What this rank saves of buffers, in the order of :meth:`tensors`."""
+        """What this rank saves of buffers, in the order of :meth:`batches`."""
         return [
             Value(MODEL + name, tuple(buffer.shape), buffer.dtype, box)
             for name, buffer in (persistent_buffers(self.model) if self.mesh.rank == 0 else ())
@@ -55,12 +55,12 @@ class Beside:
         values.append(Value(EXTRA, value=plain(self.extra)))
         return values
 
-    def tensors(self) -> Iterator[Tensor]:
-        """The values of the buffers' boxes, flat."""
+    def batches(self) -> Iterator[list[Tensor]]:
+        """The values of the buffers' boxes, flat, one at a time."""
         if self.mesh.rank == 0:
             for _, buffer in persistent_buffers(self.model):
                 for box, _ in _all_of(buffer).boxes(most_elements(buffer.dtype)):
-                    yield narrowed(buffer.detach(), box).contiguous().view(-1)
+                    yield [narrowed(buffer.detach(), box).contiguous().view(-1)]
 
     def restore(self, stored: Stored, *, strict: bool) -> list[str]:
         """Take back all but buffers; returns the keys that are not there.

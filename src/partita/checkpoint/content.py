@@ -63,7 +63,8 @@ class _Piece:
 class Stock:
     """What is saved of one segment, as long as ``seen`` (what its states are, and where in memory) is the same.
 
-    ``views``: the boxes' values, where they lie in memory as they are saved.
+    ``views``: the boxes' values, where they lie in memory as they are saved. (States that the optimizer replaces by
+    others are kept alive by them until the next save finds it out.)
     """
 
     segment: Segment
@@ -113,11 +114,13 @@ class Content:
         self._stocks.clear()
 
     def batches(self, stocks: Sequence[Stock]) -> Iterator[list[Tensor]]:
-        """The values of all boxes, flat: of a segment each time, and valid until the next."""
+        """The values of all boxes, flat, some at a time: valid until the next."""
         for stock in stocks:
             if stock.views is None:
                 with self._lent(stock.segment) as weights:
-                    yield [piece.of(weights) for piece in stock.pieces if piece.value.box is not None]
+                    for piece in stock.pieces:
+                        if piece.value.box is not None:
+                            yield [piece.of(weights)]
             else:
                 yield stock.views
 
@@ -132,8 +135,15 @@ class Content:
         if known is None or known.seen != seen:
             known = self._stocks[id(segment)] = Stock(segment, seen, list(self._new_pieces(unit, segment)))
             if _stays_in_memory(segment) and all(piece.stretch.is_row_major for piece in known.pieces):
-                known.views = next(self.batches([known]))
+                known.views = self._views(known, [state for _, state in kept if isinstance(state, Tensor)])
         return known
+
+    def _views(self, stock: Stock, states: Sequence[Tensor]) -> list[Tensor] | None:
+        """Views of what is saved; None where some of it has to be copied to lie as it is saved."""
+        with self._lent(stock.segment) as weights:
+            found = [piece.of(weights) for piece in stock.pieces if piece.value.box is not None]
+            places = {tensor.untyped_storage().data_ptr() for tensor in (weights, *states)}
+        return found if all(view.untyped_storage().data_ptr() in places for view in found) else None
 
     def _new_pieces(self, unit: Unit, segment: Segment) -> Iterator[_Piece]:
         members = {member.fqn: member for member in unit.members if member.segment is segment}

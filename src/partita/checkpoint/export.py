@@ -6,6 +6,7 @@ A tied parameter is written once, under its first name; buffers that belong to t
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,12 +103,23 @@ class WeightsWriter:
                     self._copy(beside)
                 for config in configs:
                     if hasattr(config, "save_pretrained"):
-                        config.save_pretrained(self._folder)
+                        self._save(config)
 
     def _copy(self, beside: Path) -> None:
+        if beside.resolve() == self._folder.resolve():
+            return
         for path in beside.iterdir():
             if path.suffix in BESIDE_SUFFIXES and path.is_file() and ".safetensors" not in path.name:
-                shutil.copy(path, self._folder)
+                shutil.copyfile(path, self._folder / path.name)  # whoever may not write the one may write the other
+
+    def _save(self, config: Any) -> None:
+        """Weights are worth more than a configuration that transformers finds wrong."""
+        try:
+            config.save_pretrained(self._folder)
+        except OSError:
+            raise
+        except Exception as error:
+            warnings.warn(f"engine.export: the {type(config).__name__} was not saved: {error}", stacklevel=2)
 
     def _name_files(self) -> None:
         """One file, or numbered ones with an index."""

@@ -86,7 +86,7 @@ class Saver:
             layout = FileLayout(self._placing, others + self._beside.values())
             if self._rank == 0:
                 start_partial(order.folder, order.step)
-        batches = itertools.chain(self._content.batches(stocks), [list(self._beside.tensors())])
+        batches = itertools.chain(self._content.batches(stocks), self._beside.batches())
         if order.background and not self._on_disk and self._have_room(layout.num_bytes):
             with together(self._collectives, DATA):
                 memory = self._snapshots.take(layout, batches)

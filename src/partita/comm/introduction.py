@@ -23,6 +23,7 @@ from partita.errors import PartitaError
 _log = logging.getLogger("partita")
 TOKEN_BYTES = 32
 CONNECT_S = 30.0
+MOST_CALLS = 4096  # that wait at a time; the system may allow fewer
 # The token of who is called; who calls, and for which purpose.
 HELLO = struct.Struct(f"<{TOKEN_BYTES}sqq")
 # Lets a process, and those that it started, look into this one (where the Yama security module asks for it).
@@ -51,7 +52,7 @@ def find_neighbors(group: Group, *, required: bool) -> dict[int, Neighbor]:
         PartitaError: on all ranks, where they are ``required`` and cannot.
     """
     neighbors, failed, own = dict[int, Neighbor](), None, group.own
-    with Introduction() as introduction:
+    with Introduction(min(CONNECT_S, group.timeout_s / 2)) as introduction:
         cards = group.exchange(introduction.card)
         tried = group.exchange(introduction.readable(cards))
         known = {i: cards[i] for i, why in tried[own].items() if why is None and tried[i].get(own, "") is None}
@@ -60,53 +61,59 @@ def find_neighbors(group: Group, *, required: bool) -> dict[int, Neighbor]:
         except OSError as error:
             failed = str(error)
         unanswered = [why for why in group.exchange(failed) if why is not None]
-    problems = [why for row in tried for why in row.values() if why is not None] + unanswered
-    if problems and required:
-        raise PartitaError(
-            f"communication.within_node memory: ranks cannot read each other's memory ({problems[0]}): allow "
-            "process_vm_readv (ptrace) in the container, or set it to network, or to auto"
-        )
-    if problems and own == 0:
-        _log.info("ranks of a node cannot read each other's memory (%s): they use the network", problems[0])
     for neighbor in neighbors.values():
         neighbor.set_timeout(group.timeout_s)
         if unanswered:  # some may have lines to ranks that have none
             neighbor.close()
+    problems = [card.problem for card in cards if card.problem]
+    problems += [why for row in tried for why in row.values() if why is not None] + unanswered
+    if problems and required:
+        for neighbor in neighbors.values():
+            neighbor.close()
+        raise PartitaError(
+            f"communication.within_node memory: ranks cannot read each other's memory ({problems[0]}): on Linux, allow "
+            "process_vm_readv (ptrace) and unix sockets in the container; or set it to network, or to auto"
+        )
+    if problems and own == 0:
+        _log.info("ranks of a node cannot read each other's memory (%s): they use the network", problems[0])
     return {} if unanswered else neighbors
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a rank tells the others of itself: on which node it is, where a token lies that proves a reading, and the
-    name of the socket that it listens on.
+    """What a rank tells the others of itself: on which node it is, where a token lies that proves a reading, the name
+    of the socket that it listens on, and the ``problem`` where it can have no neighbors.
     """
 
-    node: object
+    node: str
     process: int
     address: int
     token: bytes
     door: str
+    problem: str
 
 
 class Introduction:
     """Finds the neighbors among the ranks of a group. A context manager: its token and socket are there meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait_s: float = CONNECT_S) -> None:
+        self._wait_s, self._listener, problem = wait_s, None, ""
         self._token = torch.frombuffer(bytearray(secrets.token_bytes(TOKEN_BYTES)), dtype=torch.uint8)
-        self._listener, self._problem = socket.socket(socket.AF_UNIX), ""
-        door = f"\0partita-{secrets.token_hex(16)}"  # in no folder: the name is gone with the socket
+        door, node = f"\0partita-{secrets.token_hex(16)}", secrets.token_hex(8)  # a name in no folder
         try:
+            node = _node()
             _admit_siblings()
+            self._listener = socket.socket(socket.AF_UNIX)
             self._listener.bind(door)
-            self._listener.listen()
+            self._listener.listen(MOST_CALLS)
         except (OSError, AttributeError) as error:  # another system than Linux, or less than all of it
-            self._problem = str(error)
-        self.card = Card(_node(), os.getpid(), self._token.data_ptr(), bytes(self._token.tolist()), door)
+            problem = str(error)
+        self.card = Card(node, os.getpid(), self._token.data_ptr(), bytes(self._token.tolist()), door, problem)
 
     def readable(self, cards: Sequence[Card]) -> dict[int, str | None]:
         """For each other rank of the node: None, or why its memory cannot be read."""
         return {
-            index: self._problem or _trial(card)
+            index: self.card.problem or card.problem or _trial(card)
             for index, card in enumerate(cards)
             if card.node == self.card.node and card.process != self.card.process
         }
@@ -122,14 +129,16 @@ class Introduction:
             for index, card in cards.items():
                 for number, purpose in enumerate(purposes) if index < own else ():
                     calling = opened.enter_context(socket.socket(socket.AF_UNIX))
-                    calling.settimeout(CONNECT_S)
+                    calling.settimeout(self._wait_s)
                     calling.connect(card.door)
                     calling.sendall(HELLO.pack(card.token, own, number))
                     lines[index][purpose] = Line(calling)
-            self._listener.settimeout(CONNECT_S)
-            for _ in range(len(purposes) * sum(index > own for index in cards)):
+            num_calls = len(purposes) * sum(index > own for index in cards)
+            for _ in range(num_calls):
+                assert self._listener is not None
+                self._listener.settimeout(self._wait_s)
                 called = opened.enter_context(self._listener.accept()[0])
-                called.settimeout(CONNECT_S)
+                called.settimeout(self._wait_s)
                 token, index, number = HELLO.unpack(received(called, HELLO.size))
                 if token != self.card.token:
                     raise OSError(0, "a stranger has called")
@@ -141,7 +150,8 @@ class Introduction:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
 
 
 def _trial(card: Card) -> str | None:
@@ -153,13 +163,14 @@ def _trial(card: Card) -> str | None:
     return None if bytes(room.tolist()) == card.token else "its process number means another process here"
 
 
-def _node() -> object:
-    """The same for processes that know each other's numbers and sockets, and for no others."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        return boot, Path("/proc/self/ns/pid").stat().st_ino, Path("/proc/self/ns/net").stat().st_ino
-    except OSError:
-        return secrets.token_hex(8)
+def _node() -> str:
+    """The same for processes that know each other's numbers and sockets, and for no others.
+
+    Raises:
+        OSError: the system does not say.
+    """
+    spaces = (Path("/proc/self/ns", kind).stat().st_ino for kind in ("pid", "net"))
+    return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *map(str, spaces)])
 
 
 def _admit_siblings() -> None:

@@ -5,6 +5,7 @@ Every rank ends with rank 0's values. A model on the ``meta`` device is initiali
 whole.
 """
 
+import hashlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -156,12 +157,23 @@ class Assembly:
         self._device = collectives.mesh.device
         self._paths = {id(module): path for path, module in model.named_modules()}
         if source is not None:
-            self._check_source(source)
+            with together(collectives, DATA):
+                found = self._check_source(source)
+            others = collectives.exchange_objects(found, DATA)
+            if any(other != others[0] for other in others):
+                rank = next(rank for rank, other in enumerate(others) if other != others[0])
+                raise ConfigError(
+                    f"{source.title}: rank {rank} finds other tensors there than rank 0; every rank reads its part, so "
+                    "all need the same files"
+                )
 
-    def _check_source(self, source: Source) -> None:
+    def _check_source(self, source: Source) -> str:
+        """Returns what tells the tensors that are found from others."""
         missing, holdings = [], find_holdings(self._model)
+        found = hashlib.sha256()
         for holding in holdings:
             name, wanted = source.find(holding.fqns), tuple(holding.param.shape)
+            found.update(repr((name, wanted)).encode())
             if name is None:
                 missing.append(holding.fqns[0])
             elif source.shape(name) != wanted:
@@ -180,6 +192,7 @@ class Assembly:
                 "them",
                 stacklevel=2,
             )
+        return found.hexdigest()
 
     def _has(self, *names: str) -> bool:
         return self._source is not None and self._source.find(names) is not None

@@ -32,14 +32,17 @@ def test_thread_that_is_about_to_end_is_waited_for() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="child processes are listed from /proc")
 def test_child_process_is_seen_unless_exempt() -> None:
-    before = Snapshot.take()
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+    before, program = Snapshot.take(), "print(flush=True), input()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # while it is starting, the system does not know its arguments yet
         assert process.pid in child_processes()
         leaks = before.leaks(grace_s=0)
         exempted = before.leaks(exempt=lambda: {process.pid}, grace_s=0)
         before.restore()
         assert process.wait(5) == -signal.SIGKILL
-    assert leaks == [f"process {process.pid} ({sys.executable} -c input())"]
+    assert leaks == [f"process {process.pid} ({sys.executable} -c {program})"]
     assert exempted == []
     assert process.pid not in child_processes()
 

@@ -1,5 +1,6 @@
 """Checkpoints: saved under one layout, loaded under any other; exact resume; nothing torn is ever loaded."""
 
+import functools
 import itertools
 import json
 import os
@@ -220,10 +221,11 @@ def test_resumed_as_if_never_stopped(name: str, ranks: int, tmp_path: Path) -> N
 
 
 class Odd(torch.optim.Optimizer):
-    """Keeps one state with strides unlike its parameter's, changed in place, and one that it replaces."""
+    """Keeps a state with strides unlike its parameter's, which it changes in place, or replaces by another."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: Any, replaces: bool) -> None:
         super().__init__(params, {"lr": 0.1})
+        self._replaces = replaces
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -232,16 +234,18 @@ class Odd(torch.optim.Optimizer):
                 state = self.state[param]
                 if not state:
                     order = tuple(reversed(range(param.dim())))
-                    state["crossed"] = torch.zeros([param.shape[dim] for dim in order]).permute(order)
-                    state["fresh"] = torch.zeros_like(param)
-                state["crossed"].add_(param.grad)
-                state["fresh"] = state["fresh"] - param.grad
-                param.sub_(state["crossed"], alpha=0.1)
+                    state["sum"] = torch.zeros([param.shape[dim] for dim in order]).permute(order)
+                if self._replaces:
+                    state["sum"] = state["sum"] + param.grad
+                else:
+                    state["sum"].add_(param.grad)
+                param.sub_(state["sum"], alpha=0.1)
 
 
-def saves_what_is_there_now(folder: str, stage: int) -> None:
+def saves_what_is_there_now(folder: str, stage: int, replaces: bool) -> None:
     partita.elementwise(Odd)
-    with partita.initialize(Stack(1), {"zero": {"stage": stage}}, optimizer=Odd) as engine:
+    made = functools.partial(Odd, replaces=replaces)
+    with partita.initialize(Stack(1), {"zero": {"stage": stage}}, optimizer=made) as engine:
         for step in range(3):
             losses_of(engine, step, 1)
             engine.save(folder)
@@ -253,10 +257,11 @@ def saves_what_is_there_now(folder: str, stage: int) -> None:
                     assert torch.equal(stored.value(f"optimizer.state.{name}.{key}"), state), (step, name, key)
 
 
+@pytest.mark.parametrize("replaces", [False, True], ids=["in place", "replaced"])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_every_save_is_of_the_states_of_its_moment(ranks: int, stage: int, tmp_path: Path) -> None:
-    pool.run(ranks, saves_what_is_there_now, str(tmp_path), stage)
+def test_every_save_is_of_the_states_of_its_moment(ranks: int, stage: int, replaces: bool, tmp_path: Path) -> None:
+    pool.run(ranks, saves_what_is_there_now, str(tmp_path), stage, replaces)
 
 
 # ----------------------------------------------------------------------------------------------- folders of checkpoints

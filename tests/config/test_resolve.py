@@ -166,6 +166,12 @@ def test_compute_dtype(compute: str, device: str, expected: str) -> None:
         ),
         ({"schedule": {"name": "cosine", "total_steps": 9, "min_lr": 1e-5}}, "cpu", ()),
         ({"precision": {"gradients": "fp16"}}, "cpu", ()),
+        (
+            {"communication": {"within_node": "memory"}},
+            "cuda",
+            ("ignored: communication.within_node (on cuda NCCL chooses the way)",),
+        ),
+        ({"communication": {"within_node": "memory"}}, "cpu", ()),
         ({}, "cpu", ()),
     ],
 )

@@ -59,6 +59,8 @@ def resolve(config: Config, num_ranks: int, device_type: str, ranks_per_node: in
     notices = idle_settings(config, str(compute.value))
     if config.zero.hierarchical and mesh.node == 1:
         notices += ("ignored: zero.hierarchical (all data ranks are on one node)",)
+    if config.communication.within_node != "auto" and device_type != "cpu":
+        notices += (f"ignored: communication.within_node (on {device_type} NCCL chooses the way)",)
     return Resolved(config, mesh, batch, str(compute.value), (*mesh_rows, *batch_rows, compute), notices)
 
 

@@ -134,7 +134,7 @@ def test_nodes_come_and_go(tmp_path: Path) -> None:
         _, out, error = finish(nodes[0])
     finally:
         kill(*(node.pid for node in nodes), *workers_of(job).values())
-    sizes = re.findall(r"^mesh: (\d) ranks", error, re.MULTILINE)
+    sizes = re.findall(r"^mesh: (\d) ranks", out, re.MULTILINE)
     assert sizes == ["1", "2", "1"], error
     assert out.count("restored model, optimizer, scheduler and random states of step ") == 2
 

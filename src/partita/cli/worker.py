@@ -4,7 +4,6 @@ It says nothing when it fails: it writes the error down for the launcher, which 
 """
 
 import ctypes
-import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -23,7 +22,6 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def main(arguments: Sequence[str]) -> int:
     """Runs the job on this rank; returns the exit code, 0 after a first Ctrl-C too (the launcher makes it 130)."""
     try:
-        logging.getLogger("partita").setLevel(logging.WARNING)  # the trainer says on its console what it runs
         train(load_job(arguments[0], arguments[1:]), Console())
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -22,6 +22,7 @@ from partita.config.resolve import resolve
 from partita.engine import Engine
 from partita.errors import PartitaError
 from partita.observe.metrics import METRICS_FILE, HeldOutRow, MetricsWriter, TrainRow, read_metrics
+from partita.observe.notices import notices_on
 from partita.observe.plots import plot_losses
 from partita.observe.progress import TrainingProgress
 from partita.start import initialize
@@ -62,7 +63,7 @@ def train(job: Job, console: Console) -> Outcome:
     """
     ready = build_model(job.model, job.data)
     corpus = load_corpus(job.data, ready.encode)
-    with initialize(ready.module, config=job.engine) as engine:
+    with notices_on(console), initialize(ready.module, config=job.engine) as engine:
         return _Run(job, ready, corpus, engine, console).run()
 
 

@@ -2,23 +2,19 @@
 
 import io
 import logging
+from unittest import mock
 
-import pytest
 from rich.console import Console
 
 from partita.observe.notices import notices_on
 
-
-@pytest.fixture(autouse=True)
-def no_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytest has set logging up."""
-    monkeypatch.setattr(logging.getLogger("partita"), "propagate", False)
+LOGGER = logging.getLogger("partita")
 
 
 def said(message: str, *, level: int = logging.INFO) -> str:
     file = io.StringIO()
-    with notices_on(Console(file=file, width=20)):
-        logging.getLogger("partita").log(level, message)
+    with mock.patch.object(LOGGER, "propagate", False), notices_on(Console(file=file, width=20)):  # pytest has handlers
+        LOGGER.log(level, message)
     return file.getvalue()
 
 
@@ -29,18 +25,17 @@ def test_as_it_is_and_on_one_line() -> None:
 
 
 def test_nothing_is_left() -> None:
-    logger = logging.getLogger("partita")
-    before = list(logger.handlers), logger.level
+    before = list(LOGGER.handlers), LOGGER.level
     said("something")
-    assert (list(logger.handlers), logger.level) == before
+    assert (list(LOGGER.handlers), LOGGER.level) == before
 
 
 def test_logging_that_is_set_up_is_left_alone() -> None:
-    logger, file = logging.getLogger("partita"), io.StringIO()
+    file = io.StringIO()
     own = logging.StreamHandler(file)
-    logger.addHandler(own)
+    LOGGER.addHandler(own)
     try:
         assert said("something", level=logging.WARNING) == ""
         assert file.getvalue() == "something\n"
     finally:
-        logger.removeHandler(own)
+        LOGGER.removeHandler(own)

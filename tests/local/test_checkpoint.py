@@ -1,10 +1,12 @@
 """Checkpoints: saved under one layout, loaded under any other; exact resume; nothing torn is ever loaded."""
 
+import contextlib
 import functools
 import itertools
 import json
 import os
 import random
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -287,6 +289,26 @@ def test_saves_by_itself_and_keeps_the_newest(tmp_path: Path) -> None:
     pool.run(2, saves_by_itself, str(tmp_path))
 
 
+def starts_again(folder: str) -> None:
+    """A run in the folder of one that came further."""
+    config = {"checkpoint": {"dir": folder, "every_steps": 2, "keep": 2}}
+    with partita.initialize(Stack(1), config) as engine:
+        losses_of(engine, 0, 8)
+    with partita.initialize(Stack(1), config) as engine:
+        said = pytest.warns(UserWarning, match=r"holds later steps than step-2.*\(to step-8\)")
+        with said if rank() == 0 else contextlib.nullcontext():
+            losses_of(engine, 0, 2)
+        losses_of(engine, 2, 1)
+        path = engine.save()
+        engine.wait_for_checkpoint()
+        assert names(folder) == ["step-2", path.name] == ["step-2", "step-3"]
+        assert engine.load().step == 3
+
+
+def test_a_run_in_the_folder_of_a_longer_one_keeps_its_own(tmp_path: Path) -> None:
+    pool.run(2, starts_again, str(tmp_path))
+
+
 def goes_back_to_the_start(folder: str, offload: dict[str, str]) -> None:
     """A checkpoint from before the first step, when the optimizer had kept nothing."""
     torch.manual_seed(0)
@@ -372,9 +394,18 @@ def goes_on_from_step_1(folder: str) -> None:
 # ------------------------------------------------------------------------------------------------------ what goes wrong
 
 
-def disk_fails(folder: str, background: bool) -> None:
-    """A rank that cannot write: no rank has a checkpoint, all are told, and training goes on."""
-    failing = mock.patch.object(checkpoint_file.os, "pwrite", side_effect=OSError(28, "No space left on device"))
+def opened_in(folder: str) -> list[str]:
+    """The files in a folder that this process holds open, removed ones too."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the listing's own
+            found.append(str(link.readlink()))
+    return [path for path in found if path.startswith(folder)]
+
+
+def disk_fails(folder: str, background: bool, call: str) -> None:
+    """A rank that cannot write: no rank has a checkpoint, all are told, nothing of it is left, and training goes on."""
+    failing = mock.patch.object(checkpoint_file.os, call, side_effect=OSError(28, "No space left on device"))
     with partita.initialize(Stack(1), {"zero": {"stage": 3}, "checkpoint": {"background": background}}) as engine:
         losses_of(engine, 0, 1)
 
@@ -389,7 +420,8 @@ def disk_fails(folder: str, background: bool) -> None:
 
         with pytest.raises(PartitaError, match=r"No space left on device; make room there, lower checkpoint\.keep"):
             save()
-        assert complete(Path(folder)) == {}
+        dist.barrier()
+        assert (names(folder), opened_in(folder)) == ([], [])
         losses_of(engine, 1, 1)
         engine.save(folder)
         engine.wait_for_checkpoint()
@@ -398,8 +430,28 @@ def disk_fails(folder: str, background: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:the checkpoint was not saved")
 @pytest.mark.parametrize("background", [True, False])
-def test_a_full_disk_is_an_error_on_every_rank(background: bool, tmp_path: Path) -> None:
-    pool.run(2, disk_fails, str(tmp_path), background)
+@pytest.mark.parametrize("call", ["pwrite", "posix_fallocate"])
+def test_a_full_disk_is_an_error_on_every_rank(background: bool, call: str, tmp_path: Path) -> None:
+    pool.run(2, disk_fails, str(tmp_path), background, call)
+
+
+def dies_while_it_writes(folder: str) -> None:
+    with partita.initialize(Stack(1)) as engine:
+        losses_of(engine, 0, 1)
+        saver = engine._checkpoints._saver
+        if rank() == 1:
+            mock.patch.object(saver, "_write_own", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL)).start()
+        engine.save(folder)
+        saver._join()
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint was not saved")
+def test_a_rank_that_dies_while_it_writes_is_not_waited_for(tmp_path: Path) -> None:
+    with pytest.raises(pool.WorkerError, match="rank 1 died with exit code -9") as caught:
+        pool.run(2, dies_while_it_writes, str(tmp_path))
+    (other,) = (note for note in caught.value.__notes__ if note.startswith("on rank 0:"))
+    assert "rank 1 ended before its file in" in other
+    assert complete(tmp_path) == {}
 
 
 def other_models(folder: str) -> None:

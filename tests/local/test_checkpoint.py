@@ -518,6 +518,39 @@ def test_what_is_not_finite(policy: str, tmp_path: Path) -> None:
     pool.run(2, not_finite, str(tmp_path), policy)
 
 
+def stays_not_finite(folder: str, gradients: str) -> None:
+    """Every fourth step, and at first before there is anything to go back to."""
+    config = {
+        "precision": {"nonfinite": "rewind", "gradients": gradients},
+        "checkpoint": {"dir": folder, "every_steps": 2},
+    }
+
+    def spoilt_step() -> int | None:
+        engine.backward(square_loss(engine, rank(), 3) * float("nan"))
+        return engine.step().rewound_to
+
+    with partita.initialize(Stack(1), config) as engine:
+        with pytest.raises(
+            PartitaError, match=r"step 1: the gradient of .* is not finite.*cannot go back.*no complete"
+        ):
+            spoilt_step()
+        losses_of(engine, 0, 3)
+        for _ in range(2):
+            for _ in range(3):
+                assert spoilt_step() == 2
+                losses_of(engine, 2, 1)
+            with pytest.raises(PartitaError, match=r"step 4: the gradient of .*rank.* 3 times .* get past step 4"):
+                spoilt_step()
+            assert engine.load().step == 2
+            losses_of(engine, 2, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*not finite:UserWarning")
+@pytest.mark.parametrize("gradients", ["fp32", "in_backward"])
+def test_going_back_has_an_end(gradients: str, tmp_path: Path) -> None:
+    pool.run(2, stays_not_finite, str(tmp_path), gradients)
+
+
 def inside_a_batch(folder: str) -> None:
     with partita.initialize(Stack(1), {"batch": {"accumulate": 2}}) as engine:
         engine.backward(square_loss(engine, rank(), 0))

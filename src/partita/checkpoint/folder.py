@@ -1,7 +1,7 @@
 """A folder of checkpoints: ``step-N`` is one that is complete; what is being written, or removed, has a hidden name.
 
-A checkpoint becomes visible by one rename, after every file of it lasts. One whose step is saved again is moved aside for
-that moment, and counts until the new one is there. So what a crash leaves behind is hidden, and the next save clears it.
+A checkpoint becomes visible by one rename, after every file of it lasts. One whose step is saved again is moved aside
+for that moment, and counts until the new one is there. What a crash leaves is hidden, and the next save clears it.
 
 Each save writes into a hidden folder of its own, named by a ``token``, in which the lock files of living processes keep
 other runs from removing it. Which checkpoint is newest is a number in its manifest: steps start again in a new run, and

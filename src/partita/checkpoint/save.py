@@ -81,7 +81,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._run, self._num_saves, self._noticed = "", 0, False
-        # Of the checkpoint that is made now: its hidden folder, this rank's lock in it, the ranks whose locks were seen.
+        # Of the checkpoint that is made now: its hidden folder, this rank's lock there, whose locks were seen.
         self._partial: Path | None = None
         self._lock: Lock | None = None
         self._seen = set[int]()

@@ -71,14 +71,15 @@ def export_weights(stored: Stored, folder: Path, dtype: torch.dtype | None, conf
     Raises:
         PartitaError: the folder cannot be written, or the checkpoint is damaged.
     """
-    writer, num = WeightsWriter(folder), 0
+    num = 0
     aliases = {other for others in stored.manifest.get("aliases", {}).values() for other in others}
-    for name, key in model_keys(stored).items():
-        if key not in aliases:
-            value = stored.value(key)
-            writer.add(name, value.to(dtype) if dtype is not None and value.is_floating_point() else value)
-            num += 1
-    writer.finish(config)
+    with WeightsWriter(folder) as writer:
+        for name, key in model_keys(stored).items():
+            if key not in aliases:
+                value = stored.value(key)
+                writer.add(name, value.to(dtype) if dtype is not None and value.is_floating_point() else value)
+                num += 1
+        writer.finish(config)
     if writer.problem is not None:
         raise PartitaError(writer.problem)
     return num

@@ -279,7 +279,7 @@ class Engine:
         export(self._whole, self.module, Path(folder), found if beside is None else Path(beside))
 
     def save(self, folder: str | Path | None = None) -> Path:
-        """Save all that training goes on from as ``folder/step-N``, of which the newest ``checkpoint.keep`` stay.
+        """Save all that training goes on from as ``folder/step-N``, of which the ``checkpoint.keep`` saved last stay.
 
         Any number of ranks, stage, tiers and precision can load it, and so can torch.distributed.checkpoint. With
         ``checkpoint.background`` it is visible some time after this returns (see :meth:`wait_for_checkpoint`).
@@ -304,7 +304,7 @@ class Engine:
         self._checkpoints.wait()
 
     def load(self, folder: str | Path | None = None, *, only_model: bool = False, strict: bool = True) -> Restored:
-        """Take up a checkpoint: ``folder`` itself, or the newest complete ``step-N`` in it.
+        """Take up a checkpoint: ``folder`` itself, or the complete ``step-N`` in it that was saved last.
 
         Checkpoints by torch.distributed.checkpoint (of FSDP2, ...) of a module with the same names are loaded, too.
 

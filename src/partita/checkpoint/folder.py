@@ -33,14 +33,16 @@ _HEAD_BYTES = 4096
 
 def complete(folder: Path) -> dict[int, Path]:
     """The checkpoints in a folder, by step, in the order in which they were published."""
-    if not folder.is_dir():
-        return {}
+    return dict(sorted(_found(folder).items(), key=lambda item: (_sequence(item[1]), item[0])))
+
+
+def _found(folder: Path) -> dict[int, Path]:
     found = dict[int, Path]()
     for pattern in (_ASIDE, _STEP):
-        for path in folder.iterdir():
+        for path in folder.iterdir() if folder.is_dir() else ():
             if (match := pattern.fullmatch(path.name)) and (path / MANIFEST).exists():
                 found[int(match[1])] = path
-    return dict(sorted(found.items(), key=lambda item: (_sequence(item[1]), item[0])))
+    return found
 
 
 def _sequence(path: Path) -> int:
@@ -57,7 +59,7 @@ def _sequence(path: Path) -> int:
 
 def next_sequence(folder: Path) -> int:
     """The number of a checkpoint that is published now."""
-    return 1 + max(map(_sequence, complete(folder).values()), default=0)
+    return 1 + max(map(_sequence, _found(folder).values()), default=0)
 
 
 def chosen(folder: Path) -> Path:
@@ -68,7 +70,7 @@ def chosen(folder: Path) -> Path:
     """
     if (folder / MANIFEST).exists() or (folder / METADATA).exists():
         return folder
-    if (match := _STEP.fullmatch(folder.name)) and (aside := complete(folder.parent).get(int(match[1]))):
+    if (match := _STEP.fullmatch(folder.name)) and (aside := _found(folder.parent).get(int(match[1]))):
         return aside
     found = list(complete(folder).values())
     if not found:
@@ -94,14 +96,14 @@ def notice(folder: Path, step: int) -> str | None:
     """What the owner of a run should know of the folder that it saves into."""
     if not folder.is_dir():
         return None
-    ahead = [other for other in sorted(complete(folder)) if other > step]
-    if ahead:
+    last = max(_found(folder), default=step)
+    if last > step:
         return (
-            f"checkpoint: '{folder}' holds later steps than step-{step}, which is saved now (to step-{ahead[-1]}): "
+            f"checkpoint: '{folder}' holds later steps than step-{step}, which is saved now (to step-{last}): "
             "engine.load() takes the one saved last, and checkpoint.keep removes those saved first; give each run a "
             "folder of its own to keep both"
         )
-    busy = [path for path in folder.iterdir() if _HIDDEN.fullmatch(path.name) and is_busy(path)]
+    busy = [path for path in folder.iterdir() if _HIDDEN.fullmatch(path.name) and _is_busy(path)]
     if busy:
         return (
             f"checkpoint: '{busy[0]}' is being written by another run (or was left by one that crashed, where the "
@@ -110,7 +112,7 @@ def notice(folder: Path, step: int) -> str | None:
     return None
 
 
-def is_busy(partial: Path) -> bool:
+def _is_busy(partial: Path) -> bool:
     """Whether a process that runs writes into a hidden folder."""
     return any(map(is_locked, partial.glob(f"*{LOCK_SUFFIX}")))
 
@@ -118,7 +120,7 @@ def is_busy(partial: Path) -> bool:
 def _clear(folder: Path) -> None:
     """Clear what crashes have left."""
     for path in folder.iterdir():
-        if (match := _HIDDEN.fullmatch(path.name)) is None or is_busy(path):
+        if (match := _HIDDEN.fullmatch(path.name)) is None or _is_busy(path):
             continue
         if match[3] == "replaced" and not (folder / f"step-{match[1]}" / MANIFEST).exists():
             with contextlib.suppress(OSError):  # the run that moved it aside has come to its end after all

@@ -54,6 +54,7 @@ from partita.plan.residence import Tier
 _log = logging.getLogger("partita")
 FORMAT = 1
 POLL_S = 0.02
+FAILED_SUFFIX = ".failed"
 
 
 @dataclass(frozen=True)
@@ -212,8 +213,9 @@ class Saver:
                 self._await_tables(partial)
                 self._publish(order, partial)
         except Exception as error:
-            with contextlib.suppress(PartitaError):  # where this cannot be written either, the lock tells
-                write_small(partial / f"__{self._rank}.failed", str(error).encode())
+            if self._rank > 0:
+                with contextlib.suppress(PartitaError):  # where this cannot be written either, the lock tells
+                    write_small(partial / f"__{self._rank}{FAILED_SUFFIX}", str(error).encode())
             raise
         finally:
             self._unlock()
@@ -232,9 +234,11 @@ class Saver:
         left = set(range(self._num_ranks))
         while left:
             gone = {rank for rank in left & self._seen if not is_locked(partial / _lock_name(rank))}
-            for failed in partial.glob("*.failed"):
-                raise PartitaError(f"rank {failed.stem.strip('_')} could not write: {failed.read_text()}")
-            left = {rank for rank in left if not (partial / _table_name(rank)).exists()}
+            with explained(partial):  # after the locks: what a rank wrote before it let go is seen
+                there = {path.name: path for path in partial.iterdir()}
+            for failed in (path for path in there.values() if path.suffix == FAILED_SUFFIX):
+                raise PartitaError(f"rank {failed.stem.strip('_')} could not write: {read_small(failed).decode()}")
+            left = {rank for rank in left if _table_name(rank) not in there}
             if gone & left:
                 raise PartitaError(
                     f"checkpoint: rank {min(gone & left)} ended before its file in '{partial}' was written: look at "

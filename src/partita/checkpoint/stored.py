@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from partita.checkpoint.file import checksum
 from partita.checkpoint.layout import Record
+from partita.checkpoint.metadata import read_metadata
 from partita.checkpoint.record import read_object, read_tensor
 from partita.checkpoint.system import read_range, read_small
 from partita.errors import PartitaError
@@ -196,7 +197,7 @@ def open_stored(folder: Path) -> Stored:
     """What is in a checkpoint's folder (``step-N``, or one that torch.distributed.checkpoint wrote).
 
     Raises:
-        PartitaError: it is no checkpoint, or its index is damaged.
+        PartitaError: it is no checkpoint, or its index is damaged or names what no index does.
     """
     stored = Stored(folder)
     if (folder / MANIFEST).exists():
@@ -208,7 +209,10 @@ def open_stored(folder: Path) -> Stored:
             add_table(stored, table)
         add_aliases(stored, stored.manifest["aliases"])
     elif (folder / METADATA).exists():
-        _add_metadata(stored, pickle.loads(read_small(folder / METADATA)))
+        try:
+            _add_metadata(stored, read_metadata(folder / METADATA))
+        except (AttributeError, KeyError, TypeError) as error:
+            raise _damaged(folder / METADATA) from error
     else:
         raise PartitaError(f"checkpoint: '{folder}' holds none: it has neither {MANIFEST} nor {METADATA}")
     return stored

@@ -62,13 +62,14 @@ class Checkpoints:
         order = Order(Path(folder), self._updater.steps, section.keep, section.background, about)
         return self._saver.save(order)
 
-    def load(self, folder: str | Path | None, *, only_model: bool, strict: bool) -> Restored:
+    def load(self, folder: str | Path | None, *, only_model: bool, strict: bool, prefix: str | None = None) -> Restored:
         """See :meth:`Engine.load`."""
         self._saver.wait()
         folder = folder or self._config.checkpoint.dir
         if folder is None:
             raise ConfigError("engine.load: name a folder, or set checkpoint.dir")
-        return Loader(self._content, self._beside, Path(folder)).load(only_model=only_model, strict=strict)
+        loader = Loader(self._content, self._beside, Path(folder))
+        return loader.load(only_model=only_model, strict=strict, prefix=prefix)
 
     def wait(self) -> None:
         """Wait until what is written in the background is visible."""

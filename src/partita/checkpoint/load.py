@@ -5,7 +5,7 @@ it meets are read whole, checked, and pasted where they belong. Nothing but the 
 states of one unit where they rest on disk, is held beside the states.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 from partita.checkpoint.beside import Beside
 from partita.checkpoint.content import DATA, MODEL, STATE, Content, blocks_of
 from partita.checkpoint.folder import chosen
-from partita.checkpoint.names import Names
+from partita.checkpoint.names import Names, some_of
 from partita.checkpoint.reading import Reading
 from partita.checkpoint.stored import Chunk, Stored, narrowed, open_stored
 from partita.checkpoint.whole import persistent_buffers
@@ -33,8 +33,6 @@ from partita.plan.span import Span
 from partita.plan.steps import steps
 from partita.sharding.stretch import SCALAR, Stretch, stretch_of
 from partita.sharding.unit import Member, Segment, Unit
-
-MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -63,13 +61,6 @@ class Restored:
 def _kept(segment: Segment) -> Kept:
     """What holds the values that the optimizer updates, or that rest."""
     return segment.master if segment.master is not None else segment.rest
-
-
-def some_of(names: Iterable[str]) -> str:
-    """A few names, and how many more there are."""
-    every = list(names)
-    more = f" and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
-    return ", ".join(every[:MOST_NAMED]) + more
 
 
 @dataclass(frozen=True)
@@ -106,19 +97,20 @@ class Loader:
         self._stored: Stored
         self._names: Names
 
-    def load(self, *, only_model: bool, strict: bool) -> Restored:
+    def load(self, *, only_model: bool, strict: bool, prefix: str | None = None) -> Restored:
         """Every rank reads its part.
 
         Raises:
             PartitaError: on all ranks: there is no complete checkpoint, a file of it is damaged, or (with ``strict``)
-                it has other names or shapes.
+                it has other names or shapes; it has several copies of the weights, and ``prefix`` names none.
         """
         self._content.forget()
         with together(self._collectives, DATA):
             self._stored = open_stored(chosen(self._folder))
             members = [member for _, member in self._runtime.members()]
             buffers = [name for name, _ in persistent_buffers(self._runtime.model)]
-            self._names = Names(self._stored, [*(fqn for m in members for fqn in m.holding.fqns), *buffers])
+            names = [*(fqn for m in members for fqn in m.holding.fqns), *buffers]
+            self._names = Names(self._stored, names, prefix)
             self._check(members, buffers, only_model=only_model, strict=strict)
             plan = [
                 (segment, list(self._targets(unit, segment, only_model=only_model)))

@@ -49,8 +49,8 @@ class _Unpickler(pickle.Unpickler):
         if module in ("pathlib", "pathlib._local") and name in _PATHS:
             return PurePath
         raise PartitaError(
-            f"checkpoint: '{self._path}' names '{module}.{name}', which torch.distributed.checkpoint does not write and "
-            "which could run any code: nothing of it was loaded; use checkpoints of those whom you trust"
+            f"checkpoint: '{self._path}' names '{module}.{name}', which torch.distributed.checkpoint does not write "
+            "and which could run any code: nothing of it was loaded; use checkpoints of those whom you trust"
         )
 
 

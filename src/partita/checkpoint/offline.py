@@ -61,19 +61,23 @@ def differences(one: Stored, other: Stored) -> Iterator[tuple[str, str]]:
             yield key, "other values"
 
 
-def export_weights(stored: Stored, folder: Path, dtype: torch.dtype | None, config: Path | None) -> int:
+def export_weights(
+    stored: Stored, folder: Path, dtype: torch.dtype | None, config: Path | None, prefix: str | None = None
+) -> int:
     """Write the model's weights as safetensors in Hugging Face's layout; returns how many tensors.
 
     Args:
         dtype: of floating-point tensors; None: as they are stored.
         config: a folder whose configuration and tokenizer are copied, as ``from_pretrained`` looks for them.
+        prefix: what the keys of the weights begin with; None: ``model``, or the only one there is.
 
     Raises:
-        PartitaError: the folder cannot be written, or the checkpoint is damaged.
+        PartitaError: the folder cannot be written, the checkpoint is damaged, or it holds several copies of the weights.
     """
+    names = model_keys(stored, prefix)
     writer, num = WeightsWriter(folder), 0
     aliases = {other for others in stored.manifest.get("aliases", {}).values() for other in others}
-    for name, key in model_keys(stored).items():
+    for name, key in names.items():
         if key not in aliases:
             value = stored.value(key)
             writer.add(name, value.to(dtype) if dtype is not None and value.is_floating_point() else value)

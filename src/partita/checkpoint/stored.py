@@ -33,6 +33,7 @@ from partita.plan.box import Box
 
 METADATA = ".metadata"
 MANIFEST = "manifest.json"
+KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,19 @@ class StoredTensor:
 
 @dataclass
 class Stored:
-    """Everything in one folder: ``tensors`` and plain ``values`` by key. Others' checkpoints have no ``manifest``."""
+    """Everything in one folder: ``tensors`` and plain ``values`` by key. Others' checkpoints have no ``manifest``, and
+    may have ``paths``: where a key was in the nested state dict.
+    """
 
     folder: Path
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     values: dict[str, Chunk] = field(default_factory=dict)
     manifest: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, KeyPath] = field(default_factory=dict)
+
+    def path(self, key: str) -> KeyPath:
+        """Where a value is in the nested state dict that was saved."""
+        return self.paths.get(key) or _path(key)
 
     def read(self, chunk: Chunk) -> memoryview:
         """A record's bytes.
@@ -179,8 +187,8 @@ def metadata_of(stored: Stored) -> bytes:
     return pickle.dumps(Metadata(described, planner_data=nested, storage_data=places))
 
 
-def _path(key: str) -> tuple[str | int, ...]:
-    """Where a value is in the nested state dict that the keys stand for."""
+def _path(key: str) -> KeyPath:
+    """The same for keys of partita's own."""
     if key.startswith("optimizer.state."):
         param, _, state = key.removeprefix("optimizer.state.").rpartition(".")
         return ("optimizer", "state", param, state)
@@ -236,6 +244,7 @@ def _damaged(path: Path) -> PartitaError:
 
 
 def _add_metadata(stored: Stored, metadata: Metadata) -> None:
+    stored.paths = dict(metadata.planner_data or {})
     sizes_at = {
         (key, tuple(chunk.offsets)): tuple(chunk.sizes)
         for key, found in metadata.state_dict_metadata.items()

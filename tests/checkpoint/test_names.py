@@ -43,7 +43,7 @@ def nested(*copies: str) -> dict[str, KeyPath]:
         (below("app.ema") + below("app.model"), None, "app.model."),
         (below("ema") + below("model", WEIGHTS[:-1]), None, "model."),
         (below("model") + below("model.teacher"), None, "model."),
-        (below("model.model") + ["model.head.weight"], None, "model.model."),
+        ([*below("model.model"), "model.head.weight"], None, "model.model."),
         (below("ema") + below("model"), "ema", "ema."),
         (below("ema") + below("model"), "ema.", "ema."),
         (below("ema") + below(""), "", ""),

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import partita
 from partita import ConfigError, PartitaError
@@ -152,7 +154,9 @@ def recoded(folder: str) -> dict[str, Tensor]:
 
 
 class Noisy(nn.Module):
-    """Dropout, a batch norm, tied weights, a convolution in channels-last order, a frozen layer, a scalar."""
+    """Dropout, a batch norm, tied weights, a convolution in channels-last order, a frozen layer, a scalar, and
+    tensors without elements.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,11 +166,14 @@ class Noisy(nn.Module):
         self.tied, self.out = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
         self.out.weight = self.tied.weight
         self.scale = nn.Parameter(torch.tensor(1.5))
+        self.none = nn.Parameter(torch.empty(0, 8))
+        self.frozen_none = nn.Parameter(torch.empty(3, 0), requires_grad=False)
+        self.register_buffer("cache", torch.empty(2, 0, 3, dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.conv(x)).relu().mean((2, 3))
         x = nn.functional.dropout(self.tied(self.frozen(x)), 0.3, training=self.training)
-        return self.out(x) * self.scale
+        return self.out(x) * self.scale + self.none.sum()
 
 
 def noisy_steps(engine: partita.Engine, num_steps: int) -> list[float]:
@@ -193,6 +200,9 @@ def resumes(folder: str, sections: dict[str, Any]) -> None:
         engine.save(folder)
         expected = noisy_steps(engine, 4)
         weights, scale = whole_weights(engine), engine.step().loss_scale
+    stored = open_stored(Path(folder, "step-3"))
+    shapes = {name: stored.value(f"model.{name}").shape for name in ("none", "frozen_none", "cache")}
+    assert shapes == {"none": (0, 8), "frozen_none": (3, 0), "cache": (2, 0, 3)}
     torch.manual_seed(99)
     with partita.initialize(Noisy(), config) as engine:
         engine.load(folder)
@@ -209,6 +219,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "zero": {"stage": 3, "offload": {"optimizer": "disk"}},
         "optimizer": {"name": "sgd", "momentum": 0.9, "lr": 0.01},
     },
+    "sgd without momentum": {"zero": {"stage": 2}, "optimizer": {"name": "sgd", "lr": 0.01}},
     "in the foreground": {"zero": {"stage": 1}, "checkpoint": {"background": False}},
 }
 
@@ -427,16 +438,25 @@ def other_models(folder: str) -> None:
             engine.load(folder + "/nothing")
         with pytest.raises(ConfigError, match=r"name a folder, or set checkpoint\.dir"):
             engine.save()
+    with partita.initialize(Stack(1), {"optimizer": {"name": "sgd"}}) as engine:
+        losses_of(engine, 0, 1)
+        engine.save(folder + "/sgd")
+    with (
+        partita.initialize(Stack(1), {"optimizer": {"name": "sgd", "momentum": 0.9}}) as engine,
+        pytest.raises(PartitaError, match=r"missing there: optimizer\.state\.\*; strict=False takes"),
+    ):
+        engine.load(folder + "/sgd")
 
 
 def test_checkpoints_of_other_models(tmp_path: Path) -> None:
     pool.run(2, other_models, str(tmp_path))
 
 
-def not_finite(folder: str, policy: str) -> None:
+def not_finite(folder: str, policy: str, optimizer: str) -> None:
     """A loss that is no number on one rank, in the fourth step."""
     config = {
         "zero": {"stage": 3},
+        "optimizer": {"name": optimizer},
         "precision": {"nonfinite": policy},
         "checkpoint": {"dir": folder, "every_steps": 2},
     }
@@ -461,9 +481,9 @@ def not_finite(folder: str, policy: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*the update is skipped")
-@pytest.mark.parametrize("policy", ["raise", "rewind"])
-def test_what_is_not_finite(policy: str, tmp_path: Path) -> None:
-    pool.run(2, not_finite, str(tmp_path), policy)
+@pytest.mark.parametrize(("policy", "optimizer"), [("raise", "adamw"), ("rewind", "adamw"), ("rewind", "sgd")])
+def test_what_is_not_finite(policy: str, optimizer: str, tmp_path: Path) -> None:
+    pool.run(2, not_finite, str(tmp_path), policy, optimizer)
 
 
 def inside_a_batch(folder: str) -> None:
@@ -472,6 +492,38 @@ def inside_a_batch(folder: str) -> None:
         engine.step()
         with pytest.raises(PartitaError, match="after micro-batch 1 of 2: the gradients collected so far"):
             engine.save(folder)
+
+
+def numbers_of_numpy(folder: str) -> None:
+    """Rates as half of all schedules compute them, and values that no checkpoint can give back."""
+
+    def engine() -> partita.Engine:
+        torch.manual_seed(0)
+        return partita.initialize(
+            Stack(1),
+            {"zero": {"stage": 3}},
+            optimizer=functools.partial(torch.optim.AdamW, weight_decay=numpy.float32(0.1)),
+            scheduler=lambda made: LambdaLR(made, lambda step: 0.5 * (1 + numpy.cos(numpy.pi * step / 100))),
+        )
+
+    with engine() as first:
+        losses_of(first, 0, 2)
+        for value, where in ((Path("a"), "'v'"), ([1, Path("a")], r"'v'\]\[1")):
+            first.extra["v"] = value
+            with pytest.raises(PartitaError, match=rf"engine\.extra\[{where}\] is of pathlib\."):
+                first.save(folder)
+        first.extra["v"] = numpy.int64(3)
+        first.save(folder)
+        expected = losses_of(first, 2, 3), first.optimizer.param_groups[0]["lr"]
+    with engine() as second:
+        second.load(folder)
+        assert second.extra == {"v": 3}
+        assert (losses_of(second, 2, 3), second.optimizer.param_groups[0]["lr"]) == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_saved_can_be_loaded(ranks: int, tmp_path: Path) -> None:
+    pool.run(ranks, numbers_of_numpy, str(tmp_path))
 
 
 def test_no_checkpoint_inside_a_batch(tmp_path: Path) -> None:

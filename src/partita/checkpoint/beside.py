@@ -3,7 +3,7 @@ states, and whatever the caller adds.
 """
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from partita.checkpoint.content import MODEL, OPTIMIZER
 from partita.checkpoint.layout import Value, most_elements
+from partita.checkpoint.record import plain
 from partita.checkpoint.stored import Stored, narrowed
 from partita.checkpoint.whole import persistent_buffers
 from partita.comm.mesh import Mesh
@@ -44,15 +45,21 @@ class Beside:
         ]
 
     def values(self) -> list[Value]:
-        """What else this rank saves."""
+        """What else this rank saves.
+
+        Raises:
+            PartitaError: there is something in it that could not be loaded again.
+        """
         values = [Value(f"{RANDOM}{self.mesh.rank}", value=random_state(self.mesh.device))]
         if self.mesh.rank:
             return values
         for number, group in enumerate(self.updater.groups_by_name()):
-            values += [Value(f"{GROUPS}{number}.{key}", value=plain(value)) for key, value in group.items()]
-        values.append(Value(SCHEDULER, value=plain(self.scheduler.state_dict())))
+            for key, value in group.items():
+                where = f"'{key}' of the optimizer's group {number}"
+                values.append(Value(f"{GROUPS}{number}.{key}", value=plain(value, where)))
+        values.append(Value(SCHEDULER, value=plain(self.scheduler.state_dict(), "the scheduler's state")))
         values.append(Value(ENGINE, value=self.updater.counters()))
-        values.append(Value(EXTRA, value=plain(self.extra)))
+        values.append(Value(EXTRA, value=plain(self.extra, "engine.extra")))
         return values
 
     def batches(self) -> Iterator[list[Tensor]]:
@@ -110,15 +117,6 @@ def _all_of(buffer: Tensor) -> Stretch:
         return SCALAR
     dims = tuple(range(buffer.dim()))
     return Stretch(tuple(buffer.shape), dims, 0, buffer.numel())
-
-
-def plain(value: Any) -> Any:
-    """Without what ``torch.load`` refuses: containers of its own classes."""
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(plain, value)) if type(value) in (list, tuple) else list(map(plain, value))
-    return value
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

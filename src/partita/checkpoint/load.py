@@ -25,6 +25,7 @@ from partita.errors import PartitaError
 from partita.kernels.quantize import join, split
 from partita.memory.allocate import trim
 from partita.memory.tiers import Kept
+from partita.optim.elements import states_per_element
 from partita.optim.fused import BLOCK_STATES, adopted
 from partita.optim.views import View
 from partita.plan.box import Box
@@ -156,7 +157,7 @@ class Loader:
                 wrong.append(f"'{member.fqn}' is {tuple(member.shape)} here, {shape} there")
         self._missing += [MODEL + name for name in buffers if self._names.model([name]) is None]
         started = int(self._stored.manifest.get("step", 0)) > 0
-        if not only_model and started and not self._names.has_states and any(m.segment.trains for m in members):
+        if not only_model and started and not self._names.has_states and self._keeps_states(members):
             self._missing.append(STATE + "*")
         if wrong or (strict and (self._missing or self._names.strange)):
             said = [f"shapes differ: {some_of(wrong)}"] if wrong else []
@@ -164,6 +165,10 @@ class Loader:
             said += [f"unknown here: {some_of(self._names.strange)}"] if self._names.strange else []
             hint = "" if wrong else "; strict=False takes what there is and reports the rest"
             raise PartitaError(f"checkpoint: '{self._stored.folder}' is of another model: {'; '.join(said)}{hint}")
+
+    def _keeps_states(self, members: list[Member]) -> bool:
+        """Whether the optimizer will keep states of what trains (SGD without momentum does not)."""
+        return any(m.segment.trains for m in members) and states_per_element(self._updater.optimizer) > 0
 
     # -------------------------------------------------------------------- reading
 

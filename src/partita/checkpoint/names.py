@@ -90,8 +90,8 @@ def _choose(stored: Stored, copies: Sequence[str]) -> str:
     if len(copies) > 1 and len(usual) != 1:
         raise PartitaError(
             f"checkpoint: '{stored.folder}' holds {len(copies)} copies of the weights, under "
-            f"{some_of(map(_shown, copies))}: choose one by its prefix, engine.load(..., prefix={_shown(copies[0])}) or "
-            f"partita checkpoint export --prefix {_shown(copies[0])}"
+            f"{some_of(map(_shown, copies))}: choose one by its prefix, engine.load(..., prefix={_shown(copies[0])}) "
+            f"or partita checkpoint export --prefix {_shown(copies[0])}"
         )
     return (usual or copies)[0]
 

@@ -21,15 +21,17 @@ NUM_THREADS = 4
 
 
 def verify(stored: Stored) -> Iterator[str]:
-    """What is wrong with the files: one line for each record that is missing, cut off or damaged, and for each element
-    that no record holds.
+    """What is wrong with the files: one line for each record that is missing, cut off, damaged or cannot be loaded, and
+    for each tensor with elements that no record holds.
     """
     if stored.manifest and checksum(read_small(stored.folder / METADATA)) != stored.manifest["metadata"]:
         yield f"'{stored.folder / METADATA}' is damaged: torch.distributed.checkpoint would not read it"
 
     def problem(chunk: Chunk) -> str | None:
         try:
-            stored.read(chunk)
+            content = stored.read(chunk)
+            if not chunk.is_framed:
+                stored.loaded(chunk, content)
         except PartitaError as error:
             return str(error)
         return None
@@ -72,7 +74,7 @@ def export_weights(
         prefix: what the keys of the weights begin with; None: ``model``, or the only one there is.
 
     Raises:
-        PartitaError: the folder cannot be written, the checkpoint is damaged, or it holds several copies of the weights.
+        PartitaError: the folder cannot be written, the checkpoint is damaged, or it takes ``prefix`` to choose a copy.
     """
     names = model_keys(stored, prefix)
     writer, num = WeightsWriter(folder), 0

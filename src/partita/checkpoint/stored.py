@@ -48,6 +48,11 @@ class Chunk:
     head_bytes: int | None = None
     checksum: str | None = None
 
+    @property
+    def is_framed(self) -> bool:
+        """Whether it is values between a known head and tail; else it is anything that torch saves."""
+        return self.box is not None and self.head_bytes is not None
+
 
 @dataclass
 class StoredTensor:
@@ -91,10 +96,26 @@ class Stored:
                 f"{checksum(content)}, expected {chunk.checksum}); load an earlier checkpoint"
             )
 
+    def loaded(self, chunk: Chunk, content: memoryview) -> Any:
+        """What a record holds that is not framed.
+
+        Raises:
+            PartitaError: it is not of the classes that are loaded, or damaged.
+        """
+        try:
+            return read_object(content)
+        except Exception as error:  # bytes that are no archive, or name any class, raise anything
+            reason = next(iter(str(error).strip().splitlines()), "")
+            raise PartitaError(
+                f"checkpoint: '{chunk.key}' in '{self.folder / chunk.file}' cannot be loaded, as it is damaged or "
+                f"holds more than numbers, text, tensors and containers of them ({type(error).__name__}: {reason}); "
+                "load an earlier checkpoint, or this one's weights alone with only_model=True"
+            ) from error
+
     def decoded(self, chunk: Chunk, content: memoryview) -> Tensor:
         """A chunk's values, in the shape of its box: a view of the record's bytes where it is partita's own."""
         if chunk.head_bytes is None or chunk.box is None:
-            loaded = read_object(content)
+            loaded = self.loaded(chunk, content)
             assert isinstance(loaded, Tensor)
             return loaded
         return read_tensor(content, chunk.head_bytes, self.tensors[chunk.key].dtype, chunk.box.sizes)
@@ -102,7 +123,7 @@ class Stored:
     def value(self, key: str) -> Any:
         """A plain value, or a small tensor whole."""
         if key in self.values:
-            return read_object(self.read(self.values[key]))
+            return self.loaded(self.values[key], self.read(self.values[key]))
         found = self.tensors[key]
         whole = torch.empty(found.shape, dtype=found.dtype)
         for chunk in found.chunks:

@@ -267,8 +267,10 @@ class Engine:
         """The whole optimizer state of a parameter by key (``exp_avg``, ``step``, ...)."""
         return self._whole.optimizer_state(name)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The model's state dict, whole, with master weights, on the host of rank 0; empty on the other ranks."""
+    def state_dict(self) -> dict[str, Any]:
+        """The model's state dict (modules' extra states, too), whole, with master weights, on the host of rank 0; empty
+        on the other ranks.
+        """
         return self._whole.state_dict()
 
     def export(self, folder: str | Path, beside: str | Path | None = None) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import partita
 from partita import ConfigError, PartitaError
 from partita.checkpoint import file as checkpoint_file
 from partita.checkpoint.folder import complete
+from partita.checkpoint.offline import export_weights
 from partita.checkpoint.stored import open_stored
 from tests.local import pool
 from tests.local.training import ADAMW, WIDTH, Stack, rank, square_loss, whole_weights, world
@@ -273,6 +275,69 @@ def saves_what_is_there_now(folder: str, stage: int, replaces: bool) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_save_is_of_the_states_of_its_moment(ranks: int, stage: int, replaces: bool, tmp_path: Path) -> None:
     pool.run(ranks, saves_what_is_there_now, str(tmp_path), stage, replaces)
+
+
+class Counting(Stack):
+    """Knows more than tensors, in a module of its own; has a buffer of as many elements as it is told."""
+
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: dict[str, Any] = {"calls": 0, "largest": torch.zeros(2)}
+
+        def get_extra_state(self) -> dict[str, Any]:
+            return self.seen
+
+        def set_extra_state(self, state: dict[str, Any]) -> None:
+            self.seen = state
+
+    def __init__(self, num: int = 3) -> None:
+        super().__init__(1)
+        self.counter = self.Counter()
+        self.register_buffer("range", torch.arange(float(num)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counter.seen = {"calls": self.counter.seen["calls"] + 1, "largest": x.detach().amax((0, 1)).expand(2)}
+        return super().forward(x)
+
+
+def keeps_extra_states(folder: str) -> None:
+    config = {"zero": {"stage": 3}}
+    with partita.initialize(Counting(), config) as engine:
+        losses_of(engine, 0, 2)
+        engine.save(folder)
+        seen, state = engine.module.counter.seen, engine.state_dict()
+        with pytest.warns(UserWarning, match="extra state of 'counter' is left out") if not rank() else nullcontext():
+            engine.export(folder + "/exported")
+    if rank() == 0:
+        again = Counting()
+        again.load_state_dict(state)
+        assert again.counter.seen is seen
+    for only_model in (False, True):
+        with partita.initialize(Counting(), config) as engine:
+            engine.load(folder, only_model=only_model)
+            assert engine.module.counter.seen["calls"] == 2
+            assert rank() or torch.equal(engine.module.counter.seen["largest"], seen["largest"])
+    with partita.initialize(Counting(1), config) as engine:
+        with pytest.raises(PartitaError, match=r"shapes differ: 'range' is \(1,\) here, \(3,\) there"):
+            engine.load(folder, strict=False)
+        with pytest.raises(ConfigError, match=r"the buffer 'range' has the shape \(3,\), the model's has \(1,\)"):
+            partita.initialize(Counting(1), config, weights=folder + "/exported", mesh=engine.mesh)
+    with partita.initialize(Stack(1), config) as engine:
+        with pytest.raises(PartitaError, match=r"unknown here: counter\._extra_state, range"):
+            engine.load(folder)
+        losses_of(engine, 0, 1)
+        engine.save(folder + "/without")
+    with partita.initialize(Counting(), config) as engine:
+        with pytest.raises(PartitaError, match=r"missing there: model\.range, model\.counter\._extra_state"):
+            engine.load(folder + "/without")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_extra_states_and_shapes_of_buffers(ranks: int, tmp_path: Path) -> None:
+    pool.run(ranks, keeps_extra_states, str(tmp_path))
+    with pytest.warns(UserWarning, match=r"extra state of 'model\.counter' is left out"):
+        export_weights(open_stored(tmp_path / "step-2"), tmp_path / "offline", None, None)
 
 
 # ----------------------------------------------------------------------------------------------- folders of checkpoints

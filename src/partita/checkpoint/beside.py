@@ -1,5 +1,5 @@
-"""What is saved beside the model states: buffers, the optimizer's settings, scheduler, loss scale, counters, random
-states, and whatever the caller adds.
+"""What is saved beside the model states: buffers, modules' extra states, the optimizer's settings, scheduler, loss
+scale, counters, random states, and whatever the caller adds.
 """
 
 import random
@@ -16,7 +16,7 @@ from partita.checkpoint.content import MODEL, OPTIMIZER
 from partita.checkpoint.layout import Value, most_elements
 from partita.checkpoint.record import plain
 from partita.checkpoint.stored import Stored, narrowed
-from partita.checkpoint.whole import persistent_buffers
+from partita.checkpoint.whole import extra_states, persistent_buffers
 from partita.comm.mesh import Mesh
 from partita.errors import PartitaError
 from partita.optim.updater import Updater
@@ -53,6 +53,8 @@ class Beside:
         values = [Value(f"{RANDOM}{self.mesh.rank}", value=random_state(self.mesh.device))]
         if self.mesh.rank:
             return values
+        for name, module in extra_states(self.model):
+            values.append(Value(MODEL + name, value=plain(module.get_extra_state(), f"the model's '{name}'")))
         for number, group in enumerate(self.updater.groups_by_name()):
             for key, value in group.items():
                 where = f"'{key}' of the optimizer's group {number}"

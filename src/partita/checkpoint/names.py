@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from partita.checkpoint.stored import Stored
+from partita.checkpoint.whole import EXTRA_STATE
 from partita.errors import PartitaError
 
 # What precedes the first component that an optimizer's state dict begins with.
@@ -198,4 +199,4 @@ class Names:
 
 def is_extra_state(name: str) -> bool:
     """Whether a name is that of what a module's ``get_extra_state`` returned."""
-    return name.rpartition(".")[2] == "_extra_state"
+    return name.rpartition(".")[2] == EXTRA_STATE

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from partita.checkpoint.export import WeightsWriter
+from partita.checkpoint.export import WeightsWriter, say_left_out
 from partita.checkpoint.file import checksum
-from partita.checkpoint.names import model_keys
+from partita.checkpoint.names import is_extra_state, model_keys
 from partita.checkpoint.stored import METADATA, Chunk, Stored, StoredTensor
 from partita.checkpoint.system import read_small
 from partita.errors import PartitaError
@@ -84,6 +84,7 @@ def export_weights(
             value = stored.value(key)
             writer.add(name, value.to(dtype) if dtype is not None and value.is_floating_point() else value)
             num += 1
+    say_left_out(name for name in stored.values if is_extra_state(name))
     writer.finish(config)
     if writer.problem is not None:
         raise PartitaError(writer.problem)

@@ -315,7 +315,9 @@ class Engine:
     ) -> Restored:
         """Take up a checkpoint: ``folder`` itself, or the newest complete ``step-N`` in it.
 
-        Checkpoints by torch.distributed.checkpoint (of FSDP2, ...) of a module with the same names are loaded, too.
+        Checkpoints by torch.distributed.checkpoint (of FSDP2, ...) of a module with the same names are loaded, too. The
+        optimizer's settings are as the saved run had come to; those configured otherwise now than for that run hold as
+        configured, and a warning names them (of a rate the schedule's place on its curve stays).
 
         Args:
             folder: None: ``checkpoint.dir``.

@@ -233,6 +233,40 @@ def test_resumed_as_if_never_stopped(name: str, ranks: int, tmp_path: Path) -> N
     pool.run(ranks, resumes, str(tmp_path), SECTIONS[name])
 
 
+def configured_anew(folder: str) -> None:
+    def engine(rate: float, decay: float) -> partita.Engine:
+        settings = {"name": "adamw", "lr": rate, "weight_decay": decay}
+        config = {"optimizer": settings, "schedule": {"name": "cosine", "warmup_steps": 1, "total_steps": 9}}
+        return partita.initialize(Stack(1), {"zero": {"stage": 3}, **config})
+
+    def group(of: partita.Engine) -> tuple[float, float]:
+        return of.optimizer.param_groups[0]["lr"], of.optimizer.param_groups[0]["weight_decay"]
+
+    with engine(1e-2, 0.1) as first:
+        losses_of(first, 0, 3)
+        first.save(folder)
+        rate, _ = group(first)
+        assert 0 < rate < 1e-2
+    said = (
+        r"lr is 0\.001 as configured now \(the saved run was configured with 0\.01, and had 0\.00.*weight_decay is 0\.2"
+    )
+    with engine(1e-3, 0.2) as second:
+        with pytest.warns(UserWarning, match=said) if not rank() else nullcontext():
+            second.load(folder)
+        assert group(second) == (pytest.approx(rate / 10), 0.2)
+        losses_of(second, 3, 1)
+        second.save(folder)
+        expected = losses_of(second, 4, 2), group(second)
+    with engine(1e-3, 0.2) as third:  # as the run that saved: nothing is said, and nothing changed
+        third.load(folder)
+        assert (losses_of(third, 4, 2), group(third)) == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_configured_anew_holds(ranks: int, tmp_path: Path) -> None:
+    pool.run(ranks, configured_anew, str(tmp_path))
+
+
 class Odd(torch.optim.Optimizer):
     """Keeps a state with strides unlike its parameter's, which it changes in place, or replaces by another."""
 

@@ -317,7 +317,7 @@ class Engine:
 
         Checkpoints by torch.distributed.checkpoint (of FSDP2, ...) of a module with the same names are loaded, too. The
         optimizer's settings are as the saved run had come to; those configured otherwise now than for that run hold as
-        configured, and a warning names them (of a rate the schedule's place on its curve stays).
+        configured, and a warning names them (a rate keeps its place on the schedule's curve).
 
         Args:
             folder: None: ``checkpoint.dir``.

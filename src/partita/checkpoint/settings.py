@@ -5,7 +5,6 @@ configured with; it holds both. Where the same is configured now, training goes 
 bit. What is configured otherwise is what the user wants now, and holds; a rate keeps its place on the schedule's curve.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,9 +37,9 @@ def configured(groups: Sequence[Mapping[str, Any]]) -> list[Settings]:
     """What the groups start from: of a rate that is scheduled, where the schedule starts."""
     starts = []
     for group in groups:
-        start = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "initial_lr")}
+        start = {key: _copied(value) for key, value in group.items() if key not in ("params", "initial_lr")}
         if "initial_lr" in group:
-            start["lr"] = copy.deepcopy(group["initial_lr"])
+            start["lr"] = _copied(group["initial_lr"])
         starts.append(start)
     return starts
 
@@ -58,7 +57,7 @@ def apply(change: Change, optimizer: Optimizer, scheduler: LRScheduler) -> None:
     """Give a group, whose settings are the checkpoint's, what is configured now."""
     group = optimizer.param_groups[change.number]
     if change.key != "lr":
-        group[change.key] = copy.deepcopy(change.now)
+        group[change.key] = _copied(change.now)
         return
     group["lr"] = change.now * (change.saved / change.before) if change.before else change.now
     if "initial_lr" in group:
@@ -67,6 +66,13 @@ def apply(change: Change, optimizer: Optimizer, scheduler: LRScheduler) -> None:
         if change.number < len(getattr(part, "base_lrs", ())):
             part.base_lrs[change.number] = change.now
     scheduler._last_lr = [float(each["lr"]) for each in optimizer.param_groups]
+
+
+def _copied(value: Any) -> Any:
+    """What changes in place, as a copy; anything else (a process group, say) may not be copied at all."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return list(value) if isinstance(value, list) else value
 
 
 def _number(value: Any) -> Any:

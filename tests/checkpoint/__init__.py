@@ -1,1 +1,1 @@
-"""Tests of partita.checkpoint."""
+"""Tests of checkpoints that need one process."""

@@ -61,7 +61,7 @@ class Checkpoints:
             )
         self._rewinds += 1
         try:
-            restored = self._load(None, only_model=False, strict=True)
+            restored = self._load(None)
         except PartitaError as error:
             raise PartitaError(f"{said}; training cannot go back (precision.nonfinite: rewind): {error}") from error
         warnings.warn(f"{said}; training goes back to step {restored.step}", stacklevel=5)
@@ -82,17 +82,20 @@ class Checkpoints:
         order = Order(Path(folder), self._updater.steps, section.keep, section.background, about)
         return self._saver.save(order)
 
-    def load(self, folder: str | Path | None, *, only_model: bool, strict: bool) -> Restored:
+    def load(self, folder: str | Path | None, *, only_model: bool, strict: bool, prefix: str | None = None) -> Restored:
         """See :meth:`Engine.load`."""
         self._furthest, self._rewinds = -1, 0
-        return self._load(folder, only_model=only_model, strict=strict)
+        return self._load(folder, only_model=only_model, strict=strict, prefix=prefix)
 
-    def _load(self, folder: str | Path | None, *, only_model: bool, strict: bool) -> Restored:
+    def _load(
+        self, folder: str | Path | None, *, only_model: bool = False, strict: bool = True, prefix: str | None = None
+    ) -> Restored:
         self._saver.wait()
         folder = folder or self._config.checkpoint.dir
         if folder is None:
             raise ConfigError("engine.load: name a folder, or set checkpoint.dir")
-        return Loader(self._content, self._beside, Path(folder)).load(only_model=only_model, strict=strict)
+        loader = Loader(self._content, self._beside, Path(folder))
+        return loader.load(only_model=only_model, strict=strict, prefix=prefix)
 
     def wait(self) -> None:
         """Wait until what is written in the background is visible."""

@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
@@ -21,9 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from partita.checkpoint.lock import Lock, is_locked
+from partita.checkpoint.names import some_of
 from partita.checkpoint.system import sync_folder, write_small
 from partita.checkpoint.weights import INDEX, SINGLE, read_index
-from partita.checkpoint.whole import Whole, persistent_buffers
+from partita.checkpoint.whole import EXTRA_STATE, Whole, extra_states, persistent_buffers
 from partita.errors import PartitaError
 
 FILE_BYTES = 4 * 2**30
@@ -44,7 +45,8 @@ def export(
     """Write the model's weights, in the compute dtype, into ``folder``. A collective; rank 0 writes.
 
     Configuration and tokenizer in the folder ``beside`` are copied; what the model itself knows of its configuration
-    (a Hugging Face model's ``config`` and ``generation_config``) replaces them.
+    (a Hugging Face model's ``config`` and ``generation_config``) replaces them. What modules keep beside tensors
+    (``get_extra_state``) has no place in these files: a warning says so.
 
     Raises:
         PartitaError: the folder cannot be written.
@@ -56,8 +58,20 @@ def export(
         if writer is not None:
             for name, buffer in persistent_buffers(model):
                 writer.add(name, buffer)
+            say_left_out(name for name, _ in extra_states(model))
             writer.finish(beside, [getattr(model, "config", None), getattr(model, "generation_config", None)])
     whole.raise_together(writer.problem if writer is not None else None)
+
+
+def say_left_out(names: Iterable[str]) -> None:
+    """Warn of extra states, which safetensors cannot hold."""
+    modules = [name.removesuffix(EXTRA_STATE).rstrip(".") for name in names]
+    if modules:
+        warnings.warn(
+            f"export: the extra state of {some_of(repr(module) for module in modules)} is left out, as safetensors "
+            "hold tensors alone; checkpoints and engine.state_dict() have it",
+            stacklevel=3,
+        )
 
 
 class WeightsWriter:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from partita.comm.admission import admit, withdraw
 from partita.comm.forks import keep_from_children
 
 # What it is about, the tag of its exchange; address and size of memory.
@@ -132,13 +133,18 @@ class Neighbor:
     process: int
     lines: Mapping[str, Line]
 
+    def __post_init__(self) -> None:
+        admit([self.process])
+
     def set_timeout(self, seconds: float) -> None:
         for line in self.lines.values():
             line.set_timeout(seconds)
 
     def close(self) -> None:
+        """Called once: the neighbor may not read any more."""
         for line in self.lines.values():
             line.close()
+        withdraw([self.process])
 
 
 class Offer:

@@ -236,6 +236,12 @@ def test_in_turn(later: int) -> None:
     assert pool.run(2, in_turn, later, with_group=False) == [12, 12]
 
 
+def test_in_a_job_of_more_ranks() -> None:
+    """Processes that have started groups elsewhere before, some more often than others."""
+    for num_ranks in (2, 3):
+        assert pool.run(num_ranks, overlapping, with_group=False) == [False] * num_ranks
+
+
 def test_the_last_mesh_ends_torch_distributed() -> None:
     assert pool.run(2, overlapping, with_group=False) == [False, False]
 

@@ -22,19 +22,22 @@ _admitted: Counter[int] = Counter()
 
 def admit(processes: Iterable[int]) -> None:
     """Let these read, until they are withdrawn as often."""
-    _admitted.update(processes)
-    _name_tracer()
+    _count(processes, 1)
 
 
 def withdraw(processes: Iterable[int]) -> None:
     """Take one admission of each back."""
-    _admitted.subtract(processes)
-    _name_tracer()
+    _count(processes, -1)
 
 
-def _name_tracer() -> None:
-    if _scope() == _RESTRICTED:
-        _set_tracer(common_ancestor([process for process, count in _admitted.items() if count > 0]))
+def _count(processes: Iterable[int], change: int) -> None:
+    before = set(_admitted)
+    for process in processes:
+        _admitted[process] += change
+        if not _admitted[process]:
+            del _admitted[process]
+    if _admitted.keys() != before and _scope() == _RESTRICTED:
+        _set_tracer(common_ancestor(list(_admitted)))
 
 
 def _set_tracer(process: int) -> None:

@@ -33,8 +33,8 @@ class Rendezvous:
 
 @dataclass
 class _Started:
-    """What was started here: the group and how many meshes use it, how many there were in all, and the store under a
-    url. It stays, also while there is no group: rank 0's process may serve it, and the others come back to it.
+    """What was started here: the group and how many meshes use it; the store under a url, and how many groups it has
+    seen. The store stays while there is no group: rank 0's process may serve it, and the others come back to it.
     """
 
     group: dist.ProcessGroup | None = None
@@ -45,8 +45,8 @@ class _Started:
 
 
 _here = _Started()
-# In a forked child: what was its parent's, of which nothing may be used, nor ended.
-_inherited: tuple[dist.ProcessGroup | None, _Started] | None = None
+# In a forked child: what was its parent's (and theirs), of which nothing may be used, nor ended.
+_inherited: list[tuple[dist.ProcessGroup | None, _Started]] = []
 
 
 def running() -> tuple[int, int] | None:
@@ -65,7 +65,7 @@ def join(rendezvous: Rendezvous, device: torch.device) -> dist.ProcessGroup | No
             return None
         _start("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", rendezvous)
     world = dist.group.WORLD
-    if _inherited is not None and world is _inherited[0]:
+    if any(world is parents for parents, _ in _inherited):
         raise PartitaError(
             "this process was forked from one whose torch.distributed was running, and cannot use its connections: "
             "start processes that train before partita.initialize, or with multiprocessing's method spawn"
@@ -101,7 +101,7 @@ def _start(backend: str, rendezvous: Rendezvous) -> None:
     with connections_kept_from_children():
         if _here.store is None or _here.url != rendezvous.url:
             _here.store, _, _ = next(find_store(rendezvous.url, rank, num_ranks, timeout=timeout))
-            _here.url = rendezvous.url
+            _here.url, _here.times = rendezvous.url, 0
         _here.store.set_timeout(timeout)
         part = f"partita/restart-{rendezvous.restarts}-{num_ranks}/start-{_here.times}"
         _here.times += 1
@@ -111,8 +111,9 @@ def _start(backend: str, rendezvous: Rendezvous) -> None:
 
 
 def _in_child() -> None:
-    global _here, _inherited
-    _inherited, _here = (dist.group.WORLD, _here), _Started()
+    global _here
+    _inherited.append((dist.group.WORLD, _here))
+    _here = _Started()
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -1,10 +1,11 @@
 """A model under a plan: its units, how they move, and the hooks that make it happen."""
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
 from partita.comm.together import together
@@ -79,9 +80,9 @@ class Runtime:
         self._structure = Structure(model, self.units)
         self.reducer = GradientReducer(self._make_buckets(), collectives, ledger, accumulate)
         self._compute = dtype_of(blueprint.compute)
-        cast_borders(model, self._compute, kept)
+        self._hooks: list[Any] = list(cast_borders(model, self._compute, kept))
         self._buffers = BufferSync(model, collectives, config.communication.buffers == "broadcast")
-        self._hooks: list[Any] = [UnitHooks(unit, self.residency, not unit.name) for unit in sharded]
+        self._hooks += [UnitHooks(unit, self.residency, not unit.name) for unit in sharded]
         self._hooks.append(ForwardHooks(model, self._prepare, self._depth_changed, self._graph_of_now))
         self._unit_of = {id(member.param): unit for unit, member in self.members()}
         self.on_unfreeze: Callable[[Segment], None] = lambda segment: None
@@ -111,7 +112,7 @@ class Runtime:
             self.executor.lay(unit)
             assembly.fill(unit)
             for member in unit.members:
-                resting.claim(member.param, self)
+                resting.claim(member.param, member.fqn, self)
             if unit.travels:
                 self.executor.release(unit)
         assembly.fill_buffers()
@@ -171,8 +172,7 @@ class Runtime:
             bucket.allocate(self.collectives.mesh.index(DATA), self.memory)
             self.reducer.add(bucket)
             self.on_unfreeze(segment)
-        arrived = member.param.register_post_accumulate_grad_hook(lambda _: self.reducer.arrived(member))
-        self._hooks.append(arrived)
+        self._hooks.append(member.param.register_post_accumulate_grad_hook(_announce(member, self.reducer)))
         member.hooked = True
 
     # ----------------------------------------------------------------- otherwise
@@ -209,10 +209,21 @@ class Runtime:
                 yield unit, member
 
     def close(self) -> None:
-        """Take the hooks off. Parameters stay where they are; those that rest whole are the user's own again."""
+        """Take the hooks off. Parameters stay where they are; those that are whole are the user's own again."""
         for hook in self._hooks:
             hook.remove()
-        for unit, member in self.members():
-            if not unit.travels:
-                resting.disclaim(member.param)
+        for _, member in self.members():
+            resting.disclaim(member.param)
         self.memory.close()
+
+
+def _announce(member: Member, reducer: GradientReducer) -> Callable[[Tensor], None]:
+    """The hook that tells of a gradient. It holds neither: what a hook of a tensor holds, no garbage collector finds."""
+    to_reducer, to_member = weakref.ref(reducer), weakref.ref(member)
+
+    def arrived(param: Tensor) -> None:
+        living, whose = to_reducer(), to_member()
+        if living is not None and whose is not None:
+            living.arrived(whose)
+
+    return arrived

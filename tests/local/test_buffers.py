@@ -91,7 +91,7 @@ class Typed(nn.Module):
             shaped["conjugate"] = (values * 1j).conj()
         for name, value in {**shaped, "empty": values[:0]}.items():
             self.register_buffer(name, value)
-            self.register_parameter(f"frozen_{name}", nn.Parameter(value, requires_grad=False))
+            self.register_parameter(f"frozen_{name}", nn.Parameter(value.clone(), requires_grad=False))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x)
@@ -100,7 +100,8 @@ class Typed(nn.Module):
 def every_dtype(within_node: str) -> None:
     """Buffers and frozen parameters of any dtype have rank 0's values from the start."""
     for dtype, zero in ((dtype, zero) for dtype in DTYPES for zero in ({"stage": 1}, {"stage": 3})):
-        config = {"zero": zero, "communication": {"within_node": within_node, "timeout_s": 20}}
+        exchange = {"within_node": within_node, "timeout_s": 20}
+        config = {"zero": zero, "precision": {"compute": "fp32"}, "communication": exchange}
         expected = Typed(dtype, 1).state_dict()
         with partita.initialize(Typed(dtype, int(rank() == 0)), config) as engine, engine.gathered():
             for name, value in engine.module.state_dict().items():

@@ -33,7 +33,7 @@ from partita.sharding.dtypes import encoding_of
 from partita.sharding.group_units import Holding, find_holdings, group_units
 from partita.sharding.initialize import initialize_module
 from partita.sharding.stretch import stretch_of
-from partita.sharding.unit import Segment, Unit, check_supported
+from partita.sharding.unit import Segment, Unit, check_apart, check_supported
 
 DATA = ("data",)
 
@@ -101,8 +101,15 @@ def plan_units(model: nn.Module, blueprint: Blueprint) -> list[Unit]:
             fit into the memory that there is.
     """
     kept = keep_fp32_modules(model, blueprint.config.precision.keep_fp32)
-    for holding in find_holdings(model):
+    holdings, cast_unasked = find_holdings(model), blueprint.config.precision.compute == "auto"
+    for holding in holdings:
         check_supported(holding)
+        if cast_unasked and holding.param.dtype == torch.float64:
+            raise ConfigError(
+                f"parameter '{holding.fqns[0]}' is in float64, but precision.compute: auto trains in "
+                f"{blueprint.compute.name}: call model.float() first, or ask for the cast by precision.compute: fp32"
+            )
+    check_apart(holdings)
     specs, layouts = group_units(model, blueprint.config.zero.units), list[UnitLayout]()
     for spec in specs:
         entries = [

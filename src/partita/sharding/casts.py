@@ -26,7 +26,7 @@ def keep_fp32_modules(model: nn.Module, patterns: Sequence[str]) -> set[int]:
 
 
 def cast_borders(model: nn.Module, compute: torch.dtype, kept: set[int]) -> list[RemovableHandle]:
-    """Let the ``kept`` modules work in fp32 inside a model that computes in ``compute``, until the hooks are removed."""
+    """Let the ``kept`` modules work in fp32 in a model that computes in ``compute``, until the hooks are removed."""
     if compute == torch.float32:
         return []
     hooks = list[RemovableHandle]()

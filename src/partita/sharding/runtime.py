@@ -218,7 +218,7 @@ class Runtime:
 
 
 def _announce(member: Member, reducer: GradientReducer) -> Callable[[Tensor], None]:
-    """The hook that tells of a gradient. It holds neither: what a hook of a tensor holds, no garbage collector finds."""
+    """The hook that tells of a gradient. It holds neither: no garbage collector finds what tensors' hooks hold."""
     to_reducer, to_member = weakref.ref(reducer), weakref.ref(member)
 
     def arrived(param: Tensor) -> None:

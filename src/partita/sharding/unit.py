@@ -6,6 +6,7 @@ this rank's part); ``second`` is the part kept beside it between forward and bac
 the values that the optimizer updates, and is ``rest``, or a part of it, wherever their encodings are the same.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -295,3 +296,45 @@ def check_supported(holding: Holding) -> None:
         raise ConfigError(f"parameter '{name}' is sparse ({param.layout}); use a dense parameter")
     if param.is_complex() and param.requires_grad:
         raise ConfigError(f"parameter '{name}' is complex; hold it as a real tensor of shape [..., 2] instead")
+
+
+def check_apart(holdings: Sequence[Holding]) -> None:
+    """Refuse parameters that are two objects over one memory: each would get values of its own.
+
+    Raises:
+        ConfigError: names both.
+    """
+    by_storage = defaultdict[int, list[Holding]](list)
+    for holding in holdings:
+        if holding.param.numel():
+            by_storage[holding.param.untyped_storage()._cdata].append(holding)
+    for sharing in by_storage.values():
+        near = list[Holding]()  # that reach as far as the next begins
+        for holding in sorted(sharing, key=lambda holding: _reach(holding.param).start):
+            near = [other for other in near if _reach(other.param).stop > _reach(holding.param).start]
+            for other in near:
+                if _overlap(holding.param, other.param):
+                    raise ConfigError(
+                        f"parameters '{other.fqns[0]}' and '{holding.fqns[0]}' share memory but are two objects, which "
+                        "would be trained apart: tie them by assigning the Parameter itself (module.weight = "
+                        "other.weight), or give one its own memory (param.data = param.data.clone())"
+                    )
+            near.append(holding)
+
+
+def _reach(tensor: Tensor) -> range:
+    """The bytes of its storage from the first to the last that it has an element in."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first, itemsize = tensor.storage_offset(), tensor.element_size()
+    return range(first * itemsize, (first + last + 1) * itemsize)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors that reach into each other have an element in common: strides may interleave."""
+    if one.element_size() != other.element_size():
+        return True
+    first = min(one.storage_offset(), other.storage_offset())
+    num = max(_reach(one).stop, _reach(other).stop) // one.element_size() - first
+    taken = torch.zeros(num, dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride(), one.storage_offset() - first).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset() - first).any())

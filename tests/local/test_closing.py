@@ -1,6 +1,7 @@
-"""After an engine is closed: nothing of it is left on the model or in the process."""
+"""After an engine is closed, or could not be made: nothing of it is left on the model or in the process."""
 
 import gc
+import logging
 import threading
 import time
 import weakref
@@ -8,16 +9,19 @@ from collections.abc import Callable, Sequence
 from collections.abc import Mapping as Config
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import partita
 from partita import PartitaError
 from partita.memory.allocate import Mapping
 from partita.sharding import resting
 from tests.local import pool
-from tests.local.training import PLANS, Stack, inputs, rank, square_loss
+from tests.local.training import PLANS, WIDTH, Stack, inputs, rank, square_loss
 
 HOST = {"parameters": "host", "gradients": "host", "optimizer": "host"}
 DISK = {"parameters": "disk", "gradients": "disk", "optimizer": "disk"}
@@ -162,3 +166,134 @@ def test_reading_a_parameter_of_a_closed_engine() -> None:
         assert "engine was closed" in said
     pool.run(2, forward_after_close)
     pool.run(2, parameter_alone)
+
+
+# ------------------------------------------------------------------------------------------------ a start that fails
+
+
+class NoReset(nn.Module):
+    """A parameter and a buffer on ``meta`` that nothing fills."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(WIDTH, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Unfilled(Stack):
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.blocks.extend([NoReset(), NoReset()])
+        self.register_buffer("table", torch.zeros(3))
+
+    def repaired(self) -> "Unfilled":
+        for block in self.blocks[3:]:
+            block.scale = nn.Parameter(torch.ones(WIDTH))
+        return self
+
+
+def failed_start(config: Config[str, Any], others: Config[str, Any]) -> None:
+    """The same model is initialized again and trained as if nothing had been."""
+    torch.manual_seed(0)
+    expected = trained(Unfilled().repaired(), config)
+    torch.manual_seed(0)
+    model = Unfilled()
+    before, carried = dict(model.named_parameters()), _hooks(model)
+    values = {name: param.detach().clone() for name, param in before.items()}
+    with pytest.raises(PartitaError, match=r"scale' is on the meta device"):
+        partita.initialize(model, config)
+    assert not _left(_threads_of_engines)
+    assert _hooks(model) == carried
+    for name, param in model.named_parameters():
+        assert param is before[name]
+        assert type(param) is nn.Parameter
+        assert (param.device, param.dtype) == (values[name].device, values[name].dtype)
+        assert param.is_meta or torch.equal(param, values[name]), name
+    for name, wrong in others.items():
+        with pytest.raises(PartitaError, match=name):
+            partita.initialize(model, **{"config": config, **wrong})
+    assert not len(resting._claims)
+    got = trained(model.repaired(), config)
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+def _threads_of_engines() -> list[str]:
+    return [name for name in _threads() if "watchdog" not in name]
+
+
+def trained(model: nn.Module, config: Config[str, Any]) -> dict[str, Tensor]:
+    with partita.initialize(model, config) as engine:
+        for step in range(2):
+            engine.backward(square_loss(engine, rank(), step))
+            engine.step()
+        return engine.state_dict()
+
+
+def rounded_in_a_failed_start() -> None:
+    """What cannot be brought back is said."""
+    model = Unfilled()
+    config = {"zero": {"stage": 3}, "precision": {"compute": "bf16"}}
+    with (
+        mock.patch.object(logging.getLogger("partita"), "warning") as said,
+        pytest.raises(PartitaError, match="meta device"),
+    ):
+        partita.initialize(model, config)
+    assert model.first.weight.dtype == torch.float32
+    assert ["had been cast to the compute dtype" in call.args[0] for call in said.mock_calls] == [True] * (rank() == 0)
+
+
+def fails_on_one_rank(stage: int) -> None:
+    """What is wrong on one rank alone is an error on all, without waiting."""
+    first = rank() == 0
+    config = {"zero": {"stage": stage}}
+    wrong: dict[str, dict[str, Any]] = {
+        "int16.*build the same model on every rank": {"model": _with_buffer(torch.int32 if first else torch.int16)},
+        "the ranks' models differ: .*'blocks.2": {"model": Stack(2 if first else 3)},
+        "blocks.0.scale' is on the meta device": {"model": nn.ModuleDict({"blocks": nn.ModuleList([NoReset()])})},
+        "is in float64": {"model": Stack(1) if first else Stack(1).double()},
+        "expected a torch.optim.Optimizer": {"model": Stack(1), "optimizer": None if first else 3},
+        "nowhere": {"model": Stack(1), "weights": None if first else "/nowhere"},
+    }
+    for said, given in wrong.items():
+        with pytest.raises(PartitaError, match=said):
+            partita.initialize(given.pop("model"), config, **given)
+
+
+def _with_buffer(dtype: torch.dtype) -> nn.Module:
+    model = Stack(1)
+    model.register_buffer("table", torch.zeros(3, dtype=dtype))
+    return model
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", ["stage 0", "stage 2", "stage 3", "host", "disk"])
+def test_a_start_that_fails_can_be_repeated(world: int, name: str, tmp_path: Path) -> None:
+    wrong = {
+        "no parameter of the model": {"optimizer": torch.optim.SGD([torch.zeros(2, requires_grad=True)], 0.1)},
+        "nowhere": {"weights": "/nowhere"},
+        "zero.units": {"config": {"zero": {"units": ["Nothing"]}}},
+        "keep_fp32": {"config": {"precision": {"keep_fp32": ["Nothing"]}}},
+    }
+    pool.run(world, failed_start, _settings(name, tmp_path), wrong)
+
+
+def test_a_start_that_fails_after_a_cast_says_so() -> None:
+    pool.run(2, rounded_in_a_failed_start)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_one_rank_meets_is_an_error_on_all(stage: int) -> None:
+    pool.run(2, fails_on_one_rank, stage)
+
+
+def group_after_failure() -> bool:
+    with pytest.raises(PartitaError, match="meta device"):
+        partita.initialize(Unfilled(), {"zero": {"stage": 3}})
+    return dist.is_initialized()
+
+
+def test_the_process_group_ends_with_a_start_that_fails() -> None:
+    assert pool.run(2, group_after_failure, with_group=False) == [False, False]
+    assert pool.run(2, group_after_failure) == [True, True]

@@ -279,8 +279,8 @@ def open_disk(offload: Offload, rank: int) -> Disk:
     folder = scratch_folder(offload)
     if rank == 0 and (filesystem := filesystem_in_memory(folder)):
         warnings.warn(
-            f"offload to disk, in '{folder}': the filesystem there is {filesystem}, whose files are in memory, so states "
-            "take the memory that this tier is to spare; let zero.offload.path name a folder on a disk",
+            f"offload to disk, in '{folder}': the filesystem there is {filesystem}, whose files are in memory, so "
+            "states take the memory that this tier is to spare; let zero.offload.path name a folder on a disk",
             stacklevel=2,
         )
     return Disk(folder, f"partita-rank-{rank}")

@@ -7,8 +7,9 @@ whole.
 
 import hashlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Protocol
 
 import torch
@@ -126,6 +127,30 @@ def plan_units(model: nn.Module, blueprint: Blueprint) -> list[Unit]:
     return units
 
 
+def check_alike(model: nn.Module, units: Sequence[Unit], collectives: Collectives) -> None:
+    """Compare what the ranks are about to exchange.
+
+    Raises:
+        ConfigError: on every rank: a rank's model has another parameter or buffer, or one of another shape or dtype.
+    """
+    described = [
+        f"parameter '{m.fqn}' of shape {tuple(m.shape)}, {m.own_dtype}, {'trained' if m.segment.trains else 'frozen'}"
+        for unit in units
+        for m in unit.members
+    ]
+    for name, buffer in model.named_buffers():
+        described.append(f"buffer '{name}' of shape {tuple(buffer.shape)}, {buffer.dtype}")
+    digest = hashlib.sha256("\n".join(described).encode()).hexdigest()
+    if len(set(collectives.exchange_objects(digest, DATA))) == 1:
+        return
+    every = collectives.exchange_objects(described, DATA)
+    rank = next(rank for rank, other in enumerate(every) if other != every[0])
+    one, other = next(pair for pair in zip_longest(every[0], every[rank], fillvalue="nothing") if pair[0] != pair[1])
+    raise ConfigError(
+        f"the ranks' models differ: rank 0 has {one} where rank {rank} has {other}; build the same model on every rank"
+    )
+
+
 def _encoding(holding: Holding, compute: Encoding, kept: set[int]) -> Encoding:
     """A parameter's compute encoding. Batch norms always compute in fp32, as their running statistics do."""
     if not holding.param.is_floating_point():
@@ -155,12 +180,23 @@ class Assembly:
     rests sharded, and all of which it has, every rank reads its own part; of others, rank 0 reads the whole. What it
     lacks keeps the model's own values.
 
+    Args:
+        undo: gives what was moved back to the model, on all ranks, where any of them fails.
+
     Raises:
         ConfigError: a tensor of the source has another shape, or none is the model's.
     """
 
-    def __init__(self, model: nn.Module, collectives: Collectives, memory: StateMemory, source: Source | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        collectives: Collectives,
+        memory: StateMemory,
+        source: Source | None,
+        undo: Callable[[], None],
+    ) -> None:
         self._model, self._collectives, self._memory, self._source = model, collectives, memory, source
+        self._undo = undo
         self._device = collectives.mesh.device
         self._paths = {id(module): path for path, module in model.named_modules()}
         if source is not None:
@@ -204,20 +240,21 @@ class Assembly:
     def _has(self, *names: str) -> bool:
         return self._source is not None and self._source.find(names) is not None
 
-    def fill(self, unit: Unit) -> None:
-        """Move a unit's values into what rests, the same on every rank. Where it does not travel, it is left whole.
+    def fill(self, unit: Unit, lay: Callable[[Unit], None]) -> None:
+        """Move a unit's values into what rests, the same on every rank, once ``lay`` gave it memory. It is left whole.
 
         Raises:
             Exception: on every rank, where any rank fails.
         """
         in_parts = self._comes_in_parts(unit)
-        with together(self._collectives, DATA):
+        with together(self._collectives, DATA, self._undo):
+            lay(unit)
             self._fill_alone(unit)
             if self._source is not None and not in_parts and self._collectives.mesh.rank == 0:
                 self._read_whole(unit, self._source)
         if not in_parts:
             self._collectives.broadcast([segment.full for segment in unit.segments], DATA, "start")
-        with together(self._collectives, DATA):
+        with together(self._collectives, DATA, self._undo):
             for segment in unit.segments:
                 segment.keep_rest(self._memory, self._read_part(unit, segment) if in_parts else None)
 
@@ -261,19 +298,23 @@ class Assembly:
         """Move the model's buffers to the device; every rank gets rank 0's values.
 
         Raises:
-            ConfigError: a buffer is still on ``meta``.
+            ConfigError: a buffer is still on ``meta``; on every rank.
         """
-        for path, module in self._model.named_modules():
-            if self._needs_buffers(module):
-                initialize_module(self._model, module, path, self._device)
-            for name, buffer in module._buffers.items():
-                if buffer is None:
-                    continue
-                where = f"{path}.{name}" if path else name
-                if self._source is not None and (found := self._source.find([where])) is not None:
-                    buffer = self._source.read(found).to(buffer.dtype)
-                module._buffers[name] = buffer.to(self._device)
+        with together(self._collectives, DATA, self._undo):
+            for path, module in self._model.named_modules():
+                self._fill_buffers_of(module, path)
         self._collectives.broadcast(list(self._model.buffers()), DATA, "start")
+
+    def _fill_buffers_of(self, module: nn.Module, path: str) -> None:
+        if self._needs_buffers(module):
+            initialize_module(self._model, module, path, self._device)
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            where = f"{path}.{name}" if path else name
+            if self._source is not None and (found := self._source.find([where])) is not None:
+                buffer = self._source.read(found).to(buffer.dtype)
+            module._buffers[name] = buffer.to(self._device)
 
     def _needs_buffers(self, module: nn.Module) -> bool:
         """Whether a buffer of the module itself has no values, and the source has none for it."""

@@ -1,5 +1,6 @@
 """A model under a plan: its units, how they move, and the hooks that make it happen."""
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,7 +27,9 @@ from partita.sharding.hooks import ForwardHooks, UnitHooks, UpdateHooks
 from partita.sharding.reducer import GradientReducer
 from partita.sharding.residency import Residency
 from partita.sharding.structure import Structure
-from partita.sharding.unit import Member, Segment, Unit
+from partita.sharding.unit import Member, Segment, Unit, UnitState
+
+_log = logging.getLogger("partita")
 
 DATA = ("data",)
 # What a segment may keep beside moments: parameters, the second part of them, gradients, master weights.
@@ -76,17 +79,24 @@ class Runtime:
         agreement = agree(collectives, lambda: self.reducer.release_held_back())
         self.residency = Residency(sharded, self.executor, agreement, ahead)
         self._wait_in_threads()
-        self._assemble(Assembly(model, collectives, memory, source))
-        self._structure = Structure(model, self.units)
-        self.reducer = GradientReducer(self._make_buckets(), collectives, ledger, accumulate)
+        self._hooks: list[Any] = []
         self._compute = dtype_of(blueprint.compute)
-        self._hooks: list[Any] = list(cast_borders(model, self._compute, kept))
-        self._buffers = BufferSync(model, collectives, config.communication.buffers == "broadcast")
-        self._hooks += [UnitHooks(unit, self.residency, not unit.name) for unit in sharded]
-        self._hooks.append(ForwardHooks(model, self._prepare, self._depth_changed, self._graph_of_now))
-        self._unit_of = {id(member.param): unit for unit, member in self.members()}
         self.on_unfreeze: Callable[[Segment], None] = lambda segment: None
-        self._refresh()
+        self._own_buffers = [(module, dict(module._buffers)) for module in model.modules()]
+        try:
+            self._assemble(Assembly(model, collectives, memory, source, self._give_back))
+            self.reducer = GradientReducer(self._make_buckets(), collectives, ledger, accumulate)
+            self._own_buffers.clear()
+            self._structure = Structure(model, self.units)
+            self._buffers = BufferSync(model, collectives, config.communication.buffers == "broadcast")
+            self._hooks += cast_borders(model, self._compute, kept)
+            self._hooks += [UnitHooks(unit, self.residency, not unit.name) for unit in sharded]
+            self._hooks.append(ForwardHooks(model, self._prepare, self._depth_changed, self._graph_of_now))
+            self._unit_of = {id(member.param): unit for unit, member in self.members()}
+            self._refresh()
+        except BaseException:
+            self.close()
+            raise
 
     # ------------------------------------------------------------------ building
 
@@ -109,13 +119,36 @@ class Runtime:
 
     def _assemble(self, assembly: Assembly) -> None:
         for unit in self.units:
-            self.executor.lay(unit)
-            assembly.fill(unit)
+            assembly.fill(unit, self.executor.lay)
             for member in unit.members:
                 resting.claim(member.param, member.fqn, self)
             if unit.travels:
                 self.executor.release(unit)
         assembly.fill_buffers()
+
+    def _give_back(self) -> None:
+        """Undo a start that has failed, on all ranks: what was moved out of the model is the model's own again."""
+        rounded = list[str]()
+        for unit in self.units:
+            if unit.state is UnitState.RESTING:
+                self.residency.hold([unit])
+            for member in unit.members:
+                resting.disclaim(member.param)
+                if unit.give_back(member) and member.rounded:
+                    rounded.append(member.fqn)
+            if unit.slot is not None:
+                self.executor.release(unit)
+            for member in unit.members:
+                resting.wake(member.param, member.kind)
+        for module, buffers in self._own_buffers:
+            module._buffers.update(buffers)
+        if rounded and self.collectives.mesh.rank == 0:
+            _log.warning(
+                "initialize failed when %d parameters (of which the first is '%s') had been cast to the compute dtype: "
+                "they keep the rounded values; build the model anew to start from those before",
+                len(rounded),
+                rounded[0],
+            )
 
     def _make_buckets(self) -> list[Bucket]:
         """The trainable segments' buckets, last unit first: the order in which backward finishes them."""
@@ -126,7 +159,7 @@ class Runtime:
             if segment.trains
         ]
         buckets = make_buckets(groups, self.collectives.mesh.shape)
-        with together(self.collectives, DATA):
+        with together(self.collectives, DATA, self._give_back):
             for bucket in buckets:
                 bucket.allocate(self.collectives.mesh.index(DATA), self.memory)
         return buckets

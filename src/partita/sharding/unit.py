@@ -47,15 +47,24 @@ class Member:
     kind: type[nn.Parameter] = field(init=False)
     shape: torch.Size = field(init=False)
     stride: tuple[int, ...] = field(init=False)
+    own_dtype: torch.dtype = field(init=False)  # before the unit adopted it
+    own_device: torch.device = field(init=False)
     hooked: bool = False
 
     def __post_init__(self) -> None:
         param = self.holding.param
         self.kind, self.shape, self.stride = type(param), param.shape, dense_stride(param)
+        self.own_dtype, self.own_device = param.dtype, param.device
 
     @property
     def fqn(self) -> str:
         return self.holding.fqns[0]
+
+    @property
+    def rounded(self) -> bool:
+        """Whether values of the model's own were cast to a dtype that cannot hold them all."""
+        own, compute = self.own_dtype, self.segment.dtype
+        return self.own_device.type != "meta" and own != compute and own.itemsize >= compute.itemsize
 
     @property
     def param(self) -> nn.Parameter:
@@ -216,7 +225,7 @@ class Unit:
         self.slot: Slot | None = None
         self.gathered = Event()
         self.updated = Event()  # passes when what rests has the values of the last update
-        self.storage: torch.UntypedStorage
+        self.storage = torch.UntypedStorage(0)  # until it is laid out
 
     @property
     def planned(self) -> PlannedUnit:
@@ -263,6 +272,16 @@ class Unit:
             self._replace(member, view)
         else:
             param.data = view
+
+    def give_back(self, member: Member) -> bool:
+        """Give a parameter memory of its own again, of the dtype and on the device that it had; whether the unit had
+        adopted it (and is whole, then).
+        """
+        view = member.param.data
+        if view.untyped_storage()._cdata != self.storage._cdata:
+            return False
+        self._replace(member, view.to(member.own_device, member.own_dtype, copy=True))
+        return True
 
     def _replace(self, member: Member, view: Tensor) -> None:
         """Swap in a view of another device or dtype while the parameter stays the same object."""

@@ -99,14 +99,15 @@ class Engine:
                 self._runtime = Runtime(
                     model, units, blueprint, self._collectives, self._memory, self._accumulate, source
                 )
+            scale = LossScale(settings.precision.loss_scale, resolved.compute_dtype == "fp16")
+            updater = BackwardUpdater if settings.precision.gradients == "in_backward" else StepUpdater
+            with together(self._collectives, DATA, self._runtime.give_back):
+                self._updater = updater(self._runtime, self.optimizer, scale, settings.clip_grad_norm)
+                self._whole = Whole(self._runtime, self._updater)
+                self._checkpoints = Checkpoints(model, self._runtime, self._updater, self.scheduler, settings)
         except BaseException:
             self._memory.close()
             raise
-        scale = LossScale(settings.precision.loss_scale, resolved.compute_dtype == "fp16")
-        updater = BackwardUpdater if settings.precision.gradients == "in_backward" else StepUpdater
-        self._updater = updater(self._runtime, self.optimizer, scale, settings.clip_grad_norm)
-        self._whole = Whole(self._runtime, self._updater)
-        self._checkpoints = Checkpoints(model, self._runtime, self._updater, self.scheduler, settings)
         self.extra = self._checkpoints.extra
         self._begin_micro_batch(0)
 

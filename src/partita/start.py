@@ -49,7 +49,7 @@ def initialize(
             (``communication.timeout_s``, ``within_node``); None: a new one.
 
     Raises:
-        ConfigError: the config, the model or the optimizer do not fit together.
+        ConfigError: the config, the model or the optimizer do not fit together; the model can be initialized again.
     """
     settings, launch = load_config(config), launch_environment()
     device = torch.device("cuda", launch.local_rank) if torch.cuda.is_available() else torch.device("cpu")

@@ -219,6 +219,20 @@ def failed_start(config: Config[str, Any], others: Config[str, Any]) -> None:
     assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
+def failed_after_the_hooks(config: Config[str, Any]) -> None:
+    """What is wrong with the optimizer is found when all has been moved."""
+    torch.manual_seed(0)
+    model = Stack(2)
+    carried, values = _hooks(model), {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = torch.optim.SGD([{"params": [param]} for param in model.parameters()], 0.1)
+    optimizer.param_groups[1]["params"].append(model.first.weight)
+    with pytest.raises(PartitaError, match="group 1 holds 'first.weight', as an earlier group does"):
+        partita.initialize(model, config, optimizer=optimizer)
+    assert _hooks(model) == carried
+    assert all(torch.equal(param, values[name]) for name, param in model.named_parameters())
+    assert set(trained(model, config)) == (set(values) if rank() == 0 else set())
+
+
 def _threads_of_engines() -> list[str]:
     return [name for name in _threads() if "watchdog" not in name]
 
@@ -277,6 +291,12 @@ def test_a_start_that_fails_can_be_repeated(world: int, name: str, tmp_path: Pat
         "keep_fp32": {"config": {"precision": {"keep_fp32": ["Nothing"]}}},
     }
     pool.run(world, failed_start, _settings(name, tmp_path), wrong)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", ["stage 0", "stage 3", "host", "host, whole", "disk"])
+def test_a_start_that_fails_at_the_optimizer(world: int, name: str, tmp_path: Path) -> None:
+    pool.run(world, failed_after_the_hooks, _settings(name, tmp_path))
 
 
 def test_a_start_that_fails_after_a_cast_says_so() -> None:

@@ -134,7 +134,7 @@ def check_alike(model: nn.Module, units: Sequence[Unit], collectives: Collective
         ConfigError: on every rank: a rank's model has another parameter or buffer, or one of another shape or dtype.
     """
     described = [
-        f"parameter '{m.fqn}' of shape {tuple(m.shape)}, {m.own_dtype}, {'trained' if m.segment.trains else 'frozen'}"
+        f"parameter '{m.fqn}' of shape {tuple(m.shape)}, {m.segment.dtype}, requires_grad {m.segment.trains}"
         for unit in units
         for m in unit.members
     ]

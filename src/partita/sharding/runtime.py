@@ -71,7 +71,8 @@ class Runtime:
         ahead = bytes_ahead(config.zero.prefetch_bytes, passing)
         sizes, outer = [unit.num_bytes for unit in passing], [unit.num_bytes for unit in passing if unit.is_outer]
         depth = ring_depth(passing, ahead)
-        self.ring = Ring("ring", sizes, depth, ledger, self._device, lasting=outer, backed=self.loan.swap)
+        with together(collectives, DATA):
+            self.ring = Ring("ring", sizes, depth, ledger, self._device, lasting=outer, backed=self.loan.swap)
         self.executor = Executor(collectives, self.ring, self.loan)
         first = collectives.mesh.order.register([unit.title for unit in self.units])
         for unit in self.units:
@@ -84,7 +85,7 @@ class Runtime:
         self.on_unfreeze: Callable[[Segment], None] = lambda segment: None
         self._own_buffers = [(module, dict(module._buffers)) for module in model.modules()]
         try:
-            self._assemble(Assembly(model, collectives, memory, source, self._give_back))
+            self._assemble(Assembly(model, collectives, memory, source, self.give_back))
             self.reducer = GradientReducer(self._make_buckets(), collectives, ledger, accumulate)
             self._own_buffers.clear()
             self._structure = Structure(model, self.units)
@@ -126,8 +127,10 @@ class Runtime:
                 self.executor.release(unit)
         assembly.fill_buffers()
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
         """Undo a start that has failed, on all ranks: what was moved out of the model is the model's own again."""
+        for hook in self._hooks:
+            hook.remove()
         rounded = list[str]()
         for unit in self.units:
             if unit.state is UnitState.RESTING:
@@ -159,7 +162,7 @@ class Runtime:
             if segment.trains
         ]
         buckets = make_buckets(groups, self.collectives.mesh.shape)
-        with together(self.collectives, DATA, self._give_back):
+        with together(self.collectives, DATA, self.give_back):
             for bucket in buckets:
                 bucket.allocate(self.collectives.mesh.index(DATA), self.memory)
         return buckets

@@ -42,6 +42,7 @@ from partita.plan.traffic import TrafficReport
 from partita.sharding.assemble import Blueprint, plan_units
 from partita.sharding.placing import agreed_budget
 from partita.sharding.runtime import Runtime
+from partita.sharding.scaled import scaled_by
 
 DATA = ("data",)
 
@@ -129,7 +130,8 @@ class Engine:
         waves, scale = self._runtime.reducer.waves, self._updater.scale.value
         self._runtime.reducer.watch(loss)
         try:
-            (loss if scale == 1.0 else loss * scale).backward()
+            with scaled_by(scale):
+                (loss if scale == 1.0 else loss * scale).backward()
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
@@ -261,7 +263,7 @@ class Engine:
             PartitaError: there is no such parameter, or gradients rest nowhere (``precision.gradients: in_backward``).
         """
         self._check_gradients_rest("engine.gradient")
-        return self._whole.gradient(name, self._updater.scale.value)
+        return self._whole.gradient(name, self._updater.gradient_scale())
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
         """The whole optimizer state of a parameter by key (``exp_avg``, ``step``, ...)."""

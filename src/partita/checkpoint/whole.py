@@ -27,6 +27,7 @@ class Whole:
     def __init__(self, runtime: Runtime, updater: Updater) -> None:
         self._runtime, self._views, self._optimizer = runtime, updater.views, updater.optimizer
         self._hidden, self._settle = updater.hidden, updater.settle
+        self._take_written = updater.take_written
         self._collectives: Collectives = runtime.collectives
         self._row = self._collectives.mesh.index(DATA)
         self.num_gathered = 0  # blocks of gathered that are open
@@ -111,7 +112,7 @@ class Whole:
     @contextmanager
     def gathered(self, items: tuple[nn.Module | nn.Parameter, ...], modify: bool) -> Iterator[None]:
         """Hold the units of the given modules and parameters whole (see :meth:`Engine.gathered`)."""
-        self._settle()
+        self._take_written()
         wanted = self._parameters_of(items)
         units = [unit for unit in self._runtime.units if any(id(m.param) in wanted for m in unit.members)]
         sharded = [unit for unit in units if unit.travels]
@@ -172,7 +173,7 @@ class Whole:
         Args:
             master: the values that the optimizer updates, where they have more digits than those in compute.
         """
-        self._settle()
+        self._take_written()
         for unit in self._runtime.units:
             sharded = [unit] if unit.travels else []
             self._runtime.residency.hold(sharded)

@@ -26,6 +26,7 @@ from partita.optim.loss_scale import LossScale
 from partita.optim.updater import DATA, StepResult, Updater
 from partita.sharding.buckets import Bucket, square
 from partita.sharding.runtime import Runtime
+from partita.sharding.scaled import factor_under_way
 from partita.sharding.unit import Segment
 
 
@@ -93,7 +94,7 @@ class BackwardUpdater(Updater):
         """Note the settings that hold for the updates of this backward.
 
         Raises:
-            PartitaError: the parameters were updated by another one since the last step.
+            PartitaError: the parameters were updated by another one since the last step, or the loss was scaled.
         """
         if self._queued:
             raise PartitaError(
@@ -101,7 +102,14 @@ class BackwardUpdater(Updater):
                 "each; call engine.step() between them (or engine.zero_grad() after one that failed), add up the "
                 "losses for a common backward, or set precision.gradients to fp32"
             )
+        if factor_under_way() != 1.0:
+            raise PartitaError(
+                f"the loss was multiplied by another engine's loss scale ({factor_under_way():g}), and "
+                "precision.gradients: in_backward uses gradients up before it is undone: call backward of this engine, "
+                "or set its precision.gradients to fp32"
+            )
         self.settle()
+        self._runtime.written.take()
         self.views.attach(self.optimizer)
         self.hidden.note_settings()
 
@@ -145,7 +153,7 @@ class BackwardUpdater(Updater):
         updates = [update for job in queued.jobs for update in job.segments]
         for update, value in zip(updates, queued.squares, strict=True):
             if math.isfinite(value):
-                update.factor = self._factor(math.sqrt(value))
+                update.factor = self._factor(math.sqrt(value), 1.0)
                 update.changing = self.hidden.changing(update.segment, bucket.members, chosen)
 
     def _tell(self, left_out: list[Segment]) -> None:

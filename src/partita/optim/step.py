@@ -27,17 +27,18 @@ class StepUpdater(Updater):
     def update(self) -> StepResult:
         """Finish the gradients of a complete batch and update the parameters, unless a gradient is not finite."""
         self.settle()
+        self._runtime.written.take()
         self.views.attach(self.optimizer)
         agreed = self._agree()
         self._finish_gradients(agreed)
-        norm = self._norm() / self.scale.value
+        norm = self._norm() / agreed.scale
         lr = self.rates
         self.steps += 1
         if not math.isfinite(norm):
             scale = self.scale.value
-            self._skip()
+            self._skip(agreed.scale)
             return StepResult(False, norm, scale, True, lr)
-        factor = self._factor(norm)
+        factor = self._factor(norm, agreed.scale)
         self._scale_gradients(factor)
         self._reducer.spread()
         self.hidden.note_settings()
@@ -51,7 +52,8 @@ class StepUpdater(Updater):
             self.hidden.start(agreed.used, factor)
         self._forget()
         result = StepResult(True, norm, self.scale.value, False, lr)
-        self.scale.succeeded()
+        if agreed.scale == self.scale.value:
+            self.scale.succeeded()
         if not self.hidden.under_way:
             self._count_moments()
         return result
@@ -118,13 +120,14 @@ class StepUpdater(Updater):
         if units:
             self._runtime.executor.publish(units)
 
-    def _skip(self) -> None:
-        """Leave an update out: name the parameter, lower the loss scale, forget the gradients."""
+    def _skip(self, scale: float) -> None:
+        """Leave an update out: name the parameter, lower the loss scale if it is the gradients', forget them."""
         self.culprit = culprit = self._culprit()
         before = self.scale.value
         self._forget()
         self._reducer.trace = True
-        self.scale.overflowed(culprit)
+        if scale == before:
+            self.scale.overflowed(culprit)
         lowered = f"; loss scale {before:g} -> {self.scale.value:g}" if self.scale.value != before else ""
         warnings.warn(f"step {self.steps}: {culprit}; the update is skipped{lowered}", stacklevel=4)
 

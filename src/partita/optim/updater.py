@@ -4,14 +4,18 @@ An :class:`Updater` runs the optimizer on reduced gradients: at the step (:mod:`
 are known, or in backward (:mod:`partita.optim.in_backward`), where none of them rests.
 """
 
+import math
 import struct
+import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from partita.comm.collectives import Collectives
+from partita.errors import PartitaError
 from partita.optim.hidden import HiddenUpdates
 from partita.optim.loss_scale import LossScale
 from partita.optim.views import Views
@@ -22,6 +26,9 @@ from partita.sharding.unit import Member
 DATA = ("data",)
 # torch.nn.utils.clip_grad_norm_ adds this to the norm that it divides by.
 CLIP_EPS = 1e-6
+# What precedes the flags in the message before an update: waves, digest of what was written, scale of the gradients.
+HEADER = "<qqd"
+NO_SCALE, MANY_SCALES = 0.0, math.nan
 
 
 @dataclass(frozen=True)
@@ -44,11 +51,12 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What the ranks told each other before the update."""
+    """What the ranks told each other before the update; ``scale``: what their gradients are multiplied by."""
 
     waves: int
     leftovers: list[bool]
     used: set[int]
+    scale: float
 
 
 class Updater(ABC):
@@ -74,6 +82,7 @@ class Updater(ABC):
         self.culprit = ""  # why the last update that was left out was
         self._reducer.trace = scale.dynamic
         self._num_states = -1
+        self._told_unscaled = False
         self.views = Views(runtime.units, runtime.memory)
         self.views.attach(optimizer)
         runtime.on_unfreeze = self.views.unfreeze
@@ -132,19 +141,80 @@ class Updater(ABC):
     def _agree(self) -> Agreed:
         """Exchange which parameters were used and what is left to reduce, in one small message."""
         used = [id(member) in bucket.used for bucket in self._buckets for member in bucket.members]
-        message = struct.pack("<q", self._reducer.waves) + bytes([*self._reducer.leftovers(), *used])
+        header = struct.pack(HEADER, self._reducer.waves, self._runtime.written.digest, self._own_scale)
+        message = header + bytes([*self._reducer.leftovers(), *used])
         every, handle = self._collectives.exchange(torch.frombuffer(bytearray(message), dtype=torch.uint8), DATA)
         handle.wait()
         rows = [bytes(row.tolist()) for row in every]
-        waves = max(struct.unpack_from("<q", row)[0] for row in rows)
-        flags = [any(column) for column in zip(*(row[8:] for row in rows), strict=True)]
+        waves, digests, scales = zip(*(struct.unpack_from(HEADER, row) for row in rows), strict=True)
+        if any(digests):
+            self._compare_written()
+        flags = [any(column) for column in zip(*(row[struct.calcsize(HEADER) :] for row in rows), strict=True)]
         num = len(self._buckets)
         taken = {id(m) for m, flag in zip(self._members, flags[num:], strict=True) if flag}
-        return Agreed(waves, flags[:num], taken)
+        return Agreed(max(waves), flags[:num], taken, self._one_scale(scales))
 
-    def _factor(self, norm: float) -> float:
-        """What gradients are multiplied by: the loss scale undone, and the norm clipped."""
-        factor = 1.0 / self.scale.value
+    def gradient_scale(self) -> float:
+        """What the gradients collected so far are multiplied by. A collective.
+
+        Raises:
+            PartitaError: not all of them by the same factor.
+        """
+        return self._one_scale(self._collectives.exchange_objects(self._own_scale, DATA))
+
+    @property
+    def _own_scale(self) -> float:
+        """The factor of this rank's gradients."""
+        scales = self._reducer.scales
+        return MANY_SCALES if len(scales) > 1 else next(iter(scales), NO_SCALE)
+
+    def _one_scale(self, scales: Sequence[float]) -> float:
+        """The factor of all ranks' gradients, which may be those of another engine's loss, or of one that none scaled."""
+        found = {scale for scale in scales if scale != NO_SCALE}
+        if len(found) > 1 or any(map(math.isnan, found)):
+            raise PartitaError(
+                f"step {self.steps + 1}: the gradients of this batch came from losses with several loss scales (by "
+                "engine.backward, plain loss.backward(), or engine.backward of another engine): call backward of one "
+                "engine for all of them, or drop what came from the others by engine.zero_grad()"
+            )
+        scale = found.pop() if found else self.scale.value
+        if scale == 1.0 != self.scale.value and not self._told_unscaled:
+            self._told_unscaled = True
+            warnings.warn(
+                "loss.backward() was called where engine.backward(loss) multiplies by the loss scale "
+                f"({self.scale.value:g}): gradients too small for fp16 are lost; call engine.backward(loss)",
+                stacklevel=6,
+            )
+        return scale
+
+    def take_written(self) -> None:
+        """Have master weights take up what was written into the parameters. A collective.
+
+        Raises:
+            PartitaError: the ranks wrote different values.
+        """
+        self.settle()
+        if self._runtime.written:
+            self._runtime.written.take()
+            self._compare_written()
+
+    def _compare_written(self) -> None:
+        written = self._runtime.written
+        every = self._collectives.exchange_objects((written.names, written.digest), DATA)
+        written.agreed()
+        for rank, (names, digest) in enumerate(every):
+            first, expected = every[0]
+            if digest != expected:
+                name = next(iter({*first} ^ {*names}), (names or first)[0])
+                raise PartitaError(
+                    f"step {self.steps + 1}: rank {rank} wrote other values into parameters than rank 0, or into "
+                    f"others (of {len({*first, *names})}: '{name}'); write the same on every rank, or write inside "
+                    "`with engine.gathered(..., modify=True)`, where rank 0's values become those of all"
+                )
+
+    def _factor(self, norm: float, scale: float) -> float:
+        """What gradients are multiplied by: the loss ``scale`` undone, and the norm clipped."""
+        factor = 1.0 / scale
         if self._clip_norm is not None:
             factor *= min(1.0, self._clip_norm / (norm + CLIP_EPS))
         return factor

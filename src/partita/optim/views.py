@@ -53,9 +53,9 @@ class View:
             self.tensor.data = self.over(master)
 
     def disconnect(self) -> None:
-        """The master weights are on disk again."""
+        """The master weights are at rest again: the view is as it was made, whatever it was connected to."""
         with torch.no_grad():
-            self.tensor.data = self.tensor.new_empty(0)
+            self.tensor.data = self.tensor.new_empty(0, dtype=torch.float32)
 
     @property
     def connected(self) -> bool:

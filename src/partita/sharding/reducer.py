@@ -23,6 +23,7 @@ from partita.plan.residence import Tier
 from partita.plan.slots import RECEIVING, SENDING, SUMMED
 from partita.plan.steps import AllReduce
 from partita.sharding.buckets import Bucket, BucketState, square
+from partita.sharding.scaled import factor_under_way
 from partita.sharding.unit import Member
 
 DATA = ("data",)
@@ -35,7 +36,7 @@ class GradientReducer:
     ``reduce_now`` says whether gradients that rest whole are to be reduced as this backward brings them (the last
     micro-batch); ``synchronize`` is off inside ``no_sync``, where gradients stay with their parameters, whole.
     ``suspect`` tells whether this rank's loss, or with ``trace`` on a gradient that it sent, was not finite since the
-    last update. ``use`` is called with each bucket of gradients that rest nowhere, when its reduction is queued; its
+    last update, ``scales`` what the losses of this rank's gradients since then were multiplied by. ``use`` is called with each bucket of gradients that rest nowhere, when its reduction is queued; its
     event passes when the sums are used up.
     """
 
@@ -60,6 +61,7 @@ class GradientReducer:
         self.reduce_now = True
         self.synchronize = True
         self.trace = False
+        self.scales = set[float]()
         self.before_backward: Callable[[], None] = lambda: None
         self.use: Callable[[Bucket], Event] = lambda bucket: Event()
         self._finite: Tensor | None = None
@@ -121,6 +123,7 @@ class GradientReducer:
                 "module with sparse=False"
             )
         self._took_part = True
+        self.scales.add(factor_under_way())
         bucket = self._bucket_of[id(member)]
         if bucket.in_place and id(member) not in bucket.used and member.param.grad is not None:
             self._left_in_place += member.param.grad.nbytes
@@ -342,6 +345,7 @@ class GradientReducer:
     def zero(self) -> None:
         """Forget all gradients; their memory is kept for the next step where the table says that it rests."""
         self._finite, self._task, self._next = None, None, 0
+        self.scales.clear()
         self._ledger.remove("gradients", self._left_in_place)
         self._left_in_place = 0
         for bucket in self.buckets:

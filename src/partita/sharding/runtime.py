@@ -26,6 +26,7 @@ from partita.sharding.reducer import GradientReducer
 from partita.sharding.residency import Residency
 from partita.sharding.structure import Structure
 from partita.sharding.unit import Member, Segment, Unit
+from partita.sharding.written import Written
 
 DATA = ("data",)
 # What a segment may keep beside moments: parameters, the second part of them, gradients, master weights.
@@ -77,6 +78,7 @@ class Runtime:
         self._wait_in_threads()
         self._assemble(Assembly(model, collectives, memory, source))
         self._structure = Structure(model, self.units)
+        self.written = Written(self.units)
         self.reducer = GradientReducer(self._make_buckets(), collectives, ledger, accumulate)
         self._compute = dtype_of(blueprint.compute)
         cast_borders(model, self._compute, kept)
@@ -201,6 +203,7 @@ class Runtime:
         self.residency.updated()
         with torch._C.DisableTorchFunctionSubclass():
             torch.autograd.graph.increment_version([m.param for unit in self.units for m in unit.members])
+        self.written.note()
 
     def members(self) -> Iterator[tuple[Unit, Member]]:
         """Every parameter of the model with its unit."""

@@ -96,6 +96,8 @@ class Whole:
             return torch.as_tensor(next(item for item in every if item is not None)).clone()
         view = self._views.of(member.param)
         assert view is not None
+        if isinstance(value, Tensor) and member.segment.holds_whole_master and value.shape != member.shape:
+            return value.clone()
         values = torch.zeros(member.span.num_elements, dtype=dtype, device=self._collectives.mesh.device)
         if isinstance(value, Tensor) and (not member.segment.holds_whole_master or self._row == 0):
             values[view.start : view.start + view.num_elements] = (

@@ -11,6 +11,7 @@ section 3.
 
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -49,8 +50,15 @@ class _Queued:
 class BackwardUpdater(Updater):
     """Runs the optimizer on each bucket when backward has brought its gradients."""
 
-    def __init__(self, runtime: Runtime, optimizer: Optimizer, scale: LossScale, clip_norm: float | None) -> None:
-        super().__init__(runtime, optimizer, scale, clip_norm)
+    def __init__(
+        self,
+        runtime: Runtime,
+        optimizer: Optimizer,
+        scale: LossScale,
+        clip_norm: float | None,
+        counted: Sequence[str] = (),
+    ) -> None:
+        super().__init__(runtime, optimizer, scale, clip_norm, counted)
         self._queued = list[_Queued]()
         self._gradients = self._collectives.mesh.stream("gradients")
         self._unit_of = {id(segment): unit for unit in runtime.units for segment in unit.segments}
@@ -68,9 +76,11 @@ class BackwardUpdater(Updater):
         squares = [pair for q in self._queued for pair in zip(q.bucket.segments, q.squares, strict=True)]
         norm, lr = math.sqrt(sum(value for _, value in squares)), self.rates
         self.steps += 1
-        self._queued.clear()
         if self._has_step_hooks:
             self.settle()
+            if self._queued:  # the step that calls the hooks counts, too
+                self.hidden.restore_counts()
+        self._queued.clear()
         self._call_optimizer()
         left_out = [segment for segment, value in squares if not math.isfinite(value)]
         if left_out:

@@ -16,8 +16,10 @@ import torch
 
 from partita.comm.collectives import Collectives
 from partita.errors import PartitaError
+from partita.optim.counted import copies
 from partita.optim.hidden import HiddenUpdates
 from partita.optim.loss_scale import LossScale
+from partita.optim.shadow import run_step
 from partita.optim.views import Views
 from partita.plan.residence import Tier
 from partita.sharding.runtime import Runtime
@@ -64,6 +66,7 @@ class Updater(ABC):
 
     Args:
         clip_norm: the largest norm of what is clipped together; None leaves gradients as they are.
+        counted: attributes that the optimizer counts in.
     """
 
     def __init__(
@@ -72,8 +75,9 @@ class Updater(ABC):
         optimizer: torch.optim.Optimizer,
         scale: LossScale,
         clip_norm: float | None,
+        counted: Sequence[str] = (),
     ) -> None:
-        self.optimizer, self.scale, self._clip_norm = optimizer, scale, clip_norm
+        self.optimizer, self.scale, self._clip_norm, self._counted = optimizer, scale, clip_norm, counted
         self._runtime, self._reducer = runtime, runtime.reducer
         self._collectives: Collectives = runtime.collectives
         self._row = self._collectives.mesh.index(DATA)
@@ -86,7 +90,7 @@ class Updater(ABC):
         self.views = Views(runtime.units, runtime.memory)
         self.views.attach(optimizer)
         runtime.on_unfreeze = self.views.unfreeze
-        self.hidden = HiddenUpdates(runtime, self.views, optimizer)
+        self.hidden = HiddenUpdates(runtime, self.views, optimizer, counted)
         self._reducer.before_backward = self.begin
 
     @abstractmethod
@@ -118,13 +122,16 @@ class Updater(ABC):
         names = self.views.names_in_groups
         return [{**group, "params": names[number]} for number, group in enumerate(self.optimizer.param_groups)]
 
-    def counters(self) -> dict[str, float]:
+    def counters(self) -> dict[str, Any]:
         """What a run goes on from, beside states and settings."""
-        return {"steps": self.steps, **self.scale.counters()}
+        counted = {"optimizer": copies(self.optimizer, self._counted)} if self._counted else {}
+        return {"steps": self.steps, **self.scale.counters(), **counted}
 
-    def restore_counters(self, counters: dict[str, float]) -> None:
+    def restore_counters(self, counters: dict[str, Any]) -> None:
         """Go on from what :meth:`counters` was."""
         self.steps = int(counters["steps"])
+        found = counters.get("optimizer", {})
+        self.optimizer.__dict__.update({name: found[name] for name in self._counted if name in found})
         self.scale.restore(counters)
 
     @property
@@ -169,7 +176,7 @@ class Updater(ABC):
         return MANY_SCALES if len(scales) > 1 else next(iter(scales), NO_SCALE)
 
     def _one_scale(self, scales: Sequence[float]) -> float:
-        """The factor of all ranks' gradients, which may be those of another engine's loss, or of one that none scaled."""
+        """The factor of all ranks' gradients: its own, another engine's, or 1 where nobody scaled the loss."""
         found = {scale for scale in scales if scale != NO_SCALE}
         if len(found) > 1 or any(map(math.isnan, found)):
             raise PartitaError(
@@ -222,7 +229,7 @@ class Updater(ABC):
     def _call_optimizer(self, *, always: bool = False) -> None:
         """The step on what has a gradient; where nothing has, it does no more than to call the hooks."""
         if always or self._has_step_hooks:
-            self.optimizer.step()
+            run_step(self.optimizer)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
 
     @property

@@ -36,8 +36,9 @@ class GradientReducer:
     ``reduce_now`` says whether gradients that rest whole are to be reduced as this backward brings them (the last
     micro-batch); ``synchronize`` is off inside ``no_sync``, where gradients stay with their parameters, whole.
     ``suspect`` tells whether this rank's loss, or with ``trace`` on a gradient that it sent, was not finite since the
-    last update, ``scales`` what the losses of this rank's gradients since then were multiplied by. ``use`` is called with each bucket of gradients that rest nowhere, when its reduction is queued; its
-    event passes when the sums are used up.
+    last update, ``scales`` what the losses of this rank's gradients since then were multiplied by. ``use`` is called
+    with each bucket of gradients that rest nowhere, when its reduction is queued; its event passes when the sums are
+    used up.
     """
 
     def __init__(self, buckets: list[Bucket], collectives: Collectives, ledger: Ledger, accumulate: int) -> None:

@@ -250,6 +250,27 @@ class Engine:
         finally:
             reducer.synchronize = before
 
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Clip the batch's gradients, in the next :meth:`step`, to a global norm (in place of ``clip_grad_norm``).
+
+        Called after the last backward of a batch. Returns the norm before clipping, the same on every rank.
+
+        Raises:
+            PartitaError: the batch is not complete, ``max_norm`` is not positive, or gradients rest nowhere
+                (``precision.gradients: in_backward``).
+        """
+        self._check_open()
+        self._check_gradients_rest("engine.clip_grad_norm")
+        if not max_norm > 0:
+            raise PartitaError(f"engine.clip_grad_norm: expected a positive norm, got {max_norm}")
+        if self._micro + 1 < self._accumulate:
+            raise PartitaError(
+                f"engine.clip_grad_norm() in micro-batch {self._micro + 1} of {self._accumulate}: gradients are "
+                "clipped when all are there; call it before the step that updates the parameters"
+            )
+        assert isinstance(self._updater, StepUpdater)
+        return self._updater.clip(max_norm)
+
     def zero_grad(self) -> None:
         """Drop the gradients collected so far: the next micro-batch is the first of a batch."""
         self._updater.zero()

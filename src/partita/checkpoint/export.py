@@ -62,7 +62,7 @@ class WeightsWriter:
         self._folder, self._file_bytes = folder, file_bytes
         self._pending: dict[str, Tensor] = {}
         self._files: list[tuple[Path, list[str]]] = []
-        self._total = 0
+        self._total = self._num_bytes = 0
         self.problem: str | None = None
         with self._noting("make the folder"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -75,13 +75,11 @@ class WeightsWriter:
             self.problem = f"engine.export: cannot {what} '{self._folder}': {error}"
 
     def add(self, name: str, tensor: Tensor) -> None:
-        if self._pending and self._bytes() + tensor.nbytes > self._file_bytes:
+        if self._pending and self._num_bytes + tensor.nbytes > self._file_bytes:
             self._flush()
         if self.problem is None:
             self._pending[name] = tensor.detach().cpu().clone().contiguous()
-
-    def _bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._pending.values())
+            self._num_bytes += tensor.nbytes
 
     def _flush(self) -> None:
         path = self._folder / f"part-{len(self._files)}.safetensors"
@@ -90,8 +88,8 @@ class WeightsWriter:
                 save_file(self._pending, path, metadata={"format": "pt"})
                 path.chmod(0o666 & ~_umask())
         self._files.append((path, list(self._pending)))
-        self._total += self._bytes()
-        self._pending = {}
+        self._total += self._num_bytes
+        self._pending, self._num_bytes = {}, 0
 
     def finish(self, beside: Path | None = None, configs: Sequence[Any] = ()) -> None:
         """Write what is left and what stands beside weights, and give the files their names."""

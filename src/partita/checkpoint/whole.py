@@ -67,7 +67,10 @@ class Whole:
             if id(member) in bucket.arrived and bucket.whole is not None:
                 values[piece.start : piece.stop] += bucket.whole[piece.row, piece.column :][: piece.stop - piece.start]
         if member.param.grad is not None:
-            values.add_(member.flat(member.param.grad.detach()).float(), alpha=1.0 / reducer.divisor)
+            values.add_(
+                member.flat(member.param.grad.detach()).float(),
+                alpha=1.0 if reducer.collected else 1.0 / reducer.divisor,
+            )
         self._collectives.all_reduce(flat, DATA)
         return self._shaped(member, values.div_(scale)) if flat[-1] > 0 else None
 

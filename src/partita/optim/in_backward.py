@@ -163,7 +163,7 @@ class BackwardUpdater(Updater):
         updates = [update for job in queued.jobs for update in job.segments]
         for update, value in zip(updates, queued.squares, strict=True):
             if math.isfinite(value):
-                update.factor = self._factor(math.sqrt(value), 1.0)
+                update.factor = self._factor(math.sqrt(value), 1.0, self._clip_norm)
                 update.changing = self.hidden.changing(update.segment, bucket.members, chosen)
 
     def _tell(self, left_out: list[Segment]) -> None:

@@ -219,11 +219,11 @@ class Updater(ABC):
                     "`with engine.gathered(..., modify=True)`, where rank 0's values become those of all"
                 )
 
-    def _factor(self, norm: float, scale: float) -> float:
+    def _factor(self, norm: float, scale: float, max_norm: float | None) -> float:
         """What gradients are multiplied by: the loss ``scale`` undone, and the norm clipped."""
         factor = 1.0 / scale
-        if self._clip_norm is not None:
-            factor *= min(1.0, self._clip_norm / (norm + CLIP_EPS))
+        if max_norm is not None:
+            factor *= min(1.0, max_norm / (norm + CLIP_EPS))
         return factor
 
     def _call_optimizer(self, *, always: bool = False) -> None:

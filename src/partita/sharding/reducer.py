@@ -63,6 +63,8 @@ class GradientReducer:
         self.synchronize = True
         self.trace = False
         self.scales = set[float]()
+        self.collected = False  # gradients that need no reduction are divided
+        self._versions = dict[int, int]()  # of gradients in place, as backward left them
         self.before_backward: Callable[[], None] = lambda: None
         self.use: Callable[[Bucket], Event] = lambda bucket: Event()
         self._finite: Tensor | None = None
@@ -130,6 +132,8 @@ class GradientReducer:
             self._left_in_place += member.param.grad.nbytes
             self._ledger.add("gradients", member.param.grad.nbytes)
         bucket.used.add(id(member))
+        if bucket.in_place and grad is not None:
+            self._versions[id(member)] = grad._version
         if bucket.in_place or (not self.synchronize and not bucket.rests_whole):
             return
         self.backward_began()
@@ -307,17 +311,32 @@ class GradientReducer:
         self._next = 0
 
     def collect_unreduced(self) -> None:
-        """Complete the gradients that need no reduction (there are no other ranks)."""
+        """Complete the gradients that need no reduction (there are no other ranks).
+
+        Raises:
+            PartitaError: one was changed since backward.
+        """
+        self.collected = True
         for bucket in self.buckets:
-            if bucket.in_place and self.divisor != 1:
+            if bucket.in_place:
                 for member in self._waiting(bucket):
                     assert member.param.grad is not None
-                    member.param.grad.mul_(1.0 / self.divisor)
+                    self._check_untouched(member, member.param.grad)
+                    if self.divisor != 1:
+                        member.param.grad.mul_(1.0 / self.divisor)
             elif bucket.rests_whole and not bucket.travels:
                 for member in bucket.members:
                     bucket.absorb(member, self.divisor)
                     if id(member) not in bucket.arrived:
                         bucket.clear(member)
+
+    def _check_untouched(self, member: Member, grad: Tensor) -> None:
+        if self._versions.get(id(member), grad._version) != grad._version:
+            raise PartitaError(
+                f"the .grad of '{member.fqn}' was changed between backward and step (by "
+                "torch.nn.utils.clip_grad_norm_?): on several ranks, and in other precisions, there is none to change. "
+                "Set clip_grad_norm in the config, or call engine.clip_grad_norm(max_norm) before engine.step()"
+            )
 
     def spread(self) -> None:
         """Gather the sums where the optimizer works on whole gradients."""
@@ -347,6 +366,8 @@ class GradientReducer:
         """Forget all gradients; their memory is kept for the next step where the table says that it rests."""
         self._finite, self._task, self._next = None, None, 0
         self.scales.clear()
+        self._versions.clear()
+        self.collected = False
         self._ledger.remove("gradients", self._left_in_place)
         self._left_in_place = 0
         for bucket in self.buckets:

@@ -1,4 +1,4 @@
-"""Clipping by hand: one call at every stage; what is done to p.grad, which is not there on several ranks, is refused."""
+"""Clipping by hand: one call at every stage; what is done to p.grad, which others have not, is refused."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

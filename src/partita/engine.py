@@ -89,7 +89,7 @@ class Engine:
         self.plan: dict[str, StatePlan] = {unit.name: unit.segments[0].row for unit in self.units}
         if any(mesh.shape.group_size(r.master.shard_axes) > 1 or not r.updates_on_device for r in self.plan.values()):
             check_elementwise(self.optimizer)
-        apart = kernels or not all(row.updates_on_device for row in self.plan.values())
+        apart = not all(row.updates_on_device for row in self.plan.values())
         counted = counted_attributes(self.optimizer, apart=apart)
         situation = Situation(self.units, settings, mesh.shape, self._num_moments)
         self._shortages = Shortages(situation, self._ledger, mesh.device, mesh.rank)

@@ -61,7 +61,9 @@ def counted_attributes(optimizer: Optimizer, *, apart: bool) -> tuple[str, ...]:
         )
         remedy = f"keep it in self.state[param] or in the groups, or as numbers and tensors (self.{others[0]} = 0)"
         if apart:
-            raise ConfigError(f"{said}; updates beside the caller (offload, gradients in_backward) would lose it: {remedy}")
+            raise ConfigError(
+                f"{said}; updates beside the caller (offload, gradients in_backward) would lose it: {remedy}"
+            )
         warnings.warn(f"{said}: checkpoints do not hold it; {remedy}", stacklevel=4)
     return tuple(key for key in changed if key not in others)
 

@@ -1,9 +1,11 @@
 """The engine: a model, its plan and its optimizer, behind the calls of a training loop."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,6 +32,7 @@ from partita.memory.ledger import Ledger, MemoryReport
 from partita.memory.shortage import Shortages, explained
 from partita.memory.tiers import StateMemory
 from partita.optim.build import Factory, build_optimizer, build_schedule, wants_kernels
+from partita.optim.counted import counted_attributes
 from partita.optim.elements import states_per_element
 from partita.optim.elementwise import check_elementwise
 from partita.optim.in_backward import BackwardUpdater
@@ -43,6 +46,7 @@ from partita.plan.traffic import TrafficReport
 from partita.sharding.assemble import Blueprint, check_alike, plan_units
 from partita.sharding.placing import agreed_budget
 from partita.sharding.runtime import Runtime
+from partita.sharding.scaled import scaled_by
 
 DATA = ("data",)
 
@@ -89,6 +93,8 @@ class Engine:
         self.plan: dict[str, StatePlan] = {unit.name: unit.segments[0].row for unit in self.units}
         if any(mesh.shape.group_size(r.master.shard_axes) > 1 or not r.updates_on_device for r in self.plan.values()):
             check_elementwise(self.optimizer)
+        apart = not all(row.updates_on_device for row in self.plan.values())
+        counted = counted_attributes(self.optimizer, apart=apart)
         situation = Situation(self.units, settings, mesh.shape, self._num_moments)
         self._shortages = Shortages(situation, self._ledger, mesh.device, mesh.rank)
         with together(self._collectives, DATA):
@@ -102,7 +108,7 @@ class Engine:
             scale = LossScale(settings.precision.loss_scale, resolved.compute_dtype == "fp16")
             updater = BackwardUpdater if settings.precision.gradients == "in_backward" else StepUpdater
             with together(self._collectives, DATA, self._runtime.give_back):
-                self._updater = updater(self._runtime, self.optimizer, scale, settings.clip_grad_norm)
+                self._updater = updater(self._runtime, self.optimizer, scale, settings.clip_grad_norm, counted)
                 self._whole = Whole(self._runtime, self._updater)
                 self._checkpoints = Checkpoints(model, self._runtime, self._updater, self.scheduler, settings)
         except BaseException:
@@ -135,7 +141,8 @@ class Engine:
         waves, scale = self._runtime.reducer.waves, self._updater.scale.value
         self._runtime.reducer.watch(loss)
         try:
-            (loss if scale == 1.0 else loss * scale).backward()
+            with scaled_by(scale):
+                (loss if scale == 1.0 else loss * scale).backward()
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
@@ -170,35 +177,50 @@ class Engine:
         self._runtime.reducer.reduce_now = number + 1 == self._accumulate
 
     @explained("train_batch")
-    def train_batch(self, iterator: Iterator[Any] | Iterable[Any]) -> Tensor:
+    def train_batch(self, iterator: Iterator[Any] | Sequence[Any]) -> Tensor:
         """Train on one global batch: draws ``batch.accumulate`` micro-batches and returns their mean loss over all
         ranks.
 
         A micro-batch is a mapping (passed as keywords), a tuple or list (as arguments), or a tensor.
 
+        Args:
+            iterator: goes on from call to call, as ``iter(loader)`` does; or a list of just the micro-batches.
+
         Raises:
-            StopIteration: the iterator is empty.
-            PartitaError: it is no iterator, it ended inside a batch, or the loss cannot be found in the model's output.
+            StopIteration: the iterators of all ranks are empty; nothing was trained on.
+            PartitaError: it is no iterator, it ended inside a batch (on all ranks, where one's did; nothing was trained
+                on), or the loss cannot be found in the model's output.
         """
-        if not isinstance(iterator, Iterable):
-            raise PartitaError(f"train_batch: a {type(iterator).__name__} is not an iterator over micro-batches")
-        batches = iter(iterator)
+        drawn = self._draw(iterator)
         total = torch.zeros((), device=self.mesh.device)
-        for micro in range(self._accumulate):
-            try:
-                batch = next(batches)
-            except StopIteration:
-                if micro == 0:
-                    raise
-                raise PartitaError(
-                    f"train_batch: the iterator ended after {micro} of {self._accumulate} micro-batches "
-                    "(batch.accumulate)"
-                ) from None
+        while drawn:
+            batch = drawn.popleft()
             loss = self._loss(self._forward(batch), batch)
             self.backward(loss)
             self.last_step = self.step()
             total += loss.detach()
         return self.mean(total / self._accumulate)
+
+    def _draw(self, iterator: Iterator[Any] | Sequence[Any]) -> deque[Any]:
+        """The micro-batches of one batch, all before the first is used: no rank is left alone inside a batch."""
+        listed = isinstance(iterator, list | tuple) and len(iterator) <= self._accumulate
+        if not isinstance(iterator, Iterator) and not listed:
+            raise PartitaError(
+                f"train_batch: a {type(iterator).__name__} is not an iterator over micro-batches, which goes on from "
+                "call to call: make `batches = iter(loader)` once, before the loop, and pass that"
+            )
+        drawn = deque(islice(iterator, self._accumulate))
+        counts = [int(number) for number in self.each(len(drawn))]
+        if not any(counts):
+            raise StopIteration
+        if min(counts) < self._accumulate:
+            rank = counts.index(min(counts))
+            raise PartitaError(
+                f"train_batch: the iterator of rank {rank} ended after {counts[rank]} of {self._accumulate} "
+                "micro-batches (batch.accumulate); nothing was trained on. Let every rank's data last for the same "
+                "number of whole batches, or begin it anew (itertools.cycle)"
+            )
+        return drawn
 
     def _forward(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):
@@ -234,6 +256,27 @@ class Engine:
         finally:
             reducer.synchronize = before
 
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Clip the batch's gradients, in the next :meth:`step`, to a global norm (in place of ``clip_grad_norm``).
+
+        Called after the last backward of a batch. Returns the norm before clipping, the same on every rank.
+
+        Raises:
+            PartitaError: the batch is not complete, ``max_norm`` is not positive, or gradients rest nowhere
+                (``precision.gradients: in_backward``).
+        """
+        self._check_open()
+        self._check_gradients_rest("engine.clip_grad_norm")
+        if not max_norm > 0:
+            raise PartitaError(f"engine.clip_grad_norm: expected a positive norm, got {max_norm}")
+        if self._micro + 1 < self._accumulate:
+            raise PartitaError(
+                f"engine.clip_grad_norm() in micro-batch {self._micro + 1} of {self._accumulate}: gradients are "
+                "clipped when all are there; call it before the step that updates the parameters"
+            )
+        assert isinstance(self._updater, StepUpdater)
+        return self._updater.clip(max_norm)
+
     def zero_grad(self) -> None:
         """Drop the gradients collected so far: the next micro-batch is the first of a batch."""
         self._updater.zero()
@@ -267,7 +310,7 @@ class Engine:
             PartitaError: there is no such parameter, or gradients rest nowhere (``precision.gradients: in_backward``).
         """
         self._check_gradients_rest("engine.gradient")
-        return self._whole.gradient(name, self._updater.scale.value)
+        return self._whole.gradient(name, self._updater.gradient_scale())
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
         """The whole optimizer state of a parameter by key (``exp_avg``, ``step``, ...)."""

@@ -161,7 +161,7 @@ def test_frozen_parameters(row: str) -> None:
 
 
 @pytest.mark.parametrize("row", ["0", "1", "3"])
-def test_the_loss_of_train_batch_is_a_message_more(row: str) -> None:
+def test_train_batch_sends_two_messages_more(row: str) -> None:
     check(2, Run(ROWS[row], accumulate=2, by_train_batch=True))
 
 

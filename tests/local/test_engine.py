@@ -1,12 +1,14 @@
 """The calls of a training loop: what they return, and what they say when they are used wrongly."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import partita
 from partita import ConfigError, PartitaError, StepResult
@@ -105,18 +107,37 @@ def train_batch_errors() -> None:
                 with pytest.raises(PartitaError, match=f"returned a {kind} without a scalar loss.*loss_fn"):
                     engine.train_batch(batches("tensor"))
             model.form = "scalar"
-            with pytest.raises(PartitaError, match="not an iterator"):
-                engine.train_batch(3)  # type: ignore[arg-type]
+            for given in (3, [inputs(0, 0)] * 3, DataLoader([inputs(0, 0)] * 2, batch_size=None)):
+                with pytest.raises(PartitaError, match=r"not an iterator .*`batches = iter\(loader\)` once"):
+                    engine.train_batch(given)  # type: ignore[arg-type]
+
+
+def epochs(zero: Mapping[str, Any], lengths: tuple[int, ...], folder: Path) -> None:
+    """Data that ends anywhere, on any rank, leaves every rank at the end of a batch."""
+    with partita.initialize(Learner(2), {"zero": zero, "batch": {"accumulate": 2}}) as engine:
+        whole = min(lengths) // 2
+        for _ in range(2):
+            stream = iter([inputs(rank(), step) for step in range(lengths[rank()])])
+            for _ in range(whole):
+                engine.train_batch(stream)
+                assert engine.last_step.stepped
+            if all(length == 2 * whole for length in lengths):
+                with pytest.raises(StopIteration):
+                    engine.train_batch(stream)
+            else:
+                with pytest.raises(PartitaError, match=r"iterator of rank \d ended after [01] of 2 micro-batches"):
+                    engine.train_batch(stream)
+            assert engine.gradient("first.weight") is None
+            engine.save(folder)
 
 
 def after_an_unfinished_batch() -> None:
-    """A batch that ended in the middle leaves its first part behind; zero_grad drops it, and counting begins anew."""
+    """A batch that ended in the middle trains on nothing, and counting begins anew."""
     for zero in PLANS.values():
         torch.manual_seed(0)
         with partita.initialize(Learner(2), {"zero": zero, "batch": {"accumulate": 2}}) as engine:
             with pytest.raises(PartitaError, match="ended after 1 of 2"):
                 engine.train_batch([inputs(rank(), 7)])
-            engine.zero_grad()
             results = []
             for step in range(2):
                 engine.backward(square_loss(engine, rank(), step))
@@ -321,6 +342,12 @@ def test_train_batch(world: int) -> None:
 
 def test_loss_of_the_user() -> None:
     pool.run(2, own_loss)
+
+
+@pytest.mark.parametrize("zero", [{"stage": 1}, {"stage": 3}], ids=str)
+@pytest.mark.parametrize("lengths", [(4, 4), (5, 5), (4, 6), (5, 4)])
+def test_data_that_ends(lengths: tuple[int, ...], zero: Mapping[str, Any], tmp_path: Path) -> None:
+    pool.run(2, epochs, zero, lengths, tmp_path)
 
 
 def test_train_batch_errors() -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 import partita
-from partita import ConfigError
+from partita import ConfigError, PartitaError
 from partita.optim import elementwise
 from tests.local import pool
 from tests.local.training import PLANS, Stack, rank, square_loss, whole_weights, world
@@ -64,6 +65,148 @@ class NormalizedStep(Optimizer):
             for param in group["params"]:
                 if param.grad is not None:
                     param.add_(param.grad / (param.grad.norm() + 1e-6), alpha=-group["lr"])
+
+
+class Counting(Optimizer):
+    """A user's own Adam that counts its steps in attributes, as a number and as a tensor."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+        self.t, self.power = 0, torch.ones(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.t += 1
+        self.power *= 0.999
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    if not state:
+                        state["m"], state["v"] = torch.zeros_like(param), torch.zeros_like(param)
+                    state["m"].lerp_(param.grad, 0.1)
+                    state["v"].mul_(0.999).addcmul_(param.grad, param.grad, value=0.001)
+                    root = (state["v"] / (1 - self.power)).sqrt() + 1e-3
+                    param.sub_(group["lr"] * (state["m"] / (1 - 0.9**self.t)) / root)
+
+
+class Listing(Counting):
+    """One that keeps a list."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.steps: list[int] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.steps.append(self.t)
+
+
+COUNTED: dict[str, dict[str, Any]] = {
+    "device": {"zero": {"stage": 1}},
+    "host": {"zero": {"stage": 1, "offload": {"optimizer": "host"}}},
+    "disk": {"zero": {"stage": 3, "offload": {"optimizer": "disk"}}},
+    "in backward": {"zero": {"stage": 2}, "precision": {"gradients": "in_backward"}},
+}
+
+
+def counts_right(plan: str, hooks: bool, folder: Path) -> None:
+    """Counted once a step wherever the update runs, and brought back from a checkpoint."""
+
+    def trained(plan: str, stops: bool) -> dict[str, Tensor]:
+        for first, last in ((0, 3), (3, 5)) if stops else ((0, 5),):
+            torch.manual_seed(0)
+            model = Stack(2)
+            optimizer = Counting(model.parameters())
+            if hooks:
+                optimizer.register_step_post_hook(lambda *_: None)
+            with partita.initialize(model, COUNTED[plan], optimizer=optimizer) as engine:
+                assert optimizer.t == 0
+                assert optimizer.power == 1
+                if first:
+                    engine.load(folder)
+                for step in range(first, last):
+                    engine.backward(square_loss(engine, rank(), step))
+                    assert engine.step().stepped
+                weights = whole_weights(engine)
+                assert optimizer.t == last
+                if stops:
+                    engine.save(folder)
+        return weights
+
+    expected = trained("device", False)
+    for found in (trained(plan, False), trained(plan, True)):
+        assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def keeps_a_list() -> str:
+    for name, config in COUNTED.items():
+        model = Stack(1)
+        if name == "device":
+            with (
+                pytest.warns(UserWarning, match="changes 'steps' .a list.* checkpoints do not hold it"),
+                partita.initialize(model, config, optimizer=Listing(model.parameters())) as engine,
+            ):
+                assert engine.optimizer.steps == []  # type: ignore[attr-defined]
+        else:
+            with pytest.raises(ConfigError) as raised:
+                partita.initialize(model, config, optimizer=Listing(model.parameters()))
+    return str(raised.value)
+
+
+def adafactor(folder: Path, stage: int) -> None:
+    """States of shapes of their own are saved whole, and brought back."""
+    config = {"zero": {"stage": stage}}
+
+    def engine_of() -> partita.Engine:
+        torch.manual_seed(0)
+        return partita.initialize(Stack(2), config, optimizer=torch.optim.Adafactor)
+
+    def steps(engine: partita.Engine, *numbers: int) -> None:
+        for step in numbers:
+            engine.backward(square_loss(engine, rank(), step))
+            assert engine.step().stepped
+
+    with engine_of() as engine:
+        steps(engine, 0, 1)
+        engine.save(folder)
+        steps(engine, 2, 3)
+        expected, states = whole_weights(engine), engine.optimizer_state("first.weight")
+    assert states["row_var"].shape == (16, 1)
+    with engine_of() as engine:
+        engine.load(folder)
+        steps(engine, 2, 3)
+        assert all(torch.equal(value, expected[name]) for name, value in whole_weights(engine).items())
+        assert torch.equal(engine.optimizer_state("first.weight")["row_var"], states["row_var"])
+
+
+def state_added_later(config: Mapping[str, Any], make: Make | None, setting: Mapping[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    with partita.initialize(Stack(1), config, optimizer=make) as engine:
+        for step in range(4):
+            if step == 1:
+                engine.optimizer.param_groups[0].update(setting)
+            engine.backward(square_loss(engine, rank(), step))
+            engine.step()
+        return whole_weights(engine)
+
+
+def momentum_added_later() -> None:
+    """As torch's own SGD does, where a kernel of ours updates, too."""
+    sgd, bf16 = {"name": "sgd", "lr": 0.1, "weight_decay": 0.0}, {"compute": "bf16"}
+    expected = state_added_later({"precision": bf16}, lambda params: torch.optim.SGD(params, 0.1), {"momentum": 0.9})
+    for offload in ("none", "disk"):
+        config = {"precision": bf16, "optimizer": sgd, "zero": {"offload": {"optimizer": offload}}}
+        found = state_added_later(config, None, {"momentum": 0.9})
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-2, atol=1e-3, msg=name)
+
+
+def amsgrad_added_later(offload: str) -> None:
+    config = {"zero": {"offload": {"optimizer": offload}}}
+    with pytest.raises(PartitaError, match="optimizer Adam: its step found no 'max_exp_avg_sq'"):
+        state_added_later(config, lambda params: torch.optim.Adam(params), {"amsgrad": True})
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
@@ -451,3 +594,30 @@ def test_schedulers_of_torch() -> None:
 
 def test_rate_at_the_step_counts() -> None:
     pool.run(2, rate_at_the_step)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("hooks", [False, True])
+@pytest.mark.parametrize("plan", COUNTED)
+def test_attributes_that_an_optimizer_counts_in(plan: str, hooks: bool, world: int, tmp_path: Path) -> None:
+    pool.run(world, counts_right, plan, hooks, tmp_path)
+
+
+def test_attributes_that_cannot_be_carried_over() -> None:
+    (said,) = pool.run(1, keeps_a_list)
+    assert "optimizer Listing changes 'steps' (a list) in its step" in said
+    assert "self.state[param]" in said
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (1, 3), (2, 0)])
+def test_states_with_shapes_of_their_own(world: int, stage: int, tmp_path: Path) -> None:
+    pool.run(world, adafactor, tmp_path, stage)
+
+
+def test_momentum_that_is_set_later() -> None:
+    pool.run(2, momentum_added_later)
+
+
+@pytest.mark.parametrize("offload", ["none", "host"])
+def test_a_setting_that_needs_a_state_that_is_not_there(offload: str) -> None:
+    pool.run(1, amsgrad_added_later, offload)

@@ -209,6 +209,102 @@ def fixed_scale() -> None:
             assert explode(engine, 2, -1).stepped
 
 
+def plain_backwards() -> None:
+    """A loss that nobody scaled has the gradients, and trains the weights, that a scaled one does."""
+    results = []
+    for how in ("engine", "plain", "in turn"):
+        config = {
+            "precision": {"compute": "fp16", "loss_scale": 8.0},
+            "batch": {"accumulate": 2},
+            "clip_grad_norm": 0.5,
+        }
+        with partita.initialize(seeded(), {**config, "optimizer": {"name": "sgd", "lr": 0.5}}) as engine:
+            found: list[Any] = []
+            for step in range(2):
+                for part in range(2):
+                    loss = square_loss(engine, rank(), 2 * step + part).float()
+                    if how == "engine" or (how == "in turn" and step):
+                        engine.backward(loss)
+                    else:
+                        (loss / 1.0).backward()
+                    found.append(engine.gradient("first.weight"))
+                    found.append(engine.step().grad_norm)
+            results.append((found, whole_weights(engine)))
+    for found, weights in results[1:]:
+        for one, other in zip(found, results[0][0], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
+        for name, value in weights.items():
+            torch.testing.assert_close(value, results[0][1][name], rtol=1e-2, atol=1e-3, msg=name)
+
+
+def seeded(num_blocks: int = 1) -> Stack:
+    torch.manual_seed(0)
+    return Stack(num_blocks)
+
+
+def plain_backward_says_so() -> None:
+    config = {"precision": {"compute": "fp16", "loss_scale": 8.0}}
+    with partita.initialize(seeded(), config) as engine:
+        for step in range(2):
+            square_loss(engine, rank(), step).backward()
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                engine.step()
+            assert len(said) == (step == 0)
+            assert step or "call engine.backward(loss)" in str(said[0].message)
+            assert step or said[0].filename == __file__
+
+
+def mixed_scales(zero: Mapping[str, Any], on_rank: int | None) -> str:
+    """Several scales in one batch, on each rank or between the ranks."""
+    config = {"precision": {"compute": "fp16", "loss_scale": 8.0}, "zero": zero}
+    with partita.initialize(seeded(), config) as engine:
+        loss = square_loss(engine, rank(), 0)
+        if on_rank is None:
+            loss.backward()
+            engine.backward(square_loss(engine, rank(), 0))
+        elif rank() == on_rank:
+            loss.backward()
+        else:
+            engine.backward(loss)
+        with pytest.raises(PartitaError) as raised:
+            engine.gradient("first.weight")
+        with pytest.raises(PartitaError, match="several loss scales"):
+            engine.step()
+        engine.zero_grad()
+        engine.backward(square_loss(engine, rank(), 0))
+        assert engine.step().stepped
+        return str(raised.value)
+
+
+def one_loss_through_two_engines() -> None:
+    """Each has the gradients of the sum, whatever their scales."""
+    actor_config, critic_config = (
+        {"precision": {"compute": compute, "loss_scale": scale}} for compute, scale in (("fp16", 64.0), ("fp16", 8.0))
+    )
+    for second in (critic_config, {"precision": {"compute": "fp32"}}):
+        with partita.initialize(seeded(1), actor_config) as actor, partita.initialize(seeded(2), second) as critic:
+            loss = square_loss(actor, rank(), 0).float() + square_loss(critic, rank(), 0).float()
+            actor.backward(loss)
+            together = [engine.gradient("last.weight") for engine in (actor, critic)]
+            norms = [engine.step().grad_norm for engine in (actor, critic)]
+        with partita.initialize(seeded(1), actor_config) as actor, partita.initialize(seeded(2), second) as critic:
+            for engine, gradient, norm in zip((actor, critic), together, norms, strict=True):
+                engine.backward(square_loss(engine, rank(), 0))
+                torch.testing.assert_close(engine.gradient("last.weight"), gradient, rtol=1e-2, atol=1e-3)
+                assert engine.step().grad_norm == pytest.approx(norm, rel=1e-2)
+
+
+def through_one_in_backward() -> None:
+    """Gradients that are used up at once cannot wait for their scale."""
+    lean = {"zero": {"stage": 1}, "precision": {"gradients": "in_backward"}}
+    scaled = {"precision": {"compute": "fp16", "loss_scale": 8.0}}
+    with partita.initialize(seeded(), scaled) as one, partita.initialize(seeded(), lean) as other:
+        loss = square_loss(one, rank(), 0).float() + square_loss(other, rank(), 0)
+        with pytest.raises(PartitaError, match="multiplied by another engine's loss scale"):
+            one.backward(loss)
+
+
 def without_scale(compute: str) -> list[str]:
     """In fp32 and bf16, too, such an update is skipped with a warning; training goes on."""
     said = []
@@ -356,3 +452,29 @@ def test_clipping() -> None:
 
 def test_inputs_are_cast() -> None:
     pool.run(1, inputs_are_cast)
+
+
+@pytest.mark.filterwarnings("ignore:loss.backward")
+@pytest.mark.parametrize("world", [1, 2])
+def test_plain_backward_under_a_loss_scale(world: int) -> None:
+    pool.run(world, plain_backwards)
+
+
+def test_plain_backward_under_a_loss_scale_says_what_is_lost() -> None:
+    pool.run(1, plain_backward_says_so)
+
+
+@pytest.mark.parametrize("on_rank", [None, 0, 1])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_several_loss_scales_in_a_batch(stage: int, on_rank: int | None) -> None:
+    for said in pool.run(2, mixed_scales, {"stage": stage}, on_rank):
+        assert "several loss scales" in said
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_one_loss_through_two_engines(world: int) -> None:
+    pool.run(world, one_loss_through_two_engines)
+
+
+def test_scaled_loss_through_one_that_updates_in_backward() -> None:
+    pool.run(1, through_one_in_backward)

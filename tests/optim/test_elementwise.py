@@ -196,6 +196,24 @@ def test_the_trial_uses_the_optimizers_settings() -> None:
         check_elementwise(Sometimes(params(), lr=2.0))
 
 
+def test_the_trial_uses_the_settings_of_every_group() -> None:
+    class OfTheGroup(Scaled):
+        """Elementwise where the group has no decay."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        ratio = param.norm() if group.get("weight_decay") else 1.0
+                        param.sub_(group["lr"] * ratio * param.grad)
+
+    one, other, decay = params(), params(), {"weight_decay": 0.1}
+    check_elementwise(OfTheGroup([{"params": one}, {"params": other, "lr": 0.5}]))
+    with pytest.raises(ConfigError, match="OfTheGroup"):
+        check_elementwise(OfTheGroup([{"params": one}, {"params": other, **decay}]))
+
+
 def test_adam_with_every_option() -> None:
     for options in ({"amsgrad": True}, {"weight_decay": 0.1}, {"maximize": True}, {"foreach": True}, {"fused": True}):
         check_elementwise(Adam(params(), **options))

@@ -184,9 +184,9 @@ def test_messages_are_counted_to_the_byte(name: str, announced: bool, num_meetin
     mesh = MeshShape(data=4)
     units = plan([[(64, 64), (64,)], [(64, 64)]], name, mesh, Encodings())
     key = TrafficKey("all_gather", DATA, "control")
-    used = 8 + 1 + 3  # one bucket, three parameters
+    used = 3 * 8 + 1 + 3  # three numbers, one bucket, three parameters
     shape = StepShape(accumulate=3, returns_loss=True, announced=announced)
-    num_words = num_announced + num_meetings + 1 + 1
+    num_words = num_announced + num_meetings + 1 + 2  # the norm; what was drawn, and the loss
     assert step_traffic(units, mesh, shape).rows[key] == TrafficCount(num_words + 1, 3 * (8 * num_words + used))
 
 

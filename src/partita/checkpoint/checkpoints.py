@@ -73,7 +73,7 @@ class Checkpoints:
         folder = folder or section.dir
         if folder is None:
             raise ConfigError("engine.save: name a folder, or set checkpoint.dir")
-        self._updater.settle()
+        self._updater.take_written()
         about = {
             "versions": {"partita": _version(), "torch": torch.__version__},
             "ranks": self._mesh.num_ranks,
@@ -91,6 +91,7 @@ class Checkpoints:
         self, folder: str | Path | None, *, only_model: bool = False, strict: bool = True, prefix: str | None = None
     ) -> Restored:
         self._saver.wait()
+        self._updater.take_written()
         folder = folder or self._config.checkpoint.dir
         if folder is None:
             raise ConfigError("engine.load: name a folder, or set checkpoint.dir")

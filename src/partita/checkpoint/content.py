@@ -165,7 +165,11 @@ class Content:
         for key, state in states.items():
             assert view is not None
             name = f"{STATE}{span.fqn}.{key}"
-            if isinstance(state, Tensor) and state.dim():
+            if _has_own_shape(view, key, state):
+                if span.start == 0:
+                    whole = Stretch(tuple(state.shape), tuple(range(state.dim())), 0, state.numel())
+                    yield from _cut(name, state.dtype, whole, self._whole_state_of(view, key))
+            elif isinstance(state, Tensor) and state.dim():
                 yield from _cut(
                     name, state.dtype, self._stretch(member, span, view, key), self._state_of(view, span, key)
                 )
@@ -189,6 +193,10 @@ class Content:
                 f"one number, or one for each of this rank's {view.num_elements} elements of the parameter"
             )
         return stretch_of(member, span.start, span.stop)
+
+    def _whole_state_of(self, view: View, key: str) -> Callable[[Tensor], Tensor]:
+        """Takes a state with a shape of its own out of the optimizer."""
+        return lambda _: self.updater.optimizer.state[view.tensor][key].contiguous().view(-1)
 
     def _state_of(self, view: View, span: Span, key: str) -> Callable[[Tensor], Tensor]:
         """Takes the span's part of a state out of the optimizer."""
@@ -236,6 +244,13 @@ class Content:
         if values.numel() == segment.layout.part_elements:
             return values
         return values.view(segment.layout.num_parts, -1)[self._index]
+
+
+def _has_own_shape(view: View, key: str, state: object) -> bool:
+    """Whether an optimizer that sees parameters whole keeps other than a value for each element."""
+    if not isinstance(state, Tensor) or not state.numel() or not state.dim() or key in BLOCK_STATES:
+        return False
+    return view.member.segment.holds_whole_master and state.shape != view.member.shape
 
 
 def _stays_in_memory(segment: Segment) -> bool:

@@ -85,7 +85,7 @@ class WeightsWriter:
         self._folder, self._file_bytes = folder, file_bytes
         self._pending: dict[str, Tensor] = {}
         self._files: list[tuple[Path, list[str]]] = []
-        self._total = 0
+        self._total = self._num_bytes = 0
         self.problem: str | None = None
         self._aside = folder / f".export-{secrets.token_hex(4)}"
         self._lock: Lock | None = None
@@ -113,13 +113,11 @@ class WeightsWriter:
             self.problem = f"engine.export: cannot {what} '{self._folder}': {error}"
 
     def add(self, name: str, tensor: Tensor) -> None:
-        if self._pending and self._bytes() + tensor.nbytes > self._file_bytes:
+        if self._pending and self._num_bytes + tensor.nbytes > self._file_bytes:
             self._flush()
         if self.problem is None:
             self._pending[name] = tensor.detach().cpu().clone().contiguous()
-
-    def _bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._pending.values())
+            self._num_bytes += tensor.nbytes
 
     def _flush(self) -> None:
         path = self._aside / f"{len(self._files)}.safetensors"
@@ -130,8 +128,8 @@ class WeightsWriter:
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
         self._files.append((path, list(self._pending)))
-        self._total += self._bytes()
-        self._pending = {}
+        self._total += self._num_bytes
+        self._pending, self._num_bytes = {}, 0
 
     def finish(self, beside: Path | None = None, configs: Sequence[Any] = ()) -> None:
         """Write what is left and what stands beside weights, and give the files their names."""

@@ -5,6 +5,7 @@ it meets are read whole, checked, and pasted where they belong. Nothing but the 
 states of one unit where they rest on disk, is held beside the states.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -209,6 +210,8 @@ class Loader:
             return blocks_of(view.member, start, stop)
         if shape == tuple(view.member.shape) and (shape or state != "step"):
             return stretch_of(view.member, start, stop)
+        if shape and view.member.segment.holds_whole_master:
+            return Stretch(shape, tuple(range(len(shape))), 0, math.prod(shape))
         if shape:
             raise PartitaError(
                 f"checkpoint: '{key}' has shape {shape} in '{self._stored.folder}': expected {tuple(view.member.shape)}"
@@ -278,13 +281,19 @@ class Loader:
                 continue
             known = {**adopted(optimizer, state), **self._plain_states(view)}
             optimizer.state[view.tensor] = {
-                name: view.member.shaped(value)
+                name: self._shaped(view, name, value)
                 if isinstance(value, Tensor) and value.dim() and name not in BLOCK_STATES and segment.holds_whole_master
                 else value
                 for name, value in known.items()
             }
         if states and segment.plan.moments.tier is Tier.DISK:
             self._updater.hidden.moments_of(segment).replace()
+
+    def _shaped(self, view: View, name: str, value: Tensor) -> Tensor:
+        """A flat state as an optimizer that sees parameters whole keeps it: like the parameter, or as it was stored."""
+        key = self._names.states(view.member.holding.fqns).get(name)
+        shape = self._stored.tensors[key].shape if key in self._stored.tensors else ()
+        return view.member.shaped(value) if shape in ((), tuple(view.member.shape)) else value.view(shape)
 
     def _deliver(self, segment: Segment, param: Tensor | None) -> None:
         """Bring the weights into what rests. A collective where that is whole and the master is not."""

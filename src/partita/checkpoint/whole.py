@@ -29,6 +29,7 @@ class Whole:
     def __init__(self, runtime: Runtime, updater: Updater) -> None:
         self._runtime, self._views, self._optimizer = runtime, updater.views, updater.optimizer
         self._hidden, self._settle = updater.hidden, updater.settle
+        self._take_written = updater.take_written
         self._collectives: Collectives = runtime.collectives
         self._row = self._collectives.mesh.index(DATA)
         self.num_gathered = 0  # blocks of gathered that are open
@@ -68,7 +69,10 @@ class Whole:
             if id(member) in bucket.arrived and bucket.whole is not None:
                 values[piece.start : piece.stop] += bucket.whole[piece.row, piece.column :][: piece.stop - piece.start]
         if member.param.grad is not None:
-            values.add_(member.flat(member.param.grad.detach()).float(), alpha=1.0 / reducer.divisor)
+            values.add_(
+                member.flat(member.param.grad.detach()).float(),
+                alpha=1.0 if reducer.collected else 1.0 / reducer.divisor,
+            )
         self._collectives.all_reduce(flat, DATA)
         return self._shaped(member, values.div_(scale)) if flat[-1] > 0 else None
 
@@ -97,6 +101,8 @@ class Whole:
             return torch.as_tensor(next(item for item in every if item is not None)).clone()
         view = self._views.of(member.param)
         assert view is not None
+        if isinstance(value, Tensor) and member.segment.holds_whole_master and value.shape != member.shape:
+            return value.clone()
         values = torch.zeros(member.span.num_elements, dtype=dtype, device=self._collectives.mesh.device)
         if isinstance(value, Tensor) and (not member.segment.holds_whole_master or self._row == 0):
             values[view.start : view.start + view.num_elements] = (
@@ -113,7 +119,7 @@ class Whole:
     @contextmanager
     def gathered(self, items: tuple[nn.Module | nn.Parameter, ...], modify: bool) -> Iterator[None]:
         """Hold the units of the given modules and parameters whole (see :meth:`Engine.gathered`)."""
-        self._settle()
+        self._take_written()
         wanted = self._parameters_of(items)
         units = [unit for unit in self._runtime.units if any(id(m.param) in wanted for m in unit.members)]
         sharded = [unit for unit in units if unit.travels]
@@ -174,7 +180,7 @@ class Whole:
         Args:
             master: the values that the optimizer updates, where they have more digits than those in compute.
         """
-        self._settle()
+        self._take_written()
         for unit in self._runtime.units:
             sharded = [unit] if unit.travels else []
             self._runtime.residency.hold(sharded)

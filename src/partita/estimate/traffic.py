@@ -16,7 +16,7 @@ from partita.plan.state_plan import DATA
 from partita.plan.steps import AllGather, AllReduce, Encode, ReduceScatter, Slice, steps
 from partita.plan.traffic import TrafficKey, TrafficMeter, TrafficReport
 
-# Bytes of a number in a control message: a count of gathers, a count of waves, a share of the norm, a loss.
+# Bytes of a number in a control message: a count of gathers or of waves, a share of the norm, a loss.
 WORD_BYTES = 8
 
 
@@ -26,7 +26,8 @@ class StepShape:
 
     ``accumulate``: micro-batches, each a forward of every unit and a backward through every unit. ``num_reduced``:
     after how many of them gradients that rest split are reduced (if after none of them, then at the step); None: after
-    each, as without ``no_sync``. ``returns_loss``: the mean loss over the ranks is asked for, as ``train_batch`` does.
+    each, as without ``no_sync``. ``returns_loss``: the mean loss over the ranks is asked for, as ``train_batch`` does
+    (which also has the ranks tell each other what they have drawn).
     ``announced``: a unit's number is exchanged beside each gather, as it is on CUDA.
     """
 
@@ -54,11 +55,12 @@ def step_traffic(units: Sequence[PlannedUnit], mesh: MeshShape, shape: StepShape
     if any(_gathered(unit, mesh) for unit in units):
         _add_messages(meter, mesh, WORD_BYTES, shape.accumulate)  # the end of a micro-batch
     num_members = sum(len(segment.layout.spans) for segment in segments)
-    _add_messages(meter, mesh, WORD_BYTES + len(buckets) + num_members)  # what was used, and what is left to reduce
+    # Waves, what was written, the gradients' scale; what was used, and what is left to reduce.
+    _add_messages(meter, mesh, 3 * WORD_BYTES + len(buckets) + num_members)
     if all(segment.row.gradients_rest for segment in segments):
         _add_messages(meter, mesh, WORD_BYTES)  # the norm
     if shape.returns_loss:
-        _add_messages(meter, mesh, WORD_BYTES)
+        _add_messages(meter, mesh, WORD_BYTES, 2)  # what was drawn, and the loss
     return meter.report()
 
 

@@ -4,7 +4,10 @@ Known classes are known by name; a user declares one with :func:`elementwise`; a
 whole and in two flat halves.
 """
 
+import copy
 import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -69,18 +72,27 @@ def _step(kind: Any) -> object:
 
 
 def _trial(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why the class failed on a small example; None if halves and whole agree bit for bit."""
+    """Why the class failed on a small example with any group's settings; None if halves and whole agree bit for bit."""
     kind = type(optimizer)
     accepted = inspect.signature(kind.__init__).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     arguments = {name: value for name, value in optimizer.defaults.items() if takes_any or name in accepted}
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    for settings in {repr(group): group for group in groups}.values():
+        if reason := _trial_with(partial(kind, **arguments), settings):
+            return reason
+    return None
+
+
+def _trial_with(make: Callable[[Any], torch.optim.Optimizer], settings: dict[str, Any]) -> str | None:
+    """The same with the settings of one group."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(4, 8, generator=generator)
     gradients = [torch.randn(4, 8, generator=generator) for _ in range(_TRIAL_STEPS)]
     try:
         with torch.random.fork_rng(devices=[]):  # the user's random numbers do not depend on whether a trial was needed
-            whole = _run(kind, arguments, [start.clone()], [[g] for g in gradients])
-            halves = _run(kind, arguments, list(start.clone().view(2, -1)), [list(g.view(2, -1)) for g in gradients])
+            whole = _run(make, settings, [start.clone()], [[g] for g in gradients])
+            halves = _run(make, settings, list(start.clone().view(2, -1)), [list(g.view(2, -1)) for g in gradients])
     except Exception as error:  # the class is the user's: whatever it raises is the reason
         return f"a trial on slices of a small matrix raised {type(error).__name__}: {error}"
     if torch.equal(whole[0].view(-1), torch.cat([half.view(-1) for half in halves])):
@@ -88,9 +100,14 @@ def _trial(optimizer: torch.optim.Optimizer) -> str | None:
     return "on a small matrix its result differs when the matrix is cut in two"
 
 
-def _run(kind: Any, arguments: dict[str, Any], values: list[Tensor], gradients: list[list[Tensor]]) -> list[Tensor]:
+def _run(
+    make: Callable[[Any], torch.optim.Optimizer],
+    settings: dict[str, Any],
+    values: list[Tensor],
+    gradients: list[list[Tensor]],
+) -> list[Tensor]:
     params = [nn.Parameter(value) for value in values]
-    trial = kind(params, **arguments)
+    trial = make([{**copy.deepcopy(settings), "params": params}])
     for grads in gradients:
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad.clone()

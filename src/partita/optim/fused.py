@@ -54,16 +54,21 @@ class FusedOptimizer(Optimizer):
             for param in group["params"]:
                 operands = self.operands.get(param) or _own_operands(param)
                 if operands is not None:
-                    self._update(operands, self._state(param), group)
+                    self._update(operands, self._state(param, group), group)
         return loss
 
-    def _state(self, param: Tensor) -> dict[str, Any]:
+    def _state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]
-        if not state:
+        if "step" not in state:
             state["step"] = torch.tensor(0.0)
+        if any(key not in state for key in self._keys(group)):
             state.update(self._new_state(param))
         state["step"] += 1
         return state
+
+    @abstractmethod
+    def _keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The states that an update needs; the group's settings may have changed since the last."""
 
     @abstractmethod
     def _new_state(self, param: Tensor) -> dict[str, Tensor]:
@@ -95,6 +100,9 @@ class FusedAdam(FusedOptimizer):
     ) -> None:
         self._decoupled, self.int8 = decoupled, int8
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def _keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", *(BLOCK_STATES if self.int8 else ()))
 
     def _new_state(self, param: Tensor) -> dict[str, Tensor]:
         if not self.int8:
@@ -147,8 +155,11 @@ class FusedSGD(FusedOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
+    def _keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] else ()
+
     def _new_state(self, param: Tensor) -> dict[str, Tensor]:
-        return {"momentum_buffer": torch.zeros_like(param, dtype=torch.float32)} if self.defaults["momentum"] else {}
+        return {"momentum_buffer": torch.zeros_like(param, dtype=torch.float32)}
 
     def _update(self, operands: Operands, state: dict[str, Any], group: dict[str, Any]) -> None:
         rule = SgdRule(float(group["lr"]), group["momentum"], group["weight_decay"])
@@ -168,6 +179,9 @@ class FusedLion(FusedOptimizer):
         weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def _keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg",)
 
     def _new_state(self, param: Tensor) -> dict[str, Tensor]:
         return {"exp_avg": torch.zeros_like(param, dtype=torch.float32)}

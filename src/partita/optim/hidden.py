@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from partita.memory.streams import Event, Stream, finish
+from partita.optim.counted import copied, copies
 from partita.optim.fused import FusedOptimizer
 from partita.optim.moments import Moments
 from partita.optim.segment_update import SegmentUpdate, Surroundings
-from partita.optim.shadow import shadow_of
+from partita.optim.shadow import run_step, shadow_of
 from partita.optim.views import View, Views
 from partita.plan.residence import Tier
 from partita.sharding.buckets import Bucket
@@ -34,12 +35,15 @@ DATA = ("data",)
 
 @dataclass
 class Job:
-    """The update of one unit, not before ``ready``; ``groups`` are the optimizer's, with its parameters alone."""
+    """The update of one unit, not before ``ready``; ``groups`` are the optimizer's, with its parameters alone, and
+    ``counts`` the attributes that it counts in, after the update.
+    """
 
     unit: Unit
     segments: list[SegmentUpdate]
     ready: Event = field(default_factory=Event)
     groups: list[dict[str, Any]] = field(default_factory=list)
+    counts: dict[str, Any] = field(default_factory=dict)
     is_open: bool = False
 
     def open(self) -> None:
@@ -60,11 +64,12 @@ class Job:
 
 class HiddenUpdates:
     """Runs the optimizer on the units whose states rest off the device, and on all where its update is a kernel of
-    ours. ``started`` are the jobs that are not known to be done.
+    ours. ``started`` are the jobs that are not known to be done; ``counted`` names the attributes that
+    the optimizer counts in.
     """
 
-    def __init__(self, runtime: Runtime, views: Views, optimizer: Optimizer) -> None:
-        self._runtime, self._views, self._optimizer = runtime, views, optimizer
+    def __init__(self, runtime: Runtime, views: Views, optimizer: Optimizer, counted: Sequence[str]) -> None:
+        self._runtime, self._views, self._optimizer, self._counted = runtime, views, optimizer, counted
         mesh = runtime.collectives.mesh
         self._device = mesh.device
         self.units = [unit for unit in runtime.units if not unit.segments[0].plan.updates_on_device]
@@ -76,6 +81,7 @@ class HiddenUpdates:
         self._moments: dict[int, Moments] = {}
         self.started: list[Job] = []
         self._hyper: list[dict[str, Any]] = []
+        self._counts: dict[str, Any] = {}
         runtime.wait_for_updates(self.units)
 
     def takes(self, segment: Segment) -> bool:
@@ -92,11 +98,17 @@ class HiddenUpdates:
     def note_settings(self) -> None:
         """Take the groups' settings as they are before any parameter is updated: some optimizers count in them."""
         self._hyper = [_hyperparameters(group) for group in self._optimizer.param_groups]
+        self._counts = copies(self._optimizer, self._counted)
 
     def restore_settings(self) -> None:
         """Undo what the updates counted in the groups, for those parameters whose update is still to come."""
         for group, before in zip(self._optimizer.param_groups, self._hyper, strict=True):
             group.update(_hyperparameters(before))
+        self.restore_counts()
+
+    def restore_counts(self) -> None:
+        """The same for what an optimizer counts in attributes."""
+        self._optimizer.__dict__.update(self._counts)
 
     def start(self, used: set[int], factor: float) -> None:
         """Queue the update of every unit, with the gradients times ``factor`` and the settings that were noted.
@@ -163,9 +175,10 @@ class HiddenUpdates:
             job.unit.updated.wait()
             self._runtime.executor.finish_update(job.unit)
             job.segments.clear()  # with the gradients, which the event of the update would keep
-        for job in jobs:  # what an optimizer counts in its groups
+        for job in jobs:  # what an optimizer counts in its groups and attributes
             for group, before, after in zip(self._optimizer.param_groups, self._hyper, job.groups, strict=True):
                 group.update({key: after[key] for key in before if not _same(before[key], after[key])})
+            self._optimizer.__dict__.update(job.counts)
 
     def close(self) -> None:
         """Let go of the thread."""
@@ -185,23 +198,27 @@ class HiddenUpdates:
             {**hyper, "params": [param for param in group["params"] if id(param) in wanted]}
             for hyper, group in zip(self._hyper, self._optimizer.param_groups, strict=True)
         ]
-        self._step(job.groups)
+        job.counts = self._step(job.groups)
         for segment in job.segments:
             segment.close()
         if not job.gathers:
             job.deliver()
 
-    def _step(self, groups: list[dict[str, Any]]) -> None:
+    def _step(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """The optimizer's own step on some of its parameters, with the groups' settings as they were.
+
+        Returns what it has counted, which it does on all ranks, also on those that own nothing of what changes.
 
         It runs on a second object with the same state, so that nobody who changes a rate meanwhile is in its way.
         """
-        if not any(group["params"] for group in groups):
-            return
+        if not any(group["params"] for group in groups) and not self._counted:
+            return {}
         shadow = shadow_of(self._optimizer, groups, self._optimizer.state)
-        shadow.step()
+        shadow.__dict__.update({name: copied(value) for name, value in self._counts.items()})
+        run_step(shadow)
         if isinstance(shadow, FusedOptimizer):
             shadow.operands.clear()
+        return copies(shadow, self._counted)
 
     # -------------------------------------------------------------------- looking
 

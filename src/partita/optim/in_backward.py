@@ -11,6 +11,7 @@ section 3.
 
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -26,6 +27,7 @@ from partita.optim.loss_scale import LossScale
 from partita.optim.updater import DATA, StepResult, Updater
 from partita.sharding.buckets import Bucket, square
 from partita.sharding.runtime import Runtime
+from partita.sharding.scaled import factor_under_way
 from partita.sharding.unit import Segment
 
 
@@ -48,8 +50,15 @@ class _Queued:
 class BackwardUpdater(Updater):
     """Runs the optimizer on each bucket when backward has brought its gradients."""
 
-    def __init__(self, runtime: Runtime, optimizer: Optimizer, scale: LossScale, clip_norm: float | None) -> None:
-        super().__init__(runtime, optimizer, scale, clip_norm)
+    def __init__(
+        self,
+        runtime: Runtime,
+        optimizer: Optimizer,
+        scale: LossScale,
+        clip_norm: float | None,
+        counted: Sequence[str] = (),
+    ) -> None:
+        super().__init__(runtime, optimizer, scale, clip_norm, counted)
         self._queued = list[_Queued]()
         self._gradients = self._collectives.mesh.stream("gradients")
         self._unit_of = {id(segment): unit for unit in runtime.units for segment in unit.segments}
@@ -67,9 +76,11 @@ class BackwardUpdater(Updater):
         squares = [pair for q in self._queued for pair in zip(q.bucket.segments, q.squares, strict=True)]
         norm, lr = math.sqrt(sum(value for _, value in squares)), self.rates
         self.steps += 1
-        self._queued.clear()
         if self._has_step_hooks:
             self.settle()
+            if self._queued:  # the step that calls the hooks counts, too
+                self.hidden.restore_counts()
+        self._queued.clear()
         self._call_optimizer()
         left_out = [segment for segment, value in squares if not math.isfinite(value)]
         if left_out:
@@ -93,7 +104,7 @@ class BackwardUpdater(Updater):
         """Note the settings that hold for the updates of this backward.
 
         Raises:
-            PartitaError: the parameters were updated by another one since the last step.
+            PartitaError: the parameters were updated by another one since the last step, or the loss was scaled.
         """
         if self._queued:
             raise PartitaError(
@@ -101,7 +112,14 @@ class BackwardUpdater(Updater):
                 "each; call engine.step() between them (or engine.zero_grad() after one that failed), add up the "
                 "losses for a common backward, or set precision.gradients to fp32"
             )
+        if factor_under_way() != 1.0:
+            raise PartitaError(
+                f"the loss was multiplied by another engine's loss scale ({factor_under_way():g}), and "
+                "precision.gradients: in_backward uses gradients up before it is undone: call backward of this engine, "
+                "or set its precision.gradients to fp32"
+            )
         self.settle()
+        self._runtime.written.take()
         self.views.attach(self.optimizer)
         self.hidden.note_settings()
 
@@ -145,7 +163,7 @@ class BackwardUpdater(Updater):
         updates = [update for job in queued.jobs for update in job.segments]
         for update, value in zip(updates, queued.squares, strict=True):
             if math.isfinite(value):
-                update.factor = self._factor(math.sqrt(value))
+                update.factor = self._factor(math.sqrt(value), 1.0, self._clip_norm)
                 update.changing = self.hidden.changing(update.segment, bucket.members, chosen)
 
     def _tell(self, left_out: list[Segment]) -> None:

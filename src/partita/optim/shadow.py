@@ -6,6 +6,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from partita.errors import PartitaError
+
 
 def shadow_of(optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> Optimizer:
     """The same optimizer on ``groups`` and ``state``; the hooks on the first one's step are not its own."""
@@ -16,3 +18,19 @@ def shadow_of(optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[Te
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(shadow, hooks, OrderedDict())
     return shadow
+
+
+def run_step(optimizer: Optimizer) -> None:
+    """The optimizer's step.
+
+    Raises:
+        PartitaError: it asks for a state that a parameter does not have.
+    """
+    try:
+        optimizer.step()
+    except KeyError as error:
+        raise PartitaError(
+            f"optimizer {type(optimizer).__name__}: its step found no {error}. A setting of a group that adds a state "
+            "(amsgrad, momentum, ...) has to be there before the group's first update, and a loaded checkpoint has to "
+            "be one of an optimizer with the same states"
+        ) from error

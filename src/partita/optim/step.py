@@ -10,6 +10,7 @@ import warnings
 import torch
 from torch import Tensor
 
+from partita.errors import PartitaError
 from partita.optim.updater import DATA, Agreed, StepResult, Updater
 from partita.plan.residence import Tier
 from partita.sharding.buckets import Bucket, square
@@ -18,26 +19,53 @@ from partita.sharding.buckets import Bucket, square
 class StepUpdater(Updater):
     """Runs the optimizer at the step, when all gradients of a batch are known."""
 
+    _measured: tuple[Agreed, float] | None = None  # the batch's gradients, where their norm was asked for
+    _clip_once: float | None = None
+
     def begin(self) -> None:
+        """Nothing may be under way.
+
+        Raises:
+            PartitaError: the gradients of this batch were measured already.
+        """
+        if self._measured is not None:
+            raise PartitaError(
+                "a backward between engine.clip_grad_norm() and engine.step(): the norm would not be that of all "
+                "gradients; call clip_grad_norm after the last backward of the batch"
+            )
         self.settle()
 
     def give_up(self) -> None:
-        """Nothing is queued before the step."""
+        self._measured = self._clip_once = None
 
-    def update(self) -> StepResult:
-        """Finish the gradients of a complete batch and update the parameters, unless a gradient is not finite."""
+    def clip(self, max_norm: float) -> float:
+        """End the batch's reductions; the next update clips to ``max_norm``. Returns the norm before."""
+        self._reducer.join()
+        self._measured, self._clip_once = self._measured or self._measure(), max_norm
+        return self._measured[1]
+
+    def _measure(self) -> tuple[Agreed, float]:
+        """Finish the gradients of a complete batch: what the ranks agreed on, and the global norm."""
         self.settle()
+        self._runtime.written.take()
         self.views.attach(self.optimizer)
         agreed = self._agree()
         self._finish_gradients(agreed)
-        norm = self._norm() / self.scale.value
+        return agreed, self._norm() / agreed.scale
+
+    def update(self) -> StepResult:
+        """Update the parameters after a complete batch, unless a gradient is not finite."""
+        agreed, norm = self._measured or self._measure()
+        max_norm = self._clip_norm if self._clip_once is None else self._clip_once
+        self.give_up()
+        self._runtime.written.take()  # since it was measured
         lr = self.rates
         self.steps += 1
         if not math.isfinite(norm):
             scale = self.scale.value
-            self._skip()
+            self._skip(agreed.scale)
             return StepResult(False, norm, scale, True, lr)
-        factor = self._factor(norm)
+        factor = self._factor(norm, agreed.scale, max_norm)
         self._scale_gradients(factor)
         self._reducer.spread()
         self.hidden.note_settings()
@@ -51,7 +79,8 @@ class StepUpdater(Updater):
             self.hidden.start(agreed.used, factor)
         self._forget()
         result = StepResult(True, norm, self.scale.value, False, lr)
-        self.scale.succeeded()
+        if agreed.scale == self.scale.value:
+            self.scale.succeeded()
         if not self.hidden.under_way:
             self._count_moments()
         return result
@@ -118,13 +147,14 @@ class StepUpdater(Updater):
         if units:
             self._runtime.executor.publish(units)
 
-    def _skip(self) -> None:
-        """Leave an update out: name the parameter, lower the loss scale, forget the gradients."""
+    def _skip(self, scale: float) -> None:
+        """Leave an update out: name the parameter, lower the loss scale if it is the gradients', forget them."""
         self.culprit = culprit = self._culprit()
         before = self.scale.value
         self._forget()
         self._reducer.trace = True
-        self.scale.overflowed(culprit)
+        if scale == before:
+            self.scale.overflowed(culprit)
         lowered = f"; loss scale {before:g} -> {self.scale.value:g}" if self.scale.value != before else ""
         warnings.warn(f"step {self.steps}: {culprit}; the update is skipped{lowered}", stacklevel=4)
 

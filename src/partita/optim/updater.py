@@ -4,16 +4,22 @@ An :class:`Updater` runs the optimizer on reduced gradients: at the step (:mod:`
 are known, or in backward (:mod:`partita.optim.in_backward`), where none of them rests.
 """
 
+import math
 import struct
+import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from partita.comm.collectives import Collectives
+from partita.errors import PartitaError
+from partita.optim.counted import copies
 from partita.optim.hidden import HiddenUpdates
 from partita.optim.loss_scale import LossScale
+from partita.optim.shadow import run_step
 from partita.optim.views import Views
 from partita.plan.residence import Tier
 from partita.sharding.runtime import Runtime
@@ -22,6 +28,9 @@ from partita.sharding.unit import Member
 DATA = ("data",)
 # torch.nn.utils.clip_grad_norm_ adds this to the norm that it divides by.
 CLIP_EPS = 1e-6
+# What precedes the flags in the message before an update: waves, digest of what was written, scale of the gradients.
+HEADER = "<qqd"
+NO_SCALE, MANY_SCALES = 0.0, math.nan
 
 
 @dataclass(frozen=True)
@@ -44,11 +53,12 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What the ranks told each other before the update."""
+    """What the ranks told each other before the update; ``scale``: what their gradients are multiplied by."""
 
     waves: int
     leftovers: list[bool]
     used: set[int]
+    scale: float
 
 
 class Updater(ABC):
@@ -56,6 +66,7 @@ class Updater(ABC):
 
     Args:
         clip_norm: the largest norm of what is clipped together; None leaves gradients as they are.
+        counted: attributes that the optimizer counts in.
     """
 
     def __init__(
@@ -64,8 +75,9 @@ class Updater(ABC):
         optimizer: torch.optim.Optimizer,
         scale: LossScale,
         clip_norm: float | None,
+        counted: Sequence[str] = (),
     ) -> None:
-        self.optimizer, self.scale, self._clip_norm = optimizer, scale, clip_norm
+        self.optimizer, self.scale, self._clip_norm, self._counted = optimizer, scale, clip_norm, counted
         self._runtime, self._reducer = runtime, runtime.reducer
         self._collectives: Collectives = runtime.collectives
         self._row = self._collectives.mesh.index(DATA)
@@ -74,10 +86,11 @@ class Updater(ABC):
         self.culprit = ""  # why the last update that was left out was
         self._reducer.trace = scale.dynamic
         self._num_states = -1
+        self._told_unscaled = False
         self.views = Views(runtime.units, runtime.memory)
         self.views.attach(optimizer)
         runtime.on_unfreeze = self.views.unfreeze
-        self.hidden = HiddenUpdates(runtime, self.views, optimizer)
+        self.hidden = HiddenUpdates(runtime, self.views, optimizer, counted)
         self._reducer.before_backward = self.begin
 
     @abstractmethod
@@ -109,13 +122,16 @@ class Updater(ABC):
         names = self.views.names_in_groups
         return [{**group, "params": names[number]} for number, group in enumerate(self.optimizer.param_groups)]
 
-    def counters(self) -> dict[str, float]:
+    def counters(self) -> dict[str, Any]:
         """What a run goes on from, beside states and settings."""
-        return {"steps": self.steps, **self.scale.counters()}
+        counted = {"optimizer": copies(self.optimizer, self._counted)} if self._counted else {}
+        return {"steps": self.steps, **self.scale.counters(), **counted}
 
-    def restore_counters(self, counters: dict[str, float]) -> None:
+    def restore_counters(self, counters: dict[str, Any]) -> None:
         """Go on from what :meth:`counters` was."""
         self.steps = int(counters["steps"])
+        found = counters.get("optimizer", {})
+        self.optimizer.__dict__.update({name: found[name] for name in self._counted if name in found})
         self.scale.restore(counters)
 
     @property
@@ -132,27 +148,88 @@ class Updater(ABC):
     def _agree(self) -> Agreed:
         """Exchange which parameters were used and what is left to reduce, in one small message."""
         used = [id(member) in bucket.used for bucket in self._buckets for member in bucket.members]
-        message = struct.pack("<q", self._reducer.waves) + bytes([*self._reducer.leftovers(), *used])
+        header = struct.pack(HEADER, self._reducer.waves, self._runtime.written.digest, self._own_scale)
+        message = header + bytes([*self._reducer.leftovers(), *used])
         every, handle = self._collectives.exchange(torch.frombuffer(bytearray(message), dtype=torch.uint8), DATA)
         handle.wait()
         rows = [bytes(row.tolist()) for row in every]
-        waves = max(struct.unpack_from("<q", row)[0] for row in rows)
-        flags = [any(column) for column in zip(*(row[8:] for row in rows), strict=True)]
+        waves, digests, scales = zip(*(struct.unpack_from(HEADER, row) for row in rows), strict=True)
+        if any(digests):
+            self._compare_written()
+        flags = [any(column) for column in zip(*(row[struct.calcsize(HEADER) :] for row in rows), strict=True)]
         num = len(self._buckets)
         taken = {id(m) for m, flag in zip(self._members, flags[num:], strict=True) if flag}
-        return Agreed(waves, flags[:num], taken)
+        return Agreed(max(waves), flags[:num], taken, self._one_scale(scales))
 
-    def _factor(self, norm: float) -> float:
-        """What gradients are multiplied by: the loss scale undone, and the norm clipped."""
-        factor = 1.0 / self.scale.value
-        if self._clip_norm is not None:
-            factor *= min(1.0, self._clip_norm / (norm + CLIP_EPS))
+    def gradient_scale(self) -> float:
+        """What the gradients collected so far are multiplied by. A collective.
+
+        Raises:
+            PartitaError: not all of them by the same factor.
+        """
+        return self._one_scale(self._collectives.exchange_objects(self._own_scale, DATA))
+
+    @property
+    def _own_scale(self) -> float:
+        """The factor of this rank's gradients."""
+        scales = self._reducer.scales
+        return MANY_SCALES if len(scales) > 1 else next(iter(scales), NO_SCALE)
+
+    def _one_scale(self, scales: Sequence[float]) -> float:
+        """The factor of all ranks' gradients: its own, another engine's, or 1 where nobody scaled the loss."""
+        found = {scale for scale in scales if scale != NO_SCALE}
+        if len(found) > 1 or any(map(math.isnan, found)):
+            raise PartitaError(
+                f"step {self.steps + 1}: the gradients of this batch came from losses with several loss scales (by "
+                "engine.backward, plain loss.backward(), or engine.backward of another engine): call backward of one "
+                "engine for all of them, or drop what came from the others by engine.zero_grad()"
+            )
+        scale = found.pop() if found else self.scale.value
+        if scale == 1.0 != self.scale.value and not self._told_unscaled:
+            self._told_unscaled = True
+            warnings.warn(
+                "loss.backward() was called where engine.backward(loss) multiplies by the loss scale "
+                f"({self.scale.value:g}): gradients too small for fp16 are lost; call engine.backward(loss)",
+                stacklevel=6,
+            )
+        return scale
+
+    def take_written(self) -> None:
+        """Have master weights take up what was written into the parameters. A collective.
+
+        Raises:
+            PartitaError: the ranks wrote different values.
+        """
+        self.settle()
+        if self._runtime.written:
+            self._runtime.written.take()
+            self._compare_written()
+
+    def _compare_written(self) -> None:
+        written = self._runtime.written
+        every = self._collectives.exchange_objects((written.names, written.digest), DATA)
+        written.agreed()
+        for rank, (names, digest) in enumerate(every):
+            first, expected = every[0]
+            if digest != expected:
+                name = next(iter({*first} ^ {*names}), (names or first)[0])
+                raise PartitaError(
+                    f"step {self.steps + 1}: rank {rank} wrote other values into parameters than rank 0, or into "
+                    f"others (of {len({*first, *names})}: '{name}'); write the same on every rank, or write inside "
+                    "`with engine.gathered(..., modify=True)`, where rank 0's values become those of all"
+                )
+
+    def _factor(self, norm: float, scale: float, max_norm: float | None) -> float:
+        """What gradients are multiplied by: the loss ``scale`` undone, and the norm clipped."""
+        factor = 1.0 / scale
+        if max_norm is not None:
+            factor *= min(1.0, max_norm / (norm + CLIP_EPS))
         return factor
 
     def _call_optimizer(self, *, always: bool = False) -> None:
         """The step on what has a gradient; where nothing has, it does no more than to call the hooks."""
         if always or self._has_step_hooks:
-            self.optimizer.step()
+            run_step(self.optimizer)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
 
     @property

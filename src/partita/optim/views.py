@@ -15,18 +15,21 @@ from torch import Tensor, nn
 from partita.errors import ConfigError
 from partita.memory.tiers import StateMemory
 from partita.plan.residence import BLOCK, SPLIT, Tier
+from partita.plan.span import Span
 from partita.sharding.unit import Member, Segment, Unit
 
 
 class View:
     """This rank's master weights of one parameter, as the optimizer sees them; ``start`` is its first element's
     place.
+
+    Args:
+        span: the parameter's, among the segment's ``master_spans``; None where this rank has no part of it.
     """
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, span: Span | None) -> None:
         self.member = member
         segment = member.segment
-        span = next((s for s in segment.master_spans if s.fqn == member.fqn), None)
         self.start = span.start if span else 0
         self.num_elements = span.num_elements if span else 0
         self._offset = span.offset if span else 0
@@ -53,9 +56,9 @@ class View:
             self.tensor.data = self.over(master)
 
     def disconnect(self) -> None:
-        """The master weights are on disk again."""
+        """The master weights are at rest again: the view is as it was made, whatever it was connected to."""
         with torch.no_grad():
-            self.tensor.data = self.tensor.new_empty(0)
+            self.tensor.data = self.tensor.new_empty(0, dtype=torch.float32)
 
     @property
     def connected(self) -> bool:
@@ -73,7 +76,9 @@ class Views:
     def __init__(self, units: Sequence[Unit], memory: StateMemory) -> None:
         self._memory = memory
         self._known = {id(member.param) for unit in units for member in unit.members}
-        self._views = {id(m.param): View(m) for unit in units for m in unit.members if m.param.is_floating_point()}
+        spans = {span.fqn: span for unit in units for segment in unit.segments for span in segment.master_spans}
+        members = [member for unit in units for member in unit.members if member.param.is_floating_point()]
+        self._views = {id(member.param): View(member, spans.get(member.fqn)) for member in members}
         # The parameters of each group, also those that this rank has no part of.
         self.names_in_groups = defaultdict[int, list[str]](list)
         self._grouped = set[int]()

@@ -23,6 +23,7 @@ from partita.plan.residence import Tier
 from partita.plan.slots import RECEIVING, SENDING, SUMMED
 from partita.plan.steps import AllReduce
 from partita.sharding.buckets import Bucket, BucketState, square
+from partita.sharding.scaled import factor_under_way
 from partita.sharding.unit import Member
 
 DATA = ("data",)
@@ -35,8 +36,9 @@ class GradientReducer:
     ``reduce_now`` says whether gradients that rest whole are to be reduced as this backward brings them (the last
     micro-batch); ``synchronize`` is off inside ``no_sync``, where gradients stay with their parameters, whole.
     ``suspect`` tells whether this rank's loss, or with ``trace`` on a gradient that it sent, was not finite since the
-    last update. ``use`` is called with each bucket of gradients that rest nowhere, when its reduction is queued; its
-    event passes when the sums are used up.
+    last update, ``scales`` what the losses of this rank's gradients since then were multiplied by. ``use`` is called
+    with each bucket of gradients that rest nowhere, when its reduction is queued; its event passes when the sums are
+    used up.
     """
 
     def __init__(self, buckets: list[Bucket], collectives: Collectives, ledger: Ledger, accumulate: int) -> None:
@@ -60,6 +62,9 @@ class GradientReducer:
         self.reduce_now = True
         self.synchronize = True
         self.trace = False
+        self.scales = set[float]()
+        self.collected = False  # gradients that need no reduction are divided
+        self._versions = dict[int, int]()  # of gradients in place, as backward left them
         self.before_backward: Callable[[], None] = lambda: None
         self.use: Callable[[Bucket], Event] = lambda bucket: Event()
         self._finite: Tensor | None = None
@@ -121,11 +126,14 @@ class GradientReducer:
                 "module with sparse=False"
             )
         self._took_part = True
+        self.scales.add(factor_under_way())
         bucket = self._bucket_of[id(member)]
         if bucket.in_place and id(member) not in bucket.used and member.param.grad is not None:
             self._left_in_place += member.param.grad.nbytes
             self._ledger.add("gradients", member.param.grad.nbytes)
         bucket.used.add(id(member))
+        if bucket.in_place and grad is not None:
+            self._versions[id(member)] = grad._version
         if bucket.in_place or (not self.synchronize and not bucket.rests_whole):
             return
         self.backward_began()
@@ -303,17 +311,32 @@ class GradientReducer:
         self._next = 0
 
     def collect_unreduced(self) -> None:
-        """Complete the gradients that need no reduction (there are no other ranks)."""
+        """Complete the gradients that need no reduction (there are no other ranks).
+
+        Raises:
+            PartitaError: one was changed since backward.
+        """
+        self.collected = True
         for bucket in self.buckets:
-            if bucket.in_place and self.divisor != 1:
+            if bucket.in_place:
                 for member in self._waiting(bucket):
                     assert member.param.grad is not None
-                    member.param.grad.mul_(1.0 / self.divisor)
+                    self._check_untouched(member, member.param.grad)
+                    if self.divisor != 1:
+                        member.param.grad.mul_(1.0 / self.divisor)
             elif bucket.rests_whole and not bucket.travels:
                 for member in bucket.members:
                     bucket.absorb(member, self.divisor)
                     if id(member) not in bucket.arrived:
                         bucket.clear(member)
+
+    def _check_untouched(self, member: Member, grad: Tensor) -> None:
+        if self._versions.get(id(member), grad._version) != grad._version:
+            raise PartitaError(
+                f"the .grad of '{member.fqn}' was changed between backward and step (by "
+                "torch.nn.utils.clip_grad_norm_?): on several ranks, and in other precisions, there is none to change. "
+                "Set clip_grad_norm in the config, or call engine.clip_grad_norm(max_norm) before engine.step()"
+            )
 
     def spread(self) -> None:
         """Gather the sums where the optimizer works on whole gradients."""
@@ -342,6 +365,9 @@ class GradientReducer:
     def zero(self) -> None:
         """Forget all gradients; their memory is kept for the next step where the table says that it rests."""
         self._finite, self._task, self._next = None, None, 0
+        self.scales.clear()
+        self._versions.clear()
+        self.collected = False
         self._ledger.remove("gradients", self._left_in_place)
         self._left_in_place = 0
         for bucket in self.buckets:

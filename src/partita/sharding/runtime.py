@@ -28,6 +28,7 @@ from partita.sharding.reducer import GradientReducer
 from partita.sharding.residency import Residency
 from partita.sharding.structure import Structure
 from partita.sharding.unit import Member, Segment, Unit, UnitState
+from partita.sharding.written import Written
 
 _log = logging.getLogger("partita")
 
@@ -89,6 +90,7 @@ class Runtime:
             self.reducer = GradientReducer(self._make_buckets(), collectives, ledger, accumulate)
             self._own_buffers.clear()
             self._structure = Structure(model, self.units)
+            self.written = Written(self.units)
             self._buffers = BufferSync(model, collectives, config.communication.buffers == "broadcast")
             self._hooks += cast_borders(model, self._compute, kept)
             self._hooks += [UnitHooks(unit, self.residency, not unit.name) for unit in sharded]
@@ -237,6 +239,7 @@ class Runtime:
         self.residency.updated()
         with torch._C.DisableTorchFunctionSubclass():
             torch.autograd.graph.increment_version([m.param for unit in self.units for m in unit.members])
+        self.written.note()
 
     def members(self) -> Iterator[tuple[Unit, Member]]:
         """Every parameter of the model with its unit."""

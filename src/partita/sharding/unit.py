@@ -188,6 +188,7 @@ class Segment:
         assert self.master is not None
         lease = self.master.lend()
         master = lease.wait()
+        values = values.to(master.device)
         for span in self.master_spans:
             if span.fqn in names:
                 place = slice(span.offset, span.offset + span.num_elements)

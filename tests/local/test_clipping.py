@@ -1,0 +1,138 @@
+"""Clipping by hand: one call at every stage; what is done to p.grad, which others have not, is refused."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import partita
+from partita import PartitaError
+from tests.local import pool
+from tests.local.training import PLANS, Stack, rank, square_loss, whole_weights
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "fp16": {"precision": {"compute": "fp16", "loss_scale": 8.0}},
+    "accumulated": {"batch": {"accumulate": 2}},
+    "offloaded": {"zero": {"stage": 2, "offload": {"optimizer": "host"}}},
+}
+
+
+def trained(config: Mapping[str, Any], by_hand: bool) -> tuple[list[float | None], list[Tensor], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    norms, gradients = list[float | None](), list[Tensor]()
+    with partita.initialize(Stack(2), {**config, **({} if by_hand else {"clip_grad_norm": 0.05})}) as engine:
+        for step in range(4):
+            engine.backward(square_loss(engine, rank(), step))
+            norm = None
+            if by_hand and (step % 2 or not config.get("batch")):
+                norm = engine.clip_grad_norm(0.5)
+                assert engine.clip_grad_norm(0.05) == norm
+            gradient = engine.gradient("first.weight")
+            assert gradient is not None
+            gradients.append(gradient)
+            result = engine.step()
+            assert norm in (None, result.grad_norm)
+            norms.append(result.grad_norm)
+        return norms, gradients, whole_weights(engine)
+
+
+def by_hand(config: Mapping[str, Any]) -> None:
+    for zero in [config["zero"]] if "zero" in config else PLANS.values():
+        one, other = (trained({**config, "zero": zero}, by_hand) for by_hand in (False, True))
+        assert one[0] == other[0]
+        for mine, theirs in zip(one[1], other[1], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
+        assert all(torch.equal(value, other[2][name]) for name, value in one[2].items())
+
+
+def once() -> None:
+    """It holds for one step, and a batch that is dropped takes it along."""
+    with partita.initialize(Stack(1), {"optimizer": {"name": "sgd", "lr": 1.0, "weight_decay": 0.0}}) as engine:
+
+        def moved(*, clip: bool, drop: bool = False) -> float:
+            before = whole_weights(engine)["last.bias"]
+            engine.backward(square_loss(engine, rank(), 0))
+            if clip:
+                engine.clip_grad_norm(1e-6)
+            if drop:
+                engine.zero_grad()
+                engine.backward(square_loss(engine, rank(), 0))
+            engine.step()
+            return (whole_weights(engine)["last.bias"] - before).norm().item()
+
+        assert moved(clip=True) < 1e-5
+        assert moved(clip=False) > 1e-3
+        assert moved(clip=True, drop=True) > 1e-3
+
+
+def refused() -> None:
+    with partita.initialize(Stack(1), {"batch": {"accumulate": 2}}) as engine:
+        engine.backward(square_loss(engine, rank(), 0))
+        with pytest.raises(PartitaError, match="in micro-batch 1 of 2: gradients are clipped when all are there"):
+            engine.clip_grad_norm(1.0)
+        engine.step()
+        engine.backward(square_loss(engine, rank(), 1))
+        with pytest.raises(PartitaError, match=r"expected a positive norm, got 0\.0"):
+            engine.clip_grad_norm(0.0)
+        engine.clip_grad_norm(1.0)
+        with pytest.raises(PartitaError, match=r"a backward between engine.clip_grad_norm\(\) and engine.step\(\)"):
+            engine.backward(square_loss(engine, rank(), 2))
+    with partita.initialize(Stack(1), {"precision": {"gradients": "in_backward"}}) as engine:
+        engine.backward(square_loss(engine, rank(), 0))
+        with pytest.raises(PartitaError, match="clip_grad_norm: under precision.gradients: in_backward"):
+            engine.clip_grad_norm(1.0)
+        engine.step()
+
+
+def _clip(engine: partita.Engine) -> None:
+    torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-3)
+
+
+def _scale(engine: partita.Engine) -> None:
+    for param in engine.module.parameters():
+        if param.grad is not None:
+            param.grad *= 0.5
+
+
+def by_the_user(change: Callable[[partita.Engine], None], accumulate: int) -> str:
+    with partita.initialize(Stack(1), {"batch": {"accumulate": accumulate}}) as engine:
+        for step in range(accumulate):
+            engine.backward(square_loss(engine, rank(), step))
+            if step < accumulate - 1:
+                engine.step()
+        change(engine)
+        with pytest.raises(PartitaError) as raised:
+            engine.step()
+        engine.zero_grad()
+        for step in range(accumulate):
+            engine.backward(square_loss(engine, rank(), step))
+            result = engine.step()
+        assert result.stepped
+        return str(raised.value)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_by_hand_as_by_the_config(config: str, world: int) -> None:
+    pool.run(world, by_hand, CONFIGS[config])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_it_holds_once(world: int) -> None:
+    pool.run(world, once)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_refused_where_it_cannot_hold(world: int) -> None:
+    pool.run(world, refused)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("change", [_clip, _scale])
+def test_gradients_that_the_user_changes(change: Any, accumulate: int) -> None:
+    (said,) = pool.run(1, by_the_user, change, accumulate)
+    assert "the .grad of 'first.weight' was changed between backward and step" in said or "'last." in said
+    assert "engine.clip_grad_norm(max_norm)" in said

@@ -108,23 +108,25 @@ class Collectives:
     ) -> list[Work | None]:
         """Send ``outgoing(i)`` to, and receive ``incoming(i)`` from, every other rank ``i`` of the group ``over``.
 
-        Sends come first: one whose receiver is ready writes here and now, with gloo's connection locked, and were data
-        coming in meanwhile, gloo's thread would find them, fail to lock, and look again without a pause.
+        Receives come first: over a network gloo works in one direction at a time where a send was there before.
         """
         axes, purpose = over
         num, own, group = self.mesh.shape.group_size(axes), self.mesh.index(axes), self.mesh.group(axes, purpose)
-        neighbors, works, offers = self.mesh.neighbors.get(axes, {}), list[Work | None](), list[Work | None]()
+        neighbors, fetches, receives = self.mesh.neighbors.get(axes, {}), list[Work | None](), list[Work | None]()
+        sends, offers = list[Work | None](), list[Work | None]()
         for distance in range(1, num):
-            source, target = (own - distance) % num, (own + distance) % num
-            sent, room = outgoing(target), incoming(source)
+            source, room = (own - distance) % num, incoming((own - distance) % num)
+            if source in neighbors:
+                fetches.append(Fetch(room, neighbors[source].process, neighbors[source].lines[purpose], tag))
+            else:
+                receives.append(dist.irecv(room, group=group, group_src=source, tag=tag))
+        for distance in range(1, num):
+            target, sent = (own + distance) % num, outgoing((own + distance) % num)
             if target in neighbors:
                 offers.append(Offer(sent, neighbors[target].lines[purpose], tag))
             else:
-                works.append(dist.isend(sent, group=group, group_dst=target, tag=tag))
-            if source in neighbors:
-                works.append(Fetch(room, neighbors[source].process, neighbors[source].lines[purpose], tag))
-            else:
-                works.append(dist.irecv(room, group=group, group_src=source, tag=tag))
+                sends.append(dist.isend(sent, group=group, group_dst=target, tag=tag))
+        works = sends + fetches + receives
         return works + offers
 
     def reduce_scatter(

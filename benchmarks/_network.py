@@ -73,7 +73,9 @@ def _call(*command: str) -> None:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else error
-        raise RuntimeError(f"hosts cannot be made here (root and iproute2 are needed): {' '.join(command)}: {said}")
+        raise RuntimeError(
+            f"hosts cannot be made here (root and iproute2 are needed): {' '.join(command)}: {said}"
+        ) from error
 
 
 def sent_bytes(interface: str = LOOPBACK) -> int:

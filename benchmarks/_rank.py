@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks._network import sent_bytes
 from benchmarks._modes import MODES, Trainer
+from benchmarks._network import sent_bytes
 from benchmarks._work import Work
 from partita.memory.ledger import STATES, process_memory
 

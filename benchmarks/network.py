@@ -12,13 +12,14 @@ target is missed.
 
 import statistics
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from benchmarks._common import Report, Run, check_losses, parser, run
 from benchmarks._modes import OVER_NETWORK, PARTITA
-from benchmarks._network import Network, joined_hosts
+from benchmarks._network import joined_hosts
 from benchmarks._work import Work
 
 
@@ -82,20 +83,20 @@ def main() -> int:
 
 
 _TEXT = """Medians over {num_reps} repetitions (at 100 Mbit/s: one, of three steps) of a step's time and of its ratio to
-DDP's in the same repetition; in a run, a step is as long as its slowest rank's, and the median step counts. *MB sent a
-rank*: what its interface carried in a step. *line in use*: the share of the step in which a line of this rate is busy
-with that, in either direction. Both hosts share this machine's cores; ranks are spread evenly over them. On the loopback
+DDP's in the same repetition; in a run, a step is as long as its slowest rank's, and the median step counts. *MB sent*:
+what the first host's interface carried in a step (the loopback's: both ranks). *line in use*: the share of the step in
+which a line of this rate is busy with that, in one direction. Both hosts share this machine's cores. On the loopback
 partita's ranks, which could read each other's memory, are told to use the network."""
 
 
-def _rows(report: Report, options, line: Line, size: str, work: Work, world: int) -> Iterator[list[str]]:  # type: ignore[no-untyped-def]
+def _rows(report: Report, options: Namespace, line: Line, size: str, work: Work, world: int) -> Iterator[list[str]]:
     modes: Sequence[str] = options.only or (QUICK_MODES if options.quick else line.modes)
     work = replace(work, steps=line.steps, warmup=line.warmup)
     every: dict[str, list[Run]] = {mode: [] for mode in modes}
     with joined_hosts(2, line.rate) if line.rate else nullcontext() as hosts:
         for rep in range(1 if options.quick or line.steps < 10 else options.reps):
             for mode in reversed(modes) if rep % 2 else modes:
-                every[mode].append(_run(mode, world, work, hosts))
+                every[mode].append(run(mode, world, work, hosts=hosts))
                 print(f"  {line.title}, {size}, {mode}: {every[mode][-1].step_s * 1e3:.0f} ms", file=sys.stderr)
             check_losses({mode: runs[-1] for mode, runs in every.items()}, modes[0])
     targets = {} if options.quick else BETWEEN_HOSTS if line.rate else WITHIN_HOST
@@ -108,16 +109,11 @@ def _rows(report: Report, options, line: Line, size: str, work: Work, world: int
         step_s = statistics.median(one.step_s for one in runs)
         sent = float(runs[0].ranks[0]["interface_bytes_a_step"])
         share = f"{sent * 8 / line.bits_a_s / step_s:.0%}" if line.rate else ""
-        spread = f"{min(ratios):.2f} - {max(ratios):.2f}"
-        wanted = "" if target is None else f"<= {target:.2f}"
-        yield [line.title, size, str(world), mode, f"{step_s * 1e3:.0f}", f"{ratio:.2f}", spread, wanted] + [
-            f"{sent / 1e6:.1f}",
-            share,
+        yield [
+            *(line.title, size, str(world), mode, f"{step_s * 1e3:.0f}", f"{ratio:.2f}"),
+            *(f"{min(ratios):.2f} - {max(ratios):.2f}", "" if target is None else f"<= {target:.2f}"),
+            *(f"{sent / 1e6:.1f}", share),
         ]
-
-
-def _run(mode: str, world: int, work: Work, hosts: Network | None) -> Run:
-    return run(mode, world, work, hosts=hosts)
 
 
 if __name__ == "__main__":

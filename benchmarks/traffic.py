@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator
 
 from benchmarks._common import Report, Run, check_losses, megabytes, parser, run
-from benchmarks._network import sent_bytes
 from benchmarks._modes import OVER_NETWORK
+from benchmarks._network import sent_bytes
 from benchmarks._work import Work
 
 MODES = ("DDP", "DDP + ZeRO-1", "FSDP2", "FSDP2, kept", *OVER_NETWORK)

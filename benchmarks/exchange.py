@@ -23,7 +23,8 @@ from torch import Tensor
 
 from benchmarks._common import Report, parser
 from partita.comm.collectives import Collectives
-from partita.comm.mesh import Mesh, Rendezvous
+from partita.comm.mesh import Mesh
+from partita.comm.world import Rendezvous
 from partita.memory.capacity import usable_cores
 from partita.memory.streams import Stream
 from partita.plan.mesh_shape import MeshShape

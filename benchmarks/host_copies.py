@@ -8,6 +8,7 @@ It ends with status 1 where the target is missed: the resident memory of all ran
 the imports hold, at most 1.2 times one rank's.
 """
 
+import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 
 from benchmarks._common import Report, megabytes, parser, run
 from benchmarks._work import Work
+from partita.checkpoint.weights import INDEX
 
 MODES = ("partita 3, on host, from meta", "partita 3, on host, from files")
 WORK = Work(layers=60, width=512, heads=8, ffn_width=1408, batch=4, sequence=16, steps=3, warmup=1)
@@ -48,11 +50,15 @@ start included, above what it held before the model was built."""
 
 
 def _write_files(work: Work, folder: Path) -> None:
-    """The model in a few files."""
+    """The model in a few files, with their index."""
     weights = list(work.build().state_dict().items())
     num_each = -(-len(weights) // 3)
+    where = dict[str, str]()
     for number in range(0, len(weights), num_each):
-        save_file(dict(weights[number : number + num_each]), folder / f"part-{number}.safetensors")
+        part, name = dict(weights[number : number + num_each]), f"part-{number}.safetensors"
+        save_file(part, folder / name)
+        where |= dict.fromkeys(part, name)
+    (folder / INDEX).write_text(json.dumps({"weight_map": where}))
 
 
 def _rows(

@@ -17,7 +17,8 @@ from torch import Tensor
 import partita
 from benchmarks.gpu._common import device_here, place
 from partita.comm.collectives import Collectives
-from partita.comm.mesh import Mesh, Rendezvous
+from partita.comm.mesh import Mesh
+from partita.comm.world import Rendezvous
 from partita.plan.mesh_shape import MeshShape
 from partita.train.decoder import Decoder, DecoderShape
 

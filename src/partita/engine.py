@@ -267,8 +267,10 @@ class Engine:
         """The whole optimizer state of a parameter by key (``exp_avg``, ``step``, ...)."""
         return self._whole.optimizer_state(name)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The model's state dict, whole, with master weights, on the host of rank 0; empty on the other ranks."""
+    def state_dict(self) -> dict[str, Any]:
+        """The model's state dict (modules' extra states, too), whole, with master weights, on the host of rank 0; empty
+        on the other ranks.
+        """
         return self._whole.state_dict()
 
     def export(self, folder: str | Path, beside: str | Path | None = None) -> None:
@@ -279,7 +281,7 @@ class Engine:
         export(self._whole, self.module, Path(folder), found if beside is None else Path(beside))
 
     def save(self, folder: str | Path | None = None) -> Path:
-        """Save all that training goes on from as ``folder/step-N``, of which the newest ``checkpoint.keep`` stay.
+        """Save all that training goes on from as ``folder/step-N``, of which the ``checkpoint.keep`` saved last stay.
 
         Any number of ranks, stage, tiers and precision can load it, and so can torch.distributed.checkpoint. With
         ``checkpoint.background`` it is visible some time after this returns (see :meth:`wait_for_checkpoint`).
@@ -303,23 +305,35 @@ class Engine:
         """Wait until the checkpoint that is written in the background is visible."""
         self._checkpoints.wait()
 
-    def load(self, folder: str | Path | None = None, *, only_model: bool = False, strict: bool = True) -> Restored:
-        """Take up a checkpoint: ``folder`` itself, or the newest complete ``step-N`` in it.
+    def load(
+        self,
+        folder: str | Path | None = None,
+        *,
+        only_model: bool = False,
+        strict: bool = True,
+        prefix: str | None = None,
+    ) -> Restored:
+        """Take up a checkpoint: ``folder`` itself, or the complete ``step-N`` in it that was saved last.
 
-        Checkpoints by torch.distributed.checkpoint (of FSDP2, ...) of a module with the same names are loaded, too.
+        Checkpoints by torch.distributed.checkpoint (of FSDP2, ...) of a module with the same names are loaded, too. The
+        optimizer's settings are as the saved run had come to; those configured otherwise now than for that run hold as
+        configured, and a warning names them (a rate keeps its place on the schedule's curve).
 
         Args:
             folder: None: ``checkpoint.dir``.
             only_model: leave optimizer, scheduler, counters and random states as they are.
             strict: refuse a checkpoint that lacks something, or has more; off: take what there is, report the rest.
+            prefix: where the weights are in a checkpoint that holds several copies (``"ema"``), or more than this model
+                (``"model.encoder"``); None: ``"model"`` where it is there, else the only one.
 
         Raises:
-            PartitaError: on all ranks: there is none, it is damaged (names the file), or it is of another model.
+            PartitaError: on all ranks: there is none, it is damaged (names the file), it is of another model, or
+                it holds several copies of the weights (names their prefixes).
         """
         self._check_open()
         self._updater.zero()
         self._begin_micro_batch(0)
-        return self._checkpoints.load(folder, only_model=only_model, strict=strict)
+        return self._checkpoints.load(folder, only_model=only_model, strict=strict, prefix=prefix)
 
     def each(self, value: Tensor | float) -> list[float]:
         """A number of every data-parallel rank, in rank order, on all of them."""

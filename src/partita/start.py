@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from partita.comm.mesh import Mesh, Rendezvous
+from partita.comm import world
+from partita.comm.mesh import Mesh
+from partita.comm.world import Rendezvous
 from partita.config.load import launch_environment, load_config
 from partita.config.resolve import Resolved, describe, resolve
 from partita.config.schema import Config
@@ -51,11 +53,11 @@ def initialize(
     Raises:
         ConfigError: the config, the model or the optimizer do not fit together.
     """
-    settings, launch = load_config(config), launch_environment()
-    device = torch.device("cuda", launch.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    settings, launch = load_config(config), launch_environment(running=world.running())
+    device = _device(launch.local_rank)
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ConfigError(f"mesh: expected the mesh of another engine; got a {type(mesh).__name__}")
-    num_ranks = mesh.num_ranks if mesh else _num_ranks(launch.world_size)
+    num_ranks = mesh.num_ranks if mesh else launch.world_size
     resolved = resolve(settings, num_ranks, device.type, launch.local_world_size)
     given = {"optimizer": optimizer, "schedule": scheduler}
     resolved = resolved.with_passed(tuple(name for name, value in given.items() if value is not None))
@@ -70,7 +72,7 @@ def initialize(
     if launch.rank == 0:
         _announce(resolved)
     settled = settings.communication
-    rendezvous = Rendezvous(launch.rank, num_ranks, settled.timeout_s, launch.restarts, settled.within_node)
+    rendezvous = Rendezvous(launch.rank, num_ranks, settled.timeout_s, launch.restarts, settled.within_node, launch.url)
     axes = (("data",), ("local",)) if settings.zero.hierarchical else (("data",),)
     owned = mesh is None
     if mesh is None:
@@ -91,14 +93,16 @@ def initialize(
     return engine
 
 
+def _device(local_rank: int | None) -> torch.device:
+    """The rank's own; where no launcher numbers those of a node, the one that is set (``torch.cuda.set_device``)."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device() if local_rank is None else local_rank)
+
+
 def _announce(resolved: Resolved) -> None:
     """Say what will be run, through the logger ``partita``: on standard error where no logging is set up."""
     if not (_log.hasHandlers() or _log.level):
         _log.addHandler(logging.StreamHandler())
         _log.setLevel(logging.INFO)
     _log.info("%s", describe(resolved))
-
-
-def _num_ranks(launched: int) -> int:
-    running = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if running else launched

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
@@ -68,6 +69,18 @@ def test_export(dtype: str, saved: tuple[Path, dict[str, torch.Tensor]], tmp_pat
     assert found.keys() == saved[1].keys()
     for name, value in saved[1].items():
         assert torch.equal(found[name], value if dtype == "stored" else value.bfloat16())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_export_of_one_of_several_copies(tmp_path: Path) -> None:
+    dcp.save({name: {"a.weight": torch.ones(size)} for size, name in enumerate(("ema", "net"))}, checkpoint_id=tmp_path)
+    shown = run("export", tmp_path, tmp_path / "out")
+    assert shown.exit_code == 2
+    assert "holds 2 copies of the weights, under 'ema', 'net': choose one" in " ".join(shown.output.split())
+    assert not (tmp_path / "out").exists()
+    for size, prefix in enumerate(("ema", "net")):
+        assert run("export", tmp_path, tmp_path / "out", "--prefix", prefix).exit_code == 0
+        assert load_file(tmp_path / "out" / "model.safetensors")["a.weight"].shape == (size,)
 
 
 def test_diff(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:

@@ -2,9 +2,9 @@
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -126,12 +126,59 @@ def test_nobody_waits_for_ever(lines: tuple[Line, Line]) -> None:
         lines[1].hear(TAKEN, 0)
 
 
-def test_a_stranger_is_turned_away() -> None:
-    with Introduction() as one, socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(one.card.door)
-        stranger.sendall(HELLO.pack(b"?" * 32, 1, 0))
-        with pytest.raises(OSError, match="a stranger has called"):
-            one.connect(0, {1: one.card}, PURPOSES)
+# ------------------------------------------------------------------------------------------------------ who may call
+
+
+@pytest.fixture
+def strangers() -> Iterator[Callable[[str, int], None]]:
+    """Connects so often to a socket, and says nothing."""
+    with ExitStack() as opened:
+
+        def call(door: str, times: int) -> None:
+            for _ in range(times):
+                opened.enter_context(socket.socket(socket.AF_UNIX)).connect(door)
+
+        yield call
+
+
+def test_strangers_are_turned_away_unheard(strangers: Callable[[str, int], None]) -> None:
+    """Only the process of the other rank is listened to; neither silence nor the token helps another."""
+    with Introduction(10.0) as one, socket.socket(socket.AF_UNIX) as knows_token:
+        strangers(one.card.door, 50)
+        knows_token.connect(one.card.door)
+        knows_token.sendall(HELLO.pack(one.card.token, 0))
+        rank = os.fork()
+        if not rank:
+            called = [socket.socket(socket.AF_UNIX) for _ in PURPOSES]
+            for number, calling in enumerate(called):
+                calling.connect(one.card.door)
+                calling.sendall(HELLO.pack(one.card.token, number))
+                Line(calling).tell(OFFERED, number)
+            called[0].recv(1)  # until the other end is closed
+            os._exit(0)
+        found = one.connect(0, {1: replace(one.card, process=rank)}, PURPOSES)[1]
+        assert [found.lines[purpose].hear(OFFERED, number) for number, purpose in enumerate(PURPOSES)] == [(0, 0)] * 2
+        found.close()
+        os.waitpid(rank, 0)
+
+
+def test_a_flood_of_strangers_ends_with_the_time(strangers: Callable[[str, int], None]) -> None:
+    with Introduction(0.5) as one, ThreadPoolExecutor(1) as threads:
+        flood = threads.submit(strangers, one.card.door, 100_000)
+        with pytest.raises(TimeoutError):
+            one.connect(0, {1: replace(one.card, process=os.getppid())}, PURPOSES)
+        one.__exit__()
+        assert isinstance(flood.exception(), OSError)  # nobody listens any more
+
+
+@pytest.mark.parametrize("user", [None, 4711])
+def test_only_the_ranks_own_socket_is_told_anything(user: int | None) -> None:
+    """A socket of its name that another process has, or another user."""
+    with Introduction() as one, Introduction() as other:
+        process = os.getppid() if user is None else os.getpid()
+        with mock.patch.object(introduction.os, "geteuid", return_value=user) if user else nullcontext():
+            with pytest.raises(OSError, match="another process has the socket of a rank"):
+                one.connect(1, {0: replace(other.card, process=process)}, PURPOSES)
 
 
 def test_no_more_is_read_than_there_is_to_fill() -> None:

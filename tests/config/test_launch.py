@@ -7,24 +7,51 @@ import pytest
 from partita.config import LaunchEnvironment, launch_environment
 from partita.errors import ConfigError
 
-TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
-NODE_SIZES = "SLURM_STEP_TASKS_PER_NODE"
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+MEET = "tcp://10.0.0.1:29500"
+PODS = {"MASTER_ADDR": "first.train", "MASTER_PORT": "23456", "WORLD_SIZE": "2"}
+PODS_MEET = "tcp://first.train:23456"
+NODE_SIZES, HOSTS = "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"
+# What sbatch gives its script, salloc its shell; and what srun gives its tasks beside it.
+ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "a[1-2]"}
+BATCH = ALLOCATION | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "4(x2)"}
+TASK = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "3", HOSTS: "a[1-2]"}
+SRUN = ALLOCATION | TASK
+SRUN_MEET = "tcp://a1:10220"
 
 
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({}, (0, 1, 0, 1)),
-        ({"PATH": "/bin", "LOCAL_RANK": "3", "SLURM_NTASKS": "4"}, (0, 1, 0, 1)),
-        (TORCHRUN, (5, 8, 1, 4)),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, (1, 2, 0, 1)),
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, (1, 2, 1, 2)),
-        (SRUN, (5, 8, 1, 8)),
-        (SRUN | {NODE_SIZES: "4(x2)", "SLURM_NODEID": "1"}, (5, 8, 1, 4)),
-        (SRUN | {NODE_SIZES: "3,2(x2),1", "SLURM_NODEID": "2"}, (5, 8, 1, 2)),
-        (SRUN | {NODE_SIZES: "8"}, (5, 8, 1, 8)),
-        (SRUN | TORCHRUN | {"RANK": "6"}, (6, 8, 1, 4)),
+        ({}, (0, 1, None, 1)),
+        ({"PATH": "/bin", "LOCAL_RANK": "3"}, (0, 1, None, 1)),
+        (TORCHRUN, (5, 8, 1, 4, 0, MEET)),
+        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}, (5, 8, 1, 4, 2, MEET)),
+        (TORCHRUN | {"MASTER_ADDR": "fe80::1"}, (5, 8, 1, 4, 0, "tcp://[fe80::1]:29500")),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1, None, 1)),
+        (PODS | {"RANK": "1"}, (1, 2, None, 1, 0, PODS_MEET)),
+        (PODS | {"RANK": "1", "LOCAL_RANK": "1"}, (1, 2, 1, 2, 0, PODS_MEET)),
+        (PODS | {"JOB_COMPLETION_INDEX": "1"}, (1, 2, None, 1, 0, PODS_MEET)),
+        (PODS | {"JOB_COMPLETION_INDEX": "7", "RANK": "1"}, (1, 2, None, 1, 0, PODS_MEET)),
+        ({"JOB_COMPLETION_INDEX": "7"}, (0, 1, None, 1)),
+        (ALLOCATION, (0, 1, None, 1)),
+        (BATCH, (0, 1, None, 1)),
+        (SRUN, (5, 8, 1, 4, 0, SRUN_MEET)),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "6"}, (5, 6, 1, 3, 0, SRUN_MEET)),
+        (ALLOCATION | {"SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}, (0, 1, None)),
+        (SRUN | {"SLURM_NTASKS_PER_NODE": "5"}, (5, 8, 1, 5, 0, SRUN_MEET)),
+        (SRUN | {NODE_SIZES: "4(x2)", "SLURM_NODEID": "1"}, (5, 8, 1, 4, 0, SRUN_MEET)),
+        (SRUN | {NODE_SIZES: "3,2(x2),1", "SLURM_NODEID": "2"}, (5, 8, 1, 2, 0, SRUN_MEET)),
+        (SRUN | {"MASTER_ADDR": "b", "MASTER_PORT": "9"}, (5, 8, 1, 4, 0, "tcp://b:9")),
+        (SRUN | {"WORLD_SIZE": "3", "MASTER_PORT": "9"}, (5, 8, 1, 4, 0, "tcp://a1:9")),
+        (SRUN | TORCHRUN | {"RANK": "6"}, (6, 8, 1, 4, 0, MEET)),
     ],
 )
 def test_launchers(environ: dict[str, str], expected: tuple[int, int, int, int]) -> None:
@@ -32,14 +59,65 @@ def test_launchers(environ: dict[str, str], expected: tuple[int, int, int, int])
 
 
 @pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("a", "a"),
+        ("a.b-c,d", "a.b-c"),
+        ("node[007-009,12],gpu1", "node007"),
+        ("node[12,14-15]", "node12"),
+        ("rack[2-3]-n[05,07]", "rack2-n05"),
+    ],
+)
+def test_the_first_host_of_a_list(hosts: str, first: str) -> None:
+    for environ in (SRUN | {HOSTS: hosts}, {key: value for key, value in SRUN.items() if key != HOSTS}):
+        environ = environ | ({} if HOSTS in environ else {"SLURM_JOB_NODELIST": hosts})
+        assert launch_environment(environ).url == f"tcp://{first}:10220"
+
+
+def test_steps_of_a_job_meet_at_ports_of_their_own() -> None:
+    urls = {launch_environment(SRUN | {"SLURM_STEP_ID": step}).url for step in ("0", "1", "2")}
+    assert len(urls) == 3
+
+
+@pytest.mark.parametrize("environ", [{}, TORCHRUN, {"RANK": "", "WORLD_SIZE": "2"}, ALLOCATION])
+def test_a_group_that_runs_takes_precedence(environ: dict[str, str]) -> None:
+    found = launch_environment(environ, running=(2, 4))
+    local = (1, 4) if environ is TORCHRUN else (None, 1)
+    assert found == LaunchEnvironment(2, 4, *local)
+
+
+def without(environ: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name not in names}
+
+
+@pytest.mark.parametrize(
     ("environ", "message"),
     [
+        (
+            without(TORCHRUN, "MASTER_ADDR"),
+            "environment variable MASTER_ADDR is missing: 8 ranks meet at rank 0's host",
+        ),
+        (
+            without(TORCHRUN, "MASTER_PORT"),
+            "environment variable MASTER_PORT is missing: 8 ranks meet at a port of 10.0.0.1; set it",
+        ),
+        (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT: expected a whole number from 1 to 65535; got '65536'"),
+        ({"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "a"}, "environment variable WORLD_SIZE is missing"),
+        (
+            without(SRUN, HOSTS, "SLURM_JOB_NODELIST"),
+            f"environment variable MASTER_ADDR is missing (or {HOSTS}, or SLURM_JOB_NODELIST): 8 ranks",
+        ),
+        (without(SRUN, "SLURM_JOB_ID"), "environment variable MASTER_PORT is missing (or SLURM_JOB_ID): 8 ranks"),
+        (
+            SRUN | {HOSTS: "a[1"},
+            f"environment variable {HOSTS}: expected hosts such as 'node[07-09,12],gpu1'; got 'a[1'",
+        ),
         (
             {"RANK": "0"},
             "environment variable WORLD_SIZE is missing although others of the launcher are set; start the",
         ),
         ({"WORLD_SIZE": "2"}, "environment variable RANK is missing"),
-        ({"SLURM_PROCID": "0"}, "environment variable SLURM_NTASKS is missing"),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, "environment variable SLURM_NTASKS is missing"),
         (TORCHRUN | {"RANK": "8"}, "environment variable RANK: expected a whole number from 0 to 7; got '8'"),
         (TORCHRUN | {"RANK": "-1"}, "environment variable RANK: expected a whole number from 0 to 7; got '-1'"),
         (TORCHRUN | {"RANK": ""}, "environment variable RANK: expected a whole number from 0 to 7; got ''"),
@@ -73,6 +151,6 @@ def test_malformed_variables(environ: dict[str, str], message: str) -> None:
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURM_PROCID", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert launch_environment() == LaunchEnvironment(3, 4, 0, 1)
+    for name, value in (PODS | {"RANK": "1"}).items():
+        monkeypatch.setenv(name, value)
+    assert launch_environment() == LaunchEnvironment(1, 2, None, 1, 0, PODS_MEET)

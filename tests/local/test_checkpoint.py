@@ -1,25 +1,31 @@
 """Checkpoints: saved under one layout, loaded under any other; exact resume; nothing torn is ever loaded."""
 
+import contextlib
 import functools
 import itertools
 import json
 import os
 import random
+import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import partita
 from partita import ConfigError, PartitaError
 from partita.checkpoint import file as checkpoint_file
 from partita.checkpoint.folder import complete
+from partita.checkpoint.offline import export_weights
 from partita.checkpoint.stored import open_stored
 from tests.local import pool
 from tests.local.training import ADAMW, WIDTH, Stack, rank, square_loss, whole_weights, world
@@ -152,7 +158,9 @@ def recoded(folder: str) -> dict[str, Tensor]:
 
 
 class Noisy(nn.Module):
-    """Dropout, a batch norm, tied weights, a convolution in channels-last order, a frozen layer, a scalar."""
+    """Dropout, a batch norm, tied weights, a convolution in channels-last order, a frozen layer, a scalar, and
+    tensors without elements.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,11 +170,14 @@ class Noisy(nn.Module):
         self.tied, self.out = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
         self.out.weight = self.tied.weight
         self.scale = nn.Parameter(torch.tensor(1.5))
+        self.none = nn.Parameter(torch.empty(0, 8))
+        self.frozen_none = nn.Parameter(torch.empty(3, 0), requires_grad=False)
+        self.register_buffer("cache", torch.empty(2, 0, 3, dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.conv(x)).relu().mean((2, 3))
         x = nn.functional.dropout(self.tied(self.frozen(x)), 0.3, training=self.training)
-        return self.out(x) * self.scale
+        return self.out(x) * self.scale + self.none.sum()
 
 
 def noisy_steps(engine: partita.Engine, num_steps: int) -> list[float]:
@@ -193,6 +204,9 @@ def resumes(folder: str, sections: dict[str, Any]) -> None:
         engine.save(folder)
         expected = noisy_steps(engine, 4)
         weights, scale = whole_weights(engine), engine.step().loss_scale
+    stored = open_stored(Path(folder, "step-3"))
+    shapes = {name: stored.value(f"model.{name}").shape for name in ("none", "frozen_none", "cache")}
+    assert shapes == {"none": (0, 8), "frozen_none": (3, 0), "cache": (2, 0, 3)}
     torch.manual_seed(99)
     with partita.initialize(Noisy(), config) as engine:
         engine.load(folder)
@@ -209,6 +223,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "zero": {"stage": 3, "offload": {"optimizer": "disk"}},
         "optimizer": {"name": "sgd", "momentum": 0.9, "lr": 0.01},
     },
+    "sgd without momentum": {"zero": {"stage": 2}, "optimizer": {"name": "sgd", "lr": 0.01}},
     "in the foreground": {"zero": {"stage": 1}, "checkpoint": {"background": False}},
 }
 
@@ -218,6 +233,40 @@ SECTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_resumed_as_if_never_stopped(name: str, ranks: int, tmp_path: Path) -> None:
     pool.run(ranks, resumes, str(tmp_path), SECTIONS[name])
+
+
+def configured_anew(folder: str) -> None:
+    def engine(rate: float, decay: float) -> partita.Engine:
+        settings = {"name": "adamw", "lr": rate, "weight_decay": decay}
+        config = {"optimizer": settings, "schedule": {"name": "cosine", "warmup_steps": 1, "total_steps": 9}}
+        return partita.initialize(Stack(1), {"zero": {"stage": 3}, **config})
+
+    def group(of: partita.Engine) -> tuple[float, float]:
+        return of.optimizer.param_groups[0]["lr"], of.optimizer.param_groups[0]["weight_decay"]
+
+    with engine(1e-2, 0.1) as first:
+        losses_of(first, 0, 3)
+        first.save(folder)
+        rate, _ = group(first)
+        assert 0 < rate < 1e-2
+    said = (
+        r"lr is 0\.001 as configured now \(the saved run was configured with 0\.01, and had 0\.00.*weight_decay is 0\.2"
+    )
+    with engine(1e-3, 0.2) as second:
+        with pytest.warns(UserWarning, match=said) if not rank() else nullcontext():
+            second.load(folder)
+        assert group(second) == (pytest.approx(rate / 10), 0.2)
+        losses_of(second, 3, 1)
+        second.save(folder)
+        expected = losses_of(second, 4, 2), group(second)
+    with engine(1e-3, 0.2) as third:  # as the run that saved: nothing is said, and nothing changed
+        third.load(folder)
+        assert (losses_of(third, 4, 2), group(third)) == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_configured_anew_holds(ranks: int, tmp_path: Path) -> None:
+    pool.run(ranks, configured_anew, str(tmp_path))
 
 
 class Odd(torch.optim.Optimizer):
@@ -264,6 +313,69 @@ def test_every_save_is_of_the_states_of_its_moment(ranks: int, stage: int, repla
     pool.run(ranks, saves_what_is_there_now, str(tmp_path), stage, replaces)
 
 
+class Counting(Stack):
+    """Knows more than tensors, in a module of its own; has a buffer of as many elements as it is told."""
+
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: dict[str, Any] = {"calls": 0, "largest": torch.zeros(2)}
+
+        def get_extra_state(self) -> dict[str, Any]:
+            return self.seen
+
+        def set_extra_state(self, state: dict[str, Any]) -> None:
+            self.seen = state
+
+    def __init__(self, num: int = 3) -> None:
+        super().__init__(1)
+        self.counter = self.Counter()
+        self.register_buffer("range", torch.arange(float(num)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counter.seen = {"calls": self.counter.seen["calls"] + 1, "largest": x.detach().amax((0, 1)).expand(2)}
+        return super().forward(x)
+
+
+def keeps_extra_states(folder: str) -> None:
+    config = {"zero": {"stage": 3}}
+    with partita.initialize(Counting(), config) as engine:
+        losses_of(engine, 0, 2)
+        engine.save(folder)
+        seen, state = engine.module.counter.seen, engine.state_dict()
+        with pytest.warns(UserWarning, match="extra state of 'counter' is left out") if not rank() else nullcontext():
+            engine.export(folder + "/exported")
+    if rank() == 0:
+        again = Counting()
+        again.load_state_dict(state)
+        assert again.counter.seen is seen
+    for only_model in (False, True):
+        with partita.initialize(Counting(), config) as engine:
+            engine.load(folder, only_model=only_model)
+            assert engine.module.counter.seen["calls"] == 2
+            assert rank() or torch.equal(engine.module.counter.seen["largest"], seen["largest"])
+    with partita.initialize(Counting(1), config) as engine:
+        with pytest.raises(PartitaError, match=r"shapes differ: 'range' is \(1,\) here, \(3,\) there"):
+            engine.load(folder, strict=False)
+        with pytest.raises(ConfigError, match=r"the buffer 'range' has the shape \(3,\), the model's has \(1,\)"):
+            partita.initialize(Counting(1), config, weights=folder + "/exported", mesh=engine.mesh)
+    with partita.initialize(Stack(1), config) as engine:
+        with pytest.raises(PartitaError, match=r"unknown here: counter\._extra_state, range"):
+            engine.load(folder)
+        losses_of(engine, 0, 1)
+        engine.save(folder + "/without")
+    with partita.initialize(Counting(), config) as engine:
+        with pytest.raises(PartitaError, match=r"missing there: model\.range, model\.counter\._extra_state"):
+            engine.load(folder + "/without")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_extra_states_and_shapes_of_buffers(ranks: int, tmp_path: Path) -> None:
+    pool.run(ranks, keeps_extra_states, str(tmp_path))
+    with pytest.warns(UserWarning, match=r"extra state of 'model\.counter' is left out"):
+        export_weights(open_stored(tmp_path / "step-2"), tmp_path / "offline", None, None)
+
+
 # ----------------------------------------------------------------------------------------------- folders of checkpoints
 
 
@@ -285,6 +397,26 @@ def saves_by_itself(folder: str) -> None:
 
 def test_saves_by_itself_and_keeps_the_newest(tmp_path: Path) -> None:
     pool.run(2, saves_by_itself, str(tmp_path))
+
+
+def starts_again(folder: str) -> None:
+    """A run in the folder of one that came further."""
+    config = {"checkpoint": {"dir": folder, "every_steps": 2, "keep": 2}}
+    with partita.initialize(Stack(1), config) as engine:
+        losses_of(engine, 0, 8)
+    with partita.initialize(Stack(1), config) as engine:
+        said = pytest.warns(UserWarning, match=r"holds later steps than step-2.*\(to step-8\)")
+        with said if rank() == 0 else contextlib.nullcontext():
+            losses_of(engine, 0, 2)
+        losses_of(engine, 2, 1)
+        path = engine.save()
+        engine.wait_for_checkpoint()
+        assert names(folder) == ["step-2", path.name] == ["step-2", "step-3"]
+        assert engine.load().step == 3
+
+
+def test_a_run_in_the_folder_of_a_longer_one_keeps_its_own(tmp_path: Path) -> None:
+    pool.run(2, starts_again, str(tmp_path))
 
 
 def goes_back_to_the_start(folder: str, offload: dict[str, str]) -> None:
@@ -372,9 +504,18 @@ def goes_on_from_step_1(folder: str) -> None:
 # ------------------------------------------------------------------------------------------------------ what goes wrong
 
 
-def disk_fails(folder: str, background: bool) -> None:
-    """A rank that cannot write: no rank has a checkpoint, all are told, and training goes on."""
-    failing = mock.patch.object(checkpoint_file.os, "pwrite", side_effect=OSError(28, "No space left on device"))
+def opened_in(folder: str) -> list[str]:
+    """The files in a folder that this process holds open, removed ones too."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the listing's own
+            found.append(str(link.readlink()))
+    return [path for path in found if path.startswith(folder)]
+
+
+def disk_fails(folder: str, background: bool, call: str) -> None:
+    """A rank that cannot write: no rank has a checkpoint, all are told, nothing of it is left, and training goes on."""
+    failing = mock.patch.object(checkpoint_file.os, call, side_effect=OSError(28, "No space left on device"))
     with partita.initialize(Stack(1), {"zero": {"stage": 3}, "checkpoint": {"background": background}}) as engine:
         losses_of(engine, 0, 1)
 
@@ -389,7 +530,8 @@ def disk_fails(folder: str, background: bool) -> None:
 
         with pytest.raises(PartitaError, match=r"No space left on device; make room there, lower checkpoint\.keep"):
             save()
-        assert complete(Path(folder)) == {}
+        dist.barrier()
+        assert (names(folder), opened_in(folder)) == ([], [])
         losses_of(engine, 1, 1)
         engine.save(folder)
         engine.wait_for_checkpoint()
@@ -398,8 +540,28 @@ def disk_fails(folder: str, background: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:the checkpoint was not saved")
 @pytest.mark.parametrize("background", [True, False])
-def test_a_full_disk_is_an_error_on_every_rank(background: bool, tmp_path: Path) -> None:
-    pool.run(2, disk_fails, str(tmp_path), background)
+@pytest.mark.parametrize("call", ["pwrite", "posix_fallocate"])
+def test_a_full_disk_is_an_error_on_every_rank(background: bool, call: str, tmp_path: Path) -> None:
+    pool.run(2, disk_fails, str(tmp_path), background, call)
+
+
+def dies_while_it_writes(folder: str) -> None:
+    with partita.initialize(Stack(1)) as engine:
+        losses_of(engine, 0, 1)
+        saver = engine._checkpoints._saver
+        if rank() == 1:
+            mock.patch.object(saver, "_write_own", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL)).start()
+        engine.save(folder)
+        saver._join()
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint was not saved")
+def test_a_rank_that_dies_while_it_writes_is_not_waited_for(tmp_path: Path) -> None:
+    with pytest.raises(pool.WorkerError, match="rank 1 died with exit code -9") as caught:
+        pool.run(2, dies_while_it_writes, str(tmp_path))
+    (other,) = (note for note in caught.value.__notes__ if note.startswith("on rank 0:"))
+    assert "rank 1 ended before its file in" in other
+    assert complete(tmp_path) == {}
 
 
 def other_models(folder: str) -> None:
@@ -427,16 +589,25 @@ def other_models(folder: str) -> None:
             engine.load(folder + "/nothing")
         with pytest.raises(ConfigError, match=r"name a folder, or set checkpoint\.dir"):
             engine.save()
+    with partita.initialize(Stack(1), {"optimizer": {"name": "sgd"}}) as engine:
+        losses_of(engine, 0, 1)
+        engine.save(folder + "/sgd")
+    with (
+        partita.initialize(Stack(1), {"optimizer": {"name": "sgd", "momentum": 0.9}}) as engine,
+        pytest.raises(PartitaError, match=r"missing there: optimizer\.state\.\*; strict=False takes"),
+    ):
+        engine.load(folder + "/sgd")
 
 
 def test_checkpoints_of_other_models(tmp_path: Path) -> None:
     pool.run(2, other_models, str(tmp_path))
 
 
-def not_finite(folder: str, policy: str) -> None:
+def not_finite(folder: str, policy: str, optimizer: str) -> None:
     """A loss that is no number on one rank, in the fourth step."""
     config = {
         "zero": {"stage": 3},
+        "optimizer": {"name": optimizer},
         "precision": {"nonfinite": policy},
         "checkpoint": {"dir": folder, "every_steps": 2},
     }
@@ -461,9 +632,42 @@ def not_finite(folder: str, policy: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*the update is skipped")
-@pytest.mark.parametrize("policy", ["raise", "rewind"])
-def test_what_is_not_finite(policy: str, tmp_path: Path) -> None:
-    pool.run(2, not_finite, str(tmp_path), policy)
+@pytest.mark.parametrize(("policy", "optimizer"), [("raise", "adamw"), ("rewind", "adamw"), ("rewind", "sgd")])
+def test_what_is_not_finite(policy: str, optimizer: str, tmp_path: Path) -> None:
+    pool.run(2, not_finite, str(tmp_path), policy, optimizer)
+
+
+def stays_not_finite(folder: str, gradients: str) -> None:
+    """Every fourth step, and at first before there is anything to go back to."""
+    config = {
+        "precision": {"nonfinite": "rewind", "gradients": gradients},
+        "checkpoint": {"dir": folder, "every_steps": 2},
+    }
+
+    def spoilt_step() -> int | None:
+        engine.backward(square_loss(engine, rank(), 3) * float("nan"))
+        return engine.step().rewound_to
+
+    with partita.initialize(Stack(1), config) as engine:
+        with pytest.raises(
+            PartitaError, match=r"step 1: the gradient of .* is not finite.*cannot go back.*no complete"
+        ):
+            spoilt_step()
+        losses_of(engine, 0, 2)  # the step that was left out counts
+        for _ in range(2):
+            for _ in range(3):
+                assert spoilt_step() == 2
+                losses_of(engine, 2, 1)
+            with pytest.raises(PartitaError, match=r"step 4: the gradient of .*rank.* 3 times .* get past step 4"):
+                spoilt_step()
+            assert engine.load().step == 2
+            losses_of(engine, 2, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*not finite:UserWarning")
+@pytest.mark.parametrize("gradients", ["fp32", "in_backward"])
+def test_going_back_has_an_end(gradients: str, tmp_path: Path) -> None:
+    pool.run(2, stays_not_finite, str(tmp_path), gradients)
 
 
 def inside_a_batch(folder: str) -> None:
@@ -472,6 +676,38 @@ def inside_a_batch(folder: str) -> None:
         engine.step()
         with pytest.raises(PartitaError, match="after micro-batch 1 of 2: the gradients collected so far"):
             engine.save(folder)
+
+
+def numbers_of_numpy(folder: str) -> None:
+    """Rates as half of all schedules compute them, and values that no checkpoint can give back."""
+
+    def engine() -> partita.Engine:
+        torch.manual_seed(0)
+        return partita.initialize(
+            Stack(1),
+            {"zero": {"stage": 3}},
+            optimizer=functools.partial(torch.optim.AdamW, weight_decay=numpy.float32(0.1)),
+            scheduler=lambda made: LambdaLR(made, lambda step: 0.5 * (1 + numpy.cos(numpy.pi * step / 100))),
+        )
+
+    with engine() as first:
+        losses_of(first, 0, 2)
+        for value, where in ((Path("a"), "'v'"), ([1, Path("a")], r"'v'\]\[1")):
+            first.extra["v"] = value
+            with pytest.raises(PartitaError, match=rf"engine\.extra\[{where}\] is of pathlib\."):
+                first.save(folder)
+        first.extra["v"] = numpy.int64(3)
+        first.save(folder)
+        expected = losses_of(first, 2, 3), first.optimizer.param_groups[0]["lr"]
+    with engine() as second:
+        second.load(folder)
+        assert second.extra == {"v": 3}
+        assert (losses_of(second, 2, 3), second.optimizer.param_groups[0]["lr"]) == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_saved_can_be_loaded(ranks: int, tmp_path: Path) -> None:
+    pool.run(ranks, numbers_of_numpy, str(tmp_path))
 
 
 def test_no_checkpoint_inside_a_batch(tmp_path: Path) -> None:

@@ -101,12 +101,14 @@ def test_a_rank_that_leaves_with_an_error(stage: int, way: str) -> None:
     assert "rank 1 ended with ValueError: the data of step 1" in said
 
 
-def dies(stage: int, way: str, folder: str) -> None:
-    """Rank 1 is killed; the others write down what they are told."""
+def dies(stage: int, way: str, folder: str, with_child: bool = False) -> None:
+    """Rank 1 is killed, while a child that it has forked lives on; the others write down what they are told."""
     try:
         with engine_of(stage, way) as engine:
             step_of(engine, 0)
             if rank() == 1:
+                if with_child:
+                    fork_a_child(Path(folder, "said-0"))
                 os.kill(os.getpid(), signal.SIGKILL)
             step_of(engine, 1)
     except PartitaError as error:
@@ -122,3 +124,23 @@ def test_a_rank_that_is_killed(stage: int, way: str, tmp_path: Path) -> None:
         assert (
             "rank 1 does not answer: its process was stopped or has ended" in (tmp_path / f"said-{other}").read_text()
         )
+
+
+def fork_a_child(until: Path) -> None:
+    """It has what this process has, and lives until a file is there (or a minute is over)."""
+    if not os.fork():
+        for _ in range(600):
+            if until.exists():
+                break
+            time.sleep(0.1)
+        os._exit(0)
+
+
+@pytest.mark.parametrize(("stage", "way"), WAYS)
+def test_a_rank_that_is_killed_beside_a_child(stage: int, way: str, tmp_path: Path) -> None:
+    """As a DataLoader's worker is. What tells the others is that connections end, not that the time is up."""
+    with pytest.raises(pool.WorkerError, match="rank 1 died"):
+        pool.run(2, dies, stage, way, str(tmp_path), True)
+    said = (tmp_path / "said-0").read_text()
+    assert "rank 1 does not answer: its process was stopped or has ended" in said
+    assert not re.search("timed out|timeout", said.partition("Backend: ")[2], re.IGNORECASE)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import partita
+from partita import PartitaError
 from tests.local import pool
 from tests.local.training import ADAMW, Stack, rank, square_loss, whole_weights, world
 
@@ -117,3 +118,21 @@ def into_fsdp(folder: str, zero: dict[str, Any]) -> None:
 @pytest.mark.parametrize("zero", [{"stage": 3}, {"stage": 0}, {"stage": 2, "offload": {"optimizer": "host"}}])
 def test_what_fsdp2_loads(zero: dict[str, Any], tmp_path: Path) -> None:
     pool.run(2, into_fsdp, str(tmp_path), zero)
+
+
+def chooses_a_copy(folder: str) -> None:
+    with partita.initialize(Stack(1), {"zero": {"stage": 3}}) as engine:
+        for prefix, value in ((None, 1.0), ("ema", 2.0), ("model", 1.0)):
+            engine.load(folder + "/usual", prefix=prefix)
+            assert all((weight == value).all() for weight in whole_weights(engine).values())
+        with pytest.raises(PartitaError, match=r"2 copies of the weights, under 'ema', 'net'"):
+            engine.load(folder + "/other")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_several_copies_of_the_weights(ranks: int, tmp_path: Path) -> None:
+    one, two = ({key: torch.full_like(x, value) for key, x in Stack(1).state_dict().items()} for value in (1.0, 2.0))
+    dcp.save({"ema": two, "model": one}, checkpoint_id=tmp_path / "usual")
+    dcp.save({"ema": two, "net": one}, checkpoint_id=tmp_path / "other")
+    pool.run(ranks, chooses_a_copy, str(tmp_path))

@@ -1,5 +1,7 @@
 """Several engines in one process: their models, stages and optimizers do not touch each other."""
 
+import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 
 import partita
 from partita import PartitaError
+from partita.comm import world as world_module
 from tests.local import pool
 from tests.local.training import ADAMW, PLANS, Stack, assert_idle, inputs, rank, square_loss, whole_weights, world
 
@@ -185,6 +189,65 @@ def outlives_its_mesh() -> None:
         with pytest.raises(PartitaError, match="the engine that owns this mesh is closed"):
             engine.backward(square_loss(engine, rank(), 1))
             engine.step()
+
+
+def in_turn(later: int) -> int:
+    """Engines one after the other; rank ``later`` closes each after the other has begun the next."""
+    for step in range(12):
+        with partita.initialize(Stack(1), {"communication": {"timeout_s": 30.0}}) as engine:
+            engine.backward(square_loss(engine, rank(), step))
+            assert engine.step().stepped
+            if rank() == later:
+                time.sleep(0.05)
+    return step + 1
+
+
+def overlapping() -> bool:
+    """The first engine is closed while a second one, with a mesh of its own, trains on."""
+    one = partita.initialize(Stack(1))
+    other = partita.initialize(Stack(1), {"zero": {"stage": 3}})
+    one.close()
+    one.close()
+    other.backward(square_loss(other, rank(), 0))
+    assert other.step().stepped
+    other.close()
+    return dist.is_initialized()
+
+
+def beside_the_users_group() -> float:
+    """A mesh that is closed once the user has another group leaves that one alone."""
+    engine = partita.initialize(Stack(1))
+    dist.destroy_process_group()
+    store = PrefixStore("users", world_module._here.store)
+    dist.init_process_group("gloo", store=store, rank=rank_in_environment(), world_size=2)
+    engine.close()
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return total.item()
+
+
+def rank_in_environment() -> int:
+    return int(os.environ["RANK"])
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_in_turn(later: int) -> None:
+    assert pool.run(2, in_turn, later, with_group=False) == [12, 12]
+
+
+def test_in_a_job_of_more_ranks() -> None:
+    """Processes that have started groups elsewhere before, some more often than others."""
+    for num_ranks in (2, 3):
+        assert pool.run(num_ranks, overlapping, with_group=False) == [False] * num_ranks
+
+
+def test_the_last_mesh_ends_torch_distributed() -> None:
+    assert pool.run(2, overlapping, with_group=False) == [False, False]
+
+
+def test_another_group_of_the_users_stays() -> None:
+    assert pool.run(2, beside_the_users_group, with_group=False) == [1.0, 1.0]
 
 
 def test_gan_at_different_stages() -> None:

@@ -1,5 +1,6 @@
 """Rows of metrics, to files and back."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -42,6 +43,24 @@ def test_another_run_replaces_the_rows_and_the_events(tmp_path: Path) -> None:
     write_all(tmp_path)
     assert read_metrics(tmp_path / METRICS_FILE) == (TRAIN, HELD_OUT)
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+
+
+def test_a_run_that_goes_on_and_dies_early_leaves_the_rows_that_it_kept(tmp_path: Path) -> None:
+    write_all(tmp_path)
+    with MetricsWriter(tmp_path, after=3):
+        assert read_metrics(tmp_path / METRICS_FILE) == (TRAIN, HELD_OUT[:1])  # the last step is evaluated again
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_run_that_cannot_start_leaves_all_rows(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    write_all(tmp_path)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(PartitaError, match="cannot write metrics into .*No space left"):
+        MetricsWriter(tmp_path, after)
+    assert read_metrics(tmp_path / METRICS_FILE) == (TRAIN, HELD_OUT)
 
 
 def test_tensorboard_has_the_scalars(tmp_path: Path) -> None:

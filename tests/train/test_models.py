@@ -1,7 +1,9 @@
 """The models a job can name."""
 
+import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -120,3 +122,16 @@ def test_what_cannot_be_built_is_said(huggingface: Any, messages: list[str]) -> 
         build_model(ModelSection(huggingface=huggingface), DATA)
     for message in messages:
         assert message in str(caught.value)
+
+
+def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
+    """Not even where somebody would answer yes."""
+    marker = tmp_path / "was_run"
+    auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard-of", "auto_map": auto_map}))
+    (tmp_path / "own.py").write_text(f"open({str(marker)!r}, 'w')\n")
+    with mock.patch("builtins.input", return_value="y") as asked:
+        with pytest.raises(ConfigError, match="transformers cannot build it"):
+            build_model(ModelSection(huggingface=str(tmp_path)), DataSection())
+    assert not marker.exists()
+    asked.assert_not_called()

@@ -1,9 +1,10 @@
-"""What is saved beside the model states: buffers, the optimizer's settings, scheduler, loss scale, counters, random
-states, and whatever the caller adds.
+"""What is saved beside the model states: buffers, modules' extra states, the optimizer's settings, scheduler, loss
+scale, counters, random states, and whatever the caller adds.
 """
 
 import random
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +15,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from partita.checkpoint.content import MODEL, OPTIMIZER
 from partita.checkpoint.layout import Value, most_elements
+from partita.checkpoint.record import plain
+from partita.checkpoint.settings import Change, Settings, apply, changes, configured
 from partita.checkpoint.stored import Stored, narrowed
-from partita.checkpoint.whole import persistent_buffers
+from partita.checkpoint.whole import extra_states, persistent_buffers
 from partita.comm.mesh import Mesh
 from partita.errors import PartitaError
 from partita.optim.updater import Updater
@@ -23,6 +26,7 @@ from partita.sharding.stretch import SCALAR, Stretch
 
 GROUPS = OPTIMIZER + "param_groups."
 SCHEDULER, ENGINE, RANDOM, EXTRA = "scheduler", "partita.engine", "partita.random.", "partita.extra"
+CONFIGURED = "partita.configured"
 
 
 @dataclass
@@ -34,6 +38,10 @@ class Beside:
     scheduler: LRScheduler
     mesh: Mesh
     extra: dict[str, Any] = field(default_factory=dict)
+    _configured: list[Settings] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._configured = configured(self.updater.optimizer.param_groups)
 
     def boxes(self) -> list[Value]:
         """What this rank saves of buffers, in the order of :meth:`batches`."""
@@ -44,15 +52,24 @@ class Beside:
         ]
 
     def values(self) -> list[Value]:
-        """What else this rank saves."""
+        """What else this rank saves.
+
+        Raises:
+            PartitaError: there is something in it that could not be loaded again.
+        """
         values = [Value(f"{RANDOM}{self.mesh.rank}", value=random_state(self.mesh.device))]
         if self.mesh.rank:
             return values
+        for name, module in extra_states(self.model):
+            values.append(Value(MODEL + name, value=plain(module.get_extra_state(), f"the model's '{name}'")))
         for number, group in enumerate(self.updater.groups_by_name()):
-            values += [Value(f"{GROUPS}{number}.{key}", value=plain(value)) for key, value in group.items()]
-        values.append(Value(SCHEDULER, value=plain(self.scheduler.state_dict())))
+            for key, value in group.items():
+                where = f"'{key}' of the optimizer's group {number}"
+                values.append(Value(f"{GROUPS}{number}.{key}", value=plain(value, where)))
+        values.append(Value(SCHEDULER, value=plain(self.scheduler.state_dict(), "the scheduler's state")))
+        values.append(Value(CONFIGURED, value=plain(self._configured, "what is configured of the optimizer's groups")))
         values.append(Value(ENGINE, value=self.updater.counters()))
-        values.append(Value(EXTRA, value=plain(self.extra)))
+        values.append(Value(EXTRA, value=plain(self.extra, "engine.extra")))
         return values
 
     def batches(self) -> Iterator[list[Tensor]]:
@@ -89,7 +106,8 @@ class Beside:
         return stored.value(key)
 
     def _restore_groups(self, stored: Stored, missing: list[str], *, strict: bool) -> None:
-        """Give each group the settings of the stored one with the same parameters."""
+        """Give each group the settings of the stored one with the same parameters, but for what is configured anew."""
+        before, changed = stored.value(CONFIGURED) if CONFIGURED in stored.values else [], list[Change]()
         for number, group in enumerate(self.updater.groups_by_name()):
             prefix = f"{GROUPS}{number}."
             found = {key.removeprefix(prefix): stored.value(key) for key in stored.values if key.startswith(prefix)}
@@ -103,6 +121,18 @@ class Beside:
                 )
             else:
                 self.updater.optimizer.param_groups[number].update(found)
+                if number < len(self._configured):
+                    began = before[number] if number < len(before) else configured([found])[0]
+                    changed += changes(number, self._configured[number], began, found)
+        for change in changed:
+            apply(change, self.updater.optimizer, self.scheduler)
+        if changed and not self.mesh.rank:
+            warnings.warn(
+                f"engine.load: the optimizer is configured otherwise than in the run that saved '{stored.folder}': "
+                f"{'; '.join(map(str, changed))}. To go on with the checkpoint's, configure what the saved run was "
+                "configured with",
+                stacklevel=2,
+            )
 
 
 def _all_of(buffer: Tensor) -> Stretch:
@@ -110,15 +140,6 @@ def _all_of(buffer: Tensor) -> Stretch:
         return SCALAR
     dims = tuple(range(buffer.dim()))
     return Stretch(tuple(buffer.shape), dims, 0, buffer.numel())
-
-
-def plain(value: Any) -> Any:
-    """Without what ``torch.load`` refuses: containers of its own classes."""
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(plain, value)) if type(value) in (list, tuple) else list(map(plain, value))
-    return value
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

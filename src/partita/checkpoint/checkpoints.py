@@ -18,6 +18,9 @@ from partita.errors import ConfigError, PartitaError
 from partita.optim.updater import StepResult, Updater
 from partita.sharding.runtime import Runtime
 
+# How often training goes back before one and the same step.
+MOST_REWINDS = 3
+
 
 class Checkpoints:
     """Saves and loads one engine. Every method is a collective, called between two steps."""
@@ -28,24 +31,41 @@ class Checkpoints:
         self._beside = Beside(model, updater, scheduler, self._mesh)
         self._saver = Saver(self._content, self._beside)
         self.extra = self._beside.extra
+        # The furthest step that was not finite, and how often training went back from there or before.
+        self._furthest, self._rewinds = -1, 0
 
     def after_update(self, result: StepResult) -> StepResult:
         """Save where it is due; where an update was left out, do what ``precision.nonfinite`` says.
 
         Raises:
-            PartitaError: that is to raise, or there is no checkpoint to go back to.
+            PartitaError: that is to raise, there is no checkpoint to go back to, or going back does not help.
         """
         policy, section = self._config.precision.nonfinite, self._config.checkpoint
         if result.skipped and policy != "skip" and not self._updater.scale.dynamic:
             said = f"step {self._updater.steps}: {self._updater.culprit}"
             if policy == "raise":
                 raise PartitaError(f"{said} (precision.nonfinite: raise)")
-            restored = self.load(None, only_model=False, strict=True)
-            warnings.warn(f"{said}; training goes back to step {restored.step}", stacklevel=4)
-            return replace(result, rewound_to=restored.step)
+            return replace(result, rewound_to=self._rewind(said))
         if section.every_steps and not result.skipped and self._updater.steps % section.every_steps == 0:
             self.save(None)
         return result
+
+    def _rewind(self, said: str) -> int:
+        """Go back to the newest checkpoint because of what is ``said``; returns its step."""
+        if self._updater.steps > self._furthest:
+            self._furthest, self._rewinds = self._updater.steps, 0
+        if self._rewinds == MOST_REWINDS:
+            raise PartitaError(
+                f"{said}; training went back {MOST_REWINDS} times (precision.nonfinite: rewind) and did not get past "
+                f"step {self._furthest}: load an earlier checkpoint, feed other data, or lower optimizer.lr"
+            )
+        self._rewinds += 1
+        try:
+            restored = self._load(None)
+        except PartitaError as error:
+            raise PartitaError(f"{said}; training cannot go back (precision.nonfinite: rewind): {error}") from error
+        warnings.warn(f"{said}; training goes back to step {restored.step}", stacklevel=5)
+        return restored.step
 
     def save(self, folder: str | Path | None) -> Path:
         """See :meth:`Engine.save`."""
@@ -62,13 +82,20 @@ class Checkpoints:
         order = Order(Path(folder), self._updater.steps, section.keep, section.background, about)
         return self._saver.save(order)
 
-    def load(self, folder: str | Path | None, *, only_model: bool, strict: bool) -> Restored:
+    def load(self, folder: str | Path | None, *, only_model: bool, strict: bool, prefix: str | None = None) -> Restored:
         """See :meth:`Engine.load`."""
+        self._furthest, self._rewinds = -1, 0
+        return self._load(folder, only_model=only_model, strict=strict, prefix=prefix)
+
+    def _load(
+        self, folder: str | Path | None, *, only_model: bool = False, strict: bool = True, prefix: str | None = None
+    ) -> Restored:
         self._saver.wait()
         folder = folder or self._config.checkpoint.dir
         if folder is None:
             raise ConfigError("engine.load: name a folder, or set checkpoint.dir")
-        return Loader(self._content, self._beside, Path(folder)).load(only_model=only_model, strict=strict)
+        loader = Loader(self._content, self._beside, Path(folder))
+        return loader.load(only_model=only_model, strict=strict, prefix=prefix)
 
     def wait(self) -> None:
         """Wait until what is written in the background is visible."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from partita.checkpoint.layout import Value, most_elements
+from partita.checkpoint.record import plain
 from partita.errors import PartitaError
 from partita.kernels.quantize import join
 from partita.kernels.state import num_blocks
@@ -148,7 +149,10 @@ class Content:
     def _new_pieces(self, unit: Unit, segment: Segment) -> Iterator[_Piece]:
         members = {member.fqn: member for member in unit.members if member.segment is segment}
         is_master = segment.trains and segment.plan.master.encoding in (FP32, SPLIT)
-        for span in segment.layout.part(self._index):
+        spans = segment.layout.part(self._index)
+        if self._index == 0:  # what has no elements is in no rank's part
+            spans += tuple(span for span in segment.layout.spans if not span.num_elements)
+        for span in spans:
             member, place = members[span.fqn], slice(span.offset, span.offset + span.num_elements)
             dtype = torch.float32 if is_master else segment.dtype
             yield from _cut(MODEL + span.fqn, dtype, stretch_of(member, span.start, span.stop), itemgetter(place))
@@ -168,7 +172,7 @@ class Content:
             elif span.start == 0 and isinstance(state, Tensor):
                 yield from _cut(name, state.dtype, SCALAR, self._state_of(view, span, key))
             elif span.start == 0:
-                yield _Piece(Value(name, value=state))
+                yield _Piece(Value(name, value=plain(state, f"the optimizer's state '{key}' of '{member.fqn}'")))
 
     def _stretch(self, member: Member, span: Span, view: View, key: str) -> Stretch:
         """What of a state goes with a parameter's span.

@@ -1,26 +1,35 @@
 """Weights in safetensors files, in the layout of Hugging Face: streamed unit by unit, no rank holding more than a file.
 
 A tied parameter is written once, under its first name; buffers that belong to the state dict are written too.
+
+Files are written aside and renamed when all of them last, so an export that fails leaves what was there. Of what was
+there it replaces an earlier export: the files that its index names, and ``model.safetensors``.
 """
 
 import json
 import os
+import secrets
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from partita.checkpoint.whole import Whole, persistent_buffers
+from partita.checkpoint.lock import Lock, is_locked
+from partita.checkpoint.names import some_of
+from partita.checkpoint.system import sync_folder, write_small
+from partita.checkpoint.weights import INDEX, SINGLE, read_index
+from partita.checkpoint.whole import EXTRA_STATE, Whole, extra_states, persistent_buffers
+from partita.errors import PartitaError
 
 FILE_BYTES = 4 * 2**30
-INDEX = "model.safetensors.index.json"
-
+# In the folder that files are written into, while the process that writes them runs.
+LOCK = "lock"
 
 # Beside weights, in a folder of Hugging Face's: configuration, tokenizer, chat template, code of the model's own.
 BESIDE_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".py")
@@ -36,26 +45,40 @@ def export(
     """Write the model's weights, in the compute dtype, into ``folder``. A collective; rank 0 writes.
 
     Configuration and tokenizer in the folder ``beside`` are copied; what the model itself knows of its configuration
-    (a Hugging Face model's ``config`` and ``generation_config``) replaces them.
+    (a Hugging Face model's ``config`` and ``generation_config``) replaces them. What modules keep beside tensors
+    (``get_extra_state``) has no place in these files: a warning says so.
 
     Raises:
         PartitaError: the folder cannot be written.
     """
-    writer = WeightsWriter(folder, file_bytes) if whole.is_first else None
-    for member, weight in whole.weights(master=False):
+    with WeightsWriter(folder, file_bytes) if whole.is_first else nullcontext() as writer:
+        for member, weight in whole.weights(master=False):
+            if writer is not None:
+                writer.add(member.fqn, weight)
         if writer is not None:
-            writer.add(member.fqn, weight)
-    if writer is not None:
-        for name, buffer in persistent_buffers(model):
-            writer.add(name, buffer)
-        writer.finish(beside, [getattr(model, "config", None), getattr(model, "generation_config", None)])
+            for name, buffer in persistent_buffers(model):
+                writer.add(name, buffer)
+            say_left_out(name for name, _ in extra_states(model))
+            writer.finish(beside, [getattr(model, "config", None), getattr(model, "generation_config", None)])
     whole.raise_together(writer.problem if writer is not None else None)
+
+
+def say_left_out(names: Iterable[str]) -> None:
+    """Warn of extra states, which safetensors cannot hold."""
+    modules = [name.removesuffix(EXTRA_STATE).rstrip(".") for name in names]
+    if modules:
+        warnings.warn(
+            f"export: the extra state of {some_of(repr(module) for module in modules)} is left out, as safetensors "
+            "hold tensors alone; checkpoints and engine.state_dict() have it",
+            stacklevel=3,
+        )
 
 
 class WeightsWriter:
     """Collects tensors into files of at most ``file_bytes`` (one tensor may be larger).
 
-    ``problem`` is the first that came up; nothing is written after it, while the other ranks go on.
+    ``problem`` is the first that came up; nothing is written after it, while the other ranks go on. A context manager,
+    which leaves nothing in the folder but what was finished.
     """
 
     def __init__(self, folder: Path, file_bytes: int = FILE_BYTES) -> None:
@@ -64,14 +87,29 @@ class WeightsWriter:
         self._files: list[tuple[Path, list[str]]] = []
         self._total = 0
         self.problem: str | None = None
+        self._aside = folder / f".export-{secrets.token_hex(4)}"
+        self._lock: Lock | None = None
         with self._noting("make the folder"):
             folder.mkdir(parents=True, exist_ok=True)
+            for stale in folder.glob(".export-*"):
+                if not is_locked(stale / LOCK):
+                    shutil.rmtree(stale, ignore_errors=True)
+            self._aside.mkdir()
+            self._lock = Lock(self._aside / LOCK)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._aside, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.release()
 
     @contextmanager
     def _noting(self, what: str) -> Iterator[None]:
         try:
             yield
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, PartitaError) as error:
             self.problem = f"engine.export: cannot {what} '{self._folder}': {error}"
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -84,11 +122,13 @@ class WeightsWriter:
         return sum(tensor.nbytes for tensor in self._pending.values())
 
     def _flush(self) -> None:
-        path = self._folder / f"part-{len(self._files)}.safetensors"
+        path = self._aside / f"{len(self._files)}.safetensors"
         if self.problem is None:
             with self._noting("write into"):
                 save_file(self._pending, path, metadata={"format": "pt"})
                 path.chmod(0o666 & ~_umask())
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
         self._files.append((path, list(self._pending)))
         self._total += self._bytes()
         self._pending = {}
@@ -122,20 +162,27 @@ class WeightsWriter:
             warnings.warn(f"engine.export: the {type(config).__name__} was not saved: {error}", stacklevel=2)
 
     def _name_files(self) -> None:
-        """One file, or numbered ones with an index."""
-        num = len(self._files)
-        for stale in (*self._folder.glob("model*.safetensors"), self._folder / INDEX):
-            stale.unlink(missing_ok=True)
-        if num == 1:
-            self._files[0][0].rename(self._folder / "model.safetensors")
-            return
-        where = {}
-        for number, (path, names) in enumerate(self._files, 1):
-            name = f"model-{number:05d}-of-{num:05d}.safetensors"
+        """One file, or numbered ones with an index. At no moment an index names files of two exports."""
+        num, index = len(self._files), self._folder / INDEX
+        names = (
+            [f"model-{number:05d}-of-{num:05d}.safetensors" for number in range(1, num + 1)] if num > 1 else [SINGLE]
+        )
+        earlier = {SINGLE, *read_index(self._folder).values()}
+        if num > 1:
+            where = {tensor: name for name, (_, held) in zip(names, self._files, strict=True) for tensor in held}
+            content = {"metadata": {"total_size": self._total}, "weight_map": where}
+            write_small(self._aside / INDEX, (json.dumps(content, indent=2) + "\n").encode())
+            if not earlier.isdisjoint(names):
+                index.unlink(missing_ok=True)
+        for name, (path, _) in zip(names, self._files, strict=True):
             path.rename(self._folder / name)
-            where.update(dict.fromkeys(names, name))
-        index = {"metadata": {"total_size": self._total}, "weight_map": where}
-        (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        if num > 1:
+            (self._aside / INDEX).rename(index)
+        else:
+            index.unlink(missing_ok=True)
+        for stale in earlier.difference(names):
+            (self._folder / stale).unlink(missing_ok=True)
+        sync_folder(self._folder)
 
 
 def _umask() -> int:

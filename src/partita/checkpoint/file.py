@@ -151,8 +151,11 @@ class _Writer:
         self._path, self._num_bytes = path, num_bytes
         with explained(path):
             self._file, self._direct = _create(path)
-            if num_bytes:
+            try:
                 _reserve(self._file, num_bytes)
+            except OSError:
+                os.close(self._file)
+                raise
         self._workers = Workers("checkpoint", NUM_THREADS)
         self._events = list[Event]()
 
@@ -202,7 +205,8 @@ def _create(path: Path) -> tuple[int, bool]:
 def _reserve(file: int, num_bytes: int) -> None:
     """Take the space, so that a full disk is found before the copy is made."""
     try:
-        os.posix_fallocate(file, 0, num_bytes)
+        if num_bytes:
+            os.posix_fallocate(file, 0, num_bytes)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise

@@ -1,72 +1,172 @@
 """A folder of checkpoints: ``step-N`` is one that is complete; what is being written, or removed, has a hidden name.
 
-A checkpoint becomes visible by one rename, after every file of it lasts. So whatever a crash leaves behind is hidden,
-and is removed by the next save.
+A checkpoint becomes visible by one rename, after every file of it lasts. One whose step is saved again is moved aside
+for that moment, and counts until the new one is there. What a crash leaves is hidden, and the next save clears it.
+
+Each save writes into a hidden folder of its own, named by a ``token``, in which the lock files of living processes keep
+other runs from removing it. Which checkpoint is newest is a number in its manifest: steps start again in a new run, and
+clocks and times of files are not to be relied on.
 """
 
+import contextlib
+import errno
 import re
+import secrets
 import shutil
 from pathlib import Path
 
+from partita.checkpoint.lock import is_locked
 from partita.checkpoint.stored import MANIFEST, METADATA
 from partita.checkpoint.system import explained, sync_folder
 from partita.errors import PartitaError
 
+LOCK_SUFFIX = ".lock"
+# In a manifest: one more than that of any checkpoint that was in the folder before.
+SEQUENCE = "sequence"
+
 _STEP = re.compile(r"step-(\d+)")
-_HIDDEN = re.compile(r"\.step-\d+\.(partial|old)")
+_ASIDE = re.compile(r"\.step-(\d+)\.[\w-]+\.replaced")
+_HIDDEN = re.compile(r"\.step-(\d+)\.([\w-]+\.)?(partial|replaced|removed|old)")
+_NUMBER = re.compile(rb'"%b": (\d+)' % SEQUENCE.encode())
+_HEAD_BYTES = 4096
 
 
 def complete(folder: Path) -> dict[int, Path]:
-    """The checkpoints in a folder, by step, in order."""
-    if not folder.is_dir():
-        return {}
-    found = {int(match[1]): path for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))}
-    return {step: found[step] for step in sorted(found) if (found[step] / MANIFEST).exists()}
+    """The checkpoints in a folder, by step, in the order in which they were published."""
+    return dict(sorted(_found(folder).items(), key=lambda item: (_sequence(item[1]), item[0])))
+
+
+def _found(folder: Path) -> dict[int, Path]:
+    found = dict[int, Path]()
+    for pattern in (_ASIDE, _STEP):
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if (match := pattern.fullmatch(path.name)) and (path / MANIFEST).exists():
+                found[int(match[1])] = path
+    return found
+
+
+def _sequence(path: Path) -> int:
+    """The number of a checkpoint; 0 for those of versions that had none. One whose manifest is damaged has its place,
+    too: it is not passed over in silence.
+    """
+    try:
+        with open(path / MANIFEST, "rb") as file:
+            found = _NUMBER.search(file.read(_HEAD_BYTES))
+    except FileNotFoundError:  # another run has just removed it
+        return 0
+    return int(found[1]) if found else 0
+
+
+def next_sequence(folder: Path) -> int:
+    """The number of a checkpoint that is published now."""
+    return 1 + max(map(_sequence, _found(folder).values()), default=0)
 
 
 def chosen(folder: Path) -> Path:
-    """The checkpoint that ``folder`` is, or the newest one in it.
+    """The checkpoint that ``folder`` is, or the one in it that was published last.
 
     Raises:
         PartitaError: there is none.
     """
     if (folder / MANIFEST).exists() or (folder / METADATA).exists():
         return folder
+    if (match := _STEP.fullmatch(folder.name)) and (aside := _found(folder.parent).get(int(match[1]))):
+        return aside
     found = list(complete(folder).values())
     if not found:
         raise PartitaError(f"checkpoint: '{folder}' is none, and holds no complete one (step-N)")
     return found[-1]
 
 
-def start_partial(folder: Path, step: int) -> Path:
-    """A new hidden folder to write into; what earlier crashes left is removed."""
-    partial = folder / f".step-{step}.partial"
+def partial_of(folder: Path, step: int, token: str) -> Path:
+    """Where a checkpoint is written, under a token that no other save has."""
+    return folder / f".step-{step}.{token}.partial"
+
+
+def start_partial(partial: Path) -> None:
+    """Make a hidden folder to write into; what earlier crashes left beside it is cleared."""
+    folder = partial.parent
     with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        clean(folder)
+        _clear(folder)
         partial.mkdir()
-    return partial
 
 
-def clean(folder: Path) -> None:
-    """Remove what crashes have left."""
+def notice(folder: Path, step: int) -> str | None:
+    """What the owner of a run should know of the folder that it saves into."""
+    if not folder.is_dir():
+        return None
+    last = max(_found(folder), default=step)
+    if last > step:
+        return (
+            f"checkpoint: '{folder}' holds later steps than step-{step}, which is saved now (to step-{last}): "
+            "engine.load() takes the one saved last, and checkpoint.keep removes those saved first; give each run a "
+            "folder of its own to keep both"
+        )
+    busy = [path for path in folder.iterdir() if _HIDDEN.fullmatch(path.name) and _is_busy(path)]
+    if busy:
+        return (
+            f"checkpoint: '{busy[0]}' is being written by another run (or was left by one that crashed, where the "
+            "filesystem has no locks): give each run a folder of its own"
+        )
+    return None
+
+
+def _is_busy(partial: Path) -> bool:
+    """Whether a process that runs writes into a hidden folder."""
+    return any(map(is_locked, partial.glob(f"*{LOCK_SUFFIX}")))
+
+
+def _clear(folder: Path) -> None:
+    """Clear what crashes have left."""
     for path in folder.iterdir():
-        if _HIDDEN.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+        if (match := _HIDDEN.fullmatch(path.name)) is None or _is_busy(path):
+            continue
+        if match[3] == "replaced" and not (folder / f"step-{match[1]}" / MANIFEST).exists():
+            with contextlib.suppress(OSError):  # the run that moved it aside has come to its end after all
+                path.rename(folder / f"step-{match[1]}")
+        else:
+            discard(path)
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint, or a hidden folder. It gets another name first, so that nobody takes it for a whole one."""
+    shutil.rmtree(_hide(path, "removed"), ignore_errors=True)
+
+
+def _hide(path: Path, kind: str) -> Path:
+    """Rename a folder, if it is still there; returns the new name, which no other has."""
+    step = path.name.lstrip(".").partition(".")[0]
+    hidden = path.with_name(f".{step}.{secrets.token_hex(4)}.{kind}")
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(hidden)
+    return hidden
 
 
 def publish(partial: Path, step: int, keep: int) -> Path:
-    """Make a checkpoint visible whose files all last, and remove all but the newest ``keep``."""
+    """Make a checkpoint visible whose files all last, and remove all others but the ``keep - 1`` published last."""
     folder, final = partial.parent, partial.parent / f"step-{step}"
     with explained(final):
         sync_folder(partial)
-        if final.exists():
-            final.rename(folder / f".step-{step}.old")
-        partial.rename(final)
+        while not _renamed(partial, final):
+            _hide(final, "replaced")
         sync_folder(folder)
-        for old_step in list(complete(folder))[:-keep]:
-            hidden = folder / f".step-{old_step}.old"
-            shutil.rmtree(hidden, ignore_errors=True)
-            (folder / f"step-{old_step}").rename(hidden)
-        clean(folder)
+        for lock in final.glob(f"*{LOCK_SUFFIX}"):
+            lock.unlink()
+        for aside in folder.glob(f".step-{step}.*.replaced"):
+            discard(aside)
+        others = [path for other, path in complete(folder).items() if other != step]
+        for path in others[: max(0, len(others) - keep + 1)]:
+            discard(path)
     return final
+
+
+def _renamed(path: Path, final: Path) -> bool:
+    """Rename a folder, unless there is another (which must not be empty) under the name."""
+    try:
+        path.rename(final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True

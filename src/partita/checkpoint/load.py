@@ -5,7 +5,7 @@ it meets are read whole, checked, and pasted where they belong. Nothing but the 
 states of one unit where they rest on disk, is held beside the states.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,16 @@ from torch import Tensor
 from partita.checkpoint.beside import Beside
 from partita.checkpoint.content import DATA, MODEL, STATE, Content, blocks_of
 from partita.checkpoint.folder import chosen
-from partita.checkpoint.names import Names
+from partita.checkpoint.names import Names, some_of
 from partita.checkpoint.reading import Reading
 from partita.checkpoint.stored import Chunk, Stored, narrowed, open_stored
-from partita.checkpoint.whole import persistent_buffers
+from partita.checkpoint.whole import extra_states, persistent_buffers
 from partita.comm.together import together
 from partita.errors import PartitaError
 from partita.kernels.quantize import join, split
 from partita.memory.allocate import trim
 from partita.memory.tiers import Kept
+from partita.optim.elements import states_per_element
 from partita.optim.fused import BLOCK_STATES, adopted
 from partita.optim.views import View
 from partita.plan.box import Box
@@ -33,8 +34,6 @@ from partita.plan.span import Span
 from partita.plan.steps import steps
 from partita.sharding.stretch import SCALAR, Stretch, stretch_of
 from partita.sharding.unit import Member, Segment, Unit
-
-MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -63,13 +62,6 @@ class Restored:
 def _kept(segment: Segment) -> Kept:
     """What holds the values that the optimizer updates, or that rest."""
     return segment.master if segment.master is not None else segment.rest
-
-
-def some_of(names: Iterable[str]) -> str:
-    """A few names, and how many more there are."""
-    every = list(names)
-    more = f" and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
-    return ", ".join(every[:MOST_NAMED]) + more
 
 
 @dataclass(frozen=True)
@@ -106,20 +98,21 @@ class Loader:
         self._stored: Stored
         self._names: Names
 
-    def load(self, *, only_model: bool, strict: bool) -> Restored:
+    def load(self, *, only_model: bool, strict: bool, prefix: str | None = None) -> Restored:
         """Every rank reads its part.
 
         Raises:
             PartitaError: on all ranks: there is no complete checkpoint, a file of it is damaged, or (with ``strict``)
-                it has other names or shapes.
+                it has other names or shapes; it has several copies of the weights, and ``prefix`` names none.
         """
         self._content.forget()
         with together(self._collectives, DATA):
             self._stored = open_stored(chosen(self._folder))
             members = [member for _, member in self._runtime.members()]
-            buffers = [name for name, _ in persistent_buffers(self._runtime.model)]
-            self._names = Names(self._stored, [*(fqn for m in members for fqn in m.holding.fqns), *buffers])
-            self._check(members, buffers, only_model=only_model, strict=strict)
+            model = self._runtime.model
+            others = [name for found in (persistent_buffers(model), extra_states(model)) for name, _ in found]
+            self._names = Names(self._stored, [*(fqn for m in members for fqn in m.holding.fqns), *others], prefix)
+            self._check(members, only_model=only_model, strict=strict)
             plan = [
                 (segment, list(self._targets(unit, segment, only_model=only_model)))
                 for unit, segment in self._content.segments
@@ -129,6 +122,7 @@ class Loader:
             if error is not None:
                 raise error
             self._fill_buffers()
+            self._set_extra_states()
             if not only_model and self._stored.manifest:
                 self._missing += self._beside.restore(self._stored, strict=strict)
         self._runtime.updated()
@@ -153,18 +147,11 @@ class Loader:
                 self._deliver(segment, param)
         return error
 
-    def _check(self, members: list[Member], buffers: list[str], *, only_model: bool, strict: bool) -> None:
+    def _check(self, members: list[Member], *, only_model: bool, strict: bool) -> None:
         """Names and shapes, before anything is touched."""
-        wrong = []
-        for member in members:
-            key = self._names.model(member.holding.fqns)
-            if key is None:
-                self._missing.append(MODEL + member.fqn)
-            elif (shape := self._stored.tensors[key].shape) != tuple(member.shape):
-                wrong.append(f"'{member.fqn}' is {tuple(member.shape)} here, {shape} there")
-        self._missing += [MODEL + name for name in buffers if self._names.model([name]) is None]
+        wrong = self._compare(members)
         started = int(self._stored.manifest.get("step", 0)) > 0
-        if not only_model and started and not self._names.has_states and any(m.segment.trains for m in members):
+        if not only_model and started and not self._names.has_states and self._keeps_states(members):
             self._missing.append(STATE + "*")
         if wrong or (strict and (self._missing or self._names.strange)):
             said = [f"shapes differ: {some_of(wrong)}"] if wrong else []
@@ -172,6 +159,24 @@ class Loader:
             said += [f"unknown here: {some_of(self._names.strange)}"] if self._names.strange else []
             hint = "" if wrong else "; strict=False takes what there is and reports the rest"
             raise PartitaError(f"checkpoint: '{self._stored.folder}' is of another model: {'; '.join(said)}{hint}")
+
+    def _compare(self, members: list[Member]) -> list[str]:
+        """Note what of the model is not there; returns what has another shape there."""
+        model, wrong = self._runtime.model, list[str]()
+        held = [(member.holding.fqns, tuple(member.shape)) for member in members]
+        held += [([name], tuple(buffer.shape)) for name, buffer in persistent_buffers(model)]
+        for names, expected in held:
+            key = self._names.model(names)
+            if key is None:
+                self._missing.append(MODEL + names[0])
+            elif (shape := self._stored.tensors[key].shape) != expected:
+                wrong.append(f"'{names[0]}' is {expected} here, {shape} there")
+        self._missing += [MODEL + name for name, _ in extra_states(model) if self._names.model([name]) is None]
+        return wrong
+
+    def _keeps_states(self, members: list[Member]) -> bool:
+        """Whether the optimizer will keep states of what trains (SGD without momentum does not)."""
+        return any(m.segment.trains for m in members) and states_per_element(self._updater.optimizer) > 0
 
     # -------------------------------------------------------------------- reading
 
@@ -308,3 +313,8 @@ class Loader:
         for name, buffer in persistent_buffers(self._runtime.model):
             if (key := self._names.model([name])) is not None:
                 buffer.copy_(self._stored.value(key))
+
+    def _set_extra_states(self) -> None:
+        for name, module in extra_states(self._runtime.model):
+            if (key := self._names.model([name])) is not None:
+                module.set_extra_state(self._stored.value(key))

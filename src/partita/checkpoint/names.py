@@ -3,63 +3,200 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 from partita.checkpoint.stored import Stored
+from partita.checkpoint.whole import EXTRA_STATE
+from partita.errors import PartitaError
 
-# As get_optimizer_state_dict nests them: state.<parameter>.<state>.
-_STATE = re.compile(r"(?:.*?\.)?state\.(.+)\.([^.]+)")
-_GROUPS = re.compile(r"(?:.*?\.)?param_groups\..*")
-# Parameters that are looked at to find the prefix.
-NUM_LOOKED_AT = 20
+# What precedes the first component that an optimizer's state dict begins with.
+_BEGINNING = re.compile(r"((?:[^.]+\.)*?)(?:state|param_groups)\.")
+# As get_optimizer_state_dict nests (or flattens) them: state.<parameter>.<state>.
+_STATE = re.compile(r"state\.(.+)\.([^.]+)")
+# The optimizer's prefix, the model's: taken where a checkpoint has several.
+USUAL_OPTIMIZERS, USUAL = ("optimizer.", "optim."), "model."
+MOST_NAMED = 5
 
 
-def model_keys(stored: Stored) -> dict[str, str]:
-    """The keys of a checkpoint's model by their names in it, where no engine says what the names are."""
-    keys = [key for key in stored.tensors if not _STATE.fullmatch(key) and not _GROUPS.fullmatch(key)]
-    prefix = "model." if any(key.startswith("model.") for key in keys) else ""
-    return {key.removeprefix(prefix): key for key in keys if key.startswith(prefix)}
+def some_of(names: Iterable[str]) -> str:
+    """A few names, and how many more there are."""
+    every = list(names)
+    more = f" and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
+    return ", ".join(every[:MOST_NAMED]) + more
+
+
+def optimizer_prefixes(keys: Iterable[str]) -> list[str]:
+    """The prefixes that keys of optimizers begin with.
+
+    A model may have a module called ``state``, too: what tells an optimizer is that nothing else is below its prefix.
+    """
+    every = list(keys)
+    found = {match[1] for key in every if (match := _BEGINNING.match(key))}
+    return sorted(prefix for prefix in found if _is_optimizer(prefix, every))
+
+
+def _is_optimizer(prefix: str, keys: list[str]) -> bool:
+    inside = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
+    has_groups = any(rest.startswith("param_groups.") for rest in inside)
+    *above, last, _ = ["", *prefix.split(".")]
+    named = "model" not in (*above, last) and (has_groups or "optim" in last)
+    return named and all(rest.startswith(("state.", "param_groups.")) for rest in inside)
+
+
+def _is_usual(prefix: str) -> bool:
+    return f".{prefix}".endswith(f".{USUAL}")
+
+
+def model_keys(stored: Stored, prefix: str | None = None) -> dict[str, str]:
+    """The keys of a checkpoint's model by their names in it, where no engine says what the names are.
+
+    Args:
+        prefix: what the keys of the model's copy begin with; None: ``model``, or the only one there is.
+
+    Raises:
+        PartitaError: there is nothing below ``prefix``, or it takes one to choose between several copies.
+    """
+    keys = _without_optimizers(stored, stored.tensors)
+    holders = {key: _holder(stored, key) for key in keys}
+    copies = sorted(set(holders.values()))
+    if prefix is None:
+        chosen = _choose(stored, copies)
+    else:
+        chosen = _written(prefix)
+    own = {key.removeprefix(chosen): key for key in keys if holders[key] == chosen}
+    below = own or {key.removeprefix(chosen): key for key in keys if key.startswith(chosen)}
+    if not below:
+        raise _nothing_there(stored, chosen, copies)
+    return below
+
+
+def _holder(stored: Stored, key: str) -> str:
+    """The prefix of the state dict that a key is in."""
+    path = stored.path(key)[:-1]
+    if "model" in path:
+        path = path[: path.index("model") + 1]
+    return "".join(f"{part}." for part in path)
+
+
+def _without_optimizers(stored: Stored, keys: Iterable[str]) -> list[str]:
+    prefixes = tuple(optimizer_prefixes([*stored.tensors, *stored.values]))
+    return [key for key in keys if not key.startswith(prefixes)]
+
+
+def _choose(stored: Stored, copies: Sequence[str]) -> str:
+    """The prefix of the copy that is meant where none was named."""
+    usual = [prefix for prefix in copies if _is_usual(prefix)]
+    if USUAL in copies or not copies:
+        return USUAL
+    if len(copies) > 1 and len(usual) != 1:
+        raise PartitaError(
+            f"checkpoint: '{stored.folder}' holds {len(copies)} copies of the weights, under "
+            f"{some_of(map(_shown, copies))}: choose one by its prefix, engine.load(..., prefix={_shown(copies[0])}) "
+            f"or partita checkpoint export --prefix {_shown(copies[0])}"
+        )
+    return (usual or copies)[0]
+
+
+def _nothing_there(stored: Stored, prefix: str, copies: Sequence[str]) -> PartitaError:
+    expected = f": expected {some_of(map(_shown, copies))}" if copies else ""
+    return PartitaError(f"checkpoint: '{stored.folder}' has no weights of the model under {_shown(prefix)}{expected}")
+
+
+def _written(prefix: str) -> str:
+    """A prefix as keys begin with it."""
+    return f"{prefix.rstrip('.')}." if prefix else ""
+
+
+def _shown(prefix: str) -> str:
+    """A prefix as a user writes it; of the top level, an empty one."""
+    return f"'{prefix.rstrip('.')}'"
 
 
 class Names:
-    """``names`` are those of the engine's parameters and buffers."""
+    """``names`` are those of the engine's parameters, buffers and extra states.
 
-    def __init__(self, stored: Stored, names: Iterable[str]) -> None:
-        self.known = set(names)
-        self.keys = stored.tensors.keys() | stored.values.keys()
-        self._states: dict[str, dict[str, str]] = defaultdict(dict)
-        model_keys = set[str]()
-        for key in self.keys:
-            match = _STATE.fullmatch(key)
-            if match and match[1] in self.known:
-                self._states[match[1]][match[2]] = key
-            elif key in stored.tensors and not _GROUPS.fullmatch(key):
-                model_keys.add(key)
-        self._prefix = self._find_prefix(model_keys)
-        self._model = {key.removeprefix(self._prefix): key for key in model_keys if key.startswith(self._prefix)}
+    Args:
+        prefix: what the keys of the model's copy begin with; None: ``model``, or the only one there is.
 
-    def _find_prefix(self, model_keys: Iterable[str]) -> str:
-        looked_at = sorted(self.known, key=len, reverse=True)[:NUM_LOOKED_AT]
-        ends = Counter(
-            key.removesuffix(name)
-            for key in model_keys
-            for name in looked_at
-            if key == name or key.endswith("." + name)
-        )
-        return ends.most_common(1)[0][0] if ends else ""
+    Raises:
+        PartitaError: there is nothing below ``prefix``, or it takes one to choose between several copies.
+    """
+
+    def __init__(self, stored: Stored, names: Iterable[str], prefix: str | None = None) -> None:
+        self.known, self._stored = set(names), stored
+        keys = _without_optimizers(stored, [*stored.tensors, *filter(is_extra_state, stored.values)])
+        copies = self._copies(keys)
+        chosen = _choose(stored, copies) if prefix is None else _written(prefix)
+        self._model = {key.removeprefix(chosen): key for key in keys if key.startswith(chosen)}
+        if prefix is not None and not self._model.keys() & self.known:
+            raise _nothing_there(stored, chosen, copies)
+        others = tuple(copy for copy in copies if copy and not chosen)
+        self._strange = sorted(name for name in self._model.keys() - self.known if not name.startswith(others))
+
+    def _copies(self, keys: Sequence[str]) -> list[str]:
+        """The prefixes under which (most of) the model's names are."""
+        found = self._prefixes(keys)
+        if not found:
+            return []
+        best = max(sorted(found), key=found.__getitem__)
+        # A name may end in another one: what is explained by the best prefix says nothing of others.
+        others = self._prefixes(key for key in keys if key.removeprefix(best) not in self.known)
+        return sorted({best, *(prefix for prefix, num in others.items() if 2 * num >= found[best])})
+
+    def _prefixes(self, keys: Iterable[str]) -> Counter[str]:
+        """Every prefix before a known name, with the number of names it is before."""
+        found = Counter[str]()
+        for key in keys:
+            starts = (0, *(match.end() for match in re.finditer(r"\.", key)))
+            found.update(key[:start] for start in starts if key[start:] in self.known)
+        return found
 
     def model(self, names: Sequence[str]) -> str | None:
-        """The key of a parameter or buffer with any of these names."""
+        """The key of a parameter, buffer or extra state with any of these names."""
         return next((self._model[name] for name in names if name in self._model), None)
 
     def states(self, names: Sequence[str]) -> dict[str, str]:
-        """The keys of a parameter's optimizer states, by state."""
+        """The keys of a parameter's optimizer states, by state.
+
+        Raises:
+            PartitaError: several optimizers there have them.
+        """
         return next((self._states[name] for name in names if name in self._states), {})
+
+    @cached_property
+    def _states(self) -> dict[str, dict[str, str]]:
+        keys = [*self._stored.tensors, *self._stored.values]
+        by_prefix = dict[str, dict[str, dict[str, str]]]()
+        for prefix in optimizer_prefixes(keys):
+            states = defaultdict[str, dict[str, str]](dict)
+            for key in keys:
+                match = _STATE.fullmatch(key.removeprefix(prefix)) if key.startswith(prefix) else None
+                if match and match[1] in self.known:
+                    states[match[1]][match[2]] = key
+            by_prefix[prefix] = states
+        holders = Counter(name for states in by_prefix.values() for name in states)
+        twice = next((name for name, num in holders.items() if num > 1), None)
+        if twice is None:
+            return {name: found for states in by_prefix.values() for name, found in states.items()}
+        usual = next((prefix for prefix in USUAL_OPTIMIZERS if prefix in by_prefix), None)
+        if usual is None:
+            there = some_of(_shown(prefix) for prefix, states in by_prefix.items() if twice in states)
+            raise PartitaError(
+                f"checkpoint: '{self._stored.folder}' holds optimizer states of '{twice}' under {there}, none of which "
+                "is called 'optimizer': load with only_model=True"
+            )
+        return by_prefix[usual]
 
     @property
     def strange(self) -> list[str]:
         """Stored names of the model that the engine's has not."""
-        return sorted(self._model.keys() - self.known)
+        return self._strange
 
     @property
     def has_states(self) -> bool:
         return bool(self._states)
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a name is that of what a module's ``get_extra_state`` returned."""
+    return name.rpartition(".")[2] == EXTRA_STATE

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from partita.checkpoint.export import WeightsWriter
+from partita.checkpoint.export import WeightsWriter, say_left_out
 from partita.checkpoint.file import checksum
-from partita.checkpoint.names import model_keys
+from partita.checkpoint.names import is_extra_state, model_keys
 from partita.checkpoint.stored import METADATA, Chunk, Stored, StoredTensor
 from partita.checkpoint.system import read_small
 from partita.errors import PartitaError
@@ -21,15 +21,17 @@ NUM_THREADS = 4
 
 
 def verify(stored: Stored) -> Iterator[str]:
-    """What is wrong with the files: one line for each record that is missing, cut off or damaged, and for each element
-    that no record holds.
+    """What is wrong with the files: one line for each record that is missing, cut off, damaged or cannot be loaded, and
+    for each tensor with elements that no record holds.
     """
     if stored.manifest and checksum(read_small(stored.folder / METADATA)) != stored.manifest["metadata"]:
         yield f"'{stored.folder / METADATA}' is damaged: torch.distributed.checkpoint would not read it"
 
     def problem(chunk: Chunk) -> str | None:
         try:
-            stored.read(chunk)
+            content = stored.read(chunk)
+            if not chunk.is_framed:
+                stored.loaded(chunk, content)
         except PartitaError as error:
             return str(error)
         return None
@@ -61,24 +63,29 @@ def differences(one: Stored, other: Stored) -> Iterator[tuple[str, str]]:
             yield key, "other values"
 
 
-def export_weights(stored: Stored, folder: Path, dtype: torch.dtype | None, config: Path | None) -> int:
+def export_weights(
+    stored: Stored, folder: Path, dtype: torch.dtype | None, config: Path | None, prefix: str | None = None
+) -> int:
     """Write the model's weights as safetensors in Hugging Face's layout; returns how many tensors.
 
     Args:
         dtype: of floating-point tensors; None: as they are stored.
         config: a folder whose configuration and tokenizer are copied, as ``from_pretrained`` looks for them.
+        prefix: what the keys of the weights begin with; None: ``model``, or the only one there is.
 
     Raises:
-        PartitaError: the folder cannot be written, or the checkpoint is damaged.
+        PartitaError: the folder cannot be written, the checkpoint is damaged, or it takes ``prefix`` to choose a copy.
     """
-    writer, num = WeightsWriter(folder), 0
+    num, names = 0, model_keys(stored, prefix)
     aliases = {other for others in stored.manifest.get("aliases", {}).values() for other in others}
-    for name, key in model_keys(stored).items():
-        if key not in aliases:
-            value = stored.value(key)
-            writer.add(name, value.to(dtype) if dtype is not None and value.is_floating_point() else value)
-            num += 1
-    writer.finish(config)
+    with WeightsWriter(folder) as writer:
+        for name, key in names.items():
+            if key not in aliases:
+                value = stored.value(key)
+                writer.add(name, value.to(dtype) if dtype is not None and value.is_floating_point() else value)
+                num += 1
+        say_left_out(name for name in stored.values if is_extra_state(name))
+        writer.finish(config)
     if writer.problem is not None:
         raise PartitaError(writer.problem)
     return num

@@ -7,7 +7,8 @@ passing through ``torch.save`` (and be read without ``torch.load``).
 
 import io
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,9 +18,12 @@ import numpy
 import torch
 from torch import Tensor
 
+from partita.errors import PartitaError
+
 # Records begin at multiples of it, as torch begins the values inside an archive.
 ALIGNMENT = 64
 _one_at_a_time = threading.Lock()
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor)
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,11 @@ class _Recorder:
 
 @lru_cache(maxsize=4096)
 def frame_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> Frame:
-    """The frame of a contiguous tensor with at least one element. It has no sums over the values: the checkpoint keeps
-    its own.
+    """The frame of a contiguous tensor; where it has no values, all that there is. It has no sums over the values: the
+    checkpoint keeps its own.
     """
+    if 0 in sizes:
+        return Frame(b"", object_bytes(torch.empty(sizes, dtype=dtype)))
     tensor = torch.empty(sizes, dtype=dtype)
     recorder = _Recorder(tensor.data_ptr(), tensor.nbytes)
     with _without_crc():
@@ -76,7 +82,41 @@ def read_object(record: bytes | memoryview) -> Any:
 def read_tensor(record: memoryview, head_bytes: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
     """The values of a framed record, as a view."""
     num_elements = torch.Size(sizes).numel()
+    if not num_elements:
+        return torch.empty(sizes, dtype=dtype)
     return torch.frombuffer(record, dtype=dtype, count=num_elements, offset=head_bytes).view(sizes)
+
+
+def plain(value: Any, where: str) -> Any:
+    """``value`` as a checkpoint can give it back: mappings as dictionaries, numpy's numbers as Python's.
+
+    Raises:
+        PartitaError: ``where``, or something in it, is of a class that cannot be read back.
+    """
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, numpy.generic) and type(value.item()) in _PLAIN:
+        return value.item()
+    if isinstance(value, Mapping):
+        found = {plain(key, f"a key of {where}"): plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        return Counter(found) if isinstance(value, Counter) else found
+    if isinstance(value, list | tuple | set):
+        kind = type(value) if type(value) in (list, tuple, set) else list
+        return kind(plain(item, f"{where}[{place}]") for place, item in enumerate(value))
+    if not _is_readable(value):
+        raise PartitaError(
+            f"checkpoint: {where} is of {type(value).__module__}.{type(value).__qualname__}, which could not be loaded "
+            "again: expected numbers, text, tensors, or lists and dictionaries of them"
+        )
+    return value
+
+
+def _is_readable(value: Any) -> bool:
+    try:
+        read_object(object_bytes(value))
+    except Exception:  # whatever the value's class or torch raise, it is refused
+        return False
+    return True
 
 
 @contextmanager

@@ -5,9 +5,11 @@ that they are done by the tables beside their files, so nothing is communicated 
 disk, or the host has no room for the copies, files are streamed, and training waits for them.
 """
 
+import contextlib
 import itertools
 import json
 import logging
+import secrets
 import socket
 import threading
 import time
@@ -21,8 +23,18 @@ from typing import Any
 from partita.checkpoint.beside import Beside
 from partita.checkpoint.content import DATA, Content
 from partita.checkpoint.file import Snapshots, checksum, stream_file, write_snapshot
-from partita.checkpoint.folder import publish, start_partial
+from partita.checkpoint.folder import (
+    LOCK_SUFFIX,
+    SEQUENCE,
+    discard,
+    next_sequence,
+    notice,
+    partial_of,
+    publish,
+    start_partial,
+)
 from partita.checkpoint.layout import FileLayout, Placing
+from partita.checkpoint.lock import Lock, is_locked
 from partita.checkpoint.stored import (
     MANIFEST,
     METADATA,
@@ -42,6 +54,7 @@ from partita.plan.residence import Tier
 _log = logging.getLogger("partita")
 FORMAT = 1
 POLL_S = 0.02
+FAILED_SUFFIX = ".failed"
 
 
 @dataclass(frozen=True)
@@ -68,6 +81,11 @@ class Saver:
         self._placing: Placing | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._run, self._num_saves, self._noticed = "", 0, False
+        # Of the checkpoint that is made now: its hidden folder, this rank's lock there, whose locks were seen.
+        self._partial: Path | None = None
+        self._lock: Lock | None = None
+        self._seen = set[int]()
 
     def save(self, order: Order) -> Path:
         """Returns the folder that the checkpoint is, or will be when :meth:`wait` returns.
@@ -76,7 +94,18 @@ class Saver:
             PartitaError: on all ranks, where one of them cannot write.
         """
         self.wait()
-        partial = order.folder / f".step-{order.step}.partial"
+        if not self._run:
+            self._run = str(self._collectives.exchange_objects(secrets.token_hex(4), DATA)[0])
+        self._num_saves += 1
+        self._partial = partial_of(order.folder, order.step, f"{self._run}-{self._num_saves}")
+        try:
+            self._save(order, self._partial)
+        except BaseException:
+            self._give_up()
+            raise
+        return order.folder / f"step-{order.step}"
+
+    def _save(self, order: Order, partial: Path) -> None:
         with together(self._collectives, DATA):
             stocks = self._content.stocks()
             boxes = [box for stock in stocks for box in stock.boxes] + self._beside.boxes()
@@ -85,10 +114,15 @@ class Saver:
                 self._placing = Placing(boxes)
             layout = FileLayout(self._placing, others + self._beside.values())
             if self._rank == 0:
-                start_partial(order.folder, order.step)
+                self._notice(order)
+                start_partial(partial)
+        with together(self._collectives, DATA):
+            self._lock = Lock(partial / _lock_name(self._rank))
         batches = itertools.chain(self._content.batches(stocks), self._beside.batches())
         if order.background and not self._on_disk and self._have_room(layout.num_bytes):
             with together(self._collectives, DATA):
+                if self._rank == 0:  # before any rank goes on, and may die
+                    self._seen = {rank for rank in range(self._num_ranks) if is_locked(partial / _lock_name(rank))}
                 memory = self._snapshots.take(layout, batches)
             self._start(lambda: self._write(order, partial, layout, lambda path: write_snapshot(path, layout, memory)))
         else:
@@ -98,7 +132,14 @@ class Saver:
             with together(self._collectives, DATA):
                 if self._rank == 0:
                     self._publish(order, partial)
-        return order.folder / f"step-{order.step}"
+            self._unlock()
+
+    def _notice(self, order: Order) -> None:
+        """Warn, once, of what else is in the folder."""
+        said = notice(order.folder, order.step) if not self._noticed else None
+        if said is not None:
+            self._noticed = True
+            warnings.warn(said, stacklevel=6)
 
     def wait(self) -> None:
         """Wait until what is written in the background is visible.
@@ -107,8 +148,23 @@ class Saver:
             PartitaError: on all ranks, where one of them could not write.
         """
         if self._thread is not None or self._error is not None:
-            with together(self._collectives, DATA):
-                self._join()
+            try:
+                with together(self._collectives, DATA):
+                    self._join()
+            except Exception:
+                self._give_up()
+                raise
+
+    def _give_up(self) -> None:
+        """Let go of a checkpoint that was not made, and of its space on the disk. No rank writes any more."""
+        self._unlock()
+        if self._rank == 0 and self._partial is not None:
+            discard(self._partial)
+
+    def _unlock(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
 
     def _join(self) -> None:
         thread, self._thread = self._thread, None
@@ -153,12 +209,16 @@ class Saver:
     def _write(self, order: Order, partial: Path, layout: FileLayout, write: Callable[[Path], list[str]]) -> None:
         try:
             self._write_own(partial, layout, write)
+            if self._rank == 0:
+                self._await_tables(partial)
+                self._publish(order, partial)
         except Exception as error:
-            write_small(partial / f"__{self._rank}.failed", str(error).encode())
+            if self._rank > 0:
+                with contextlib.suppress(PartitaError):  # where this cannot be written either, the lock tells
+                    write_small(partial / f"__{self._rank}{FAILED_SUFFIX}", str(error).encode())
             raise
-        if self._rank == 0:
-            self._await_tables(partial)
-            self._publish(order, partial)
+        finally:
+            self._unlock()
 
     def _write_own(self, partial: Path, layout: FileLayout, write: Callable[[Path], list[str]]) -> None:
         name = f"__{self._rank}_0.distcp"
@@ -173,9 +233,17 @@ class Saver:
         end = time.monotonic() + self._timeout_s
         left = set(range(self._num_ranks))
         while left:
-            for failed in partial.glob("*.failed"):
-                raise PartitaError(f"rank {failed.stem.strip('_')} could not write: {failed.read_text()}")
-            left = {rank for rank in left if not (partial / _table_name(rank)).exists()}
+            gone = {rank for rank in left & self._seen if not is_locked(partial / _lock_name(rank))}
+            with explained(partial):  # after the locks: what a rank wrote before it let go is seen
+                there = {path.name: path for path in partial.iterdir()}
+            for failed in (path for path in there.values() if path.suffix == FAILED_SUFFIX):
+                raise PartitaError(f"rank {failed.stem.strip('_')} could not write: {read_small(failed).decode()}")
+            left = {rank for rank in left if _table_name(rank) not in there}
+            if gone & left:
+                raise PartitaError(
+                    f"checkpoint: rank {min(gone & left)} ended before its file in '{partial}' was written: look at "
+                    "its output first"
+                )
             if left and time.monotonic() > end:
                 raise PartitaError(
                     f"checkpoint: rank {min(left)} has not written its file in '{partial}' within "
@@ -197,6 +265,7 @@ class Saver:
         files = {name: json.loads(read_small(partial / name))["num_bytes"] for name in tables}
         manifest = {
             "format": FORMAT,
+            SEQUENCE: next_sequence(order.folder),
             "step": order.step,
             **order.about,
             "tables": tables,
@@ -210,3 +279,7 @@ class Saver:
 
 def _table_name(rank: int) -> str:
     return f"__{rank}_0.json"
+
+
+def _lock_name(rank: int) -> str:
+    return f"__{rank}{LOCK_SUFFIX}"

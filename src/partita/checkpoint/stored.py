@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from partita.checkpoint.file import checksum
 from partita.checkpoint.layout import Record
+from partita.checkpoint.metadata import read_metadata
 from partita.checkpoint.record import read_object, read_tensor
 from partita.checkpoint.system import read_range, read_small
 from partita.errors import PartitaError
@@ -32,6 +33,7 @@ from partita.plan.box import Box
 
 METADATA = ".metadata"
 MANIFEST = "manifest.json"
+KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class Chunk:
     head_bytes: int | None = None
     checksum: str | None = None
 
+    @property
+    def is_framed(self) -> bool:
+        """Whether it is values between a known head and tail; else it is anything that torch saves."""
+        return self.box is not None and self.head_bytes is not None
+
 
 @dataclass
 class StoredTensor:
@@ -56,12 +63,19 @@ class StoredTensor:
 
 @dataclass
 class Stored:
-    """Everything in one folder: ``tensors`` and plain ``values`` by key. Others' checkpoints have no ``manifest``."""
+    """Everything in one folder: ``tensors`` and plain ``values`` by key. Others' checkpoints have no ``manifest``, and
+    may have ``paths``: where a key was in the nested state dict.
+    """
 
     folder: Path
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     values: dict[str, Chunk] = field(default_factory=dict)
     manifest: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, KeyPath] = field(default_factory=dict)
+
+    def path(self, key: str) -> KeyPath:
+        """Where a value is in the nested state dict that was saved."""
+        return self.paths.get(key) or _path(key)
 
     def read(self, chunk: Chunk) -> memoryview:
         """A record's bytes.
@@ -82,10 +96,26 @@ class Stored:
                 f"{checksum(content)}, expected {chunk.checksum}); load an earlier checkpoint"
             )
 
+    def loaded(self, chunk: Chunk, content: memoryview) -> Any:
+        """What a record holds that is not framed.
+
+        Raises:
+            PartitaError: it is not of the classes that are loaded, or damaged.
+        """
+        try:
+            return read_object(content)
+        except Exception as error:  # bytes that are no archive, or name any class, raise anything
+            reason = next(iter(str(error).strip().splitlines()), "")
+            raise PartitaError(
+                f"checkpoint: '{chunk.key}' in '{self.folder / chunk.file}' cannot be loaded, as it is damaged or "
+                f"holds more than numbers, text, tensors and containers of them ({type(error).__name__}: {reason}); "
+                "load an earlier checkpoint, or this one's weights alone with only_model=True"
+            ) from error
+
     def decoded(self, chunk: Chunk, content: memoryview) -> Tensor:
         """A chunk's values, in the shape of its box: a view of the record's bytes where it is partita's own."""
         if chunk.head_bytes is None or chunk.box is None:
-            loaded = read_object(content)
+            loaded = self.loaded(chunk, content)
             assert isinstance(loaded, Tensor)
             return loaded
         return read_tensor(content, chunk.head_bytes, self.tensors[chunk.key].dtype, chunk.box.sizes)
@@ -93,7 +123,7 @@ class Stored:
     def value(self, key: str) -> Any:
         """A plain value, or a small tensor whole."""
         if key in self.values:
-            return read_object(self.read(self.values[key]))
+            return self.loaded(self.values[key], self.read(self.values[key]))
         found = self.tensors[key]
         whole = torch.empty(found.shape, dtype=found.dtype)
         for chunk in found.chunks:
@@ -178,8 +208,8 @@ def metadata_of(stored: Stored) -> bytes:
     return pickle.dumps(Metadata(described, planner_data=nested, storage_data=places))
 
 
-def _path(key: str) -> tuple[str | int, ...]:
-    """Where a value is in the nested state dict that the keys stand for."""
+def _path(key: str) -> KeyPath:
+    """The same for keys of partita's own."""
     if key.startswith("optimizer.state."):
         param, _, state = key.removeprefix("optimizer.state.").rpartition(".")
         return ("optimizer", "state", param, state)
@@ -196,7 +226,7 @@ def open_stored(folder: Path) -> Stored:
     """What is in a checkpoint's folder (``step-N``, or one that torch.distributed.checkpoint wrote).
 
     Raises:
-        PartitaError: it is no checkpoint, or its index is damaged.
+        PartitaError: it is no checkpoint, or its index is damaged or names what no index does.
     """
     stored = Stored(folder)
     if (folder / MANIFEST).exists():
@@ -208,7 +238,10 @@ def open_stored(folder: Path) -> Stored:
             add_table(stored, table)
         add_aliases(stored, stored.manifest["aliases"])
     elif (folder / METADATA).exists():
-        _add_metadata(stored, pickle.loads(read_small(folder / METADATA)))
+        try:
+            _add_metadata(stored, read_metadata(folder / METADATA))
+        except (AttributeError, KeyError, TypeError) as error:
+            raise _damaged(folder / METADATA) from error
     else:
         raise PartitaError(f"checkpoint: '{folder}' holds none: it has neither {MANIFEST} nor {METADATA}")
     return stored
@@ -232,6 +265,7 @@ def _damaged(path: Path) -> PartitaError:
 
 
 def _add_metadata(stored: Stored, metadata: Metadata) -> None:
+    stored.paths = dict(metadata.planner_data or {})
     sizes_at = {
         (key, tuple(chunk.offsets)): tuple(chunk.sizes)
         for key, found in metadata.state_dict_metadata.items()

@@ -1,6 +1,7 @@
 """Weights read from safetensors files, tensor by tensor, or piece by piece."""
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -10,21 +11,30 @@ from torch import Tensor
 from partita.errors import PartitaError
 from partita.plan.box import Box
 
+# Of Hugging Face: the only file of weights in a folder, or what says which tensor is in which of several.
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
 
 class Weights:
-    """The tensors of a safetensors file, or of a ``folder`` of them.
+    """The tensors of a safetensors file, or of a ``folder`` of them: of those that its index names, else of
+    ``model.safetensors``, else of the only one.
 
     Raises:
-        PartitaError: there is no such file or folder, or no safetensors file in it, or one is damaged.
+        PartitaError: there is no such file or folder, no safetensors file in it, or several without an index; one is
+            damaged.
     """
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
         self.title, self.folder = f"weights '{path}'", path if path.is_dir() else None
-        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-        if not files or not all(file.is_file() for file in files):
-            raise PartitaError(f"weights: '{path}' is no safetensors file and no folder that holds any")
-        self._found = {name: (file, shape) for file in files for name, shape in _contents(file)}
+        where = read_index(path)
+        files = [path / name for name in sorted(set(where.values()))] or [_only_file(path)]
+        self._found = {
+            name: (file, shape)
+            for file in files
+            for name, shape in _contents(file)
+            if not where or where.get(name) == file.name
+        }
 
     def find(self, names: Sequence[str]) -> str | None:
         """The first of the names that there is a tensor of."""
@@ -43,6 +53,41 @@ class Weights:
                 tensor = opened.get_slice(name)[tuple(places)]
         assert isinstance(tensor, torch.Tensor)
         return tensor
+
+
+def read_index(folder: Path) -> Mapping[str, str]:
+    """The file of each tensor, as the index of a folder says; empty if there is none.
+
+    Raises:
+        PartitaError: the index is damaged.
+    """
+    path = folder / INDEX
+    if not path.is_file():
+        return {}
+    try:
+        where = json.loads(path.read_text())["weight_map"]
+        if where and all(isinstance(file, str) and Path(file).name == file for file in where.values()):
+            return dict(where)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        pass
+    raise PartitaError(f"weights: '{path}' is no index of safetensors files: bring a whole one, or remove it")
+
+
+def _only_file(path: Path) -> Path:
+    if not path.is_dir():
+        files = [path]
+    elif (path / SINGLE).is_file():
+        files = [path / SINGLE]
+    else:
+        files = sorted(file for file in path.glob("*.safetensors") if not file.name.startswith("."))
+    if len(files) > 1:
+        raise PartitaError(
+            f"weights: '{path}' holds {len(files)} safetensors files ('{files[0].name}', '{files[1].name}', ...) and "
+            f"no {INDEX} that says which of them belong together: name one of the files, or bring the index"
+        )
+    if not files or not files[0].is_file():
+        raise PartitaError(f"weights: '{path}' is no safetensors file and no folder that holds any")
+    return files[0]
 
 
 def _contents(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member, Segment, Unit
 
 DATA = ("data",)
+EXTRA_STATE = "_extra_state"
 
 
 class Whole:
@@ -200,7 +202,7 @@ class Whole:
             self._collectives.all_gather(whole, part, segment.plan.master.shard_axes).wait()
         return join(segment.full, whole) if segment.plan.master.encoding == SPLIT else whole
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Any]:
         """The model's state dict with master weights, whole, on the host of rank 0; empty on the others."""
         values: dict[str, Tensor] = {}
         for member, weight in self.weights(master=True):
@@ -209,11 +211,12 @@ class Whole:
                 values.update((fqn, whole) for fqn in member.holding.fqns)
         if not self.is_first:
             return {}
-        ordered = {}
+        ordered = dict[str, Any]()
         for name, buffer in persistent_buffers(self._runtime.model):
             values[name] = buffer.detach().cpu().clone()
         for name in [*self._named, *(n for n, _ in persistent_buffers(self._runtime.model))]:
             ordered[name] = values[name]
+        ordered.update((name, module.get_extra_state()) for name, module in extra_states(self._runtime.model))
         return ordered
 
 
@@ -228,3 +231,12 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield (f"{path}.{name}" if path else name), buffer
+
+
+def extra_states(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules with states that are no parameters and no buffers (``get_extra_state``), by the name of these in a
+    state dict.
+    """
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield (f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE), module

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from partita.checkpoint.folder import chosen
+from partita.checkpoint.names import optimizer_prefixes
 from partita.checkpoint.offline import differences, export_weights, verify
 from partita.checkpoint.stored import Stored, open_stored
 from partita.cli.errors import FAILURE, show_error, user_errors
@@ -42,8 +43,9 @@ def inspect(
     else:
         table.add_row("saved by", "torch.distributed.checkpoint; it has no checksums")
     sizes, numbers = Counter[str](), Counter[str]()
+    optimizers = tuple(optimizer_prefixes([*stored.tensors, *stored.values]))
     for key, tensor in stored.tensors.items():
-        kind = "optimizer" if "state." in key else "model"
+        kind = "optimizer" if key.startswith(optimizers) else "model"
         numbers[kind] += 1
         sizes[kind] += torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
     for kind, num in numbers.items():
@@ -75,13 +77,14 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write into.")],
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or as it is stored.")] = "stored",
     config: Annotated[Path | None, typer.Option(help="A folder whose configuration and tokenizer are copied.")] = None,
+    prefix: Annotated[str | None, typer.Option(help="Which copy of the weights, where there are several.")] = None,
 ) -> None:
     """Write a checkpoint's weights as safetensors, in the layout of Hugging Face."""
     with user_errors():
         if dtype != "stored" and dtype not in ENCODINGS:
             raise ConfigError(f"--dtype: expected stored, {', '.join(ENCODINGS)}; got {dtype}")
         wanted = None if dtype == "stored" else dtype_of(ENCODINGS[dtype])
-        num = export_weights(open_stored(chosen(folder)), out, wanted, config)
+        num = export_weights(open_stored(chosen(folder)), out, wanted, config, prefix)
     typer.echo(f"{num} tensors are in {out}")
 
 

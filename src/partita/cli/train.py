@@ -8,7 +8,8 @@ import typer
 from rich.console import Console
 
 from partita.cli.errors import INTERRUPTED, user_errors
-from partita.config.load import LaunchEnvironment, launch_environment
+from partita.config.launchers import LaunchEnvironment
+from partita.config.load import launch_environment
 from partita.config.resolve import resolve
 from partita.errors import ConfigError
 from partita.train.job import Job, load_job

@@ -5,36 +5,23 @@ them has to be kept. Without other ranks there are no groups, and nothing is eve
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous as find_store
 
+from partita.comm import world
+from partita.comm.forks import connections_kept_from_children
 from partita.comm.neighbors import Neighbor
 from partita.comm.order import Order
 from partita.comm.watchdog import Watchdog
+from partita.comm.world import Rendezvous
 from partita.errors import PartitaError
 from partita.memory.streams import Stream
 from partita.plan.mesh_shape import MeshShape
 
 PURPOSES = ("parameters", "gradients", "control")
 STREAMS = PURPOSES[:2]
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """How this process joins the others: its rank, the number of ranks, the time-out of every operation, how often the
-    processes were started again, and how those of one node exchange tensors (``communication.within_node``).
-    """
-
-    rank: int
-    num_ranks: int
-    timeout_s: float
-    restarts: int = 0
-    within_node: str = "auto"
 
 
 class Mesh:
@@ -57,23 +44,22 @@ class Mesh:
         self.shape, self.device = shape, device
         self.timeout_s, self.within_node = rendezvous.timeout_s, rendezvous.within_node
         self._timeout = timedelta(seconds=rendezvous.timeout_s)
-        self._started = self._closed = False
-        if rendezvous.num_ranks > 1 and not dist.is_initialized():
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            _start(backend, rendezvous, self._timeout)
-            self._started = True
-        self.rank = dist.get_rank() if dist.is_initialized() else rendezvous.rank
-        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-        if num_ranks != shape.num_ranks:
-            raise PartitaError(f"the mesh has {shape.num_ranks} ranks, but {num_ranks} processes are running")
         self._groups: dict[tuple[tuple[str, ...], str], dist.ProcessGroup] = {}
         self.neighbors: dict[tuple[str, ...], dict[int, Neighbor]] = {}  # in each group, by index
         # Engines that share the mesh share these: on one group, every rank must post in one order.
         self._streams = {purpose: Stream(device, purpose) for purpose in STREAMS}
         self.order = Order()
         self.watchdog: Watchdog | None = None
-        for names in axes:
-            self.open(names)
+        self._closed, self._world = False, world.join(rendezvous, device)
+        try:
+            self.rank, num_ranks = world.running() or (rendezvous.rank, 1)
+            if num_ranks != shape.num_ranks:
+                raise PartitaError(f"the mesh has {shape.num_ranks} ranks, but {num_ranks} processes are running")
+            for names in axes:
+                self.open(names)
+        except BaseException:
+            self.close()
+            raise
 
     def open(self, axes: tuple[str, ...]) -> None:
         """Create this rank's groups over ``axes``, if there are none; every rank takes part in creating all of them, in
@@ -86,12 +72,13 @@ class Mesh:
             raise PartitaError("the mesh is closed, as the engine is that made it: open another engine first")
         if self.shape.group_size(axes) == 1 or (axes, PURPOSES[0]) in self._groups:
             return
-        for ranks in self.shape.groups(axes):
-            for purpose in PURPOSES:
-                backend = "gloo" if purpose == "control" or self.device.type == "cpu" else "nccl"
-                group = dist.new_group(ranks, timeout=self._timeout, backend=backend)
-                if self.rank in ranks:
-                    self._groups[axes, purpose] = group
+        with connections_kept_from_children():
+            for ranks in self.shape.groups(axes):
+                for purpose in PURPOSES:
+                    backend = "gloo" if purpose == "control" or self.device.type == "cpu" else "nccl"
+                    group = dist.new_group(ranks, timeout=self._timeout, backend=backend)
+                    if self.rank in ranks:
+                        self._groups[axes, purpose] = group
 
     @property
     def axes(self) -> list[tuple[str, ...]]:
@@ -128,7 +115,11 @@ class Mesh:
         return self._streams[purpose]
 
     def close(self) -> None:
-        """Destroy the groups made here, and ``torch.distributed`` itself if it was started here."""
+        """Destroy the groups made here, and ``torch.distributed`` itself if it was started here and no other mesh uses
+        it.
+        """
+        if self._closed:
+            return
         groups, self._groups, self._closed = self._groups, {}, True
         for stream in self._streams.values():
             stream.close()
@@ -136,22 +127,4 @@ class Mesh:
             neighbor.close()
         if self.watchdog is not None:
             self.watchdog.close()
-        if not dist.is_initialized():
-            return
-        if self._started:
-            dist.destroy_process_group()
-            return
-        for group in groups.values():
-            dist.destroy_process_group(group)
-
-
-def _start(backend: str, rendezvous: Rendezvous, timeout: timedelta) -> None:
-    """Start ``torch.distributed``. Processes that torchrun has started again share the store of those before them,
-    whose addresses are still in it (torch 2.13 looks no further): they get a part of it for themselves.
-    """
-    if not rendezvous.restarts:
-        dist.init_process_group(backend, timeout=timeout)
-        return
-    store, rank, num_ranks = next(find_store("env://", timeout=timeout))
-    own = PrefixStore(f"restart-{rendezvous.restarts}-{num_ranks}", store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=num_ranks, timeout=timeout)
+        world.leave(self._world, groups.values())

@@ -18,6 +18,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from partita.comm.admission import admit, withdraw
+from partita.comm.forks import keep_from_children
+
 # What it is about, the tag of its exchange; address and size of memory.
 WORD = struct.Struct("<qqqq")
 OFFERED, TAKEN = 0, 1
@@ -60,6 +63,7 @@ class Line:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        keep_from_children(connection.fileno())  # or it would not end with this process
         self._heard: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(deque)
         self._listening, self._changed = False, threading.Condition()  # one thread listens, for all
 
@@ -129,13 +133,18 @@ class Neighbor:
     process: int
     lines: Mapping[str, Line]
 
+    def __post_init__(self) -> None:
+        admit([self.process])
+
     def set_timeout(self, seconds: float) -> None:
         for line in self.lines.values():
             line.set_timeout(seconds)
 
     def close(self) -> None:
+        """Called once: the neighbor may not read any more."""
         for line in self.lines.values():
             line.close()
+        withdraw([self.process])
 
 
 class Offer:

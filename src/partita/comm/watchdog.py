@@ -6,6 +6,7 @@ which do not answer.
 """
 
 import json
+import os
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from types import TracebackType
 
 from torch.distributed.distributed_c10d import _get_default_store
 
+from partita.comm.forks import connections_kept_from_children
 from partita.comm.order import Order
 
 POLL_S, ANSWER_S, STORE_TIMEOUT_S = 0.5, 2.0, 2.0
@@ -32,10 +34,11 @@ class Watchdog:
 
     def __init__(self, topic: str, rank: int, num_ranks: int, order: Order) -> None:
         self._rank, self._num_ranks, self._order = rank, num_ranks, order
-        self._store = _get_default_store().clone()  # type: ignore[attr-defined]  # torch's stubs do not know it
+        with connections_kept_from_children():
+            self._store = _get_default_store().clone()  # type: ignore[attr-defined]  # torch's stubs do not know it
         self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
         self._prefix = f"partita/{topic}"
-        self._watched = threading.get_ident()
+        self._process, self._watched = os.getpid(), threading.get_ident()
         self._closed, self._lock, self._asking = threading.Event(), threading.Lock(), threading.Lock()
         self._ended = ""
         self._told: str | None = None
@@ -78,7 +81,9 @@ class Watchdog:
         }
 
     def ended(self, error: BaseException) -> None:
-        """This rank leaves because of an error: whoever asks is told."""
+        """This rank leaves because of an error: whoever asks is told. (Not where a child that it forked does.)"""
+        if os.getpid() != self._process:
+            return
         first = str(error).partition("\n")[0]
         self._ended = f"ended with {type(error).__name__}: {first}"
         try:

@@ -4,11 +4,10 @@ This is the only library file that reads the environment.
 """
 
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from partita.config.launchers import LaunchEnvironment, read_launch
 from partita.config.plain import dotted, plain, shown
 from partita.config.schema import Config
 from partita.config.text import Parsed, parse_json, parse_yaml
@@ -16,7 +15,6 @@ from partita.errors import ConfigError
 
 MAX_FILE_BYTES = 2**20
 Where = Callable[[tuple[str, ...]], str]
-_SLURM_NODE_SIZES = "SLURM_STEP_TASKS_PER_NODE"
 _PARSERS = {".yaml": parse_yaml, ".yml": parse_yaml, ".json": parse_json}
 
 
@@ -126,74 +124,8 @@ def _apply(sections: dict[str, object], override: str, places: dict[tuple[str, .
     places[path] = name
 
 
-@dataclass(frozen=True)
-class LaunchEnvironment:
-    """This process among the processes of the job: its number over all nodes, and on its node; how often torchrun has
-    started them again.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    restarts: int = 0
-
-
-def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
-    """Reads what torchrun, a Kubernetes job (``RANK``, ``WORLD_SIZE``) or ``srun`` says; without any, one process.
-
-    Raises:
-        ConfigError: naming the variable that is missing, no number or out of range.
-    """
-    environ = os.environ if environ is None else environ
-    if "RANK" in environ or "WORLD_SIZE" in environ:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    elif "SLURM_PROCID" in environ:
-        names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", _SLURM_NODE_SIZES)
-    else:
-        return LaunchEnvironment()
-    rank_name, size_name, local_rank_name, local_size_name = names
-    world_size = _number(environ, size_name, 1, None)
-    rank = _number(environ, rank_name, 0, world_size)
-    restarts = _number(environ, "TORCHELASTIC_RESTART_COUNT", 0, None, default=0)
-    if local_rank_name not in environ:
-        return LaunchEnvironment(rank, world_size, 0, 1)
-    if local_size_name == _SLURM_NODE_SIZES and local_size_name in environ:
-        local_size = _slurm_tasks(environ)
-    else:
-        local_size = _number(environ, local_size_name, 1, world_size + 1, default=world_size)
-    local_rank = _number(environ, local_rank_name, 0, local_size)
-    return LaunchEnvironment(rank, world_size, local_rank, local_size, restarts)
-
-
-def _number(environ: Mapping[str, str], name: str, least: int, below: int | None, default: int | None = None) -> int:
-    text = environ.get(name)
-    if text is None and default is not None:
-        return default
-    if text is None:
-        raise ConfigError(
-            f"environment variable {name} is missing although others of the launcher are set; start the script with "
-            "torchrun or srun, or unset RANK, WORLD_SIZE and SLURM_PROCID to run one process"
-        )
-    value = int(text) if re.fullmatch(r"[0-9]{1,9}", text.strip()) else -1
-    if value < least or (below is not None and value >= below):
-        limits = f"of at least {least}" if below is None else f"from {least} to {below - 1}"
-        raise ConfigError(f"environment variable {name}: expected a whole number {limits}; got {shown(text)}")
-    return value
-
-
-def _slurm_tasks(environ: Mapping[str, str]) -> int:
-    """Tasks on this node, from the run-length list of all nodes: ``2(x3),1`` is 2, 2, 2, 1."""
-    text = environ[_SLURM_NODE_SIZES]
-    node = _number(environ, "SLURM_NODEID", 0, None, default=0)
-    for run in text.split(","):
-        match = re.fullmatch(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,8})\))?", run.strip())
-        if match is None:
-            break
-        node -= int(match[2] or 1)
-        if node < 0:
-            return int(match[1])
-    raise ConfigError(
-        f"environment variable {_SLURM_NODE_SIZES}: expected tasks per node such as '2(x3),1', with an entry for "
-        f"SLURM_NODEID; got {shown(text)}"
-    )
+def launch_environment(
+    environ: Mapping[str, str] | None = None, running: tuple[int, int] | None = None
+) -> LaunchEnvironment:
+    """:func:`~partita.config.launchers.read_launch` of this process's environment (or of ``environ``)."""
+    return read_launch(os.environ if environ is None else environ, running)

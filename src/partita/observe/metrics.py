@@ -4,6 +4,7 @@ A row is complete in itself (each has its step and token count), so a file that 
 """
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,8 +50,13 @@ class MetricsWriter:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             kept = _rows_until(folder / METRICS_FILE, after) if after else ""
-            self._file = (folder / METRICS_FILE).open("w")
-            self._file.write(kept)
+            written = folder / f".{METRICS_FILE}.new"
+            with written.open("w") as file:  # aside: a run that ends here leaves the rows as they were
+                file.write(kept)
+                file.flush()
+                os.fsync(file.fileno())
+            written.rename(folder / METRICS_FILE)
+            self._file = (folder / METRICS_FILE).open("a")
         except OSError as error:
             raise PartitaError(
                 f"cannot write metrics into '{folder}': {error.strerror}; set train.out to another folder"

@@ -49,8 +49,10 @@ def boxes_of(
     shape: Sequence[int], order: Sequence[int], start: int, stop: int, most: int = 2**63
 ) -> Iterator[tuple[Box, int]]:
     """The boxes of elements ``[start, stop)`` of a tensor whose dimensions lie in memory in this ``order``, each with
-    the flat place of its first element; of at most ``most`` elements each.
+    the flat place of its first element; of at most ``most`` elements each. A tensor without elements is one box.
     """
+    if 0 in shape:
+        yield Box.whole(shape), start
     inner = tuple(shape[dim] for dim in order)
     for box, place in _cut(inner, start, stop, most):
         offsets, sizes = [0] * len(order), [1] * len(order)

@@ -264,6 +264,11 @@ class Assembly:
                     continue
                 where = f"{path}.{name}" if path else name
                 if self._source is not None and (found := self._source.find([where])) is not None:
+                    if self._source.shape(found) != tuple(buffer.shape):
+                        raise ConfigError(
+                            f"{self._source.title}: the buffer '{found}' has the shape {self._source.shape(found)}, "
+                            f"the model's has {tuple(buffer.shape)}"
+                        )
                     buffer = self._source.read(found).to(buffer.dtype)
                 module._buffers[name] = buffer.to(self._device)
         self._collectives.broadcast(list(self._model.buffers()), DATA, "start")

@@ -14,6 +14,8 @@ from partita.train.decoder import Decoder, DecoderShape
 from partita.train.job import DataSection, ModelSection
 
 NUM_BYTES = 256
+# Code that comes with a model is not run, and nobody is asked whether it may be.
+_NO_CODE = {"trust_remote_code": False}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -140,9 +142,9 @@ def _build_huggingface(source: str | Mapping[str, Any], data: DataSection) -> Re
         )
     auto = transformers.AutoModelForCausalLM
     if path is not None and path.is_dir() and _has_weights(path):
-        module = _attempt(lambda: auto.from_pretrained(path, config=config, dtype=torch.float32), source)
+        module = _attempt(lambda: auto.from_pretrained(path, config=config, dtype=torch.float32, **_NO_CODE), source)
     else:
-        module = _attempt(lambda: auto.from_config(config, dtype=torch.float32), source)
+        module = _attempt(lambda: auto.from_config(config, dtype=torch.float32, **_NO_CODE), source)
     return HuggingFaceModel(module, tokenizer)
 
 
@@ -170,7 +172,7 @@ def _transformers() -> Any:
 def _config(source: str | Mapping[str, Any], on_bytes: bool) -> Any:
     transformers = _transformers()
     if isinstance(source, str):
-        return transformers.AutoConfig.from_pretrained(source, local_files_only=True)
+        return transformers.AutoConfig.from_pretrained(source, local_files_only=True, **_NO_CODE)
     settings = dict(source)
     if on_bytes:  # no tokenizer, so no special tokens either
         no_specials = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -183,7 +185,7 @@ def _config(source: str | Mapping[str, Any], on_bytes: bool) -> Any:
 def _tokenizer(folder: Path) -> Any:
     if not any((folder / name).exists() for name in _TOKENIZER_FILES):
         return None
-    return _transformers().AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return _transformers().AutoTokenizer.from_pretrained(folder, local_files_only=True, **_NO_CODE)
 
 
 def _has_weights(folder: Path) -> bool:

@@ -1,0 +1,1 @@
+"""Tests of checkpoints that need one process."""

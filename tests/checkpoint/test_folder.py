@@ -1,0 +1,159 @@
+"""What a folder of checkpoints shows, keeps and clears, whoever saves into it and wherever it is interrupted."""
+
+import itertools
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from partita.checkpoint.folder import (
+    SEQUENCE,
+    chosen,
+    complete,
+    next_sequence,
+    notice,
+    partial_of,
+    publish,
+    start_partial,
+)
+from partita.checkpoint.lock import Lock, is_locked
+from partita.checkpoint.stored import MANIFEST
+
+_tokens = itertools.count()
+
+
+def begin(folder: Path, step: int) -> Path:
+    partial = partial_of(folder, step, f"run-{next(_tokens)}")
+    start_partial(partial)
+    return partial
+
+
+def end(partial: Path, step: int, keep: int = 3, *, content: str = "", sequence: bool = True) -> Path:
+    number = {SEQUENCE: next_sequence(partial.parent)} if sequence else {}
+    (partial / MANIFEST).write_text(json.dumps({"format": 1, **number, "step": step, "content": content}))
+    return publish(partial, step, keep)
+
+
+def save(folder: Path, *steps: int, keep: int = 3, content: str = "", sequence: bool = True) -> None:
+    for step in steps:
+        end(begin(folder, step), step, keep, content=content, sequence=sequence)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def content_of(checkpoint: Path) -> str:
+    return str(json.loads((checkpoint / MANIFEST).read_text())["content"])
+
+
+# ------------------------------------------------------------------------------------------------- which is the newest
+
+
+def test_newest_is_what_was_published_last(tmp_path: Path) -> None:
+    save(tmp_path, 80, 90, 100, 10, 20)
+    assert list(complete(tmp_path)) == [100, 10, 20]
+    assert chosen(tmp_path).name == "step-20"
+    save(tmp_path, 100)
+    assert chosen(tmp_path).name == "step-100"
+    assert names(tmp_path) == ["step-10", "step-100", "step-20"]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_what_was_just_saved_stays(keep: int, tmp_path: Path) -> None:
+    """Whatever the others say of themselves."""
+    save(tmp_path, 8, 9)
+    manifest = tmp_path / "step-9" / MANIFEST
+    with mock.patch("partita.checkpoint.folder.next_sequence", return_value=0):
+        partial = begin(tmp_path, 1)
+        (partial / MANIFEST).write_text("{}")
+        publish(partial, 1, keep)
+    assert manifest.exists() == (keep == 2)
+    assert (tmp_path / "step-1" / MANIFEST).exists()
+    assert len(names(tmp_path)) == keep
+
+
+def test_checkpoints_without_a_number_are_the_oldest(tmp_path: Path) -> None:
+    save(tmp_path, 300, 100, 200, sequence=False)
+    assert list(complete(tmp_path)) == [100, 200, 300]
+    save(tmp_path, 5)
+    assert list(complete(tmp_path)) == [200, 300, 5]
+
+
+def test_a_damaged_manifest_keeps_its_place(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    manifest = tmp_path / "step-2" / MANIFEST
+    manifest.write_bytes(manifest.read_bytes()[:-5] + b"\xff")
+    assert chosen(tmp_path).name == "step-2"
+    save(tmp_path, 1)
+    assert chosen(tmp_path).name == "step-1"
+
+
+def test_later_steps_are_noticed(tmp_path: Path) -> None:
+    assert notice(tmp_path / "new", 1) is None
+    save(tmp_path, 8, 9)
+    assert notice(tmp_path, 9) is None
+    said = notice(tmp_path, 3)
+    assert said is not None
+    assert "holds later steps than step-3, which is saved now (to step-9)" in said
+
+
+# -------------------------------------------------------------------------------------------------------- interruptions
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("num_renames", range(4))
+def test_a_step_that_is_saved_again_is_never_missing(num_renames: int, tmp_path: Path) -> None:
+    save(tmp_path, 4, keep=1, content="first")
+    partial, real, done = begin(tmp_path, 4), Path.rename, itertools.count()
+
+    def rename(path: Path, target: Path) -> Path:
+        if next(done) == num_renames:
+            raise Killed
+        return real(path, target)
+
+    with mock.patch.object(Path, "rename", rename), pytest.raises(Killed):
+        end(partial, 4, keep=1, content="second")
+    for _ in range(2):  # as it was left, and after the next run has begun to save
+        (found,) = complete(tmp_path).values()
+        assert chosen(tmp_path) == chosen(tmp_path / "step-4") == found
+        assert content_of(found) in ("first", "second")
+        begin(tmp_path, 5)
+    assert content_of(tmp_path / "step-4") in ("first", "second")
+    save(tmp_path, 5, keep=1)
+    assert names(tmp_path) == ["step-5"]
+
+
+# ----------------------------------------------------------------------------------------------------- several writers
+
+
+def test_runs_that_save_one_step_at_the_same_time_do_not_meet(tmp_path: Path) -> None:
+    first = begin(tmp_path, 1)
+    lock = Lock(first / "__0.lock")
+    assert "is being written by another run" in str(notice(tmp_path, 1))
+    second = begin(tmp_path, 1)
+    assert content_of(end(second, 1, content="second")) == "second"
+    assert first.exists()
+    assert content_of(end(first, 1, content="first")) == "first"
+    lock.release()
+    assert names(tmp_path / "step-1") == [MANIFEST]
+    assert names(tmp_path) == ["step-1"]
+
+
+def test_what_dead_runs_left_is_removed(tmp_path: Path) -> None:
+    partial = begin(tmp_path, 1)
+    lock = Lock(partial / "__0.lock")
+    assert is_locked(partial / "__0.lock")
+    for name in (".step-7.partial", ".step-7.old", ".step-8.ab12.removed"):  # some of versions before
+        (tmp_path / name).mkdir()
+    begin(tmp_path, 2)
+    assert names(tmp_path)[0] == partial.name
+    assert len(names(tmp_path)) == 2
+    lock.release()
+    assert not is_locked(partial / "__0.lock")
+    save(tmp_path, 3)
+    assert names(tmp_path) == ["step-3"]

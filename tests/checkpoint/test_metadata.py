@@ -1,0 +1,86 @@
+"""The index of others' checkpoints: what torch.distributed.checkpoint writes is read, nothing else is looked up."""
+
+import builtins
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+from partita import PartitaError
+from partita.checkpoint.stored import METADATA, open_stored
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("flatten", [False, True])
+def test_what_torch_writes_is_read(flatten: bool, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    states = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flatten))
+    others = {str(dtype): torch.zeros(2, 0, 3).to(dtype) for dtype in DTYPES}
+    dcp.save({"model": model.state_dict(), "optim": states, "o": others, "n": [1, "a"]}, checkpoint_id=tmp_path)
+    stored = open_stored(tmp_path)
+    assert torch.equal(stored.value("model.weight"), model.weight)
+    assert stored.value("n") == [1, "a"]
+    for dtype in DTYPES:
+        assert (stored.tensors[f"o.{dtype}"].dtype, stored.value(f"o.{dtype}").shape) == (dtype, (2, 0, 3))
+    assert len(stored.tensors) == 2 + 6 + len(DTYPES)
+
+
+@dataclass
+class Calls:
+    """Pickles as a call."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.function, self.arguments
+
+
+HARMFUL: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
+    "system": (os.system, ("touch ran",), r"posix\.system"),
+    "eval": (builtins.eval, ("open('ran', 'w')",), r"builtins\.eval"),
+    "load": (torch.load, ("ran",), r"torch\.serialization\.load"),
+    "getattr": (getattr, ("a", "upper"), r"builtins\.getattr"),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside an index"])
+@pytest.mark.parametrize("name", HARMFUL)
+def test_nothing_else_is_called(name: str, inside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, arguments, named = HARMFUL[name]
+    monkeypatch.chdir(tmp_path)
+    call: Any = Calls(function, arguments)
+    (tmp_path / METADATA).write_bytes(pickle.dumps(Metadata({}, planner_data=call) if inside else call))
+    with pytest.raises(PartitaError, match=rf"/\.metadata' names '{named}', which .* does not write"):
+        open_stored(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [METADATA]
+
+
+def test_attributes_are_not_looked_up(tmp_path: Path) -> None:
+    """A name with dots would be found from an admitted module."""
+    (tmp_path / METADATA).write_bytes(b"\x80\x04\x8c\x05torch\x8c\tos.system\x93.")
+    with pytest.raises(PartitaError, match=r"names 'torch\.os\.system'"):
+        open_stored(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"abc", pickle.dumps({"a": 1}), pickle.dumps(Metadata({}, storage_data=[1]))], ids=range(4)
+)
+def test_an_index_that_is_none(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / METADATA).write_bytes(content)
+    with pytest.raises(PartitaError, match=r"/\.metadata' (is damaged|holds a dict: expected an index)"):
+        open_stored(tmp_path)

@@ -35,7 +35,7 @@ def lines() -> Iterator[tuple[Line, Line]]:
 
 
 def fetch(room: torch.Tensor, line: Line, tag: int) -> None:
-    Fetch(room, os.getpid(), line, tag).piece(0, room.numel())
+    Fetch(room, room.numel(), os.getpid(), line, tag).piece(0, room.numel())
 
 
 # ------------------------------------------------------------------------------------------------- what they tell
@@ -50,8 +50,8 @@ def test_memory_goes_from_one_to_the_other(lines: tuple[Line, Line]) -> None:
 
 
 def test_pieces_are_read_one_after_the_other_into_one_place(lines: tuple[Line, Line]) -> None:
-    given, room = torch.randn(10), torch.full((10,), torch.nan)
-    offer, arriving = Offer(given, lines[0], 0), Fetch(room, os.getpid(), lines[1], 0)
+    given, room = torch.randn(10), torch.empty(4)
+    offer, arriving = Offer(given, lines[0], 0), Fetch(room, 10, os.getpid(), lines[1], 0)
     for start, stop in ((0, 4), (4, 8), (8, 10)):
         read = arriving.piece(start, stop)
         assert torch.equal(read, given[start:stop])

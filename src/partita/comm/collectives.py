@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from partita.comm.board import Board
-from partita.comm.exchange import PIECE_BYTES, Arriving, Exchange, Receive, Work
+from partita.comm.exchange import NUM_AWAITED, PIECE_BYTES, Arriving, Exchange, Receive, Work
 from partita.comm.introduction import Group, find_neighbors
 from partita.comm.mesh import STREAMS, Mesh
 from partita.comm.neighbors import Fetch, Offer
@@ -86,7 +86,7 @@ class Collectives:
             rows = whole.view(num, -1)
             own = rows[self.mesh.index(axes)]
             with self._explained(self._name("all-gather", axes, purpose)):
-                works: list[Work | None] = [self._exchange(lambda i: rows[i], lambda _: part, (axes, purpose), tag=tag)]
+                works: list[Work | None] = [self._exchange(rows, [part] * num, (axes, purpose), tag=tag)]
             if own.data_ptr() != part.data_ptr():  # beside the exchange, which reads `part` alone
                 own.copy_(part)
         else:
@@ -96,33 +96,33 @@ class Collectives:
 
     def _exchange(
         self,
-        incoming: Callable[[int], Tensor],
-        outgoing: Callable[[int], Tensor],
+        rooms: Sequence[Tensor] | Tensor,
+        parts: Sequence[Tensor] | Tensor,
         over: tuple[tuple[str, ...], str],
         *,
         tag: int = 0,
         piece_bytes: int | None = None,
     ) -> Exchange:
-        """Begin to send ``outgoing(i)`` to, and to receive ``incoming(i)`` from, every other rank ``i`` of the group
-        ``over``, in pieces of so many bytes (None: at once).
+        """Begin to send ``parts[i]`` to, and to receive in ``rooms[i]`` what comes from, every other rank ``i`` of the
+        group ``over``, in pieces of so many bytes (None: at once).
 
         Receives are posted before sends: where a send is there before, gloo uses a network in one direction at a time.
         """
         axes, purpose = over
         num, own, group = self.mesh.shape.group_size(axes), self.mesh.index(axes), self.mesh.group(axes, purpose)
         neighbors, arriving, leaving = self.mesh.neighbors.get(axes, {}), dict[int, Arriving](), list[Work | None]()
-        num_elements = outgoing((own + 1) % num).numel()
-        piece = num_elements if piece_bytes is None else piece_bytes // outgoing((own + 1) % num).itemsize
+        num_elements = parts[own].numel()
+        piece = num_elements if piece_bytes is None else piece_bytes // parts[own].itemsize
         for source in ((own - distance) % num for distance in range(1, num)):
-            room = incoming(source)
+            room = rooms[source]
             if source in neighbors:
                 process, line = neighbors[source].process, neighbors[source].lines[purpose]
-                arriving[source] = Fetch(room, process, line, tag)
+                arriving[source] = Fetch(room, num_elements, process, line, tag)
             else:
-                receive = partial(dist.irecv, group=group, group_src=source, tag=tag)
-                arriving[source] = Receive(room, [receive(part) for part in room.split(piece)])
+                post = partial(dist.irecv, group=group, group_src=source, tag=tag)
+                arriving[source] = Receive(post, room, num_elements, piece)
         for target in ((own + distance) % num for distance in range(1, num)):
-            sent = outgoing(target)
+            sent = parts[target]
             if target in neighbors:
                 leaving.append(Offer(sent, neighbors[target].lines[purpose], tag))
             else:
@@ -141,12 +141,10 @@ class Collectives:
         self._count("reduce_scatter", axes, "gradients", (num - 1) * sent.nbytes // num)
         name = self._name("reduce-scatter", axes, "gradients")
         if self.ordered:
-            outgoing, incoming, over = sent.view(num, -1), received.view(num - 1, -1), (axes, "gradients")
+            outgoing, rooms = sent.view(num, -1), received.view(num - 1, -1)
+            rows, over = [*rooms[:own], outgoing[own], *rooms[own:]], (axes, "gradients")
             with self._explained(name):
-                exchange = self._exchange(
-                    lambda i: incoming[i - (i > own)], lambda i: outgoing[i], over, piece_bytes=PIECE_BYTES
-                )
-                for at, parts in exchange.pieces():
+                for at, parts in self._exchange(rows, outgoing, over, piece_bytes=PIECE_BYTES).pieces():
                     target = out[at]
                     values = _sum(parts, outgoing[own][at], own, parts[0] if accumulate else target)
                     if values is not target:
@@ -157,10 +155,10 @@ class Collectives:
             Handle([work], partial(self._explained, name)).wait()
             land(received, out, accumulate=accumulate)
 
-    def received_elements(self, num_sent: int, axes: tuple[str, ...]) -> int:
-        """Elements of scratch memory that a reduction of ``num_sent`` elements needs."""
+    def received_elements(self, sent: int, itemsize: int, axes: tuple[str, ...]) -> int:
+        """Elements of scratch memory that a reduction of ``sent`` elements of ``itemsize`` bytes needs."""
         num = self.mesh.shape.group_size(axes)
-        return num_sent // num * (num - 1 if self.ordered else 1)
+        return (num - 1) * min(sent // num, NUM_AWAITED * PIECE_BYTES // itemsize) if self.ordered else sent // num
 
     def all_reduce(self, tensor: Tensor, axes: tuple[str, ...], purpose: str = "control") -> Tensor:
         """Sum ``tensor`` over the ranks, in place. For small or rare tensors: the order of the sum is the backend's."""

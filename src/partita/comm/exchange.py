@@ -2,13 +2,15 @@
 summed while later ones are still under way, and while they are in the processor's cache.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-# Of a part that is summed as it arrives: half of it fits, with the other summand, into the caches of small processors.
-PIECE_BYTES = 1 << 20
+# Of a part that is summed as it arrives: with what it is added to it stays in the caches of small processors. So many
+# pieces of it are awaited at a time.
+PIECE_BYTES, NUM_AWAITED = 1 << 20, 4
 
 
 class Work(Protocol):
@@ -30,16 +32,35 @@ class Arriving(Protocol):
 
 
 class Receive:
-    """From a rank that sends ``room``'s elements as messages, one for each of the ``works``."""
+    """From a rank that sends ``num_elements`` in messages of ``piece``. They come into ``room``, one beside the other;
+    where it is smaller, later ones take the place of earlier ones.
 
-    def __init__(self, room: Tensor, works: Sequence[Work | None]) -> None:
-        self._room, self._works = room, iter(works)
+    Args:
+        post: begins to receive a message.
+    """
+
+    def __init__(self, post: Callable[[Tensor], Work | None], room: Tensor, num_elements: int, piece: int) -> None:
+        self._post, self._num_elements, self._piece = post, num_elements, piece
+        self._places = room.split(piece)
+        self._posted = 0
+        self._awaited = deque[tuple[Tensor, Work | None]]()
+        for _ in self._places:
+            self._await_next()
+
+    def _await_next(self) -> None:
+        left = self._num_elements - self._posted * self._piece
+        if left > 0:
+            place = self._places[self._posted % len(self._places)][:left]
+            self._awaited.append((place, self._post(place)))
+            self._posted += 1
 
     def piece(self, start: int, stop: int) -> Tensor:
-        work = next(self._works)
+        if start:  # the piece before is done with, and its place is free
+            self._await_next()
+        place, work = self._awaited.popleft()
         if work is not None:
             work.wait()
-        return self._room[start:stop]
+        return place
 
 
 class Exchange:

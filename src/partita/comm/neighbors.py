@@ -159,26 +159,28 @@ class Offer:
 
 
 class Fetch:
-    """Values of a neighbor's, read when they are asked for (see :class:`~partita.comm.exchange.Arriving`): at once into
+    """``num_elements`` of a neighbor's, read when asked for (see :class:`~partita.comm.exchange.Arriving`): at once into
     ``room``, or in pieces, each into the beginning of ``room``. Ask for the last one before waiting for any
     :class:`Offer`, for which the neighbor does the same.
     """
 
-    def __init__(self, room: Tensor, process: int, line: Line, tag: int) -> None:
-        self._room, self._process, self._line, self._tag = room, process, line, tag
+    def __init__(self, room: Tensor, num_elements: int, process: int, line: Line, tag: int) -> None:
+        self._room, self._num_elements = room, num_elements
+        self._process, self._line, self._tag = process, line, tag
         self._address: int | None = None
 
     def piece(self, start: int, stop: int) -> Tensor:
         """Raises RuntimeError: the neighbor has ended, or offers something else."""
         if self._address is None:
             self._address, num_bytes = self._line.hear(OFFERED, self._tag)
-            if num_bytes != self._room.nbytes:
-                raise RuntimeError(f"process {self._process} offers {num_bytes} bytes, not {self._room.nbytes}")
+            expected = self._num_elements * self._room.itemsize
+            if num_bytes != expected:
+                raise RuntimeError(f"process {self._process} offers {num_bytes} bytes, not {expected}")
         read = self._room[: stop - start]
         try:
             read_memory(self._process, self._address + start * self._room.itemsize, read)
         except OSError as error:
             raise RuntimeError(f"reading the memory of process {self._process}: {error.strerror}") from error
-        if stop == self._room.numel():
+        if stop == self._num_elements:
             self._line.tell(TAKEN, self._tag)
         return read

@@ -20,6 +20,7 @@ from partita.checkpoint.weights import Weights
 from partita.checkpoint.whole import Whole
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
+from partita.comm.together import together
 from partita.config.resolve import Resolved
 from partita.errors import PartitaError
 from partita.estimate.memory import model_state_bytes
@@ -39,7 +40,7 @@ from partita.optim.views import check_groups
 from partita.plan.residence import ENCODINGS
 from partita.plan.state_plan import StatePlan
 from partita.plan.traffic import TrafficReport
-from partita.sharding.assemble import Blueprint, plan_units
+from partita.sharding.assemble import Blueprint, check_alike, plan_units
 from partita.sharding.placing import agreed_budget
 from partita.sharding.runtime import Runtime
 
@@ -73,35 +74,40 @@ class Engine:
         self._ledger, self._collectives = Ledger(), Collectives(mesh)
         self._memory = StateMemory(mesh.device, self._ledger, partial(open_disk, settings.zero.offload, mesh.rank))
         kernels = wants_kernels(settings, resolved.compute_dtype, mesh.device)
-        self.optimizer = build_optimizer(list(model.parameters()), settings, given.optimizer, kernels=kernels)
-        self.scheduler = build_schedule(self.optimizer, settings.schedule, given.scheduler)
-        check_groups(self.optimizer, {id(param) for param in model.parameters()})
+        with together(self._collectives, DATA):
+            self.optimizer = build_optimizer(list(model.parameters()), settings, given.optimizer, kernels=kernels)
+            self.scheduler = build_schedule(self.optimizer, settings.schedule, given.scheduler)
+            check_groups(self.optimizer, {id(param) for param in model.parameters()})
         self._num_moments = states_per_element(self.optimizer)
         budget = agreed_budget(settings.zero.offload, self._collectives)
         compute = ENCODINGS[resolved.compute_dtype]
         blueprint = Blueprint(settings, compute, resolved.mesh, mesh.rank, budget, self._num_moments)
-        units = plan_units(model, blueprint)
+        with together(self._collectives, DATA):
+            units = plan_units(model, blueprint)
+        check_alike(model, units, self._collectives)
         self.units = [unit.planned for unit in units]
         self.plan: dict[str, StatePlan] = {unit.name: unit.segments[0].row for unit in self.units}
         if any(mesh.shape.group_size(r.master.shard_axes) > 1 or not r.updates_on_device for r in self.plan.values()):
             check_elementwise(self.optimizer)
         situation = Situation(self.units, settings, mesh.shape, self._num_moments)
         self._shortages = Shortages(situation, self._ledger, mesh.device, mesh.rank)
-        source = Weights(given.weights) if given.weights is not None else None
+        with together(self._collectives, DATA):
+            source = Weights(given.weights) if given.weights is not None else None
         self._weights = source.folder if source is not None else None
         try:
             with self._shortages.explained("initialize"):
                 self._runtime = Runtime(
                     model, units, blueprint, self._collectives, self._memory, self._accumulate, source
                 )
+            scale = LossScale(settings.precision.loss_scale, resolved.compute_dtype == "fp16")
+            updater = BackwardUpdater if settings.precision.gradients == "in_backward" else StepUpdater
+            with together(self._collectives, DATA, self._runtime.give_back):
+                self._updater = updater(self._runtime, self.optimizer, scale, settings.clip_grad_norm)
+                self._whole = Whole(self._runtime, self._updater)
+                self._checkpoints = Checkpoints(model, self._runtime, self._updater, self.scheduler, settings)
         except BaseException:
             self._memory.close()
             raise
-        scale = LossScale(settings.precision.loss_scale, resolved.compute_dtype == "fp16")
-        updater = BackwardUpdater if settings.precision.gradients == "in_backward" else StepUpdater
-        self._updater = updater(self._runtime, self.optimizer, scale, settings.clip_grad_norm)
-        self._whole = Whole(self._runtime, self._updater)
-        self._checkpoints = Checkpoints(model, self._runtime, self._updater, self.scheduler, settings)
         self.extra = self._checkpoints.extra
         self._begin_micro_batch(0)
 

@@ -51,7 +51,7 @@ def initialize(
             (``communication.timeout_s``, ``within_node``); None: a new one.
 
     Raises:
-        ConfigError: the config, the model or the optimizer do not fit together.
+        ConfigError: the config, the model or the optimizer do not fit together; the model can be initialized again.
     """
     settings, launch = load_config(config), launch_environment(running=world.running())
     device = _device(launch.local_rank)

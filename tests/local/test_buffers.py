@@ -72,6 +72,48 @@ def start() -> None:
         assert torch.equal(module.sliced, Normalized().sliced)
 
 
+NAMES = """
+    bool uint8 int8 int16 uint16 int32 uint32 int64 uint64 float8_e4m3fn float8_e5m2 float8_e8m0fnu float16 bfloat16
+    float32 float64 complex64 complex128
+"""
+DTYPES: list[torch.dtype] = [getattr(torch, name) for name in NAMES.split()]
+
+
+class Typed(nn.Module):
+    """Buffers of every shape and strides, and frozen parameters, of one dtype: zeros, and ``value``."""
+
+    def __init__(self, dtype: torch.dtype, value: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        values = (torch.arange(12).view(3, 4) % 2 * value).to(dtype)
+        shaped = {"matrix": values, "transposed": values.t(), "gaps": values[:, ::2], "scalar": values[0, 1]}
+        if dtype.is_complex:
+            shaped["conjugate"] = (values * 1j).conj()
+        for name, value in {**shaped, "empty": values[:0]}.items():
+            self.register_buffer(name, value)
+            self.register_parameter(f"frozen_{name}", nn.Parameter(value.clone(), requires_grad=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def every_dtype(within_node: str) -> None:
+    """Buffers and frozen parameters of any dtype have rank 0's values from the start."""
+    for dtype, zero in ((dtype, zero) for dtype in DTYPES for zero in ({"stage": 1}, {"stage": 3})):
+        exchange = {"within_node": within_node, "timeout_s": 20}
+        config = {"zero": zero, "precision": {"compute": "fp32"}, "communication": exchange}
+        expected = Typed(dtype, 1).state_dict()
+        with partita.initialize(Typed(dtype, int(rank() == 0)), config) as engine, engine.gathered():
+            for name, value in engine.module.state_dict().items():
+                if not name.startswith("linear"):
+                    assert value.dtype == dtype or name.startswith("frozen"), name
+                    assert torch.equal(_bytes(value.to(dtype)), _bytes(expected[name])), f"{name} in {dtype}"
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().resolve_conj().view(-1).view(torch.uint8)
+
+
 def evaluated(setting: str, zero: Mapping[str, Any]) -> list[float]:
     """What each rank's evaluation of the same samples gives after steps on samples of its own."""
     torch.manual_seed(0)
@@ -161,6 +203,11 @@ def test_running_statistics_as_in_ddp() -> None:
 
 def test_start_from_rank_0() -> None:
     pool.run(2, start)
+
+
+@pytest.mark.parametrize("within_node", ["auto", "network"])
+def test_every_dtype(within_node: str) -> None:
+    pool.run(2, every_dtype, within_node)
 
 
 @pytest.mark.parametrize("name", ["0", "1", "2"])

@@ -9,6 +9,7 @@ from partita.config.schema import Offload
 from partita.errors import PartitaError
 from partita.memory import capacity
 from partita.memory.capacity import DEVICE_SHARE, DISK_SHARE, free_budget, host_memory
+from partita.memory.disk import filesystem_in_memory
 
 CPU = torch.device("cpu")
 
@@ -35,9 +36,9 @@ def test_on_a_cpu_the_device_is_the_hosts_memory(monkeypatch: pytest.MonkeyPatch
 
 def test_files_in_memory_are_no_disk(tmp_path: Path) -> None:
     memory = Path("/dev/shm")
-    assert capacity._is_in_memory(memory)
+    assert filesystem_in_memory(memory) == "tmpfs"
     assert free_budget(CPU, Offload(path=str(memory))).disk == 0
-    assert not capacity._is_in_memory(Path("/proc/self"))
+    assert filesystem_in_memory(Path("/proc/self")) is None
 
 
 def test_a_folder_that_is_missing() -> None:

@@ -7,14 +7,17 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from partita.config.schema import Offload
 from partita.errors import PartitaError
-from partita.memory.disk import ALIGNMENT, Disk
+from partita.memory.disk import ALIGNMENT, Disk, open_disk
 from tests.memory.scratch import BLOCK_BYTES, read, refuse, some
 
 
@@ -239,3 +242,16 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path, mode: str) -> None:
         process.send_signal(signal.SIGKILL)
         assert process.wait(60) == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["/dev/shm", None])
+def test_a_folder_in_memory_is_one_warning(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: "/dev/shm")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rank in range(3):
+            open_disk(Offload(path=name), rank).close()
+    said = [str(warning.message) for warning in caught if "O_DIRECT" not in str(warning.message)]
+    assert len(said) == 1
+    for part in ("'/dev/shm'", "tmpfs", "in memory", "zero.offload.path"):
+        assert part in said[0]

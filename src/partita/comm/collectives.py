@@ -185,20 +185,21 @@ class Collectives:
         return every, Handle([work], partial(self._explained, name))
 
     def broadcast(self, tensors: Sequence[Tensor], axes: tuple[str, ...], purpose: str) -> None:
-        """Overwrite ``tensors`` with those of the group's first rank."""
+        """Overwrite ``tensors``, of any shape, strides and dtype, with those of the group's first rank."""
         num = self.mesh.shape.group_size(axes)
         if num == 1:
             return
         group = self.mesh.group(axes, "parameters")
-        works, copies = [], [tensor.contiguous() for tensor in tensors]
+        works, copies = [], [tensor.contiguous().resolve_conj().resolve_neg() for tensor in tensors]
         for tensor in copies:
             self._count("broadcast", axes, purpose, (num - 1) * tensor.nbytes if self.mesh.index(axes) == 0 else 0)
-            works.append(dist.broadcast(tensor, group=group, group_src=0, async_op=True))
+            sent = tensor.view(-1).view(torch.uint8)  # neither backend knows every dtype
+            works.append(dist.broadcast(sent, group=group, group_src=0, async_op=True))
         for work in works:
             Handle([work], partial(self._explained, self._name("broadcast", axes, purpose))).wait()
-        for tensor, sent in zip(tensors, copies, strict=True):
-            if sent is not tensor:
-                tensor.copy_(sent)
+        for tensor, copy in zip(tensors, copies, strict=True):
+            if copy is not tensor:
+                tensor.copy_(copy)
 
     def exchange_objects(self, value: object, axes: tuple[str, ...]) -> list[Any]:
         """Every rank's ``value``, in rank order. For rare, small Python values (reports, names in an error)."""

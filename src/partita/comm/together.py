@@ -1,6 +1,6 @@
 """Errors that all ranks share: where one fails in what it does alone, the others must not wait for it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -10,8 +10,13 @@ from partita.errors import PartitaError
 
 
 @contextmanager
-def together(collectives: Collectives, axes: tuple[str, ...]) -> Iterator[None]:
+def together(
+    collectives: Collectives, axes: tuple[str, ...], undo: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """A block that is left on all ranks, or raises on all of them. Nothing in it may wait for another rank.
+
+    Args:
+        undo: called on all ranks before they raise; it may use collectives.
 
     Raises:
         Exception: what this rank met.
@@ -26,6 +31,7 @@ def together(collectives: Collectives, axes: tuple[str, ...]) -> Iterator[None]:
     exchanged.wait()
     if bool(failed.any()):
         said = collectives.exchange_objects(None if error is None else f"{type(error).__name__}: {error}", axes)
+        undo()
         if error is not None:
             raise error
         rank, first = next((rank, text) for rank, text in enumerate(said) if text is not None)

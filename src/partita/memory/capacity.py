@@ -9,7 +9,7 @@ import torch
 from partita.config.schema import Offload
 from partita.errors import PartitaError
 from partita.estimate.placement import Budget
-from partita.memory.disk import scratch_folder
+from partita.memory.disk import filesystem_in_memory, scratch_folder
 
 # What the states and the working memory leave free: on the device for activations, whose size is not known before the
 # first forward; elsewhere for what other processes take meanwhile.
@@ -50,7 +50,7 @@ def host_memory() -> tuple[int, int]:
 
 def _free_disk(folder: Path) -> int:
     """Bytes free for the disk tier; none where it does not run, or where the filesystem's files are in memory."""
-    if sys.platform != "linux" or _is_in_memory(folder):
+    if sys.platform != "linux" or filesystem_in_memory(folder):
         return 0
     try:
         status = os.statvfs(folder)
@@ -59,16 +59,6 @@ def _free_disk(folder: Path) -> int:
             f"offload to disk, in '{folder}': {error.strerror}; let zero.offload.path name a folder"
         ) from error
     return status.f_bavail * status.f_frsize
-
-
-def _is_in_memory(folder: Path) -> bool:
-    try:
-        device = folder.stat().st_dev
-        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return False
-    name = f"{os.major(device)}:{os.minor(device)}"
-    return any(line.split()[2] == name and line.partition(" - ")[2].split()[0] in ("tmpfs", "ramfs") for line in mounts)
 
 
 def _reclaimable() -> int:

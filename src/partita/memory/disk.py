@@ -34,6 +34,7 @@ from partita.memory.workers import Workers
 # O_DIRECT asks for offsets, sizes and memory in multiples of the device's block: 512 or 4096 bytes.
 ALIGNMENT = 4096
 BLOCK_BYTES = 8 * 2**20
+IN_MEMORY = ("tmpfs", "ramfs")
 
 REMEDIES = {
     errno.ENOENT: "create the folder, or let zero.offload.path name another",
@@ -274,8 +275,27 @@ def scratch_folder(offload: Offload) -> Path:
 
 
 def open_disk(offload: Offload, rank: int) -> Disk:
-    """The disk tier of a rank."""
-    return Disk(scratch_folder(offload), f"partita-rank-{rank}")
+    """The disk tier of a rank; rank 0 warns where the folder is on no disk."""
+    folder = scratch_folder(offload)
+    if rank == 0 and (filesystem := filesystem_in_memory(folder)):
+        warnings.warn(
+            f"offload to disk, in '{folder}': the filesystem there is {filesystem}, whose files are in memory, so "
+            "states take the memory that this tier is to spare; let zero.offload.path name a folder on a disk",
+            stacklevel=2,
+        )
+    return Disk(folder, f"partita-rank-{rank}")
+
+
+def filesystem_in_memory(folder: Path) -> str | None:
+    """The type of the folder's filesystem if its files are in memory."""
+    try:
+        device = folder.stat().st_dev
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return None
+    name = f"{os.major(device)}:{os.minor(device)}"
+    types = (line.partition(" - ")[2].split()[0] for line in mounts if line.split()[2] == name)
+    return next((found for found in types if found in IN_MEMORY), None)
 
 
 def _open(folder: Path, name: str) -> tuple[int, bool]:

@@ -7,8 +7,9 @@ whole.
 
 import hashlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Protocol
 
 import torch
@@ -33,7 +34,7 @@ from partita.sharding.dtypes import encoding_of
 from partita.sharding.group_units import Holding, find_holdings, group_units
 from partita.sharding.initialize import initialize_module
 from partita.sharding.stretch import stretch_of
-from partita.sharding.unit import Segment, Unit, check_supported
+from partita.sharding.unit import Segment, Unit, check_apart, check_supported
 
 DATA = ("data",)
 
@@ -101,8 +102,15 @@ def plan_units(model: nn.Module, blueprint: Blueprint) -> list[Unit]:
             fit into the memory that there is.
     """
     kept = keep_fp32_modules(model, blueprint.config.precision.keep_fp32)
-    for holding in find_holdings(model):
+    holdings, cast_unasked = find_holdings(model), blueprint.config.precision.compute == "auto"
+    for holding in holdings:
         check_supported(holding)
+        if cast_unasked and holding.param.dtype == torch.float64:
+            raise ConfigError(
+                f"parameter '{holding.fqns[0]}' is in float64, but precision.compute: auto trains in "
+                f"{blueprint.compute.name}: call model.float() first, or ask for the cast by precision.compute: fp32"
+            )
+    check_apart(holdings)
     specs, layouts = group_units(model, blueprint.config.zero.units), list[UnitLayout]()
     for spec in specs:
         entries = [
@@ -117,6 +125,30 @@ def plan_units(model: nn.Module, blueprint: Blueprint) -> list[Unit]:
         ]
         units.append(Unit(spec, layout, segments, len(units)))
     return units
+
+
+def check_alike(model: nn.Module, units: Sequence[Unit], collectives: Collectives) -> None:
+    """Compare what the ranks are about to exchange.
+
+    Raises:
+        ConfigError: on every rank: a rank's model has another parameter or buffer, or one of another shape or dtype.
+    """
+    described = [
+        f"parameter '{m.fqn}' of shape {tuple(m.shape)}, {m.segment.dtype}, requires_grad {m.segment.trains}"
+        for unit in units
+        for m in unit.members
+    ]
+    for name, buffer in model.named_buffers():
+        described.append(f"buffer '{name}' of shape {tuple(buffer.shape)}, {buffer.dtype}")
+    digest = hashlib.sha256("\n".join(described).encode()).hexdigest()
+    if len(set(collectives.exchange_objects(digest, DATA))) == 1:
+        return
+    every = collectives.exchange_objects(described, DATA)
+    rank = next(rank for rank, other in enumerate(every) if other != every[0])
+    one, other = next(pair for pair in zip_longest(every[0], every[rank], fillvalue="nothing") if pair[0] != pair[1])
+    raise ConfigError(
+        f"the ranks' models differ: rank 0 has {one} where rank {rank} has {other}; build the same model on every rank"
+    )
 
 
 def _encoding(holding: Holding, compute: Encoding, kept: set[int]) -> Encoding:
@@ -148,12 +180,23 @@ class Assembly:
     rests sharded, and all of which it has, every rank reads its own part; of others, rank 0 reads the whole. What it
     lacks keeps the model's own values.
 
+    Args:
+        undo: gives what was moved back to the model, on all ranks, where any of them fails.
+
     Raises:
         ConfigError: a tensor of the source has another shape, or none is the model's.
     """
 
-    def __init__(self, model: nn.Module, collectives: Collectives, memory: StateMemory, source: Source | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        collectives: Collectives,
+        memory: StateMemory,
+        source: Source | None,
+        undo: Callable[[], None],
+    ) -> None:
         self._model, self._collectives, self._memory, self._source = model, collectives, memory, source
+        self._undo = undo
         self._device = collectives.mesh.device
         self._paths = {id(module): path for path, module in model.named_modules()}
         if source is not None:
@@ -197,20 +240,21 @@ class Assembly:
     def _has(self, *names: str) -> bool:
         return self._source is not None and self._source.find(names) is not None
 
-    def fill(self, unit: Unit) -> None:
-        """Move a unit's values into what rests, the same on every rank. Where it does not travel, it is left whole.
+    def fill(self, unit: Unit, lay: Callable[[Unit], None]) -> None:
+        """Move a unit's values into what rests, the same on every rank, once ``lay`` gave it memory. It is left whole.
 
         Raises:
             Exception: on every rank, where any rank fails.
         """
         in_parts = self._comes_in_parts(unit)
-        with together(self._collectives, DATA):
+        with together(self._collectives, DATA, self._undo):
+            lay(unit)
             self._fill_alone(unit)
             if self._source is not None and not in_parts and self._collectives.mesh.rank == 0:
                 self._read_whole(unit, self._source)
         if not in_parts:
             self._collectives.broadcast([segment.full for segment in unit.segments], DATA, "start")
-        with together(self._collectives, DATA):
+        with together(self._collectives, DATA, self._undo):
             for segment in unit.segments:
                 segment.keep_rest(self._memory, self._read_part(unit, segment) if in_parts else None)
 
@@ -254,24 +298,28 @@ class Assembly:
         """Move the model's buffers to the device; every rank gets rank 0's values.
 
         Raises:
-            ConfigError: a buffer is still on ``meta``.
+            ConfigError: a buffer is still on ``meta``; on every rank.
         """
-        for path, module in self._model.named_modules():
-            if self._needs_buffers(module):
-                initialize_module(self._model, module, path, self._device)
-            for name, buffer in module._buffers.items():
-                if buffer is None:
-                    continue
-                where = f"{path}.{name}" if path else name
-                if self._source is not None and (found := self._source.find([where])) is not None:
-                    if self._source.shape(found) != tuple(buffer.shape):
-                        raise ConfigError(
-                            f"{self._source.title}: the buffer '{found}' has the shape {self._source.shape(found)}, "
-                            f"the model's has {tuple(buffer.shape)}"
-                        )
-                    buffer = self._source.read(found).to(buffer.dtype)
-                module._buffers[name] = buffer.to(self._device)
+        with together(self._collectives, DATA, self._undo):
+            for path, module in self._model.named_modules():
+                self._fill_buffers_of(module, path)
         self._collectives.broadcast(list(self._model.buffers()), DATA, "start")
+
+    def _fill_buffers_of(self, module: nn.Module, path: str) -> None:
+        if self._needs_buffers(module):
+            initialize_module(self._model, module, path, self._device)
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            where = f"{path}.{name}" if path else name
+            if self._source is not None and (found := self._source.find([where])) is not None:
+                if self._source.shape(found) != tuple(buffer.shape):
+                    raise ConfigError(
+                        f"{self._source.title}: the buffer '{found}' has the shape {self._source.shape(found)}, "
+                        f"the model's has {tuple(buffer.shape)}"
+                    )
+                buffer = self._source.read(found).to(buffer.dtype)
+            module._buffers[name] = buffer.to(self._device)
 
     def _needs_buffers(self, module: nn.Module) -> bool:
         """Whether a buffer of the module itself has no values, and the source has none for it."""

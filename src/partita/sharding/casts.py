@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from partita.sharding.group_units import modules_like
 from partita.sharding.nested import map_tensors
@@ -24,13 +25,15 @@ def keep_fp32_modules(model: nn.Module, patterns: Sequence[str]) -> set[int]:
     }
 
 
-def cast_borders(model: nn.Module, compute: torch.dtype, kept: set[int]) -> None:
-    """Let the ``kept`` modules work in fp32 inside a model that computes in ``compute``."""
+def cast_borders(model: nn.Module, compute: torch.dtype, kept: set[int]) -> list[RemovableHandle]:
+    """Let the ``kept`` modules work in fp32 in a model that computes in ``compute``, until the hooks are removed."""
     if compute == torch.float32:
-        return
+        return []
+    hooks = list[RemovableHandle]()
     for module in {id(module): module for module in _outermost(model, kept)}.values():
-        module.register_forward_pre_hook(_to_fp32, with_kwargs=True)
-        module.register_forward_hook(lambda _, __, output: map_floats(output, compute))
+        hooks.append(module.register_forward_pre_hook(_to_fp32, with_kwargs=True))
+        hooks.append(module.register_forward_hook(lambda _, __, output: map_floats(output, compute)))
+    return hooks
 
 
 def _outermost(module: nn.Module, kept: set[int]) -> Iterator[nn.Module]:

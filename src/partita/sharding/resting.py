@@ -5,12 +5,16 @@ asks its :class:`Guardian`, which either makes it whole (a module reads another 
 forward) or raises an error that names the parameter.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
+
+from partita.errors import PartitaError
 
 _METADATA = frozenset(
     """
@@ -30,7 +34,26 @@ class Guardian(Protocol):
         """Called when data of a resting ``param`` is asked for by ``what``. Makes it whole or raises."""
 
 
-_guardians = WeakIdKeyDictionary()  # parameter of an engine -> Guardian; only a tensor is at hand when it is touched
+@dataclass(frozen=True)
+class _Claim:
+    """Who answers for the parameter called ``name``; None once its engine was closed, or is gone.
+
+    The guardian holds its parameters: were it held here, they would keep themselves alive.
+    """
+
+    name: str
+    guardian: Callable[[], Guardian | None] = lambda: None
+
+    def touched(self, param: nn.Parameter, what: str) -> None:
+        if (guardian := self.guardian()) is None:
+            raise PartitaError(
+                f"parameter '{self.name}' has no data: it was at rest when its engine was closed ({what} needs it); "
+                "save, export, or take engine.state_dict() before engine.close()"
+            )
+        guardian.touched(param, what)
+
+
+_claims = WeakIdKeyDictionary()  # parameter of an engine -> _Claim; only a tensor is at hand when it is touched
 
 
 class Resting(nn.Parameter):
@@ -50,7 +73,7 @@ class Resting(nn.Parameter):
         if name not in _METADATA:
             for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
                 if type(leaf) is cls:
-                    _guardians[leaf].touched(leaf, name)
+                    _claims[leaf].touched(leaf, name)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -61,18 +84,22 @@ class Resting(nn.Parameter):
         return f"Parameter at rest (its data is split over the ranks): {tuple(self.shape)}, {self.dtype}, {self.device}"
 
 
-def claim(param: nn.Parameter, guardian: Guardian) -> None:
-    """Make ``guardian`` the one that is asked about ``param``."""
-    _guardians[param] = guardian
+def claim(param: nn.Parameter, name: str, guardian: Guardian) -> None:
+    """Make ``guardian`` the one that is asked about ``param``, for as long as it lives."""
+    _claims[param] = _Claim(name, weakref.ref(guardian))
 
 
 def disclaim(param: nn.Parameter) -> None:
-    """``param`` is a parameter like any other again."""
-    del _guardians[param]
+    """Nobody answers for ``param`` any more: with its data it is a parameter like any other again."""
+    claim = _claims.pop(param, None)
+    if claim is not None and is_resting(param):
+        _claims[param] = _Claim(claim.name)
 
 
 def is_claimed(param: nn.Parameter) -> bool:
-    return param in _guardians
+    """Whether ``param`` belongs to an engine, or has no data since it did."""
+    claim = _claims.get(param)
+    return claim is not None and (is_resting(param) or claim.guardian() is not None)
 
 
 def rest(param: nn.Parameter) -> None:

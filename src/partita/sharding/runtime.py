@@ -1,10 +1,12 @@
 """A model under a plan: its units, how they move, and the hooks that make it happen."""
 
+import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
 from partita.comm.together import together
@@ -25,7 +27,9 @@ from partita.sharding.hooks import ForwardHooks, UnitHooks, UpdateHooks
 from partita.sharding.reducer import GradientReducer
 from partita.sharding.residency import Residency
 from partita.sharding.structure import Structure
-from partita.sharding.unit import Member, Segment, Unit
+from partita.sharding.unit import Member, Segment, Unit, UnitState
+
+_log = logging.getLogger("partita")
 
 DATA = ("data",)
 # What a segment may keep beside moments: parameters, the second part of them, gradients, master weights.
@@ -67,7 +71,8 @@ class Runtime:
         ahead = bytes_ahead(config.zero.prefetch_bytes, passing)
         sizes, outer = [unit.num_bytes for unit in passing], [unit.num_bytes for unit in passing if unit.is_outer]
         depth = ring_depth(passing, ahead)
-        self.ring = Ring("ring", sizes, depth, ledger, self._device, lasting=outer, backed=self.loan.swap)
+        with together(collectives, DATA):
+            self.ring = Ring("ring", sizes, depth, ledger, self._device, lasting=outer, backed=self.loan.swap)
         self.executor = Executor(collectives, self.ring, self.loan)
         first = collectives.mesh.order.register([unit.title for unit in self.units])
         for unit in self.units:
@@ -75,17 +80,24 @@ class Runtime:
         agreement = agree(collectives, lambda: self.reducer.release_held_back())
         self.residency = Residency(sharded, self.executor, agreement, ahead)
         self._wait_in_threads()
-        self._assemble(Assembly(model, collectives, memory, source))
-        self._structure = Structure(model, self.units)
-        self.reducer = GradientReducer(self._make_buckets(), collectives, ledger, accumulate)
+        self._hooks: list[Any] = []
         self._compute = dtype_of(blueprint.compute)
-        cast_borders(model, self._compute, kept)
-        self._buffers = BufferSync(model, collectives, config.communication.buffers == "broadcast")
-        self._hooks: list[Any] = [UnitHooks(unit, self.residency, not unit.name) for unit in sharded]
-        self._hooks.append(ForwardHooks(model, self._prepare, self._depth_changed, self._graph_of_now))
-        self._unit_of = {id(member.param): unit for unit, member in self.members()}
         self.on_unfreeze: Callable[[Segment], None] = lambda segment: None
-        self._refresh()
+        self._own_buffers = [(module, dict(module._buffers)) for module in model.modules()]
+        try:
+            self._assemble(Assembly(model, collectives, memory, source, self.give_back))
+            self.reducer = GradientReducer(self._make_buckets(), collectives, ledger, accumulate)
+            self._own_buffers.clear()
+            self._structure = Structure(model, self.units)
+            self._buffers = BufferSync(model, collectives, config.communication.buffers == "broadcast")
+            self._hooks += cast_borders(model, self._compute, kept)
+            self._hooks += [UnitHooks(unit, self.residency, not unit.name) for unit in sharded]
+            self._hooks.append(ForwardHooks(model, self._prepare, self._depth_changed, self._graph_of_now))
+            self._unit_of = {id(member.param): unit for unit, member in self.members()}
+            self._refresh()
+        except BaseException:
+            self.close()
+            raise
 
     # ------------------------------------------------------------------ building
 
@@ -108,13 +120,38 @@ class Runtime:
 
     def _assemble(self, assembly: Assembly) -> None:
         for unit in self.units:
-            self.executor.lay(unit)
-            assembly.fill(unit)
+            assembly.fill(unit, self.executor.lay)
             for member in unit.members:
-                resting.claim(member.param, self)
+                resting.claim(member.param, member.fqn, self)
             if unit.travels:
                 self.executor.release(unit)
         assembly.fill_buffers()
+
+    def give_back(self) -> None:
+        """Undo a start that has failed, on all ranks: what was moved out of the model is the model's own again."""
+        for hook in self._hooks:
+            hook.remove()
+        rounded = list[str]()
+        for unit in self.units:
+            if unit.state is UnitState.RESTING:
+                self.residency.hold([unit])
+            for member in unit.members:
+                resting.disclaim(member.param)
+                if unit.give_back(member) and member.rounded:
+                    rounded.append(member.fqn)
+            if unit.slot is not None:
+                self.executor.release(unit)
+            for member in unit.members:
+                resting.wake(member.param, member.kind)
+        for module, buffers in self._own_buffers:
+            module._buffers.update(buffers)
+        if rounded and self.collectives.mesh.rank == 0:
+            _log.warning(
+                "initialize failed when %d parameters (of which the first is '%s') had been cast to the compute dtype: "
+                "they keep the rounded values; build the model anew to start from those before",
+                len(rounded),
+                rounded[0],
+            )
 
     def _make_buckets(self) -> list[Bucket]:
         """The trainable segments' buckets, last unit first: the order in which backward finishes them."""
@@ -125,7 +162,7 @@ class Runtime:
             if segment.trains
         ]
         buckets = make_buckets(groups, self.collectives.mesh.shape)
-        with together(self.collectives, DATA):
+        with together(self.collectives, DATA, self.give_back):
             for bucket in buckets:
                 bucket.allocate(self.collectives.mesh.index(DATA), self.memory)
         return buckets
@@ -171,8 +208,7 @@ class Runtime:
             bucket.allocate(self.collectives.mesh.index(DATA), self.memory)
             self.reducer.add(bucket)
             self.on_unfreeze(segment)
-        arrived = member.param.register_post_accumulate_grad_hook(lambda _: self.reducer.arrived(member))
-        self._hooks.append(arrived)
+        self._hooks.append(member.param.register_post_accumulate_grad_hook(_announce(member, self.reducer)))
         member.hooked = True
 
     # ----------------------------------------------------------------- otherwise
@@ -209,10 +245,21 @@ class Runtime:
                 yield unit, member
 
     def close(self) -> None:
-        """Take the hooks off. Parameters stay where they are; those that rest whole are the user's own again."""
+        """Take the hooks off. Parameters stay where they are; those that are whole are the user's own again."""
         for hook in self._hooks:
             hook.remove()
-        for unit, member in self.members():
-            if not unit.travels:
-                resting.disclaim(member.param)
+        for _, member in self.members():
+            resting.disclaim(member.param)
         self.memory.close()
+
+
+def _announce(member: Member, reducer: GradientReducer) -> Callable[[Tensor], None]:
+    """The hook that tells of a gradient. It holds neither: no garbage collector finds what tensors' hooks hold."""
+    to_reducer, to_member = weakref.ref(reducer), weakref.ref(member)
+
+    def arrived(param: Tensor) -> None:
+        living, whose = to_reducer(), to_member()
+        if living is not None and whose is not None:
+            living.arrived(whose)
+
+    return arrived

@@ -6,6 +6,7 @@ this rank's part); ``second`` is the part kept beside it between forward and bac
 the values that the optimizer updates, and is ``rest``, or a part of it, wherever their encodings are the same.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -46,15 +47,24 @@ class Member:
     kind: type[nn.Parameter] = field(init=False)
     shape: torch.Size = field(init=False)
     stride: tuple[int, ...] = field(init=False)
+    own_dtype: torch.dtype = field(init=False)  # before the unit adopted it
+    own_device: torch.device = field(init=False)
     hooked: bool = False
 
     def __post_init__(self) -> None:
         param = self.holding.param
         self.kind, self.shape, self.stride = type(param), param.shape, dense_stride(param)
+        self.own_dtype, self.own_device = param.dtype, param.device
 
     @property
     def fqn(self) -> str:
         return self.holding.fqns[0]
+
+    @property
+    def rounded(self) -> bool:
+        """Whether values of the model's own were cast to a dtype that cannot hold them all."""
+        own, compute = self.own_dtype, self.segment.dtype
+        return self.own_device.type != "meta" and own != compute and own.itemsize >= compute.itemsize
 
     @property
     def param(self) -> nn.Parameter:
@@ -215,7 +225,7 @@ class Unit:
         self.slot: Slot | None = None
         self.gathered = Event()
         self.updated = Event()  # passes when what rests has the values of the last update
-        self.storage: torch.UntypedStorage
+        self.storage = torch.UntypedStorage(0)  # until it is laid out
 
     @property
     def planned(self) -> PlannedUnit:
@@ -263,6 +273,16 @@ class Unit:
         else:
             param.data = view
 
+    def give_back(self, member: Member) -> bool:
+        """Give a parameter memory of its own again, of the dtype and on the device that it had; whether the unit had
+        adopted it (and is whole, then).
+        """
+        view = member.param.data
+        if view.untyped_storage()._cdata != self.storage._cdata:
+            return False
+        self._replace(member, view.to(member.own_device, member.own_dtype, copy=True))
+        return True
+
     def _replace(self, member: Member, view: Tensor) -> None:
         """Swap in a view of another device or dtype while the parameter stays the same object."""
         param = member.param
@@ -295,3 +315,45 @@ def check_supported(holding: Holding) -> None:
         raise ConfigError(f"parameter '{name}' is sparse ({param.layout}); use a dense parameter")
     if param.is_complex() and param.requires_grad:
         raise ConfigError(f"parameter '{name}' is complex; hold it as a real tensor of shape [..., 2] instead")
+
+
+def check_apart(holdings: Sequence[Holding]) -> None:
+    """Refuse parameters that are two objects over one memory: each would get values of its own.
+
+    Raises:
+        ConfigError: names both.
+    """
+    by_storage = defaultdict[int, list[Holding]](list)
+    for holding in holdings:
+        if holding.param.numel():
+            by_storage[holding.param.untyped_storage()._cdata].append(holding)
+    for sharing in by_storage.values():
+        near = list[Holding]()  # that reach as far as the next begins
+        for holding in sorted(sharing, key=lambda holding: _reach(holding.param).start):
+            near = [other for other in near if _reach(other.param).stop > _reach(holding.param).start]
+            for other in near:
+                if _overlap(holding.param, other.param):
+                    raise ConfigError(
+                        f"parameters '{other.fqns[0]}' and '{holding.fqns[0]}' share memory but are two objects, which "
+                        "would be trained apart: tie them by assigning the Parameter itself (module.weight = "
+                        "other.weight), or give one its own memory (param.data = param.data.clone())"
+                    )
+            near.append(holding)
+
+
+def _reach(tensor: Tensor) -> range:
+    """The bytes of its storage from the first to the last that it has an element in."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first, itemsize = tensor.storage_offset(), tensor.element_size()
+    return range(first * itemsize, (first + last + 1) * itemsize)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors that reach into each other have an element in common: strides may interleave."""
+    if one.element_size() != other.element_size():
+        return True
+    first = min(one.storage_offset(), other.storage_offset())
+    num = max(_reach(one).stop, _reach(other).stop) // one.element_size() - first
+    taken = torch.zeros(num, dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride(), one.storage_offset() - first).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset() - first).any())

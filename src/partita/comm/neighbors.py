@@ -159,7 +159,7 @@ class Offer:
 
 
 class Fetch:
-    """``num_elements`` of a neighbor's, read when asked for (see :class:`~partita.comm.exchange.Arriving`): at once into
+    """``num_elements`` of a neighbor's, read when asked for (:class:`~partita.comm.exchange.Arriving`): at once into
     ``room``, or in pieces, each into the beginning of ``room``. Ask for the last one before waiting for any
     :class:`Offer`, for which the neighbor does the same.
     """

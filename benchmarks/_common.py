@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks._loopback import private_network
 from benchmarks._machine import describe_machine
+from benchmarks._network import Network, private_network
 from benchmarks._work import Work
 from partita.memory.capacity import usable_cores
 
@@ -64,16 +64,25 @@ class Run:
         return sum(float(rank[key]) for rank in self.ranks)
 
 
-def run(mode: str, num_ranks: int, work: Work, *, folder: Path | None = None, timeout_s: float = TIMEOUT_S) -> Run:
+def run(
+    mode: str,
+    num_ranks: int,
+    work: Work,
+    *,
+    folder: Path | None = None,
+    timeout_s: float = TIMEOUT_S,
+    hosts: Network | None = None,
+) -> Run:
     """Train in one mode, in processes of their own, on a loopback network of their own where that is allowed.
 
     Args:
+        hosts: over which the ranks are spread instead.
         folder: where states on disk rest, and files to start from are found; None: the system's for temporary files.
 
     Raises:
         RuntimeError: a rank failed, or the time was up; with the end of what the ranks that failed said.
     """
-    network = private_network()
+    network = [] if hosts else private_network()
     environment = os.environ | {
         "OMP_NUM_THREADS": str(max(1, usable_cores() // num_ranks)),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # DeepSpeed looks for ninja there
@@ -81,7 +90,8 @@ def run(mode: str, num_ranks: int, work: Work, *, folder: Path | None = None, ti
     if folder is not None:
         environment["TMPDIR"] = str(folder)
     with tempfile.TemporaryDirectory() as results, tempfile.TemporaryFile("w+") as said:
-        command = [sys.executable, "-m", "benchmarks._ranks", str(num_ranks), mode, json.dumps(asdict(work)), results]
+        described = [json.dumps(asdict(hosts or Network())), mode, json.dumps(asdict(work))]
+        command = [sys.executable, "-m", "benchmarks._ranks", str(num_ranks), *described, results]
         process = subprocess.Popen(
             [*network, *command],
             cwd=ROOT,
@@ -102,7 +112,7 @@ def run(mode: str, num_ranks: int, work: Work, *, folder: Path | None = None, ti
             said.seek(0)
             raise RuntimeError(f"{mode} on {num_ranks} ranks failed ({status}):\n{said.read()}")
         ranks = [json.loads(Path(results, f"{rank}.json").read_text()) for rank in range(num_ranks)]
-    return Run(ranks, bool(network))
+    return Run(ranks, bool(network or hosts))
 
 
 def check_losses(runs: dict[str, Run], reference: str) -> None:

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks._loopback import sent_bytes
 from benchmarks._modes import MODES, Trainer
+from benchmarks._network import sent_bytes
 from benchmarks._work import Work
 from partita.memory.ledger import STATES, process_memory
 
@@ -30,6 +30,7 @@ class Rank:
     def __init__(self, mode: str, work: Work) -> None:
         self.mode, self.work = mode, work
         self.rank, self.num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.interface = os.environ["GLOO_SOCKET_IFNAME"]
         self.measured: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
@@ -43,7 +44,7 @@ class Rank:
                 peak = process_memory()[1]
                 self._meet()
                 _reset_peak()
-                sent_before = sent_bytes()
+                sent_before = sent_bytes(self.interface)
                 report = trainer.engine and trainer.engine.traffic_report()
                 disk = trainer.engine and trainer.engine.memory_report().disk
                 self._meet()
@@ -63,7 +64,7 @@ class Rank:
             "peak_bytes": max(peak, steady),
             "steady_peak_bytes": steady,
             "measured_s": measured_s,
-            "loopback_bytes_a_step": (sent_bytes() - sent_before) / num_measured,
+            "interface_bytes_a_step": (sent_bytes(self.interface) - sent_before) / num_measured,
         }
         if disk is not None:
             self.measured["disk"] = asdict(trainer.engine.memory_report().disk.since(disk))

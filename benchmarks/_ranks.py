@@ -1,9 +1,11 @@
-"""Starts the ranks of one run and waits for them: `python -m benchmarks._ranks NUM_RANKS MODE WORK FOLDER`.
+"""Starts the ranks of one run and waits for them: `python -m benchmarks._ranks NUM_RANKS NETWORK MODE WORK FOLDER`.
 
-It is a process of its own so that it can stand in a network namespace of its own. When a rank fails, the others are
-ended, and what it said is printed.
+It is a process of its own so that it can stand in a network namespace of its own. NETWORK is a JSON object of
+:class:`benchmarks._network.Network`, over whose hosts the ranks are spread evenly, the first ones on the first host.
+When a rank fails, the others are ended, and what it said is printed.
 """
 
+import json
 import os
 import socket
 import subprocess
@@ -11,24 +13,26 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks._loopback import bring_up
+from benchmarks._network import LOOPBACK, Network, bring_up
 
 POLL_S = 0.1
 LAST_CHARACTERS = 3000
 
 
 def main() -> int:
-    num_ranks, mode, work, folder = int(sys.argv[1]), *sys.argv[2:]
-    bring_up()
+    num_ranks, network, mode, work, folder = int(sys.argv[1]), Network(**json.loads(sys.argv[2])), *sys.argv[3:]
+    if network.interface == LOOPBACK:
+        bring_up()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    ranks = []
+    ranks, num_local = [], num_ranks // len(network.hosts)
     for rank in range(num_ranks):
-        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-        network = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-        own = {name: str(value) for name, value in (places | network).items()}
-        command = [sys.executable, "-m", "benchmarks._rank", mode, work, folder]
+        host, local = divmod(rank, num_local)
+        places = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_local}
+        ways = {"MASTER_ADDR": network.address, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": network.interface}
+        own = {name: str(value) for name, value in (places | ways).items()}
+        command = [*network.hosts[host], sys.executable, "-m", "benchmarks._rank", mode, work, folder]
         with Path(folder, f"{rank}.log").open("w") as said:
             ranks.append(subprocess.Popen(command, env=os.environ | own, stdout=said, stderr=subprocess.STDOUT))
     return wait(ranks, folder)

@@ -93,20 +93,20 @@ class Rank:
             COPY: lambda: self.rows[0].copy_(self.part),
             IN_MEMORY: lambda: self.in_memory.all_gather(self.whole, self.part, DATA).wait(),
             GATHER: lambda: self.collectives.all_gather(self.whole, self.part, DATA).wait(),
-            "over the network, receives posted first": self._receives_first,
+            "over the network, sends posted first": self._sends_first,
             "broadcasts": self._broadcasts,
             TORCHS: lambda: dist.all_gather(self.rows, self.part),
             "torch's all-reduce of a part": lambda: dist.all_reduce(self.rows[0]),
             MESSAGE: self._messages,
         }
 
-    def _receives_first(self) -> None:
+    def _sends_first(self) -> None:
         self.rows[self.rank].copy_(self.part)
         works = []
         for distance in range(1, self.num_ranks):
             source, target = (self.rank - distance) % self.num_ranks, (self.rank + distance) % self.num_ranks
-            works.append(dist.irecv(self.rows[source], group_src=source))
             works.append(dist.isend(self.part, group_dst=target))
+            works.append(dist.irecv(self.rows[source], group_src=source))
         for work in works:
             assert work is not None
             work.wait()

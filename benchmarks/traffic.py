@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator
 
 from benchmarks._common import Report, Run, check_losses, megabytes, parser, run
-from benchmarks._loopback import sent_bytes
 from benchmarks._modes import OVER_NETWORK
+from benchmarks._network import sent_bytes
 from benchmarks._work import Work
 
 MODES = ("DDP", "DDP + ZeRO-1", "FSDP2", "FSDP2, kept", *OVER_NETWORK)
@@ -77,7 +77,7 @@ def _rows(report: Report, world: int, work: Work, modes: tuple[str, ...]) -> Ite
 
 def _seen(result: Run) -> float:
     """The interface is one for all ranks: rank 0's reading, which lies between two barriers."""
-    return float(result.ranks[0]["loopback_bytes_a_step"])
+    return float(result.ranks[0]["interface_bytes_a_step"])
 
 
 def _run_alone(mode: str, world: int, work: Work) -> Run:

@@ -34,15 +34,29 @@ def lines() -> Iterator[tuple[Line, Line]]:
         end.close()
 
 
+def fetch(room: torch.Tensor, line: Line, tag: int) -> None:
+    Fetch(room, room.numel(), os.getpid(), line, tag).piece(0, room.numel())
+
+
 # ------------------------------------------------------------------------------------------------- what they tell
 
 
 def test_memory_goes_from_one_to_the_other(lines: tuple[Line, Line]) -> None:
     given, room = torch.randn(100_003), torch.empty(100_003)
     offer = Offer(given, lines[0], 7)
-    Fetch(room, os.getpid(), lines[1], 7).wait()
+    fetch(room, lines[1], 7)
     offer.wait()
     assert torch.equal(room, given)
+
+
+def test_pieces_are_read_one_after_the_other_into_one_place(lines: tuple[Line, Line]) -> None:
+    given, room = torch.randn(10), torch.empty(4)
+    offer, arriving = Offer(given, lines[0], 0), Fetch(room, 10, os.getpid(), lines[1], 0)
+    for start, stop in ((0, 4), (4, 8), (8, 10)):
+        read = arriving.piece(start, stop)
+        assert torch.equal(read, given[start:stop])
+        assert read.data_ptr() == room.data_ptr()
+    offer.wait()
 
 
 def test_what_is_offered_is_left_alone_until_it_was_read(lines: tuple[Line, Line]) -> None:
@@ -51,7 +65,7 @@ def test_what_is_offered_is_left_alone_until_it_was_read(lines: tuple[Line, Line
         waiting = threads.submit(offer.wait)
         with pytest.raises(TimeoutError):
             waiting.result(0.1)
-        Fetch(torch.empty(3), os.getpid(), lines[1], 0).wait()
+        fetch(torch.empty(3), lines[1], 0)
         waiting.result(5)
 
 
@@ -61,7 +75,7 @@ def test_an_exchange_takes_no_notice_of_another(lines: tuple[Line, Line]) -> Non
     offers = [Offer(values, lines[0], tag) for tag, values in given.items()]
     for tag in (2, 1):
         room = torch.empty(50)
-        Fetch(room, os.getpid(), lines[1], tag).wait()
+        fetch(room, lines[1], tag)
         assert torch.equal(room, given[tag])
     for offer in offers:
         offer.wait()
@@ -88,14 +102,14 @@ def test_all_threads_are_told_that_the_other_ended(lines: tuple[Line, Line]) -> 
 def test_another_size_is_told(lines: tuple[Line, Line]) -> None:
     offer = Offer(torch.ones(10), lines[0], 0)
     with pytest.raises(RuntimeError, match=f"process {os.getpid()} offers 40 bytes, not 44"):
-        Fetch(torch.ones(11), os.getpid(), lines[1], 0).wait()
+        fetch(torch.ones(11), lines[1], 0)
     del offer
 
 
 def test_memory_that_is_not_there_is_told(lines: tuple[Line, Line]) -> None:
     lines[0].tell(OFFERED, 0, address=4096, num_bytes=4)
     with pytest.raises(RuntimeError, match=f"reading the memory of process {os.getpid()}: Bad address"):
-        Fetch(torch.ones(1), os.getpid(), lines[1], 0).wait()
+        fetch(torch.ones(1), lines[1], 0)
 
 
 def test_whoever_waits_is_told_that_the_other_ended(lines: tuple[Line, Line]) -> None:

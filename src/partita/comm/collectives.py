@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from partita.comm.board import Board
+from partita.comm.exchange import NUM_AWAITED, PIECE_BYTES, Arriving, Exchange, Receive, Work
 from partita.comm.introduction import Group, find_neighbors
 from partita.comm.mesh import STREAMS, Mesh
 from partita.comm.neighbors import Fetch, Offer
@@ -28,12 +29,6 @@ from partita.plan.traffic import TrafficKey, TrafficMeter
 # torch 2.13 renamed the single-tensor collectives; earlier versions know the former names only.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Work(Protocol):
-    """What is under way."""
-
-    def wait(self) -> object: ...
 
 
 class Handle:
@@ -91,7 +86,7 @@ class Collectives:
             rows = whole.view(num, -1)
             own = rows[self.mesh.index(axes)]
             with self._explained(self._name("all-gather", axes, purpose)):
-                works = self._direct(lambda source: rows[source], lambda _: part, (axes, purpose), tag)
+                works: list[Work | None] = [self._exchange(rows, [part] * num, (axes, purpose), tag=tag)]
             if own.data_ptr() != part.data_ptr():  # beside the exchange, which reads `part` alone
                 own.copy_(part)
         else:
@@ -99,33 +94,40 @@ class Collectives:
             works = [_all_gather_single(whole, part, group=group, async_op=True)]
         return Handle(works, partial(self._explained, self._name("all-gather", axes, purpose)))
 
-    def _direct(
+    def _exchange(
         self,
-        incoming: Callable[[int], Tensor],
-        outgoing: Callable[[int], Tensor],
+        rooms: Sequence[Tensor] | Tensor,
+        parts: Sequence[Tensor] | Tensor,
         over: tuple[tuple[str, ...], str],
+        *,
         tag: int = 0,
-    ) -> list[Work | None]:
-        """Send ``outgoing(i)`` to, and receive ``incoming(i)`` from, every other rank ``i`` of the group ``over``.
+        piece_bytes: int | None = None,
+    ) -> Exchange:
+        """Begin to send ``parts[i]`` to, and to receive in ``rooms[i]`` what comes from, every other rank ``i`` of the
+        group ``over``, in pieces of so many bytes (None: at once).
 
-        Sends come first: one whose receiver is ready writes here and now, with gloo's connection locked, and were data
-        coming in meanwhile, gloo's thread would find them, fail to lock, and look again without a pause.
+        Receives are posted before sends: where a send is there before, gloo uses a network in one direction at a time.
         """
         axes, purpose = over
         num, own, group = self.mesh.shape.group_size(axes), self.mesh.index(axes), self.mesh.group(axes, purpose)
-        neighbors, works, offers = self.mesh.neighbors.get(axes, {}), list[Work | None](), list[Work | None]()
-        for distance in range(1, num):
-            source, target = (own - distance) % num, (own + distance) % num
-            sent, room = outgoing(target), incoming(source)
-            if target in neighbors:
-                offers.append(Offer(sent, neighbors[target].lines[purpose], tag))
-            else:
-                works.append(dist.isend(sent, group=group, group_dst=target, tag=tag))
+        neighbors, arriving, leaving = self.mesh.neighbors.get(axes, {}), dict[int, Arriving](), list[Work | None]()
+        num_elements = parts[own].numel()
+        piece = num_elements if piece_bytes is None else piece_bytes // parts[own].itemsize
+        for source in ((own - distance) % num for distance in range(1, num)):
+            room = rooms[source]
             if source in neighbors:
-                works.append(Fetch(room, neighbors[source].process, neighbors[source].lines[purpose], tag))
+                process, line = neighbors[source].process, neighbors[source].lines[purpose]
+                arriving[source] = Fetch(room, num_elements, process, line, tag)
             else:
-                works.append(dist.irecv(room, group=group, group_src=source, tag=tag))
-        return works + offers
+                post = partial(dist.irecv, group=group, group_src=source, tag=tag)
+                arriving[source] = Receive(post, room, num_elements, piece)
+        for target in ((own + distance) % num for distance in range(1, num)):
+            sent = parts[target]
+            if target in neighbors:
+                leaving.append(Offer(sent, neighbors[target].lines[purpose], tag))
+            else:
+                leaving += [dist.isend(part, group=group, group_dst=target, tag=tag) for part in sent.split(piece)]
+        return Exchange([arriving[source] for source in sorted(arriving)], leaving, num_elements, piece)
 
     def reduce_scatter(
         self, out: Tensor, sent: Tensor, received: Tensor, axes: tuple[str, ...], *, accumulate: bool
@@ -139,22 +141,24 @@ class Collectives:
         self._count("reduce_scatter", axes, "gradients", (num - 1) * sent.nbytes // num)
         name = self._name("reduce-scatter", axes, "gradients")
         if self.ordered:
-            outgoing, incoming = sent.view(num, -1), received.view(num - 1, -1)
+            outgoing, rooms = sent.view(num, -1), received.view(num - 1, -1)
+            rows, over = [*rooms[:own], outgoing[own], *rooms[own:]], (axes, "gradients")
             with self._explained(name):
-                works = self._direct(lambda i: incoming[i - (i > own)], lambda i: outgoing[i], (axes, "gradients"))
-            Handle(works, partial(self._explained, name)).wait()
-            received = _sum(list(incoming), outgoing[own], own, received[: out.numel()] if accumulate else out)
+                for at, parts in self._exchange(rows, outgoing, over, piece_bytes=PIECE_BYTES).pieces():
+                    target = out[at]
+                    values = _sum(parts, outgoing[own][at], own, parts[0] if accumulate else target)
+                    if values is not target:
+                        land(values, target, accumulate=accumulate)
         else:
             group = self.mesh.group(axes, "gradients")
             work = _reduce_scatter_single(received, sent, group=group, async_op=True)
             Handle([work], partial(self._explained, name)).wait()
-        if received is not out:
             land(received, out, accumulate=accumulate)
 
-    def received_elements(self, num_sent: int, axes: tuple[str, ...]) -> int:
-        """Elements of scratch memory that a reduction of ``num_sent`` elements needs."""
+    def received_elements(self, sent: int, itemsize: int, axes: tuple[str, ...]) -> int:
+        """Elements of scratch memory that a reduction of ``sent`` elements of ``itemsize`` bytes needs."""
         num = self.mesh.shape.group_size(axes)
-        return num_sent // num * (num - 1 if self.ordered else 1)
+        return (num - 1) * min(sent // num, NUM_AWAITED * PIECE_BYTES // itemsize) if self.ordered else sent // num
 
     def all_reduce(self, tensor: Tensor, axes: tuple[str, ...], purpose: str = "control") -> Tensor:
         """Sum ``tensor`` over the ranks, in place. For small or rare tensors: the order of the sum is the backend's."""

@@ -159,20 +159,28 @@ class Offer:
 
 
 class Fetch:
-    """Memory to be filled from a neighbor's, which is done in :meth:`wait`. Wait for it before any :class:`Offer`, for
-    which the neighbor does the same.
+    """``num_elements`` of a neighbor's, read when asked for (:class:`~partita.comm.exchange.Arriving`): at once into
+    ``room``, or in pieces, each into the beginning of ``room``. Ask for the last one before waiting for any
+    :class:`Offer`, for which the neighbor does the same.
     """
 
-    def __init__(self, into: Tensor, process: int, line: Line, tag: int) -> None:
-        self._into, self._process, self._line, self._tag = into, process, line, tag
+    def __init__(self, room: Tensor, num_elements: int, process: int, line: Line, tag: int) -> None:
+        self._room, self._num_elements = room, num_elements
+        self._process, self._line, self._tag = process, line, tag
+        self._address: int | None = None
 
-    def wait(self) -> None:
+    def piece(self, start: int, stop: int) -> Tensor:
         """Raises RuntimeError: the neighbor has ended, or offers something else."""
-        address, num_bytes = self._line.hear(OFFERED, self._tag)
-        if num_bytes != self._into.nbytes:
-            raise RuntimeError(f"process {self._process} offers {num_bytes} bytes, not {self._into.nbytes}")
+        if self._address is None:
+            self._address, num_bytes = self._line.hear(OFFERED, self._tag)
+            expected = self._num_elements * self._room.itemsize
+            if num_bytes != expected:
+                raise RuntimeError(f"process {self._process} offers {num_bytes} bytes, not {expected}")
+        read = self._room[: stop - start]
         try:
-            read_memory(self._process, address, self._into)
+            read_memory(self._process, self._address + start * self._room.itemsize, read)
         except OSError as error:
             raise RuntimeError(f"reading the memory of process {self._process}: {error.strerror}") from error
-        self._line.tell(TAKEN, self._tag)
+        if stop == self._num_elements:
+            self._line.tell(TAKEN, self._tag)
+        return read

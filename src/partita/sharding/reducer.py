@@ -89,9 +89,10 @@ class GradientReducer:
 
     def _received_bytes(self, bucket: Bucket) -> int:
         """Scratch memory that the bucket's reduction needs."""
-        if not bucket.reduces:
-            return 0
-        return self.collectives.received_elements(bucket.num_elements, DATA) * bucket.dtype.itemsize
+        return self._received_elements(bucket) * bucket.dtype.itemsize if bucket.reduces else 0
+
+    def _received_elements(self, bucket: Bucket) -> int:
+        return self.collectives.received_elements(bucket.num_elements, bucket.dtype.itemsize, DATA)
 
     # ---------------------------------------------------------------- in backward
 
@@ -281,8 +282,7 @@ class GradientReducer:
             if receiving is None:
                 land(sent, shard, accumulate=accumulate)
             else:
-                num = self.collectives.received_elements(bucket.num_elements, DATA)
-                received = over(receiving.storage, bucket.dtype, num)
+                received = over(receiving.storage, bucket.dtype, self._received_elements(bucket))
                 self.collectives.reduce_scatter(shard, sent, received, DATA, accumulate=accumulate)
             if carry is not None:
                 shard.add_(carry)

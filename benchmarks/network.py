@@ -1,0 +1,120 @@
+"""How long a step takes between hosts, beside torch's own ways of training: over lines of 100 Mbit/s and 1 Gbit/s, and
+over TCP within one host.
+
+    python -m benchmarks.network            # 12M and 25M parameters, two hosts: half an hour on 2 cores
+    python -m benchmarks.network --quick    # a small model over 1 Gbit/s: no targets
+    python -m benchmarks.network --save     # into benchmarks/results/network.md
+
+Hosts are network namespaces on a switch whose lines are held to the rate (``tc tbf``); that takes root and iproute2.
+What counts is the ratio to DDP in the same repetition. Run nothing else beside it. It ends with status 1 where a
+target is missed.
+"""
+
+import statistics
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+from benchmarks._common import Report, Run, check_losses, parser, run
+from benchmarks._modes import OVER_NETWORK, PARTITA
+from benchmarks._network import joined_hosts
+from benchmarks._work import Work
+
+
+@dataclass(frozen=True)
+class Line:
+    """What joins the ranks: bits a second each way and the name that ``tc`` has for it (None: one host's loopback)."""
+
+    title: str
+    rate: str | None = None
+    bits_a_s: float = 0.0
+    steps: int = 12
+    warmup: int = 3
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        return ("DDP", "FSDP2", *(PARTITA if self.rate else OVER_NETWORK))
+
+
+LINES = (
+    Line("100 Mbit/s", "100mbit", 100e6, steps=4, warmup=1),
+    Line("1 Gbit/s", "1gbit", 1e9),
+    Line("loopback"),
+)
+WORKS = {
+    "12M": Work(layers=8, width=352, heads=8, ffn_width=944),
+    "25M": Work(layers=8, width=512, heads=8, ffn_width=1376),
+}
+QUICK_WORKS = {"2M": Work(layers=4, width=192, heads=4, ffn_width=512)}
+QUICK_MODES = ("DDP", "partita 1", "partita 3")
+
+# Times DDP's step.
+BETWEEN_HOSTS = {"partita 1": 1.00, "partita 2": 1.00, "partita 3, kept": 1.00, "partita 3": 1.50}
+WITHIN_HOST = {"partita 1": 1.00, "partita 2": 1.00, "partita 3, kept": 1.00, "partita 3": 1.10}
+
+
+def main() -> int:
+    made = parser("The time of a step between hosts", (2,))
+    made.add_argument("--reps", type=int, default=3, help="repetitions (at 100 Mbit/s: one)")
+    made.add_argument("--lines", nargs="+", default=[line.title for line in LINES], help="what joins the ranks")
+    made.add_argument("--models", nargs="+", default=list(WORKS), help="by parameters")
+    options = made.parse_args()
+    report = Report("Between hosts")
+    report.begin()
+    report.write(_TEXT.format(num_reps=options.reps))
+    report.write()
+    header = ["line", "parameters", "ranks", "mode", "ms a step", "x DDP", "smallest - largest", "target"]
+    lines, works = [line for line in LINES if line.title in options.lines], {m: WORKS[m] for m in options.models}
+    if options.quick:
+        lines, works = [replace(LINES[1], steps=4, warmup=1)], QUICK_WORKS
+    report.table(
+        [*header, "MB sent", "line in use"],
+        (
+            row
+            for line in lines
+            for size, work in works.items()
+            for world in ([2] if options.quick else options.ranks)
+            for row in _rows(report, options, line, size, work, world)
+        ),
+    )
+    return report.end(options.save)
+
+
+_TEXT = """Medians over {num_reps} repetitions (at 100 Mbit/s: one, of three steps) of a step's time and of its ratio to
+DDP's in the same repetition; in a run, a step is as long as its slowest rank's, and the median step counts. *MB sent*:
+what the first host's interface carried in a step (the loopback's: both ranks). *line in use*: the share of the step in
+which a line of this rate is busy with that, in one direction. Both hosts share this machine's cores. On the loopback
+partita's ranks, which could read each other's memory, are told to use the network."""
+
+
+def _rows(report: Report, options: Namespace, line: Line, size: str, work: Work, world: int) -> Iterator[list[str]]:
+    modes: Sequence[str] = options.only or (QUICK_MODES if options.quick else line.modes)
+    work = replace(work, steps=line.steps, warmup=line.warmup)
+    every: dict[str, list[Run]] = {mode: [] for mode in modes}
+    with joined_hosts(2, line.rate) if line.rate else nullcontext() as hosts:
+        for rep in range(1 if options.quick or line.steps < 10 else options.reps):
+            for mode in reversed(modes) if rep % 2 else modes:
+                every[mode].append(run(mode, world, work, hosts=hosts))
+                print(f"  {line.title}, {size}, {mode}: {every[mode][-1].step_s * 1e3:.0f} ms", file=sys.stderr)
+            check_losses({mode: runs[-1] for mode, runs in every.items()}, modes[0])
+    targets = {} if options.quick else BETWEEN_HOSTS if line.rate else WITHIN_HOST
+    for mode, runs in every.items():
+        ratios = [mine.step_s / theirs.step_s for mine, theirs in zip(runs, every[modes[0]], strict=True)]
+        ratio, target = statistics.median(ratios), targets.get(mode.removesuffix(", over the network"))
+        if target is not None:
+            held = round(ratio, 2) <= target
+            report.expect(held, f"{line.title}, {size}, {mode}: {ratio:.2f} x DDP, target {target:.2f}")
+        step_s = statistics.median(one.step_s for one in runs)
+        sent = float(runs[0].ranks[0]["interface_bytes_a_step"])
+        share = f"{sent * 8 / line.bits_a_s / step_s:.0%}" if line.rate else ""
+        yield [
+            *(line.title, size, str(world), mode, f"{step_s * 1e3:.0f}", f"{ratio:.2f}"),
+            *(f"{min(ratios):.2f} - {max(ratios):.2f}", "" if target is None else f"<= {target:.2f}"),
+            *(f"{sent / 1e6:.1f}", share),
+        ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,11 +1,11 @@
 """partita trains PyTorch models that do not fit: one engine, a short config, unmodified model code."""
 
 from partita.config.schema import Config
-from partita.engine import Engine
+from partita.engine.engine import Engine
+from partita.engine.start import initialize
 from partita.errors import ConfigError, PartitaError
 from partita.optim.elementwise import elementwise
 from partita.optim.updater import StepResult
-from partita.start import initialize
 
 __version__ = "0.1.0"
 __all__ = ["Config", "ConfigError", "Engine", "PartitaError", "StepResult", "elementwise", "initialize"]

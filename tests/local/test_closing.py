@@ -70,7 +70,16 @@ def freed(config: Config[str, Any], close: bool) -> None:
         engine.backward(square_loss(engine, rank(), step))
         engine.step()
     runtime = engine._runtime
-    made = [engine, model, runtime, runtime.ring, runtime.residency, runtime.reducer, engine.optimizer, engine._ledger]
+    made = [
+        engine,
+        model,
+        runtime,
+        runtime.ring,
+        runtime.residency,
+        runtime.reducer,
+        engine.optimizer,
+        engine._parts.ledger,
+    ]
     seen = [weakref.ref(found) for found in [*made, *model.parameters()]]
     mesh = engine.mesh
     engine.memory_report()  # waits for updates under way, which need the engine

@@ -10,7 +10,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from partita.checkpoint.folder import complete
-from partita.engine import Engine
+from partita.engine.engine import Engine
 from partita.errors import ConfigError, PartitaError
 from partita.observe.metrics import METRICS_FILE, read_metrics
 from partita.train import loop

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from partita.checkpoint.folder import complete
 from partita.config.resolve import resolve
-from partita.engine import Engine
+from partita.engine.engine import Engine
+from partita.engine.start import initialize
 from partita.errors import PartitaError
 from partita.observe.metrics import METRICS_FILE, HeldOutRow, MetricsWriter, TrainRow, read_metrics
 from partita.observe.notices import notices_on
 from partita.observe.plots import plot_losses
 from partita.observe.progress import TrainingProgress
-from partita.start import initialize
 from partita.train.data import Batches, Corpus, load_corpus
 from partita.train.interrupt import Interruption, Wish
 from partita.train.job import Job

@@ -1,64 +1,29 @@
 """The engine: a model, its plan and its optimizer, behind the calls of a training loop."""
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from partita.checkpoint.checkpoints import Checkpoints
 from partita.checkpoint.export import export
 from partita.checkpoint.load import Restored
-from partita.checkpoint.weights import Weights
-from partita.checkpoint.whole import Whole
-from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
-from partita.comm.together import together
 from partita.config.resolve import Resolved
+from partita.engine.batches import call, draw, is_scalar, loss_of
+from partita.engine.build import DATA, Given, build
 from partita.errors import PartitaError
 from partita.estimate.memory import model_state_bytes
-from partita.estimate.remedies import Situation
-from partita.memory.disk import open_disk
-from partita.memory.ledger import Ledger, MemoryReport
-from partita.memory.shortage import Shortages, explained
-from partita.memory.tiers import StateMemory
-from partita.optim.build import Factory, build_optimizer, build_schedule, wants_kernels
-from partita.optim.counted import counted_attributes
-from partita.optim.elements import states_per_element
-from partita.optim.elementwise import check_elementwise
-from partita.optim.in_backward import BackwardUpdater
-from partita.optim.loss_scale import LossScale
+from partita.memory.ledger import MemoryReport
+from partita.memory.shortage import explained
 from partita.optim.step import StepUpdater
 from partita.optim.updater import StepResult
-from partita.optim.views import check_groups
-from partita.plan.residence import ENCODINGS
 from partita.plan.state_plan import StatePlan
 from partita.plan.traffic import TrafficReport
-from partita.sharding.assemble import Blueprint, check_alike, plan_units
-from partita.sharding.placing import agreed_budget
-from partita.sharding.runtime import Runtime
 from partita.sharding.scaled import scaled_by
-
-DATA = ("data",)
-
-
-@dataclass(frozen=True)
-class Given:
-    """What the user passes beside model and config (see :func:`partita.initialize`)."""
-
-    optimizer: Optimizer | Factory | None
-    scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None
-    loss_fn: Callable[[Any, Any], Tensor] | None
-    weights: str | Path | None
 
 
 class Engine:
@@ -74,47 +39,12 @@ class Engine:
         self.module, self.config, self.mesh = model, resolved.config, mesh
         self._accumulate, self._loss_fn, self._owns_mesh = resolved.batch.accumulate, given.loss_fn, owns_mesh
         self._closed = False
-        settings = resolved.config
-        self._ledger, self._collectives = Ledger(), Collectives(mesh)
-        self._memory = StateMemory(mesh.device, self._ledger, partial(open_disk, settings.zero.offload, mesh.rank))
-        kernels = wants_kernels(settings, resolved.compute_dtype, mesh.device)
-        with together(self._collectives, DATA):
-            self.optimizer = build_optimizer(list(model.parameters()), settings, given.optimizer, kernels=kernels)
-            self.scheduler = build_schedule(self.optimizer, settings.schedule, given.scheduler)
-            check_groups(self.optimizer, {id(param) for param in model.parameters()})
-        self._num_moments = states_per_element(self.optimizer)
-        budget = agreed_budget(settings.zero.offload, self._collectives)
-        compute = ENCODINGS[resolved.compute_dtype]
-        blueprint = Blueprint(settings, compute, resolved.mesh, mesh.rank, budget, self._num_moments)
-        with together(self._collectives, DATA):
-            units = plan_units(model, blueprint)
-        check_alike(model, units, self._collectives)
-        self.units = [unit.planned for unit in units]
-        self.plan: dict[str, StatePlan] = {unit.name: unit.segments[0].row for unit in self.units}
-        if any(mesh.shape.group_size(r.master.shard_axes) > 1 or not r.updates_on_device for r in self.plan.values()):
-            check_elementwise(self.optimizer)
-        apart = not all(row.updates_on_device for row in self.plan.values())
-        counted = counted_attributes(self.optimizer, apart=apart)
-        situation = Situation(self.units, settings, mesh.shape, self._num_moments)
-        self._shortages = Shortages(situation, self._ledger, mesh.device, mesh.rank)
-        with together(self._collectives, DATA):
-            source = Weights(given.weights) if given.weights is not None else None
-        self._weights = source.folder if source is not None else None
-        try:
-            with self._shortages.explained("initialize"):
-                self._runtime = Runtime(
-                    model, units, blueprint, self._collectives, self._memory, self._accumulate, source
-                )
-            scale = LossScale(settings.precision.loss_scale, resolved.compute_dtype == "fp16")
-            updater = BackwardUpdater if settings.precision.gradients == "in_backward" else StepUpdater
-            with together(self._collectives, DATA, self._runtime.give_back):
-                self._updater = updater(self._runtime, self.optimizer, scale, settings.clip_grad_norm, counted)
-                self._whole = Whole(self._runtime, self._updater)
-                self._checkpoints = Checkpoints(model, self._runtime, self._updater, self.scheduler, settings)
-        except BaseException:
-            self._memory.close()
-            raise
-        self.extra = self._checkpoints.extra
+        self._parts = parts = build(model, resolved, mesh, given)
+        self.optimizer, self.scheduler, self.units = parts.optimizer, parts.scheduler, parts.units
+        self.plan: dict[str, StatePlan] = {unit.name: unit.segments[0].row for unit in parts.units}
+        self.extra = parts.checkpoints.extra
+        self._runtime, self._updater, self._whole = parts.runtime, parts.updater, parts.whole
+        self._checkpoints, self._collectives, self._shortages = parts.checkpoints, parts.collectives, parts.shortages
         self._begin_micro_batch(0)
 
     # ------------------------------------------------------------------ training
@@ -133,7 +63,7 @@ class Engine:
             PartitaError: ``loss`` is no scalar that depends on the parameters, or they were updated since its forward.
         """
         self._check_open()
-        if not _is_scalar(loss) or not loss.requires_grad:
+        if not is_scalar(loss) or not loss.requires_grad:
             said = f"a {type(loss).__name__}"
             if isinstance(loss, Tensor):
                 said = f"one of shape {tuple(loss.shape)} with requires_grad {loss.requires_grad}"
@@ -191,52 +121,15 @@ class Engine:
             PartitaError: it is no iterator, it ended inside a batch (on all ranks, where one's did; nothing was trained
                 on), or the loss cannot be found in the model's output.
         """
-        drawn = self._draw(iterator)
+        drawn = draw(iterator, self._accumulate, self.each)
         total = torch.zeros((), device=self.mesh.device)
         while drawn:
             batch = drawn.popleft()
-            loss = self._loss(self._forward(batch), batch)
+            loss = loss_of(call(self, batch), batch, self._loss_fn)
             self.backward(loss)
             self.last_step = self.step()
             total += loss.detach()
         return self.mean(total / self._accumulate)
-
-    def _draw(self, iterator: Iterator[Any] | Sequence[Any]) -> deque[Any]:
-        """The micro-batches of one batch, all before the first is used: no rank is left alone inside a batch."""
-        listed = isinstance(iterator, list | tuple) and len(iterator) <= self._accumulate
-        if not isinstance(iterator, Iterator) and not listed:
-            raise PartitaError(
-                f"train_batch: a {type(iterator).__name__} is not an iterator over micro-batches, which goes on from "
-                "call to call: make `batches = iter(loader)` once, before the loop, and pass that"
-            )
-        drawn = deque(islice(iterator, self._accumulate))
-        counts = [int(number) for number in self.each(len(drawn))]
-        if not any(counts):
-            raise StopIteration
-        if min(counts) < self._accumulate:
-            rank = counts.index(min(counts))
-            raise PartitaError(
-                f"train_batch: the iterator of rank {rank} ended after {counts[rank]} of {self._accumulate} "
-                "micro-batches (batch.accumulate); nothing was trained on. Let every rank's data last for the same "
-                "number of whole batches, or begin it anew (itertools.cycle)"
-            )
-        return drawn
-
-    def _forward(self, batch: Any) -> Any:
-        if isinstance(batch, Mapping):
-            return self(**batch)
-        return self(*batch) if isinstance(batch, tuple | list) else self(batch)
-
-    def _loss(self, output: Any, batch: Any) -> Tensor:
-        loss = self._loss_fn(output, batch) if self._loss_fn else getattr(output, "loss", output)
-        if isinstance(output, Mapping) and not self._loss_fn:
-            loss = output.get("loss", loss)
-        if not _is_scalar(loss):
-            raise PartitaError(
-                f"train_batch: the model returned a {type(output).__name__} without a scalar loss; return the loss, an "
-                "output with .loss (pass labels), or give loss_fn to partita.initialize"
-            )
-        return loss
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -326,7 +219,7 @@ class Engine:
         """Write the weights in the compute dtype as safetensors, in Hugging Face's layout; with them configuration and
         tokenizer from the folder ``beside`` (None: the one that ``weights=`` named, if it is still there).
         """
-        found = self._weights if self._weights is not None and self._weights.is_dir() else None
+        found = self._parts.weights if self._parts.weights is not None and self._parts.weights.is_dir() else None
         export(self._whole, self.module, Path(folder), found if beside is None else Path(beside))
 
     def save(self, folder: str | Path | None = None) -> Path:
@@ -403,12 +296,12 @@ class Engine:
     def memory_report(self) -> MemoryReport:
         """Bytes held by this rank now and at their peak, by state and tier, and what its disk tier has moved."""
         self._updater.settle()
-        return self._ledger.report(self.mesh.device, self._memory.disk_report())
+        return self._parts.ledger.report(self.mesh.device, self._parts.memory.disk_report())
 
     @property
     def planned_bytes(self) -> dict[tuple[str, str], int]:
         """Bytes that this rank's model states take once every parameter was updated, by state and tier."""
-        return model_state_bytes(self.units, self.mesh.shape, self.mesh.rank, self._num_moments)
+        return model_state_bytes(self.units, self.mesh.shape, self.mesh.rank, self._parts.num_moments)
 
     def traffic_report(self) -> TrafficReport:
         """Bytes sent by this rank and calls so far, by collective, axis and purpose."""
@@ -457,7 +350,3 @@ class Engine:
             if self.mesh.watchdog is not None:
                 self.mesh.watchdog.ended(error)
             self._end()
-
-
-def _is_scalar(value: object) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1

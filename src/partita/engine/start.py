@@ -16,7 +16,8 @@ from partita.comm.world import Rendezvous
 from partita.config.load import launch_environment, load_config
 from partita.config.resolve import Resolved, describe, resolve
 from partita.config.schema import Config
-from partita.engine import Engine, Given
+from partita.engine.build import Given
+from partita.engine.engine import Engine
 from partita.errors import ConfigError
 from partita.estimate.placement import describe_placement, leaves_a_choice
 from partita.memory.capacity import usable_cores

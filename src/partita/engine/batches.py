@@ -1,0 +1,68 @@
+"""The micro-batches of one global batch: drawn on all ranks alike, given to the model, and the loss of each."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+
+from partita.errors import PartitaError
+
+
+def draw(iterator: Iterator[Any] | Sequence[Any], num: int, each: Callable[[float], list[float]]) -> deque[Any]:
+    """``num`` micro-batches, all before the first is used: no rank is left alone inside a batch.
+
+    Args:
+        each: a number of every rank, on all ranks.
+
+    Raises:
+        StopIteration: there are none, on any rank.
+        PartitaError: this is no iterator, or it ended inside a batch on one rank.
+    """
+    listed = isinstance(iterator, list | tuple) and len(iterator) <= num
+    if not isinstance(iterator, Iterator) and not listed:
+        raise PartitaError(
+            f"train_batch: a {type(iterator).__name__} is not an iterator over micro-batches, which goes on from "
+            "call to call: make `batches = iter(loader)` once, before the loop, and pass that"
+        )
+    drawn = deque(islice(iterator, num))
+    counts = [int(number) for number in each(len(drawn))]
+    if not any(counts):
+        raise StopIteration
+    if min(counts) < num:
+        rank = counts.index(min(counts))
+        raise PartitaError(
+            f"train_batch: the iterator of rank {rank} ended after {counts[rank]} of {num} micro-batches "
+            "(batch.accumulate); nothing was trained on. Let every rank's data last for the same number of whole "
+            "batches, or begin it anew (itertools.cycle)"
+        )
+    return drawn
+
+
+def call(model: Callable[..., Any], batch: Any) -> Any:
+    """The model's output for a micro-batch: a mapping is passed as keywords, a tuple or list as arguments."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Tensor:
+    """The loss: ``loss_fn``'s, or the output itself, or its ``.loss``.
+
+    Raises:
+        PartitaError: that is no scalar.
+    """
+    loss = loss_fn(output, batch) if loss_fn else getattr(output, "loss", output)
+    if isinstance(output, Mapping) and not loss_fn:
+        loss = output.get("loss", loss)
+    if not is_scalar(loss):
+        raise PartitaError(
+            f"train_batch: the model returned a {type(output).__name__} without a scalar loss; return the loss, an "
+            "output with .loss (pass labels), or give loss_fn to partita.initialize"
+        )
+    return loss
+
+
+def is_scalar(value: object) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1

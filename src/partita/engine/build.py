@@ -1,0 +1,115 @@
+"""What an engine is made of: from the config, the model and what the user passes beside them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from partita.checkpoint.checkpoints import Checkpoints
+from partita.checkpoint.weights import Weights
+from partita.checkpoint.whole import Whole
+from partita.comm.collectives import Collectives
+from partita.comm.mesh import Mesh
+from partita.comm.together import together
+from partita.config.resolve import Resolved
+from partita.estimate.remedies import Situation
+from partita.memory.disk import open_disk
+from partita.memory.ledger import Ledger
+from partita.memory.shortage import Shortages
+from partita.memory.tiers import StateMemory
+from partita.optim.build import Factory, build_optimizer, build_schedule, wants_kernels
+from partita.optim.counted import counted_attributes
+from partita.optim.elements import states_per_element
+from partita.optim.elementwise import check_elementwise
+from partita.optim.in_backward import BackwardUpdater
+from partita.optim.loss_scale import LossScale
+from partita.optim.step import StepUpdater
+from partita.optim.updater import Updater
+from partita.optim.views import check_groups
+from partita.plan.planned import PlannedUnit
+from partita.plan.residence import ENCODINGS
+from partita.sharding.assemble import Blueprint, check_alike, plan_units
+from partita.sharding.placing import agreed_budget
+from partita.sharding.runtime import Runtime
+
+DATA = ("data",)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user passes beside model and config (see :func:`partita.initialize`)."""
+
+    optimizer: Optimizer | Factory | None
+    scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None
+    loss_fn: Callable[[Any, Any], Tensor] | None
+    weights: str | Path | None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """An engine's. ``num_moments``: states of the optimizer for each element; ``weights``: the folder that the values
+    came from.
+    """
+
+    optimizer: Optimizer
+    scheduler: LRScheduler
+    ledger: Ledger
+    collectives: Collectives
+    memory: StateMemory
+    units: list[PlannedUnit]
+    num_moments: int
+    shortages: Shortages
+    runtime: Runtime
+    updater: Updater
+    whole: Whole
+    checkpoints: Checkpoints
+    weights: Path | None
+
+
+def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Parts:
+    """Put the model under the plan. What one rank meets is an error on all of them; the model is then what it was."""
+    settings = resolved.config
+    ledger, collectives = Ledger(), Collectives(mesh)
+    memory = StateMemory(mesh.device, ledger, partial(open_disk, settings.zero.offload, mesh.rank))
+    kernels = wants_kernels(settings, resolved.compute_dtype, mesh.device)
+    with together(collectives, DATA):
+        optimizer = build_optimizer(list(model.parameters()), settings, given.optimizer, kernels=kernels)
+        scheduler = build_schedule(optimizer, settings.schedule, given.scheduler)
+        check_groups(optimizer, {id(param) for param in model.parameters()})
+    num_moments = states_per_element(optimizer)
+    budget = agreed_budget(settings.zero.offload, collectives)
+    compute = ENCODINGS[resolved.compute_dtype]
+    blueprint = Blueprint(settings, compute, resolved.mesh, mesh.rank, budget, num_moments)
+    with together(collectives, DATA):
+        units = plan_units(model, blueprint)
+    check_alike(model, units, collectives)
+    planned = [unit.planned for unit in units]
+    rows = [unit.segments[0].row for unit in planned]
+    if any(mesh.shape.group_size(row.master.shard_axes) > 1 or not row.updates_on_device for row in rows):
+        check_elementwise(optimizer)
+    counted = counted_attributes(optimizer, apart=not all(row.updates_on_device for row in rows))
+    shortages = Shortages(Situation(planned, settings, mesh.shape, num_moments), ledger, mesh.device, mesh.rank)
+    with together(collectives, DATA):
+        source = Weights(given.weights) if given.weights is not None else None
+    try:
+        with shortages.explained("initialize"):
+            runtime = Runtime(model, units, blueprint, collectives, memory, resolved.batch.accumulate, source)
+        scale = LossScale(settings.precision.loss_scale, resolved.compute_dtype == "fp16")
+        kind = BackwardUpdater if settings.precision.gradients == "in_backward" else StepUpdater
+        with together(collectives, DATA, runtime.give_back):
+            updater = kind(runtime, optimizer, scale, settings.clip_grad_norm, counted)
+            whole = Whole(runtime, updater)
+            checkpoints = Checkpoints(model, runtime, updater, scheduler, settings)
+    except BaseException:
+        memory.close()
+        raise
+    weights = source.folder if source is not None else None
+    return Parts(
+        optimizer, scheduler, ledger, collectives, memory, planned, num_moments, shortages, runtime, updater, whole,
+        checkpoints, weights,
+    )  # fmt: skip

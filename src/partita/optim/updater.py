@@ -167,6 +167,7 @@ class Updater(ABC):
         Raises:
             PartitaError: not all of them by the same factor.
         """
+        self._reducer.join()  # another rank's backward may wait for this one in a reduction
         return self._one_scale(self._collectives.exchange_objects(self._own_scale, DATA))
 
     @property

@@ -45,9 +45,13 @@ def class_of(classes: Sequence[int], num_bytes: int) -> int | None:
 
 
 def bytes_ahead(setting: int | str, units: Sequence[Passing]) -> int:
-    """Bytes gathered ahead of their use; ``auto``: one unit (the largest but the root, which is whole throughout)."""
+    """Bytes gathered ahead of their use; ``auto``: one unit (the largest but the root, which is whole throughout), or
+    all where each has a slot of its own.
+    """
     if isinstance(setting, int):
         return setting
+    if all(unit.stays_whole for unit in units):
+        return sum(unit.num_bytes for unit in units)
     sizes = [unit.num_bytes for unit in units if not unit.is_root] or [unit.num_bytes for unit in units]
     return max(sizes, default=0)
 

@@ -123,10 +123,14 @@ class Executor:
 
         def bring() -> None:
             updated.wait()
+            under_way = list[Callable[[], None]]()
             for unit in units:
                 for segment in unit.trained:
                     assert segment.master is not None
-                    self.deliver(segment, segment.master.lend().wait(), segment.plan.master)
+                    master, plan = segment.master.lend().wait(), segment.plan
+                    under_way.append(self._begin_to_store(master, segment.rest, plan.master, plan.param_rest))
+            for end in under_way:
+                end()
 
         published = self._stream.run(bring)
         for unit in units:
@@ -159,12 +163,22 @@ class Executor:
         self._store(values, segment.rest, updated, segment.plan.param_rest)
 
     def _store(self, source: Tensor, target: Kept, src: Residence, dst: Residence) -> None:
-        if steps(src, dst, self._mesh.shape):
-            lease = target.lend(read=False)
-            _finish(self._move(source, lease.wait(), src, dst))
+        self._begin_to_store(source, target, src, dst)()
+
+    def _begin_to_store(self, source: Tensor, target: Kept, src: Residence, dst: Residence) -> Callable[[], None]:
+        """Begin to bring ``source`` into ``target``; returns what ends it."""
+        if not steps(src, dst, self._mesh.shape):
+            return lambda: None
+        lease = target.lend(read=False)
+        handles = self._move(source, lease.wait(), src, dst)
+
+        def end() -> None:
+            _finish(handles)
             if target.tier is not Tier.DEVICE:  # the host's readers know nothing of streams
                 finish(self._mesh.device)
             lease.end(changed=True)
+
+        return end
 
     def _move(self, source: Tensor, target: Tensor, src: Residence, dst: Residence, tag: int = 0) -> list[Handle]:
         """Run ``steps(src, dst)`` from one flat tensor in memory into another; handles of what is still under way.

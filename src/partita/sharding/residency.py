@@ -61,8 +61,8 @@ class Residency:
             self._follow(unit)
         if unit.state is UnitState.RESTING:
             self._gather(unit, must=True)
+        self._prefetch()  # before this one is waited for: a network stands idle where nothing follows it
         self._finish_gather(unit)
-        self._prefetch()
 
     def close(self, unit: Unit, *, between: bool = False) -> None:
         """End a visit; at the last one the unit goes to rest, or (``between``) to where it waits for its backward."""

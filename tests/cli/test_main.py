@@ -47,7 +47,8 @@ def test_a_job_that_does_not_exist_is_named() -> None:
 
 
 def test_processes_are_not_started_under_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}.items():
+    places = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    for name, value in {**places, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     code, output = invoke("train", write_job(tmp_path), "--processes", "2")
     assert code == 2

@@ -25,6 +25,7 @@ from partita.comm.together import together
 from partita.errors import PartitaError
 from partita.kernels.quantize import join, split
 from partita.memory.allocate import trim
+from partita.memory.collector import collector_paused
 from partita.memory.tiers import Kept
 from partita.optim.elements import states_per_element
 from partita.optim.fused import BLOCK_STATES, adopted
@@ -82,6 +83,9 @@ class _Target:
         """Paste the chunks, which come next, into the stretch's values."""
         for chunk, box, place in self.parts:
             assert chunk.box is not None
+            if chunk.box == box and self.stretch.is_row_major:
+                flat[place].copy_(reading.next().reshape(-1))
+                continue
             met = box.meet(chunk.box)
             assert met is not None
             target = narrowed(self.stretch.shaped(flat[place], box), met.within(box))
@@ -99,6 +103,7 @@ class Loader:
         self._stored: Stored
         self._names: Names
 
+    @collector_paused()
     def load(self, *, only_model: bool, strict: bool, prefix: str | None = None) -> Restored:
         """Every rank reads its part.
 

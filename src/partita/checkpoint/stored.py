@@ -8,6 +8,7 @@ import json
 import pickle
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from partita.checkpoint.metadata import read_metadata
 from partita.checkpoint.record import read_object, read_tensor
 from partita.checkpoint.system import read_range, read_small
 from partita.errors import PartitaError
+from partita.memory.collector import collector_paused
 from partita.plan.box import Box
 
 METADATA = ".metadata"
@@ -147,6 +149,7 @@ def narrowed(tensor: Tensor, box: Box) -> Tensor:
 # ---------------------------------------------------------------------------------------------------- partita's own
 
 
+@collector_paused()
 def table_of(file: str, records: Iterable[Record], sums: Iterable[str], num_bytes: int) -> bytes:
     """What is known of a rank's file, as JSON."""
     rows = [
@@ -169,8 +172,8 @@ def table_of(file: str, records: Iterable[Record], sums: Iterable[str], num_byte
     return json.dumps({"file": file, "num_bytes": num_bytes, "records": rows}, separators=(",", ":")).encode()
 
 
-def add_table(stored: Stored, table: bytes) -> None:
-    """Take up what a table says."""
+def add_table(stored: Stored, table: bytes) -> int:
+    """Take up what a table says; returns the number of bytes of its file."""
     made = json.loads(table)
     for row in made["records"]:
         offset, num_bytes, head_bytes = row["at"]
@@ -181,6 +184,7 @@ def add_table(stored: Stored, table: bytes) -> None:
         else:
             dtype = getattr(torch, row["dtype"])
             stored.tensors.setdefault(chunk.key, StoredTensor(tuple(row["shape"]), dtype)).chunks.append(chunk)
+    return int(made["num_bytes"])
 
 
 def add_aliases(stored: Stored, aliases: dict[str, list[str]]) -> None:
@@ -191,16 +195,18 @@ def add_aliases(stored: Stored, aliases: dict[str, list[str]]) -> None:
 
 def metadata_of(stored: Stored) -> bytes:
     """The index that torch.distributed.checkpoint reads."""
+    # Equal parts are one object, which pickle writes once.
+    properties, size = lru_cache(maxsize=None)(TensorProperties), lru_cache(maxsize=None)(torch.Size)
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for key, found in stored.tensors.items():
         chunks = []
         for chunk in found.chunks:
             assert chunk.box is not None
-            offsets = torch.Size(chunk.box.offsets)
-            chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.box.sizes)))
+            offsets = size(chunk.box.offsets)
+            chunks.append(ChunkStorageMetadata(offsets, size(chunk.box.sizes)))
             places[MetadataIndex(key, offsets)] = _StorageInfo(chunk.file, chunk.offset, chunk.num_bytes)
-        described[key] = TensorStorageMetadata(TensorProperties(found.dtype), torch.Size(found.shape), chunks)
+        described[key] = TensorStorageMetadata(properties(found.dtype), size(found.shape), chunks)
     for key, chunk in stored.values.items():
         described[key] = BytesStorageMetadata()
         places[MetadataIndex(key)] = _StorageInfo(chunk.file, chunk.offset, chunk.num_bytes)

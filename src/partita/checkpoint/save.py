@@ -35,6 +35,7 @@ from partita.checkpoint.folder import (
 from partita.checkpoint.layout import FileLayout, Placing
 from partita.checkpoint.lock import Lock, is_locked
 from partita.checkpoint.stored import (
+    FORMAT,
     MANIFEST,
     METADATA,
     Stored,
@@ -52,14 +53,13 @@ from partita.memory.collector import collector_paused
 from partita.plan.residence import Tier
 
 _log = logging.getLogger("partita")
-FORMAT = 1
 POLL_S = 0.02
 FAILED_SUFFIX = ".failed"
 
 
 @dataclass(frozen=True)
 class Order:
-    """One checkpoint that is to be made; ``about`` goes into its manifest."""
+    """One checkpoint that is to be made, in a ``folder`` with an absolute path; ``about`` goes into its manifest."""
 
     folder: Path
     step: int
@@ -159,7 +159,8 @@ class Saver:
         """Let go of a checkpoint that was not made, and of its space on the disk. No rank writes any more."""
         self._unlock()
         if self._rank == 0 and self._partial is not None:
-            discard(self._partial)
+            with contextlib.suppress(OSError):  # what went wrong is told; the next save clears what is left
+                discard(self._partial)
 
     def _unlock(self) -> None:
         lock, self._lock = self._lock, None

@@ -9,7 +9,7 @@ import pickle
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ from partita.plan.box import Box
 
 METADATA = ".metadata"
 MANIFEST = "manifest.json"
+# In a manifest: raised when readers of earlier versions would take something for what it is not.
+FORMAT = 1
 KeyPath = tuple[str | int, ...]
 
 
@@ -175,10 +177,11 @@ def table_of(file: str, records: Iterable[Record], sums: Iterable[str], num_byte
 def add_table(stored: Stored, table: bytes) -> int:
     """Take up what a table says; returns the number of bytes of its file."""
     made = json.loads(table)
+    file = _inside(stored.folder, made["file"])
     for row in made["records"]:
         offset, num_bytes, head_bytes = row["at"]
         box = Box(*map(tuple, row["box"])) if "box" in row else None
-        chunk = Chunk(row["key"], box, made["file"], offset, num_bytes, head_bytes, row["checksum"])
+        chunk = Chunk(row["key"], box, file, offset, num_bytes, head_bytes, row["checksum"])
         if box is None:
             stored.values[chunk.key] = chunk
         else:
@@ -236,9 +239,9 @@ def open_stored(folder: Path) -> Stored:
     """
     stored = Stored(folder)
     if (folder / MANIFEST).exists():
-        stored.manifest = json.loads(_checked_manifest(folder))
+        stored.manifest = _known(json.loads(_checked_manifest(folder)), folder)
         for name, digest in stored.manifest["tables"].items():
-            table = read_small(folder / name)
+            table = read_small(folder / _inside(folder, name))
             if checksum(table) != digest:
                 raise _damaged(folder / name)
             add_table(stored, table)
@@ -266,6 +269,27 @@ def _checked_manifest(folder: Path) -> str:
     return content
 
 
+def _known(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A manifest, if it is of a format that is known here."""
+    if manifest["format"] > FORMAT:
+        by = manifest.get("versions", {}).get("partita", "a later version")
+        raise PartitaError(
+            f"checkpoint: '{folder}' has format {manifest['format']} (written by partita {by}): expected at most "
+            f"{FORMAT}; update partita"
+        )
+    return manifest
+
+
+def _inside(folder: Path, name: str) -> str:
+    """A file's name that an index gives, which stays in the checkpoint's folder."""
+    if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+        raise PartitaError(
+            f"checkpoint: the index of '{folder}' names '{name}', which is outside the folder: nothing of it was "
+            "loaded; use checkpoints of those whom you trust"
+        )
+    return name
+
+
 def _damaged(path: Path) -> PartitaError:
     return PartitaError(f"checkpoint: '{path}' is damaged: it is not what was written; load an earlier checkpoint")
 
@@ -280,7 +304,7 @@ def _add_metadata(stored: Stored, metadata: Metadata) -> None:
     }
     for index, place in metadata.storage_data.items():
         found = metadata.state_dict_metadata[index.fqn]
-        at = (place.relative_path, place.offset, place.length)
+        at = (_inside(stored.folder, place.relative_path), place.offset, place.length)
         if isinstance(found, BytesStorageMetadata):
             stored.values[index.fqn] = Chunk(index.fqn, None, *at)
             continue

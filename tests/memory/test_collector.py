@@ -1,6 +1,7 @@
 """Python's garbage collector, while very many objects are made."""
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -32,3 +33,14 @@ def test_one_that_the_user_turned_off_stays_off() -> None:
     with collector_paused():
         pass
     assert not gc.isenabled()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_it_works_in_a_child_that_is_forked_meanwhile() -> None:
+    gc.enable()
+    with collector_paused():
+        child = os.fork()
+        if not child:
+            os._exit(0 if gc.isenabled() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert not gc.isenabled()

@@ -5,6 +5,7 @@ half of the time that the records of many small parameters take.
 """
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,18 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _num_paused -= 1
+            _num_paused = max(0, _num_paused - 1)
             if not _num_paused and _was_enabled:
                 gc.enable()
+
+
+def _begin_anew() -> None:
+    """In a forked child, which has none of the other threads' blocks."""
+    global _num_paused
+    if _num_paused and _was_enabled:
+        gc.enable()
+    _num_paused = 0
+    _lock.release()
+
+
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_begin_anew)

@@ -84,3 +84,15 @@ def test_an_index_that_is_none(content: bytes, tmp_path: Path) -> None:
     (tmp_path / METADATA).write_bytes(content)
     with pytest.raises(PartitaError, match=r"/\.metadata' (is damaged|holds a dict: expected an index)"):
         open_stored(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", ["../out.distcp", "/out.distcp", "a/../../out.distcp"])
+def test_files_outside_the_folder_are_not_read(name: str, tmp_path: Path) -> None:
+    dcp.save({"model": nn.Linear(2, 2).state_dict()}, checkpoint_id=tmp_path)
+    index = pickle.loads((tmp_path / METADATA).read_bytes())
+    for place in index.storage_data.values():
+        place.relative_path = name
+    (tmp_path / METADATA).write_bytes(pickle.dumps(index))
+    with pytest.raises(PartitaError, match=f"names '{name}', which is outside the folder"):
+        open_stored(tmp_path)

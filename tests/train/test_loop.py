@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from partita.checkpoint.checkpoints import Checkpoints
 from partita.checkpoint.folder import complete
 from partita.engine.engine import Engine
 from partita.errors import ConfigError, PartitaError
@@ -174,8 +175,12 @@ def test_a_run_goes_back_and_on_with_other_data(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(loop.Batches, "train", watched)
     monkeypatch.setattr(Engine, "_loss", spoilt)
     overrides = ["train.steps=9", "engine.precision.nonfinite=rewind", "engine.checkpoint.every_steps=4"]
-    outcome, _ = run(tiny(tmp_path, [*overrides, f"engine.checkpoint.dir={tmp_path}/saved"]))
+    overrides += ["train.log_every=2", "train.eval_every=3", f"engine.checkpoint.dir={tmp_path}/saved"]
+    outcome, _ = run(tiny(tmp_path, overrides))
     assert outcome.steps == 9
+    train, held_out = read_metrics(outcome.out / METRICS_FILE)  # without the steps that were undone
+    assert [row.step for row in train] == [2, 3, 4, 6, 8, 9]
+    assert [row.step for row in held_out] == [0, 3, 6, 9]
     assert seen == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]  # the batch of step 5 is then the eighth
 
 
@@ -184,6 +189,20 @@ def test_a_warning_of_a_pre_emption_saves_and_goes_on(tmp_path: Path, monkeypatc
     outcome, _ = run(tiny(tmp_path, [f"engine.checkpoint.dir={tmp_path}/saved", "engine.checkpoint.every_steps=12"]))
     assert outcome.steps == 30
     assert list(complete(tmp_path / "saved")) == [12, 24, 30]  # the newest three of 4, 12, 24 and the last
+
+
+@pytest.mark.parametrize("every_steps", [2, 3])
+def test_no_step_is_saved_twice(every_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, save = list[int](), Checkpoints.save
+
+    def watched(self: Checkpoints, folder: str | Path | None) -> Path:
+        saved.append(self._updater.steps)
+        return save(self, folder)
+
+    monkeypatch.setattr(Checkpoints, "save", watched)
+    where = f"engine.checkpoint.dir={tmp_path}/saved"
+    run(tiny(tmp_path, ["train.steps=4", where, f"engine.checkpoint.every_steps={every_steps}"]))
+    assert saved == sorted({*range(every_steps, 5, every_steps), 4})
 
 
 @pytest.mark.filterwarnings("ignore:.*is not finite:UserWarning")

@@ -31,6 +31,8 @@ class Checkpoints:
         self._beside = Beside(model, updater, scheduler, self._mesh)
         self._saver = Saver(self._content, self._beside)
         self.extra = self._beside.extra
+        # One folder for the whole run, wherever the process goes meanwhile.
+        self._dir = Path(config.checkpoint.dir).absolute() if config.checkpoint.dir is not None else None
         # The furthest step that was not finite, and how often training went back from there or before.
         self._furthest, self._rewinds = -1, 0
 
@@ -70,7 +72,7 @@ class Checkpoints:
     def save(self, folder: str | Path | None) -> Path:
         """See :meth:`Engine.save`."""
         section = self._config.checkpoint
-        folder = folder or section.dir
+        folder = Path(folder).absolute() if folder else self._dir
         if folder is None:
             raise ConfigError("engine.save: name a folder, or set checkpoint.dir")
         self._updater.take_written()
@@ -79,7 +81,7 @@ class Checkpoints:
             "ranks": self._mesh.num_ranks,
             "config": self._config.model_dump(mode="json"),
         }
-        order = Order(Path(folder), self._updater.steps, section.keep, section.background, about)
+        order = Order(folder, self._updater.steps, section.keep, section.background, about)
         return self._saver.save(order)
 
     def load(self, folder: str | Path | None, *, only_model: bool, strict: bool, prefix: str | None = None) -> Restored:
@@ -92,10 +94,10 @@ class Checkpoints:
     ) -> Restored:
         self._saver.wait()
         self._updater.take_written()
-        folder = folder or self._config.checkpoint.dir
+        folder = Path(folder) if folder else self._dir
         if folder is None:
             raise ConfigError("engine.load: name a folder, or set checkpoint.dir")
-        loader = Loader(self._content, self._beside, Path(folder))
+        loader = Loader(self._content, self._beside, folder)
         return loader.load(only_model=only_model, strict=strict, prefix=prefix)
 
     def wait(self) -> None:

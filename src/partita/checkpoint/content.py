@@ -20,6 +20,7 @@ from partita.checkpoint.record import plain
 from partita.errors import PartitaError
 from partita.kernels.quantize import join
 from partita.kernels.state import num_blocks
+from partita.memory.collector import collector_paused
 from partita.optim.fused import BLOCK_STATES
 from partita.optim.moments import Moments
 from partita.optim.updater import Updater
@@ -106,6 +107,7 @@ class Content:
 
     # ------------------------------------------------------------------- saving
 
+    @collector_paused()
     def stocks(self) -> list[Stock]:
         """What this rank saves of the states: of each segment, what it did last time, where nothing has changed."""
         return [self._stock(unit, segment) for unit, segment in self.segments]

@@ -18,6 +18,7 @@ from torch import Tensor
 from partita.checkpoint.layout import FileLayout, Placing, Record
 from partita.checkpoint.system import explained
 from partita.memory.allocate import allocate_host
+from partita.memory.collector import collector_paused
 from partita.memory.disk import ALIGNMENT as PAGE_BYTES
 from partita.memory.streams import Event, finish
 from partita.memory.workers import Workers
@@ -41,6 +42,7 @@ class Snapshots:
     def num_bytes(self) -> int:
         return self._memory.numel()
 
+    @collector_paused()
     def take(self, layout: FileLayout, batches: Iterable[list[Tensor]]) -> Tensor:
         """The file's bytes. They are the caller's until the next one is taken.
 

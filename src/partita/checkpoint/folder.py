@@ -87,7 +87,10 @@ def start_partial(partial: Path) -> None:
     """Make a hidden folder to write into; what earlier crashes left beside it is cleared."""
     folder = partial.parent
     with explained(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise PartitaError(f"checkpoint: '{folder}' is a file, or a link to nothing: name a folder") from None
         _clear(folder)
         partial.mkdir()
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from partita.checkpoint.record import ALIGNMENT, frame_of, object_bytes
+from partita.memory.collector import collector_paused
 from partita.plan.box import Box
 
 # Of a record: it is read and checked whole, so that no more memory than that is needed for it.
@@ -44,6 +45,7 @@ class Record:
 class Placing:
     """Where the values of boxes are in a file, one after the other from its beginning. The same as long as they are."""
 
+    @collector_paused()
     def __init__(self, values: Sequence[Value]) -> None:
         self.values, self.records, self.num_bytes = list(values), list[Record](), 0
         for value in values:

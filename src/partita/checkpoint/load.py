@@ -25,8 +25,9 @@ from partita.comm.together import together
 from partita.errors import PartitaError
 from partita.kernels.quantize import join, split
 from partita.memory.allocate import trim
+from partita.memory.collector import collector_paused
 from partita.memory.tiers import Kept
-from partita.optim.elements import states_per_element
+from partita.optim.elements import state_names, states_per_element
 from partita.optim.fused import BLOCK_STATES, adopted
 from partita.optim.views import View
 from partita.plan.box import Box
@@ -82,6 +83,9 @@ class _Target:
         """Paste the chunks, which come next, into the stretch's values."""
         for chunk, box, place in self.parts:
             assert chunk.box is not None
+            if chunk.box == box and self.stretch.is_row_major:
+                flat[place].copy_(reading.next().reshape(-1))
+                continue
             met = box.meet(chunk.box)
             assert met is not None
             target = narrowed(self.stretch.shaped(flat[place], box), met.within(box))
@@ -96,9 +100,11 @@ class Loader:
         self._runtime, self._updater = content.runtime, content.updater
         self._collectives = content.runtime.collectives
         self._missing = list[str]()
+        self._takes_states = True
         self._stored: Stored
         self._names: Names
 
+    @collector_paused()
     def load(self, *, only_model: bool, strict: bool, prefix: str | None = None) -> Restored:
         """Every rank reads its part.
 
@@ -114,6 +120,8 @@ class Loader:
             others = [name for found in (persistent_buffers(model), extra_states(model)) for name, _ in found]
             self._names = Names(self._stored, [*(fqn for m in members for fqn in m.holding.fqns), *others], prefix)
             self._check(members, only_model=only_model, strict=strict)
+            if not only_model:
+                self._check_states(members, strict=strict)
             plan = [
                 (segment, list(self._targets(unit, segment, only_model=only_model)))
                 for unit, segment in self._content.segments
@@ -161,6 +169,21 @@ class Loader:
             hint = "" if wrong else "; strict=False takes what there is and reports the rest"
             raise PartitaError(f"checkpoint: '{self._stored.folder}' is of another model: {'; '.join(said)}{hint}")
 
+    def _check_states(self, members: list[Member], *, strict: bool) -> None:
+        """Whether the stored states are those of an optimizer like this one, before anything is touched."""
+        there = {state for m in members if m.segment.trains for state in self._names.states(m.holding.fqns)} - {"step"}
+        here = state_names(self._updater.optimizer) - {"step"}
+        if not there or not here or there & here:
+            return
+        if strict:
+            raise PartitaError(
+                f"checkpoint: '{self._stored.folder}' holds the states of another optimizer ({some_of(sorted(there))}"
+                f"): expected those of {type(self._updater.optimizer).__name__} ({some_of(sorted(here))}); "
+                "only_model=True takes the weights alone, strict=False all but these states"
+            )
+        self._takes_states = False
+        self._missing.append(STATE + "*")
+
     def _compare(self, members: list[Member]) -> list[str]:
         """Note what of the model is not there; returns what has another shape there."""
         model, wrong = self._runtime.model, list[str]()
@@ -189,7 +212,7 @@ class Loader:
             if (key := self._names.model(member.holding.fqns)) is not None:
                 yield self._target(key, stretch_of(member, span.start, span.stop), place=place)
             view = self._updater.views.of(member.param)
-            if not only_model and segment.trains and view is not None and view.num_elements:
+            if not only_model and self._takes_states and segment.trains and view is not None and view.num_elements:
                 for state, key in self._names.states(member.holding.fqns).items():
                     if key in self._stored.tensors:
                         yield self._target(key, self._state_stretch(view, state, key), view=view, state=state)

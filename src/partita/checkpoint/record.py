@@ -93,16 +93,26 @@ def plain(value: Any, where: str) -> Any:
     Raises:
         PartitaError: ``where``, or something in it, is of a class that cannot be read back.
     """
+    try:
+        return _plain(value, where)
+    except RecursionError:
+        raise PartitaError(
+            f"checkpoint: {where} is nested too deeply, or holds itself: expected numbers, text, tensors, or lists and "
+            "dictionaries of them"
+        ) from None
+
+
+def _plain(value: Any, where: str) -> Any:
     if type(value) in _PLAIN:
         return value
     if isinstance(value, numpy.generic) and type(value.item()) in _PLAIN:
         return value.item()
     if isinstance(value, Mapping):
-        found = {plain(key, f"a key of {where}"): plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        found = {_plain(key, f"a key of {where}"): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
         return Counter(found) if isinstance(value, Counter) else found
     if isinstance(value, list | tuple | set):
         kind = type(value) if type(value) in (list, tuple, set) else list
-        return kind(plain(item, f"{where}[{place}]") for place, item in enumerate(value))
+        return kind(_plain(item, f"{where}[{place}]") for place, item in enumerate(value))
     if not _is_readable(value):
         raise PartitaError(
             f"checkpoint: {where} is of {type(value).__module__}.{type(value).__qualname__}, which could not be loaded "

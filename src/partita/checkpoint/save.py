@@ -7,7 +7,6 @@ disk, or the host has no room for the copies, files are streamed, and training w
 
 import contextlib
 import itertools
-import json
 import logging
 import secrets
 import socket
@@ -36,6 +35,7 @@ from partita.checkpoint.folder import (
 from partita.checkpoint.layout import FileLayout, Placing
 from partita.checkpoint.lock import Lock, is_locked
 from partita.checkpoint.stored import (
+    FORMAT,
     MANIFEST,
     METADATA,
     Stored,
@@ -49,17 +49,17 @@ from partita.checkpoint.system import explained, read_small, write_small
 from partita.comm.together import together
 from partita.errors import PartitaError
 from partita.memory.capacity import HOST_SHARE, host_memory
+from partita.memory.collector import collector_paused
 from partita.plan.residence import Tier
 
 _log = logging.getLogger("partita")
-FORMAT = 1
 POLL_S = 0.02
 FAILED_SUFFIX = ".failed"
 
 
 @dataclass(frozen=True)
 class Order:
-    """One checkpoint that is to be made; ``about`` goes into its manifest."""
+    """One checkpoint that is to be made, in a ``folder`` with an absolute path; ``about`` goes into its manifest."""
 
     folder: Path
     step: int
@@ -159,7 +159,8 @@ class Saver:
         """Let go of a checkpoint that was not made, and of its space on the disk. No rank writes any more."""
         self._unlock()
         if self._rank == 0 and self._partial is not None:
-            discard(self._partial)
+            with contextlib.suppress(OSError):  # what went wrong is told; the next save clears what is left
+                discard(self._partial)
 
     def _unlock(self) -> None:
         lock, self._lock = self._lock, None
@@ -221,7 +222,7 @@ class Saver:
             self._unlock()
 
     def _write_own(self, partial: Path, layout: FileLayout, write: Callable[[Path], list[str]]) -> None:
-        name = f"__{self._rank}_0.distcp"
+        name = _file_name(self._rank)
         sums = write(partial / name)
         table = partial / _table_name(self._rank)
         write_small(table.with_suffix(".new"), table_of(name, layout.records, sums, layout.num_bytes))
@@ -251,30 +252,34 @@ class Saver:
                 )
             time.sleep(POLL_S if left else 0)
 
+    @collector_paused()
     def _publish(self, order: Order, partial: Path) -> None:
         """Write index and manifest, and make the checkpoint visible."""
-        stored, tables = Stored(partial), dict[str, str]()
+        stored, tables, files = Stored(partial), dict[str, str](), dict[str, int]()
         for rank in range(self._num_ranks):
             table = read_small(partial / _table_name(rank))
             tables[_table_name(rank)] = checksum(table)
-            add_table(stored, table)
+            files[_file_name(rank)] = add_table(stored, table)
         aliases = self._content.aliases()
         add_aliases(stored, aliases)
         index = metadata_of(stored)
         write_small(partial / METADATA, index)
-        files = {name: json.loads(read_small(partial / name))["num_bytes"] for name in tables}
         manifest = {
             "format": FORMAT,
             SEQUENCE: next_sequence(order.folder),
             "step": order.step,
             **order.about,
             "tables": tables,
-            "files": {name.replace(".json", ".distcp"): num for name, num in files.items()},
+            "files": files,
             "metadata": checksum(index),
             "aliases": aliases,
         }
         write_small(partial / MANIFEST, manifest_bytes(manifest))
         publish(partial, order.step, order.keep)
+
+
+def _file_name(rank: int) -> str:
+    return f"__{rank}_0.distcp"
 
 
 def _table_name(rank: int) -> str:

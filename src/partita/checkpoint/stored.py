@@ -8,7 +8,8 @@ import json
 import pickle
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import lru_cache
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -29,10 +30,13 @@ from partita.checkpoint.metadata import read_metadata
 from partita.checkpoint.record import read_object, read_tensor
 from partita.checkpoint.system import read_range, read_small
 from partita.errors import PartitaError
+from partita.memory.collector import collector_paused
 from partita.plan.box import Box
 
 METADATA = ".metadata"
 MANIFEST = "manifest.json"
+# In a manifest: raised when readers of earlier versions would take something for what it is not.
+FORMAT = 1
 KeyPath = tuple[str | int, ...]
 
 
@@ -147,6 +151,7 @@ def narrowed(tensor: Tensor, box: Box) -> Tensor:
 # ---------------------------------------------------------------------------------------------------- partita's own
 
 
+@collector_paused()
 def table_of(file: str, records: Iterable[Record], sums: Iterable[str], num_bytes: int) -> bytes:
     """What is known of a rank's file, as JSON."""
     rows = [
@@ -169,18 +174,20 @@ def table_of(file: str, records: Iterable[Record], sums: Iterable[str], num_byte
     return json.dumps({"file": file, "num_bytes": num_bytes, "records": rows}, separators=(",", ":")).encode()
 
 
-def add_table(stored: Stored, table: bytes) -> None:
-    """Take up what a table says."""
+def add_table(stored: Stored, table: bytes) -> int:
+    """Take up what a table says; returns the number of bytes of its file."""
     made = json.loads(table)
+    file = _inside(stored.folder, made["file"])
     for row in made["records"]:
         offset, num_bytes, head_bytes = row["at"]
         box = Box(*map(tuple, row["box"])) if "box" in row else None
-        chunk = Chunk(row["key"], box, made["file"], offset, num_bytes, head_bytes, row["checksum"])
+        chunk = Chunk(row["key"], box, file, offset, num_bytes, head_bytes, row["checksum"])
         if box is None:
             stored.values[chunk.key] = chunk
         else:
             dtype = getattr(torch, row["dtype"])
             stored.tensors.setdefault(chunk.key, StoredTensor(tuple(row["shape"]), dtype)).chunks.append(chunk)
+    return int(made["num_bytes"])
 
 
 def add_aliases(stored: Stored, aliases: dict[str, list[str]]) -> None:
@@ -191,16 +198,18 @@ def add_aliases(stored: Stored, aliases: dict[str, list[str]]) -> None:
 
 def metadata_of(stored: Stored) -> bytes:
     """The index that torch.distributed.checkpoint reads."""
+    # Equal parts are one object, which pickle writes once.
+    properties, size = lru_cache(maxsize=None)(TensorProperties), lru_cache(maxsize=None)(torch.Size)
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for key, found in stored.tensors.items():
         chunks = []
         for chunk in found.chunks:
             assert chunk.box is not None
-            offsets = torch.Size(chunk.box.offsets)
-            chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.box.sizes)))
+            offsets = size(chunk.box.offsets)
+            chunks.append(ChunkStorageMetadata(offsets, size(chunk.box.sizes)))
             places[MetadataIndex(key, offsets)] = _StorageInfo(chunk.file, chunk.offset, chunk.num_bytes)
-        described[key] = TensorStorageMetadata(TensorProperties(found.dtype), torch.Size(found.shape), chunks)
+        described[key] = TensorStorageMetadata(properties(found.dtype), size(found.shape), chunks)
     for key, chunk in stored.values.items():
         described[key] = BytesStorageMetadata()
         places[MetadataIndex(key)] = _StorageInfo(chunk.file, chunk.offset, chunk.num_bytes)
@@ -230,9 +239,9 @@ def open_stored(folder: Path) -> Stored:
     """
     stored = Stored(folder)
     if (folder / MANIFEST).exists():
-        stored.manifest = json.loads(_checked_manifest(folder))
+        stored.manifest = _known(json.loads(_checked_manifest(folder)), folder)
         for name, digest in stored.manifest["tables"].items():
-            table = read_small(folder / name)
+            table = read_small(folder / _inside(folder, name))
             if checksum(table) != digest:
                 raise _damaged(folder / name)
             add_table(stored, table)
@@ -260,6 +269,27 @@ def _checked_manifest(folder: Path) -> str:
     return content
 
 
+def _known(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A manifest, if it is of a format that is known here."""
+    if manifest["format"] > FORMAT:
+        by = manifest.get("versions", {}).get("partita", "a later version")
+        raise PartitaError(
+            f"checkpoint: '{folder}' has format {manifest['format']} (written by partita {by}): expected at most "
+            f"{FORMAT}; update partita"
+        )
+    return manifest
+
+
+def _inside(folder: Path, name: str) -> str:
+    """A file's name that an index gives, which stays in the checkpoint's folder."""
+    if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+        raise PartitaError(
+            f"checkpoint: the index of '{folder}' names '{name}', which is outside the folder: nothing of it was "
+            "loaded; use checkpoints of those whom you trust"
+        )
+    return name
+
+
 def _damaged(path: Path) -> PartitaError:
     return PartitaError(f"checkpoint: '{path}' is damaged: it is not what was written; load an earlier checkpoint")
 
@@ -274,7 +304,7 @@ def _add_metadata(stored: Stored, metadata: Metadata) -> None:
     }
     for index, place in metadata.storage_data.items():
         found = metadata.state_dict_metadata[index.fqn]
-        at = (place.relative_path, place.offset, place.length)
+        at = (_inside(stored.folder, place.relative_path), place.offset, place.length)
         if isinstance(found, BytesStorageMetadata):
             stored.values[index.fqn] = Chunk(index.fqn, None, *at)
             continue

@@ -121,6 +121,7 @@ class Engine:
             PartitaError: it is no iterator, it ended inside a batch (on all ranks, where one's did; nothing was trained
                 on), or the loss cannot be found in the model's output.
         """
+        self._check_open()
         drawn = draw(iterator, self._accumulate, self.each)
         total = torch.zeros((), device=self.mesh.device)
         while drawn:
@@ -141,6 +142,7 @@ class Engine:
         Raises:
             PartitaError: gradients rest nowhere (``precision.gradients: in_backward``).
         """
+        self._check_open()
         self._check_gradients_rest("engine.no_sync")
         reducer = self._runtime.reducer
         before, reducer.synchronize = reducer.synchronize, False
@@ -172,6 +174,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Drop the gradients collected so far: the next micro-batch is the first of a batch."""
+        self._check_open()
         self._updater.zero()
         self._begin_micro_batch(0)
 
@@ -194,6 +197,7 @@ class Engine:
         Raises:
             PartitaError: an item is no part of the model, or a parameter was written without ``modify``.
         """
+        self._check_open()
         return self._whole.gathered(items or (self.module,), modify)
 
     def gradient(self, name: str) -> Tensor | None:
@@ -202,23 +206,27 @@ class Engine:
         Raises:
             PartitaError: there is no such parameter, or gradients rest nowhere (``precision.gradients: in_backward``).
         """
+        self._check_open()
         self._check_gradients_rest("engine.gradient")
         return self._whole.gradient(name, self._updater.gradient_scale())
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
         """The whole optimizer state of a parameter by key (``exp_avg``, ``step``, ...)."""
+        self._check_open()
         return self._whole.optimizer_state(name)
 
     def state_dict(self) -> dict[str, Any]:
         """The model's state dict (modules' extra states, too), whole, with master weights, on the host of rank 0; empty
         on the other ranks.
         """
+        self._check_open()
         return self._whole.state_dict()
 
     def export(self, folder: str | Path, beside: str | Path | None = None) -> None:
         """Write the weights in the compute dtype as safetensors, in Hugging Face's layout; with them configuration and
         tokenizer from the folder ``beside`` (None: the one that ``weights=`` named, if it is still there).
         """
+        self._check_open()
         found = self._parts.weights if self._parts.weights is not None and self._parts.weights.is_dir() else None
         export(self._whole, self.module, Path(folder), found if beside is None else Path(beside))
 
@@ -279,6 +287,7 @@ class Engine:
 
     def each(self, value: Tensor | float) -> list[float]:
         """A number of every data-parallel rank, in rank order, on all of them."""
+        self._check_open()
         mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().view(1)
         every, handle = self._collectives.exchange(mine, DATA)
         handle.wait()

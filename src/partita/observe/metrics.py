@@ -47,9 +47,19 @@ class MetricsWriter:
     """
 
     def __init__(self, folder: Path, after: int = 0) -> None:
+        self._folder = folder
+        self._begin(after, is_evaluated=False)
+
+    def go_back(self, step: int) -> None:
+        """Take back the rows of the steps after ``step``, which training went back to."""
+        self.close()
+        self._begin(step, is_evaluated=True)
+
+    def _begin(self, after: int, *, is_evaluated: bool) -> None:
+        folder = self._folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            kept = _rows_until(folder / METRICS_FILE, after) if after else ""
+            kept = _rows_until(folder / METRICS_FILE, after, is_evaluated) if after else ""
             written = folder / f".{METRICS_FILE}.new"
             with written.open("w") as file:  # aside: a run that ends here leaves the rows as they were
                 file.write(kept)
@@ -115,14 +125,14 @@ def _scalars(row: TrainRow | HeldOutRow) -> Iterator[tuple[str, float]]:
         yield "gradient_norm", row.grad_norm
 
 
-def _rows_until(path: Path, last_step: int) -> str:
-    """The lines of an earlier run until a step, which is evaluated again."""
+def _rows_until(path: Path, last_step: int, is_evaluated: bool) -> str:
+    """The lines until a step, whose own held-out loss is kept if it ``is_evaluated``, and not to be measured again."""
     if not path.exists():
         return ""
     train, held_out = read_metrics(path)
     lines = path.read_text().splitlines(keepends=True)[: len(train) + len(held_out)]
     rows = ((line, json.loads(line)) for line in lines)
-    return "".join(line for line, row in rows if row["step"] < last_step + (row["kind"] == "train"))
+    return "".join(line for line, row in rows if row["step"] < last_step + (is_evaluated or row["kind"] == "train"))
 
 
 def _open_tensorboard(folder: Path, after: int) -> Any:

@@ -1,4 +1,6 @@
-"""How many values an optimizer keeps for each element of a parameter: found by a step on a small one."""
+"""What an optimizer keeps for each parameter: found by a step on a small one."""
+
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -9,9 +11,19 @@ from partita.optim.counted import SHAPE, tried
 
 def states_per_element(optimizer: Optimizer) -> int:
     """Tensors of the parameter's shape that the optimizer keeps beside it; Adam's where a trial does not tell."""
+    if (states := _states(optimizer)) is None:
+        return ADAM_MOMENTS
+    return max(sum(isinstance(value, Tensor) and value.shape == SHAPE for value in state.values()) for state in states)
+
+
+def state_names(optimizer: Optimizer) -> frozenset[str]:
+    """The names of what the optimizer keeps after a first step; none where a trial does not tell."""
+    return frozenset(name for state in _states(optimizer) or () for name in state)
+
+
+def _states(optimizer: Optimizer) -> list[dict[str, Any]] | None:
     try:
         trial, _ = tried(optimizer)
     except Exception:  # the class is the user's: whatever it raises, it has not told
-        return ADAM_MOMENTS
-    states = [trial.state.get(param, {}) for group in trial.param_groups for param in group["params"]]
-    return max(sum(isinstance(value, Tensor) and value.shape == SHAPE for value in state.values()) for state in states)
+        return None
+    return [trial.state.get(param, {}) for group in trial.param_groups for param in group["params"]]

@@ -27,6 +27,8 @@ class Box:
 
     def meet(self, other: "Box") -> "Box | None":
         """What lies in both; None where nothing does."""
+        if self == other:
+            return self if 0 not in self.sizes else None
         offsets = tuple(map(max, self.offsets, other.offsets))
         ends = map(min, self._ends(), other._ends())
         sizes = tuple(end - offset for offset, end in zip(offsets, ends, strict=True))
@@ -53,6 +55,9 @@ def boxes_of(
     """
     if 0 in shape:
         yield Box.whole(shape), start
+    if start == 0 and stop == math.prod(shape) and 0 < stop <= most:
+        yield Box.whole(shape), 0
+        return
     inner = tuple(shape[dim] for dim in order)
     for box, place in _cut(inner, start, stop, most):
         offsets, sizes = [0] * len(order), [1] * len(order)

@@ -7,12 +7,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from partita.errors import PartitaError
 from partita.sharding.nested import map_tensors, tensors_in
 from partita.sharding.residency import Residency, Visit
 from partita.sharding.unit import Unit
 
 
-class UnitHooks:
+class _Hooks:
+    """Belongs to one engine and its model: a copy of the model would run it twice."""
+
+    def __reduce__(self) -> Any:
+        raise PartitaError(
+            "a model that an engine trains cannot be copied or pickled whole: take engine.state_dict() and load it "
+            "into a model of the same class, or copy the model before partita.initialize or after engine.close()"
+        )
+
+
+class UnitHooks(_Hooks):
     """All visits of one unit.
 
     The unit's own module opens and closes it. The modules inside that own its parameters only mark their outputs, so
@@ -88,7 +99,7 @@ class UnitHooks:
             self._mark(tensor, self._stack[-1])
 
 
-class UpdateHooks:
+class UpdateHooks(_Hooks):
     """For a unit that rests whole while its update may run beside the caller: ``finish(unit)`` before it is used."""
 
     def __init__(self, unit: Unit, finish: Callable[[Unit], None]) -> None:
@@ -111,7 +122,7 @@ def _lies_at(tensor: Tensor, address: int) -> bool:
     return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() == address
 
 
-class ForwardHooks:
+class ForwardHooks(_Hooks):
     """Hooks on the model itself: what happens once a forward, whatever the stage.
 
     ``prepare(args, kwargs)`` returns the arguments to use; ``depth_changed`` is told how many forwards are under way (a

@@ -129,9 +129,15 @@ class _Run:
                     self._evaluate(step)
                 meter = _Meter()
             if self._saves and (interruption.agreed or step == plan.steps):
-                self._engine.save()
+                if not self._was_due(step):
+                    self._engine.save()
                 interruption.saved()
         return step
+
+    def _was_due(self, step: int) -> bool:
+        """Whether the engine itself has saved the step that was just done."""
+        every_steps = self._job.engine.checkpoint.every_steps
+        return every_steps is not None and step % every_steps == 0 and self._engine.last_step.stepped
 
     def _take_step(self, step: int, meter: _Meter) -> int:
         """Train on the next batch; returns the step that is done, an earlier one where training went back."""
@@ -141,6 +147,10 @@ class _Run:
         rewound_to = self._engine.last_step.rewound_to
         if rewound_to is not None:
             extra[LEFT_OUT] = number - rewound_to
+            num_undone = step - 1 - rewound_to
+            del meter.losses[max(0, len(meter.losses) - num_undone) :]
+            if self._writer is not None:
+                self._writer.go_back(rewound_to)
             return rewound_to
         meter.losses.append(loss)
         return step

@@ -1,0 +1,46 @@
+"""Python's garbage collector, while very many objects are made."""
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from partita.memory.collector import collector_paused
+
+
+@pytest.fixture(autouse=True)
+def collector_as_before() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    yield
+    (gc.enable if was_enabled else gc.disable)()
+
+
+def test_the_last_block_left_lets_it_work_again() -> None:
+    gc.enable()
+    outer = ExitStack()
+    outer.enter_context(collector_paused())
+    with pytest.raises(KeyError), collector_paused():
+        outer.close()
+        assert not gc.isenabled()
+        raise KeyError
+    assert gc.isenabled()
+
+
+def test_one_that_the_user_turned_off_stays_off() -> None:
+    gc.disable()
+    with collector_paused():
+        pass
+    assert not gc.isenabled()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_it_works_in_a_child_that_is_forked_meanwhile() -> None:
+    gc.enable()
+    with collector_paused():
+        child = os.fork()
+        if not child:
+            os._exit(0 if gc.isenabled() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert not gc.isenabled()

@@ -12,6 +12,23 @@ from partita.sharding.residency import Residency, Visit
 from partita.sharding.unit import Unit
 
 
+class Hook:
+    """A hook that copies of the module (``copy.deepcopy``, pickles) do without: they are not the engine's."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (_nothing,)
+
+
+def _nothing(*args: Any) -> None:
+    pass
+
+
 class UnitHooks:
     """All visits of one unit.
 
@@ -31,7 +48,7 @@ class UnitHooks:
             if is_root:
                 self._visit(module)
             else:
-                self._handles.append(module.register_forward_hook(self._mark_inner))
+                self._handles.append(module.register_forward_hook(Hook(self._mark_inner)))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -39,8 +56,8 @@ class UnitHooks:
 
     def _visit(self, module: nn.Module) -> None:
         self._handles += [
-            module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
-            module.register_forward_hook(self._leave, always_call=True),
+            module.register_forward_pre_hook(Hook(self._enter), prepend=True, with_kwargs=True),
+            module.register_forward_hook(Hook(self._leave), always_call=True),
         ]
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
@@ -96,7 +113,7 @@ class UpdateHooks:
         modules = {id(m): m for member in unit.members for m, _ in member.holding.owners} | {
             id(unit.module): unit.module
         }
-        self._handles = [m.register_forward_pre_hook(self._enter, prepend=True) for m in modules.values()]
+        self._handles = [m.register_forward_pre_hook(Hook(self._enter), prepend=True) for m in modules.values()]
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -129,8 +146,8 @@ class ForwardHooks:
         self._prepare, self._depth_changed, self._graph_ended = prepare, depth_changed, graph_ended
         self._depth = 0
         self._handles = [
-            model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
-            model.register_forward_hook(self._leave, always_call=True),
+            model.register_forward_pre_hook(Hook(self._enter), prepend=True, with_kwargs=True),
+            model.register_forward_hook(Hook(self._leave), always_call=True),
         ]
 
     def remove(self) -> None:

@@ -181,6 +181,35 @@ def all_inner_losses(create_graph: bool) -> None:
         torch.testing.assert_close(first, other)
 
 
+def loops_of_others(zero: Mapping[str, Any]) -> None:
+    """What a loop without an engine calls between backward and step finds no gradients, and says so."""
+    refused: dict[str, Callable[[partita.Engine], object]] = {
+        r"optimizer.step\(\) between backward and engine.step\(\)": lambda engine: engine.optimizer.step(),
+        r"optimizer.zero_grad\(\) between .* call engine.zero_grad": lambda engine: engine.optimizer.zero_grad(),
+    }
+    model = Stack(1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with partita.initialize(model, {"zero": zero}, optimizer=optimizer) as engine:
+        optimizer.step()  # there is nothing that waits
+        for said, call in refused.items():
+            optimizer.zero_grad()
+            engine.backward(square_loss(engine, rank(), 0))
+            with pytest.raises(PartitaError, match=said):
+                call(engine)
+            assert engine.step().stepped
+        if world() > 1:
+            for call in (engine.step, lambda: engine.backward(square_loss(engine, rank(), 0))):
+                engine.backward(square_loss(engine, rank(), 0))
+                model.zero_grad()
+                with pytest.raises(PartitaError, match=r"was set to None .* call engine.zero_grad\(\)"):
+                    call()
+                engine.zero_grad()
+        engine.backward(square_loss(engine, rank(), 0))
+    optimizer.zero_grad()
+    assert "zero_grad" not in vars(optimizer)
+    assert not optimizer._optimizer_step_pre_hooks
+
+
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_by_hand_as_by_the_config(config: str, world: int) -> None:
@@ -221,3 +250,9 @@ def test_gradients_that_were_collected_on_one_rank(precision: dict[str, Any]) ->
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_backward_after_they_were_collected(world: int, create_graph: bool) -> None:
     pool.run(world, all_inner_losses, create_graph)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("plan", PLANS)
+def test_calls_that_would_find_no_gradients(plan: str, world: int) -> None:
+    pool.run(world, loops_of_others, PLANS[plan])

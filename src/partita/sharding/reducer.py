@@ -36,9 +36,9 @@ class GradientReducer:
     ``reduce_now`` says whether gradients that rest whole are to be reduced as this backward brings them (the last
     micro-batch); ``synchronize`` is off inside ``no_sync``, where gradients stay with their parameters, whole.
     ``suspect`` tells whether this rank's loss, or with ``trace`` on a gradient that it sent, was not finite since the
-    last update, ``scales`` what the losses of this rank's gradients since then were multiplied by. ``use`` is called
-    with each bucket of gradients that rest nowhere, when its reduction is queued; its event passes when the sums are
-    used up.
+    last update, ``scales`` what the losses of this rank's gradients since then were multiplied by, ``covered`` whose
+    gradients of a complete batch were collected. ``use`` is called with each bucket of gradients that rest nowhere,
+    when its reduction is queued; its event passes when the sums are used up.
     """
 
     def __init__(self, buckets: list[Bucket], collectives: Collectives, ledger: Ledger, accumulate: int) -> None:
@@ -69,7 +69,7 @@ class GradientReducer:
         self.use: Callable[[Bucket], Event] = lambda bucket: Event()
         self._finite: Tensor | None = None
         self._took_part = False
-        self._covered = list[Member]()
+        self.covered = list[Member]()
 
     def add(self, bucket: Bucket) -> None:
         """Take up the bucket of a segment that begins to train; it is reduced last."""
@@ -112,8 +112,8 @@ class GradientReducer:
         task = torch._C._current_graph_task_id()
         if task != -1 and self._task is None:
             self._task = task
-            self._uncover()
             self.before_backward()
+            self._uncover()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def arrived(self, member: Member) -> None:
@@ -208,16 +208,16 @@ class GradientReducer:
 
     def _cover(self) -> None:
         """A batch's gradients were collected: say so where the user may look for them."""
-        self._covered = [m for b in self.buckets if not b.in_place for m in b.members if id(m) in b.used]
+        self.covered = [m for b in self.buckets if not b.in_place for m in b.members if id(m) in b.used]
         with torch._C.DisableTorchFunctionSubclass():
-            for member in self._covered:
+            for member in self.covered:
                 member.cover()
 
     def _uncover(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            for member in self._covered:
+            for member in self.covered:
                 member.uncover()
-        self._covered.clear()
+        self.covered.clear()
 
     # ------------------------------------------------------------- one reduction
 

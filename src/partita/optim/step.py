@@ -112,7 +112,7 @@ class StepUpdater(Updater):
         parts = [part for bucket in self._buckets for part in self._squares(bucket)]
         if len({part.device for part in parts}) > 1:
             parts = [part.cpu() for part in parts]
-        mine = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+        mine = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device="cpu")
         every, handle = self._collectives.exchange(mine.cpu().view(1), DATA)
         handle.wait()
         total = 0.0

@@ -376,6 +376,6 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
         return True
     first = min(one.storage_offset(), other.storage_offset())
     num = max(_reach(one).stop, _reach(other).stop) // one.element_size() - first
-    taken = torch.zeros(num, dtype=torch.bool)
+    taken = torch.zeros(num, dtype=torch.bool, device="cpu")
     taken.as_strided(one.shape, one.stride(), one.storage_offset() - first).fill_(True)
     return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset() - first).any())

@@ -201,7 +201,7 @@ class Updater(ABC):
             warnings.warn(
                 "loss.backward() was called where engine.backward(loss) multiplies by the loss scale "
                 f"({self.scale.value:g}): gradients too small for fp16 are lost; call engine.backward(loss)",
-                stacklevel=6,
+                stacklevel=7,
             )
         return scale
 

@@ -10,7 +10,7 @@ from torch import Tensor
 import partita
 from partita import PartitaError
 from tests.local import pool
-from tests.local.training import PLANS, Stack, rank, square_loss, whole_weights
+from tests.local.training import PLANS, Stack, inputs, rank, square_loss, whole_weights, world
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -114,6 +114,102 @@ def by_the_user(change: Callable[[partita.Engine], None], accumulate: int) -> st
         return str(raised.value)
 
 
+LOOKS: list[Callable[[Tensor], object]] = [
+    lambda grad: torch.nn.utils.get_total_norm([grad]),
+    lambda grad: grad.norm(),
+    lambda grad: grad.mul_(2.0),
+    lambda grad: grad.clamp_(-1.0, 1.0),
+    lambda grad: grad.clone(),
+    lambda grad: grad.zero_(),
+    lambda grad: torch.zeros_like(grad.detach()).add_(grad),
+]
+
+
+def collected(config: Mapping[str, Any], accumulate: int = 1) -> None:
+    """From a batch's last backward to its step, `.grad` has no values where a bucket has them; else it is None."""
+    with partita.initialize(Stack(1), {**config, "batch": {"accumulate": accumulate}}) as engine:
+        last, params = engine.module.last.weight, list(engine.module.parameters())
+
+        def complete_batch() -> None:
+            for micro in range(accumulate):
+                assert all(param.grad is None for param in params)
+                engine.backward(square_loss(engine, rank(), micro))
+                if micro + 1 < accumulate:
+                    engine.step()
+
+        for end in (engine.step, engine.zero_grad, engine.step, engine.close):
+            complete_batch()
+            grad = last.grad
+            assert (grad.shape, grad.dtype, grad.device) == (last.shape, last.dtype, last.device)
+            assert not grad.is_sparse
+            assert "last.weight" in repr(grad) + str(grad)
+            for look in LOOKS:
+                with pytest.raises(PartitaError, match=r"'last.weight' has no values .* engine.clip_grad_norm\("):
+                    look(grad)
+            with pytest.raises(PartitaError, match="has no values"):
+                torch.nn.utils.clip_grad_norm_(params, 1.0)
+            end()
+            assert all(param.grad is None for param in params)
+
+
+def inner_losses(zero: Mapping[str, Any], create_graph: bool) -> dict[str, Tensor]:
+    """Backwards that reach weights without passing the model's output, after one that was collected."""
+    torch.manual_seed(0)
+    with partita.initialize(Stack(1), {"zero": zero, "optimizer": {"name": "sgd", "lr": 0.1}}) as engine:
+        kept = list[Tensor]()
+        engine.module.blocks[0].register_forward_hook(lambda module, args, output: kept.append(output))
+        output = engine(inputs(rank(), 0))
+        output.square().mean().backward(retain_graph=True)
+        kept[0].square().mean().backward(create_graph=create_graph)
+        gradient = engine.gradient("first.weight")
+        assert gradient is not None
+        engine.step()
+        return {"gradient": gradient.detach(), **whole_weights(engine)}
+
+
+def all_inner_losses(create_graph: bool) -> None:
+    first, *others = (inner_losses(zero, create_graph) for zero in PLANS.values())
+    torch.manual_seed(0)
+    model = Stack(1)
+    for other in range(world()):
+        x = model.first(inputs(other, 0))
+        x = model.blocks[0](x)
+        ((x.square().mean() + model.last(x).square().mean()) / world()).backward()
+    assert model.first.weight.grad is not None
+    torch.testing.assert_close(first["gradient"], model.first.weight.grad)
+    for other in others:
+        torch.testing.assert_close(first, other)
+
+
+def loops_of_others(zero: Mapping[str, Any]) -> None:
+    """What a loop without an engine calls between backward and step finds no gradients, and says so."""
+    refused: dict[str, Callable[[partita.Engine], object]] = {
+        r"optimizer.step\(\) between backward and engine.step\(\)": lambda engine: engine.optimizer.step(),
+        r"optimizer.zero_grad\(\) between .* call engine.zero_grad": lambda engine: engine.optimizer.zero_grad(),
+    }
+    model = Stack(1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with partita.initialize(model, {"zero": zero}, optimizer=optimizer) as engine:
+        optimizer.step()  # there is nothing that waits
+        for said, call in refused.items():
+            optimizer.zero_grad()
+            engine.backward(square_loss(engine, rank(), 0))
+            with pytest.raises(PartitaError, match=said):
+                call(engine)
+            assert engine.step().stepped
+        if world() > 1:
+            for call in (engine.step, lambda: engine.backward(square_loss(engine, rank(), 0))):
+                engine.backward(square_loss(engine, rank(), 0))
+                model.zero_grad()
+                with pytest.raises(PartitaError, match=r"was set to None .* call engine.zero_grad\(\)"):
+                    call()
+                engine.zero_grad()
+        engine.backward(square_loss(engine, rank(), 0))
+    optimizer.zero_grad()
+    assert "zero_grad" not in vars(optimizer)
+    assert not optimizer._optimizer_step_pre_hooks
+
+
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_by_hand_as_by_the_config(config: str, world: int) -> None:
@@ -136,3 +232,27 @@ def test_gradients_that_the_user_changes(change: Any, accumulate: int) -> None:
     (said,) = pool.run(1, by_the_user, change, accumulate)
     assert "the .grad of 'first.weight' was changed between backward and step" in said or "'last." in said
     assert "engine.clip_grad_norm(max_norm)" in said
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("plan", PLANS)
+def test_gradients_that_were_collected(plan: str, accumulate: int) -> None:
+    pool.run(2, collected, {"zero": PLANS[plan]}, accumulate)
+
+
+@pytest.mark.parametrize("precision", [{"compute": "bf16"}, {"gradients": "in_backward"}], ids=["bf16", "in_backward"])
+def test_gradients_that_were_collected_on_one_rank(precision: dict[str, Any]) -> None:
+    pool.run(1, collected, {"precision": precision})
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_backward_after_they_were_collected(world: int, create_graph: bool) -> None:
+    pool.run(world, all_inner_losses, create_graph)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("plan", PLANS)
+def test_calls_that_would_find_no_gradients(plan: str, world: int) -> None:
+    pool.run(world, loops_of_others, PLANS[plan])

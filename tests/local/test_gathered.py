@@ -1,6 +1,7 @@
 """engine.gathered: whole parameters for a while, to read and to write; and engine uses of all kinds in turn."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -233,14 +234,24 @@ def ragged_evaluation() -> None:
 
 def copies() -> None:
     """A model at rest cannot be copied, and says why; a gathered one can (for an average of weights, a reference)."""
-    with partita.initialize(Stack(), {"zero": {"stage": 3}}) as engine:
+    zero = {"stage": 3, "offload": {"optimizer": "host"}}
+    with partita.initialize(Stack(), {"zero": zero}) as engine:
         with pytest.raises(PartitaError, match=r"at rest.*engine.gathered"):
             copy.deepcopy(engine.module)
         with engine.gathered():
             weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-        twin = Stack()
-        twin.load_state_dict(weights)
-        assert torch.equal(twin(inputs(0, 0)), engine(inputs(0, 0)))
+            twin, average = copy.deepcopy(engine.module), torch.optim.swa_utils.AveragedModel(engine.module)
+            read = pickle.loads(pickle.dumps(engine.module))
+        expected = engine(inputs(0, 0))
+        for other in (twin, average, read):
+            assert torch.equal(other(inputs(0, 0)), expected)
+        twin(inputs(0, 0)).sum().backward()
+        engine.backward(square_loss(engine, rank(), 0))
+        engine.step()
+        assert all(torch.equal(p, weights[name]) for name, p in twin.named_parameters())
+        with engine.gathered():
+            average.update_parameters(engine.module)
+        assert not torch.equal(average.module.first.weight, weights["first.weight"])
 
 
 def averages() -> None:

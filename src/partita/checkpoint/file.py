@@ -34,7 +34,7 @@ class Snapshots:
     """The memory that a file is laid out in before it is written; kept from one checkpoint to the next."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._memory = device, torch.empty(0, dtype=torch.uint8)
+        self._device, self._memory = device, torch.empty(0, dtype=torch.uint8, device="cpu")
         self._placing: Placing | None = None  # what stands around the values in the memory
         self._places = list[Tensor]()  # where the values are
 
@@ -50,7 +50,7 @@ class Snapshots:
             batches: the values of each box, flat, some at a time.
         """
         if self._memory.numel() < layout.num_bytes:
-            self._memory, self._places = torch.empty(0, dtype=torch.uint8), []  # given back before more is asked for
+            self._memory, self._places = self._memory.new_empty(0), []  # given back before more is asked for
             self._memory = allocate_host(layout.num_bytes + SPARE_BYTES, torch.uint8, self._device)
             self._placing = None
         memory = self._memory[: layout.num_bytes]

@@ -103,4 +103,6 @@ def _aligned(offset: int) -> int:
 
 
 def _bytes(content: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    if not content:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

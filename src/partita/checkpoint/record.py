@@ -57,8 +57,8 @@ def frame_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> Frame:
     checkpoint keeps its own.
     """
     if 0 in sizes:
-        return Frame(b"", object_bytes(torch.empty(sizes, dtype=dtype)))
-    tensor = torch.empty(sizes, dtype=dtype)
+        return Frame(b"", object_bytes(torch.empty(sizes, dtype=dtype, device="cpu")))
+    tensor = torch.empty(sizes, dtype=dtype, device="cpu")
     recorder = _Recorder(tensor.data_ptr(), tensor.nbytes)
     with _without_crc():
         torch.save(tensor, recorder)  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ def read_tensor(record: memoryview, head_bytes: int, dtype: torch.dtype, sizes: 
     """The values of a framed record, as a view."""
     num_elements = torch.Size(sizes).numel()
     if not num_elements:
-        return torch.empty(sizes, dtype=dtype)
+        return torch.empty(sizes, dtype=dtype, device="cpu")
     return torch.frombuffer(record, dtype=dtype, count=num_elements, offset=head_bytes).view(sizes)
 
 

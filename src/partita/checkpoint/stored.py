@@ -129,7 +129,7 @@ class Stored:
         if key in self.values:
             return self.loaded(self.values[key], self.read(self.values[key]))
         found = self.tensors[key]
-        whole = torch.empty(found.shape, dtype=found.dtype)
+        whole = torch.empty(found.shape, dtype=found.dtype, device="cpu")
         for chunk in found.chunks:
             assert chunk.box is not None
             narrowed(whole, chunk.box).copy_(self.decoded(chunk, self.read(chunk)))

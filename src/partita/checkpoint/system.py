@@ -72,7 +72,7 @@ def read_range(path: Path, offset: int, num_bytes: int) -> memoryview:
     Raises:
         PartitaError: there are fewer.
     """
-    into: memoryview = torch.empty(num_bytes, dtype=torch.uint8).numpy().data
+    into: memoryview = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy().data
     with explained(path), open(path, "rb", buffering=0) as file:
         done = 0
         while done < num_bytes:

@@ -68,9 +68,9 @@ class Whole:
                 values[piece.start : piece.stop] += reduced[piece.column :][: piece.stop - piece.start]
             if id(member) in bucket.arrived and bucket.whole is not None:
                 values[piece.start : piece.stop] += bucket.whole[piece.row, piece.column :][: piece.stop - piece.start]
-        if member.param.grad is not None:
+        if (grad := member.grad) is not None:
             values.add_(
-                member.flat(member.param.grad.detach()).float(),
+                member.flat(grad.detach()).float(),
                 alpha=1.0 if reducer.collected else 1.0 / reducer.divisor,
             )
         self._collectives.all_reduce(flat, DATA)

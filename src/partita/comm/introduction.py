@@ -199,7 +199,7 @@ def _left(end: float) -> float:
 
 
 def _trial(card: Card) -> str | None:
-    room = torch.empty(TOKEN_BYTES, dtype=torch.uint8)
+    room = torch.empty(TOKEN_BYTES, dtype=torch.uint8, device="cpu")
     try:
         read_memory(card.process, card.address, room)
     except OSError as error:

@@ -27,7 +27,7 @@ def together(
         yield
     except Exception as raised:
         error = raised
-    failed, exchanged = collectives.exchange(torch.tensor([error is not None]), axes)
+    failed, exchanged = collectives.exchange(torch.tensor([error is not None], device="cpu"), axes)
     exchanged.wait()
     if bool(failed.any()):
         said = collectives.exchange_objects(None if error is None else f"{type(error).__name__}: {error}", axes)

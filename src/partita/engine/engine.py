@@ -331,7 +331,7 @@ class Engine:
 
     def _end(self) -> None:
         self._closed = True
-        self._updater.hidden.close()
+        self._updater.close()
         self._runtime.close()
         if self._owns_mesh:
             self.mesh.close()

@@ -79,7 +79,7 @@ def _decode(codes: Tensor, scale: Tensor, reach: float, beta: float) -> Tensor:
 def _encode(magnitudes: Tensor, scale: Tensor, reach: float, dither: Tensor) -> Tensor:
     """The codes, and below them the bits that are to be cut."""
     # Not `reach / scale`: torch would multiply by a rounded reciprocal.
-    u = magnitudes * _spread(torch.div(torch.tensor(reach), scale), magnitudes.numel()) + 1.0
+    u = magnitudes * _spread(torch.div(torch.tensor(reach, device="cpu"), scale), magnitudes.numel()) + 1.0
     return u.view(torch.int32) + dither.to(torch.int32) - _ONE
 
 
@@ -102,4 +102,4 @@ def _dither(exp_avg: Tensor, exp_avg_sq: Tensor, step: int) -> Tensor:
 
 
 def _fp32(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float32))
+    return float(torch.tensor(value, dtype=torch.float32, device="cpu"))

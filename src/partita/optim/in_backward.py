@@ -155,7 +155,7 @@ class BackwardUpdater(Updater):
         queued.jobs[0].open()
         columns = [segment.layout.part_elements for segment in bucket.segments]
         squares = torch.stack([square(part) for part in queued.sums.lend().tensor.split(columns)])
-        used = torch.tensor([id(member) in queued.used for member in bucket.members], dtype=torch.float64)
+        used = torch.tensor([id(member) in queued.used for member in bucket.members], dtype=torch.float64, device="cpu")
         device = self._collectives.mesh.device
         told = self._collectives.all_reduce(torch.cat([squares.to(device), used.to(device)]), DATA).tolist()
         queued.squares = told[: len(columns)]

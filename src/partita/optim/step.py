@@ -26,13 +26,14 @@ class StepUpdater(Updater):
         """Nothing may be under way.
 
         Raises:
-            PartitaError: the gradients of this batch were measured already.
+            PartitaError: the gradients of this batch were measured already, or some were dropped.
         """
         if self._measured is not None:
             raise PartitaError(
                 "a backward between engine.clip_grad_norm() and engine.step(): the norm would not be that of all "
                 "gradients; call clip_grad_norm after the last backward of the batch"
             )
+        self._check_kept()
         self.settle()
 
     def give_up(self) -> None:
@@ -46,6 +47,7 @@ class StepUpdater(Updater):
 
     def _measure(self) -> tuple[Agreed, float]:
         """Finish the gradients of a complete batch: what the ranks agreed on, and the global norm."""
+        self._check_kept()
         self.settle()
         self._runtime.written.take()
         self.views.attach(self.optimizer)
@@ -87,6 +89,16 @@ class StepUpdater(Updater):
 
     # ---------------------------------------------------------------- gradients
 
+    def _check_kept(self) -> None:
+        """The user has not tried to drop gradients that are not in ``.grad``."""
+        with torch._C.DisableTorchFunctionSubclass():
+            gone = next((m.fqn for m in self._reducer.covered if m.param.grad is None), None)
+        if gone is not None:
+            raise PartitaError(
+                f"the .grad of '{gone}' was set to None between backward and engine.step() (model.zero_grad()?); its "
+                "gradient is in a buffer, and would stay: to drop a batch call engine.zero_grad()"
+            )
+
     def _finish_gradients(self, agreed: Agreed) -> None:
         while self._reducer.waves < agreed.waves:
             self._reducer.end_wave()
@@ -100,7 +112,7 @@ class StepUpdater(Updater):
         parts = [part for bucket in self._buckets for part in self._squares(bucket)]
         if len({part.device for part in parts}) > 1:
             parts = [part.cpu() for part in parts]
-        mine = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+        mine = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device="cpu")
         every, handle = self._collectives.exchange(mine.cpu().view(1), DATA)
         handle.wait()
         total = 0.0

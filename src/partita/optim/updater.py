@@ -17,6 +17,7 @@ import torch
 from partita.comm.collectives import Collectives
 from partita.errors import PartitaError
 from partita.optim.counted import copies
+from partita.optim.guard import Guard
 from partita.optim.hidden import HiddenUpdates
 from partita.optim.loss_scale import LossScale
 from partita.optim.shadow import run_step
@@ -92,6 +93,7 @@ class Updater(ABC):
         runtime.on_unfreeze = self.views.unfreeze
         self.hidden = HiddenUpdates(runtime, self.views, optimizer, counted)
         self._reducer.before_backward = self.begin
+        self._guard = Guard(optimizer, self._holds_batch)
 
     @abstractmethod
     def begin(self) -> None:
@@ -111,6 +113,11 @@ class Updater(ABC):
         self.settle()
         self._reducer.drain()
         self._reducer.zero()
+
+    def close(self) -> None:
+        """The optimizer is the user's own again."""
+        self.hidden.close()
+        self._guard.remove()
 
     def settle(self) -> None:
         """Wait until the updates that run beside the caller are done."""
@@ -144,6 +151,10 @@ class Updater(ABC):
         return [member for bucket in self._buckets for member in bucket.members]
 
     # ------------------------------------------------------------------ for both
+
+    def _holds_batch(self) -> bool:
+        """Whether this rank has gradients of a batch's last micro-batch."""
+        return self._reducer.reduce_now and any(bucket.used for bucket in self._buckets)
 
     def _agree(self) -> Agreed:
         """Exchange which parameters were used and what is left to reduce, in one small message."""
@@ -230,12 +241,16 @@ class Updater(ABC):
     def _call_optimizer(self, *, always: bool = False) -> None:
         """The step on what has a gradient; where nothing has, it does no more than to call the hooks."""
         if always or self._has_step_hooks:
-            run_step(self.optimizer)
+            self._guard.ours = True
+            try:
+                run_step(self.optimizer)
+            finally:
+                self._guard.ours = False
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
 
     @property
     def _has_step_hooks(self) -> bool:
-        return bool(self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks)
+        return self._guard.watched
 
     def _forget(self) -> None:
         for view in self.views:

@@ -283,7 +283,7 @@ class Assembly:
     def _read_part(self, unit: Unit, segment: Segment) -> Tensor:
         """What this rank keeps of a segment."""
         assert self._source is not None
-        values = torch.zeros(segment.layout.part_elements, dtype=segment.dtype)
+        values = torch.zeros(segment.layout.part_elements, dtype=segment.dtype, device="cpu")
         members = {member.fqn: member for member in unit.members}
         for span in segment.layout.part(self._collectives.mesh.index(DATA)):
             member = members[span.fqn]

@@ -122,7 +122,7 @@ class Bucket:
 
     def absorb(self, member: Member, divisor: int) -> None:
         """Move a parameter's gradient, divided, into ``whole``: copied if it is its first, else added."""
-        grad = member.param.grad
+        grad = member.grad
         if grad is None:
             return
         assert self.whole is not None

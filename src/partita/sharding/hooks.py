@@ -7,23 +7,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from partita.errors import PartitaError
 from partita.sharding.nested import map_tensors, tensors_in
 from partita.sharding.residency import Residency, Visit
 from partita.sharding.unit import Unit
 
 
-class _Hooks:
-    """Belongs to one engine and its model: a copy of the model would run it twice."""
+class Hook:
+    """A hook that copies of the module (``copy.deepcopy``, pickles) do without: they are not the engine's."""
 
-    def __reduce__(self) -> Any:
-        raise PartitaError(
-            "a model that an engine trains cannot be copied or pickled whole: take engine.state_dict() and load it "
-            "into a model of the same class, or copy the model before partita.initialize or after engine.close()"
-        )
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (_nothing,)
 
 
-class UnitHooks(_Hooks):
+def _nothing(*args: Any) -> None:
+    pass
+
+
+class UnitHooks:
     """All visits of one unit.
 
     The unit's own module opens and closes it. The modules inside that own its parameters only mark their outputs, so
@@ -42,7 +48,7 @@ class UnitHooks(_Hooks):
             if is_root:
                 self._visit(module)
             else:
-                self._handles.append(module.register_forward_hook(self._mark_inner))
+                self._handles.append(module.register_forward_hook(Hook(self._mark_inner)))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -50,8 +56,8 @@ class UnitHooks(_Hooks):
 
     def _visit(self, module: nn.Module) -> None:
         self._handles += [
-            module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
-            module.register_forward_hook(self._leave, always_call=True),
+            module.register_forward_pre_hook(Hook(self._enter), prepend=True, with_kwargs=True),
+            module.register_forward_hook(Hook(self._leave), always_call=True),
         ]
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
@@ -99,7 +105,7 @@ class UnitHooks(_Hooks):
             self._mark(tensor, self._stack[-1])
 
 
-class UpdateHooks(_Hooks):
+class UpdateHooks:
     """For a unit that rests whole while its update may run beside the caller: ``finish(unit)`` before it is used."""
 
     def __init__(self, unit: Unit, finish: Callable[[Unit], None]) -> None:
@@ -107,7 +113,7 @@ class UpdateHooks(_Hooks):
         modules = {id(m): m for member in unit.members for m, _ in member.holding.owners} | {
             id(unit.module): unit.module
         }
-        self._handles = [m.register_forward_pre_hook(self._enter, prepend=True) for m in modules.values()]
+        self._handles = [m.register_forward_pre_hook(Hook(self._enter), prepend=True) for m in modules.values()]
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -122,7 +128,7 @@ def _lies_at(tensor: Tensor, address: int) -> bool:
     return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() == address
 
 
-class ForwardHooks(_Hooks):
+class ForwardHooks:
     """Hooks on the model itself: what happens once a forward, whatever the stage.
 
     ``prepare(args, kwargs)`` returns the arguments to use; ``depth_changed`` is told how many forwards are under way (a
@@ -140,8 +146,8 @@ class ForwardHooks(_Hooks):
         self._prepare, self._depth_changed, self._graph_ended = prepare, depth_changed, graph_ended
         self._depth = 0
         self._handles = [
-            model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
-            model.register_forward_hook(self._leave, always_call=True),
+            model.register_forward_pre_hook(Hook(self._enter), prepend=True, with_kwargs=True),
+            model.register_forward_hook(Hook(self._leave), always_call=True),
         ]
 
     def remove(self) -> None:

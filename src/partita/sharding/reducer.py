@@ -36,9 +36,9 @@ class GradientReducer:
     ``reduce_now`` says whether gradients that rest whole are to be reduced as this backward brings them (the last
     micro-batch); ``synchronize`` is off inside ``no_sync``, where gradients stay with their parameters, whole.
     ``suspect`` tells whether this rank's loss, or with ``trace`` on a gradient that it sent, was not finite since the
-    last update, ``scales`` what the losses of this rank's gradients since then were multiplied by. ``use`` is called
-    with each bucket of gradients that rest nowhere, when its reduction is queued; its event passes when the sums are
-    used up.
+    last update, ``scales`` what the losses of this rank's gradients since then were multiplied by, ``covered`` whose
+    gradients of a complete batch were collected. ``use`` is called with each bucket of gradients that rest nowhere,
+    when its reduction is queued; its event passes when the sums are used up.
     """
 
     def __init__(self, buckets: list[Bucket], collectives: Collectives, ledger: Ledger, accumulate: int) -> None:
@@ -69,6 +69,7 @@ class GradientReducer:
         self.use: Callable[[Bucket], Event] = lambda bucket: Event()
         self._finite: Tensor | None = None
         self._took_part = False
+        self.covered = list[Member]()
 
     def add(self, bucket: Bucket) -> None:
         """Take up the bucket of a segment that begins to train; it is reduced last."""
@@ -112,6 +113,7 @@ class GradientReducer:
         if task != -1 and self._task is None:
             self._task = task
             self.before_backward()
+            self._uncover()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def arrived(self, member: Member) -> None:
@@ -120,6 +122,7 @@ class GradientReducer:
         Raises:
             PartitaError: the gradient is sparse.
         """
+        member.uncover()
         grad = member.param.grad
         if grad is not None and grad.layout is not torch.strided:
             raise PartitaError(
@@ -160,7 +163,7 @@ class GradientReducer:
     def _waiting(self, bucket: Bucket) -> list[Member]:
         """Members whose gradients are still with their parameters."""
         with torch._C.DisableTorchFunctionSubclass():  # resting parameters answer through Python
-            return [member for member in bucket.members if member.param.grad is not None]
+            return [member for member in bucket.members if member.grad is not None]
 
     def _launch_ready(self) -> None:
         while self._next < len(self._order) and self._order[self._next].complete:
@@ -200,6 +203,21 @@ class GradientReducer:
         for bucket in self.buckets:
             bucket.fresh.clear()
         self._next = 0
+        if self.reduce_now:
+            self._cover()
+
+    def _cover(self) -> None:
+        """A batch's gradients were collected: say so where the user may look for them."""
+        self.covered = [m for b in self.buckets if not b.in_place for m in b.members if id(m) in b.used]
+        with torch._C.DisableTorchFunctionSubclass():
+            for member in self.covered:
+                member.cover()
+
+    def _uncover(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for member in self.covered:
+                member.uncover()
+        self.covered.clear()
 
     # ------------------------------------------------------------- one reduction
 
@@ -364,6 +382,7 @@ class GradientReducer:
 
     def zero(self) -> None:
         """Forget all gradients; their memory is kept for the next step where the table says that it rests."""
+        self._uncover()
         self._finite, self._task, self._next = None, None, 0
         self.scales.clear()
         self._versions.clear()

@@ -251,8 +251,10 @@ class Runtime:
         """Take the hooks off. Parameters stay where they are; those that are whole are the user's own again."""
         for hook in self._hooks:
             hook.remove()
-        for _, member in self.members():
-            resting.disclaim(member.param)
+        with torch._C.DisableTorchFunctionSubclass():
+            for _, member in self.members():
+                resting.disclaim(member.param)
+                member.uncover()
         self.memory.close()
 
 

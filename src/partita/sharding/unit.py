@@ -27,6 +27,7 @@ from partita.plan.span import SegmentLayout, Span, UnitLayout
 from partita.plan.state_plan import StatePlan
 from partita.plan.steps import steps
 from partita.sharding import resting
+from partita.sharding.collected import Collected
 from partita.sharding.dtypes import dtype_of
 from partita.sharding.group_units import Holding, UnitSpec
 
@@ -50,6 +51,7 @@ class Member:
     own_dtype: torch.dtype = field(init=False)  # before the unit adopted it
     own_device: torch.device = field(init=False)
     hooked: bool = False
+    _collected: Collected | None = None
 
     def __post_init__(self) -> None:
         param = self.holding.param
@@ -69,6 +71,25 @@ class Member:
     @property
     def param(self) -> nn.Parameter:
         return self.holding.param
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient that autograd left with the parameter, if it is there still."""
+        grad = self.param.grad
+        return None if isinstance(grad, Collected) else grad
+
+    def cover(self) -> None:
+        """Say so where somebody looks for a gradient that was collected."""
+        if self.param.grad is None:
+            if self._collected is None:
+                self._collected = Collected(self.param, self.fqn)
+            self.param.grad = self._collected
+
+    def uncover(self) -> None:
+        """Leave in ``.grad`` only what autograd has put there."""
+        grad = self.param.grad
+        if isinstance(grad, Collected):
+            self.param.grad, grad.added = grad.added, None
 
     def shaped(self, flat: Tensor) -> Tensor:
         """A view of ``flat`` ``[numel]`` (in this parameter's stride order) with this parameter's shape."""
@@ -355,6 +376,6 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
         return True
     first = min(one.storage_offset(), other.storage_offset())
     num = max(_reach(one).stop, _reach(other).stop) // one.element_size() - first
-    taken = torch.zeros(num, dtype=torch.bool)
+    taken = torch.zeros(num, dtype=torch.bool, device="cpu")
     taken.as_strided(one.shape, one.stride(), one.storage_offset() - first).fill_(True)
     return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset() - first).any())

@@ -8,7 +8,7 @@ import json
 import pickle
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -229,22 +229,31 @@ def open_stored(folder: Path) -> Stored:
         PartitaError: it is no checkpoint, or its index is damaged or names what no index does.
     """
     stored = Stored(folder)
-    if (folder / MANIFEST).exists():
-        stored.manifest = json.loads(_checked_manifest(folder))
-        for name, digest in stored.manifest["tables"].items():
-            table = read_small(folder / name)
-            if checksum(table) != digest:
-                raise _damaged(folder / name)
-            add_table(stored, table)
-        add_aliases(stored, stored.manifest["aliases"])
-    elif (folder / METADATA).exists():
-        try:
-            _add_metadata(stored, read_metadata(folder / METADATA))
-        except (AttributeError, KeyError, TypeError) as error:
-            raise _damaged(folder / METADATA) from error
-    else:
+    index = next((folder / name for name in (MANIFEST, METADATA) if (folder / name).exists()), None)
+    if index is None:
         raise PartitaError(f"checkpoint: '{folder}' holds none: it has neither {MANIFEST} nor {METADATA}")
+    try:
+        if index.name == MANIFEST:
+            _add_manifest(stored)
+        else:
+            _add_metadata(stored, read_metadata(index))
+        files = {PurePath(chunk.file) for chunk in stored.chunks()}
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise _damaged(index) from error
+    for file in files:
+        if file.is_absolute() or ".." in file.parts:
+            raise PartitaError(f"checkpoint: '{index}' names the file '{file}', which is not in its folder: not read")
     return stored
+
+
+def _add_manifest(stored: Stored) -> None:
+    stored.manifest = json.loads(_checked_manifest(stored.folder))
+    for name, digest in stored.manifest["tables"].items():
+        table = read_small(stored.folder / name)
+        if checksum(table) != digest:
+            raise _damaged(stored.folder / name)
+        add_table(stored, table)
+    add_aliases(stored, stored.manifest["aliases"])
 
 
 def manifest_bytes(manifest: dict[str, Any]) -> bytes:

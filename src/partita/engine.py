@@ -20,6 +20,7 @@ from partita.checkpoint.export import export
 from partita.checkpoint.load import Restored
 from partita.checkpoint.weights import Weights
 from partita.checkpoint.whole import Whole
+from partita.comm.alike import check_settings_alike
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
 from partita.comm.together import together
@@ -31,7 +32,7 @@ from partita.memory.disk import open_disk
 from partita.memory.ledger import Ledger, MemoryReport
 from partita.memory.shortage import Shortages, explained
 from partita.memory.tiers import StateMemory
-from partita.optim.build import Factory, build_optimizer, build_schedule, wants_kernels
+from partita.optim.build import Factory, build_optimizer, build_schedule, settings_of, wants_kernels
 from partita.optim.counted import counted_attributes
 from partita.optim.elements import states_per_element
 from partita.optim.elementwise import check_elementwise
@@ -48,7 +49,7 @@ from partita.sharding.placing import agreed_budget
 from partita.sharding.runtime import Runtime
 from partita.sharding.scaled import scaled_by
 
-DATA = ("data",)
+DATA, LOCAL = ("data",), ("local",)
 
 
 @dataclass(frozen=True)
@@ -76,12 +77,17 @@ class Engine:
         self._closed = False
         settings = resolved.config
         self._ledger, self._collectives = Ledger(), Collectives(mesh)
+        check_settings_alike(resolved.shared, self._collectives, DATA)
+        if settings.zero.hierarchical:
+            mesh.open(LOCAL)
+        self._collectives.introduce()
         self._memory = StateMemory(mesh.device, self._ledger, partial(open_disk, settings.zero.offload, mesh.rank))
         kernels = wants_kernels(settings, resolved.compute_dtype, mesh.device)
         with together(self._collectives, DATA):
             self.optimizer = build_optimizer(list(model.parameters()), settings, given.optimizer, kernels=kernels)
             self.scheduler = build_schedule(self.optimizer, settings.schedule, given.scheduler)
             check_groups(self.optimizer, {id(param) for param in model.parameters()})
+        check_settings_alike(settings_of(self.optimizer), self._collectives, DATA)
         self._num_moments = states_per_element(self.optimizer)
         budget = agreed_budget(settings.zero.offload, self._collectives)
         compute = ENCODINGS[resolved.compute_dtype]

@@ -167,6 +167,7 @@ class Updater(ABC):
         Raises:
             PartitaError: not all of them by the same factor.
         """
+        self._reducer.join()  # others may still be in a backward that waits for this rank's reductions
         return self._one_scale(self._collectives.exchange_objects(self._own_scale, DATA))
 
     @property

@@ -87,7 +87,6 @@ class Engine:
             self.optimizer = build_optimizer(list(model.parameters()), settings, given.optimizer, kernels=kernels)
             self.scheduler = build_schedule(self.optimizer, settings.schedule, given.scheduler)
             check_groups(self.optimizer, {id(param) for param in model.parameters()})
-        check_settings_alike(settings_of(self.optimizer), self._collectives, DATA)
         self._num_moments = states_per_element(self.optimizer)
         budget = agreed_budget(settings.zero.offload, self._collectives)
         compute = ENCODINGS[resolved.compute_dtype]
@@ -95,6 +94,7 @@ class Engine:
         with together(self._collectives, DATA):
             units = plan_units(model, blueprint)
         check_alike(model, units, self._collectives)
+        check_settings_alike(settings_of(self.optimizer), self._collectives, DATA)
         self.units = [unit.planned for unit in units]
         self.plan: dict[str, StatePlan] = {unit.name: unit.segments[0].row for unit in self.units}
         if any(mesh.shape.group_size(r.master.shard_axes) > 1 or not r.updates_on_device for r in self.plan.values()):

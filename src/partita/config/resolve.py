@@ -36,10 +36,7 @@ class Resolved:
     @property
     def shared(self) -> dict[str, object]:
         """What must be the same on every rank, by key; of folders, only whether there is one."""
-        found: dict[str, object] = {"what is passed to partita.initialize": self.passed}
-        for section, keys in self.config.model_dump(mode="json").items():
-            if section not in self.passed:
-                found.update(_flat(section, keys))
+        found = dict(_flat("", self.config.model_dump(mode="json")))
         found.update((key, found[key] is not None) for key in _FOLDERS)
         del found["communication.timeout_s"]
         return found
@@ -109,7 +106,7 @@ def _flat(name: str, value: object) -> Iterator[tuple[str, object]]:
     """The settings in a section, by dotted key."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _flat(f"{name}.{key}", inner)
+            yield from _flat(f"{name}.{key}" if name else str(key), inner)
     else:
         yield name, value
 

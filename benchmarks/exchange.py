@@ -80,6 +80,7 @@ class Rank:
             )
             for way in ("network", "memory")
         )
+        self.in_memory.introduce()
         self.stream = Stream(device, "exchange")
         num = size.part_bytes // 4
         self.part, self.whole = torch.ones(num), torch.zeros(num * num_ranks)

@@ -1,6 +1,7 @@
 """The index of others' checkpoints: what torch.distributed.checkpoint writes is read, nothing else is looked up."""
 
 import builtins
+import json
 import os
 import pickle
 from collections.abc import Callable
@@ -16,7 +17,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from partita import PartitaError
-from partita.checkpoint.stored import METADATA, open_stored
+from partita.checkpoint.file import checksum
+from partita.checkpoint.reading import Reading
+from partita.checkpoint.stored import MANIFEST, METADATA, Chunk, Stored, StoredTensor, manifest_bytes, open_stored
+from partita.plan.box import Box
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64)
 
@@ -95,4 +99,54 @@ def test_files_outside_the_folder_are_not_read(name: str, tmp_path: Path) -> Non
         place.relative_path = name
     (tmp_path / METADATA).write_bytes(pickle.dumps(index))
     with pytest.raises(PartitaError, match=f"names '{name}', which is outside the folder"):
+        open_stored(tmp_path)
+
+
+PLACES = ("ctorch.distributed.checkpoint.metadata\nMetadata\n", "cpathlib\nPosixPath\n", "ctorch\nSize\n")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_classes_of_the_process_stay_as_they_are(place: str, tmp_path: Path) -> None:
+    """A pickle can set attributes of the classes that it names."""
+    (tmp_path / METADATA).write_bytes(b"\x80\x04" + place.encode() + b"N}\x8c\x05addedK\x01s\x86b.")
+    with pytest.raises(PartitaError, match="is damaged|holds a"):
+        open_stored(tmp_path)
+    assert not any(hasattr(owner, "added") for owner in (Metadata, Path, torch.Size))
+
+
+def test_files_of_the_same_name_in_two_folders(tmp_path: Path) -> None:
+    stored, values = Stored(tmp_path), [torch.full((4,), float(number)) for number in range(2)]
+    for number, value in enumerate(values):
+        (tmp_path / str(number)).mkdir()
+        torch.save(value, path := tmp_path / str(number) / "same.distcp")
+        chunk = Chunk(str(number), Box((0,), (4,)), f"{number}/same.distcp", 0, path.stat().st_size)
+        stored.tensors[str(number)] = StoredTensor((4,), torch.float32, [chunk])
+    with Reading(stored, list(stored.chunks())) as reading:
+        assert [reading.next().tolist() for _ in values] == [value.tolist() for value in values]
+
+
+TABLE: dict[str, Any] = {
+    "file": "f",
+    "num_bytes": 8,
+    "records": [
+        {"key": "a", "at": [0, 8, 0], "checksum": "", "shape": [2], "dtype": "float32", "box": [[0], [2]]},
+    ],
+}
+FORGED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no tables": ({"tables": None}, {}, "manifest.json' is damaged"),
+    "aliases of nothing": ({"aliases": {"none": ["b"]}}, {}, "manifest.json' is damaged"),
+    "record without a key": ({}, {"records": [{}]}, "manifest.json' is damaged"),
+    "file outside": ({}, {"file": "../f"}, "names '../f', which is outside the folder"),
+    "absolute file": ({}, {"file": "/dev/zero"}, "names '/dev/zero', which is outside the folder"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_manifests_of_another_kind(name: str, tmp_path: Path) -> None:
+    changed, table, said = FORGED[name]
+    content = json.dumps(TABLE | table).encode()
+    (tmp_path / "t.json").write_bytes(content)
+    manifest = {"format": 1, "tables": {"t.json": checksum(content)}, "aliases": {}} | changed
+    (tmp_path / MANIFEST).write_bytes(manifest_bytes(manifest))
+    with pytest.raises(PartitaError, match=said):
         open_stored(tmp_path)

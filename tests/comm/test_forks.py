@@ -99,3 +99,26 @@ def initialized_in_child() -> str:
 def test_initialize_in_a_forked_child(with_group: bool) -> None:
     for said in pool.run(2, initialized_in_child, with_group=with_group):
         assert "this process was forked from one whose torch.distributed was running" in said
+
+
+def trained_in_child(stage: int) -> str:
+    def attempt() -> str:
+        try:
+            engine.backward(square_loss(engine, rank(), 0))
+            engine.step()
+        except PartitaError as error:
+            return str(error)
+        return "no error"
+
+    with partita.initialize(Stack(1), {"zero": {"stage": stage}}) as engine:
+        for _ in range(2):
+            engine.backward(square_loss(engine, rank(), 0))
+            assert engine.step().stepped
+            said = in_child(attempt)
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_training_goes_on_in_no_forked_child(stage: int) -> None:
+    for said in pool.run(2, trained_in_child, stage, timeout=30):
+        assert "this process was forked from the one that made the engine" in said

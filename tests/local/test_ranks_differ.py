@@ -1,6 +1,8 @@
 """Ranks that do not run the same modules: right gradients, or within seconds an error that names the modules."""
 
+import re
 import time
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import partita
-from partita import PartitaError
+from partita import ConfigError, PartitaError
 from partita.sharding import agreement, runtime
 from tests.local import pool
 from tests.local.training import PLANS, Block, Recipe, Stack, check, inputs, rank, square_loss, train, world
@@ -154,6 +156,22 @@ def other_engine_first(way: str) -> None:
             engine(inputs(rank(), 0))
 
 
+def set_otherwise(by_rank: list[dict[str, Any]]) -> None:
+    partita.initialize(Stack(1), {"communication": {"timeout_s": 20.0}, **by_rank[rank()]})
+
+
+def with_optimizers(rates: list[float]) -> None:
+    model = Stack(1)
+    partita.initialize(model, optimizer=torch.optim.SGD(model.parameters(), rates[rank()]))
+
+
+def where_folders_are(folder: str) -> None:
+    settings = {"zero": {"offload": {"path": f"{folder}/{rank()}"}}, "communication": {"timeout_s": 20.0 + rank()}}
+    with partita.initialize(Stack(1), settings) as engine:
+        engine.backward(square_loss(engine, rank(), 0))
+        engine.step()
+
+
 class Late(nn.Module):
     """Keeps its rank waiting in forward and in backward, longer than the others have patience."""
 
@@ -278,3 +296,35 @@ def test_late_ranks_are_waited_for(world: int) -> None:
 def test_a_difference_is_told_of_all_ranks() -> None:
     with pytest.raises(PartitaError, match="rank 0 gathers 'blocks.1'; rank 1 gathers 'blocks.2'; .*; rank 3 gathers"):
         pool.run(4, differs_while_another_is_late, timeout=20)
+
+
+DIFFERENT = {
+    "clip": ([{"clip_grad_norm": 1.0}, {}], "clip_grad_norm is 1.0 on rank 0 and null on rank 1"),
+    "optimizer": ([{}, {"optimizer": {"name": "sgd"}}], "optimizer.name is 'adamw' on rank 0 and 'sgd' on rank 1"),
+    "accumulate": ([{}, {"batch": {"accumulate": 2}}], "batch.accumulate is 'auto' on rank 0 and 2 on rank 1"),
+    "stage": ([{"zero": {"stage": 3}}, {}], "zero.stage is 3 on rank 0 and 1 on rank 1"),
+    "hierarchical": (
+        [{"zero": {"stage": 3}}, {"zero": {"stage": 3, "hierarchical": True}}],
+        "zero.hierarchical is false on rank 0 and true on rank 1",
+    ),
+    "within_node": (
+        [{}, {"communication": {"within_node": "network", "timeout_s": 20.0}}],
+        "communication.within_node is 'auto' on rank 0 and 'network' on rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_settings_differ(name: str) -> None:
+    by_rank, said = DIFFERENT[name]
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        pool.run(2, set_otherwise, by_rank)
+
+
+def test_passed_optimizers_differ() -> None:
+    with pytest.raises(ConfigError, match=re.escape("param_groups[0]['lr'] of the optimizer is 0.1 on rank 0 and 0.2")):
+        pool.run(2, with_optimizers, [0.1, 0.2])
+
+
+def test_folders_may_differ(tmp_path: Path) -> None:
+    pool.run(2, where_folders_are, str(tmp_path))

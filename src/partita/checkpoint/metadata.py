@@ -6,7 +6,9 @@ torch.distributed.checkpoint writes name its own classes and a few of torch's: n
 
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path, PurePath
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,21 +19,43 @@ from torch.distributed.checkpoint.metadata import Metadata
 from partita.checkpoint.system import read_small
 from partita.errors import PartitaError
 
+
+class _Sealed(type):
+    """Its classes are as they are: a pickle may set attributes of what it names, for the whole process."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise AttributeError(f"it sets '{name}' of the class {cls.__name__}")
+
+
+def _as_callable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One that nothing else uses."""
+    return lambda *args: function(*args)
+
+
+def _named(module: ModuleType, names: str) -> dict[tuple[str, str], Any]:
+    return {(module.__name__, name): getattr(module, name) for name in names.split()}
+
+
 _ADMITTED = {
-    (module.__name__, name): getattr(module, name)
-    for module, names in (
-        (
+    place: _Sealed(made.__name__, (made,), {})
+    for place, made in {
+        **_named(
             metadata,
             "Metadata MetadataIndex StorageMeta TensorStorageMetadata TensorProperties ChunkStorageMetadata "
-            "BytesStorageMetadata _MEM_FORMAT_ENCODING",
+            "BytesStorageMetadata",
         ),
-        (filesystem, "_StorageInfo _StoragePrefix"),
-        (sharded_tensor, "TensorProperties MEM_FORMAT_ENCODING"),  # as torch 2.2 and earlier wrote them
-        (torch.serialization, "_get_layout"),
-        (torch, "Size"),
-    )
-    for name in names.split()
+        **_named(filesystem, "_StorageInfo _StoragePrefix"),
+        **_named(sharded_tensor, "TensorProperties"),  # as torch 2.2 and earlier wrote them
+    }.items()
+} | {
+    place: _as_callable(made)
+    for place, made in {
+        **_named(metadata, "_MEM_FORMAT_ENCODING"),
+        **_named(sharded_tensor, "MEM_FORMAT_ENCODING"),
+        **_named(torch.serialization, "_get_layout"),
+    }.items()
 }
+_SIZE = ("torch", "Size")
 # Where the checkpoint was when it was written, which nobody asks for: no path that could touch the disk is made of it.
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 
@@ -44,10 +68,12 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ADMITTED:
             return _ADMITTED[module, name]
+        if (module, name) == _SIZE:
+            return torch.Size
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if module in ("pathlib", "pathlib._local") and name in _PATHS:
-            return PurePath
+            return _as_callable(PurePath)
         raise PartitaError(
             f"checkpoint: '{self._path}' names '{module}.{name}', which torch.distributed.checkpoint does not write "
             "and which could run any code: nothing of it was loaded; use checkpoints of those whom you trust"

@@ -54,7 +54,7 @@ class Reading:
     """The values of ``chunks``, in their order. A context manager, which lets go of files and threads."""
 
     def __init__(self, stored: Stored, chunks: Sequence[Chunk]) -> None:
-        self._stored, self._files, self._lock = stored, dict[str, int](), threading.Lock()
+        self._stored, self._files, self._lock = stored, dict[Path, int](), threading.Lock()
         self._memory = list[Tensor]()  # that nobody reads into or from
         self._pool = ThreadPoolExecutor(NUM_THREADS, "partita load")
         self._tensors = self._ahead(_runs(chunks))
@@ -96,10 +96,10 @@ class Reading:
 
     def _read(self, run: _Run) -> Tensor:
         """A run's bytes, each chunk held against its checksum."""
-        path, borrowed = self._stored.folder / run.file, self._borrow(run.stop - run.start)
-        memory = borrowed.numpy().data[: run.stop - run.start]
-        wanted = run.chunks[-1].offset + run.chunks[-1].num_bytes - run.start
+        path, wanted = self._stored.folder / run.file, run.chunks[-1].offset + run.chunks[-1].num_bytes - run.start
         with explained(path):
+            borrowed = self._borrow(run.stop - run.start)
+            memory = borrowed.numpy().data[: run.stop - run.start]
             file, done = self._open(path), 0
             while done < wanted:
                 moved = os.preadv(file, [memory[done:]], run.start + done)
@@ -113,14 +113,14 @@ class Reading:
 
     def _open(self, path: Path) -> int:
         with self._lock:
-            if path.name not in self._files:
+            if path not in self._files:
                 try:
-                    self._files[path.name] = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+                    self._files[path] = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
-                    self._files[path.name] = os.open(path, os.O_RDONLY)
-            return self._files[path.name]
+                    self._files[path] = os.open(path, os.O_RDONLY)
+            return self._files[path]
 
     def __enter__(self) -> "Reading":
         return self

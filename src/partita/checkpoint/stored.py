@@ -238,22 +238,27 @@ def open_stored(folder: Path) -> Stored:
         PartitaError: it is no checkpoint, or its index is damaged or names what no index does.
     """
     stored = Stored(folder)
-    if (folder / MANIFEST).exists():
-        stored.manifest = _known(json.loads(_checked_manifest(folder)), folder)
-        for name, digest in stored.manifest["tables"].items():
-            table = read_small(folder / _inside(folder, name))
-            if checksum(table) != digest:
-                raise _damaged(folder / name)
-            add_table(stored, table)
-        add_aliases(stored, stored.manifest["aliases"])
-    elif (folder / METADATA).exists():
-        try:
-            _add_metadata(stored, read_metadata(folder / METADATA))
-        except (AttributeError, KeyError, TypeError) as error:
-            raise _damaged(folder / METADATA) from error
-    else:
+    index = next((folder / name for name in (MANIFEST, METADATA) if (folder / name).exists()), None)
+    if index is None:
         raise PartitaError(f"checkpoint: '{folder}' holds none: it has neither {MANIFEST} nor {METADATA}")
+    try:
+        if index.name == MANIFEST:
+            _add_manifest(stored)
+        else:
+            _add_metadata(stored, read_metadata(index))
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise _damaged(index) from error
     return stored
+
+
+def _add_manifest(stored: Stored) -> None:
+    stored.manifest = _known(json.loads(_checked_manifest(stored.folder)), stored.folder)
+    for name, digest in stored.manifest["tables"].items():
+        table = read_small(stored.folder / _inside(stored.folder, name))
+        if checksum(table) != digest:
+            raise _damaged(stored.folder / name)
+        add_table(stored, table)
+    add_aliases(stored, stored.manifest["aliases"])
 
 
 def manifest_bytes(manifest: dict[str, Any]) -> bytes:

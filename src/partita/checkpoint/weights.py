@@ -68,7 +68,7 @@ def read_index(folder: Path) -> Mapping[str, str]:
         where = json.loads(path.read_text())["weight_map"]
         if where and all(isinstance(file, str) and Path(file).name == file for file in where.values()):
             return dict(where)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         pass
     raise PartitaError(f"weights: '{path}' is no index of safetensors files: bring a whole one, or remove it")
 

@@ -66,6 +66,12 @@ class Collectives:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.meter = mesh, TrafficMeter()
         self.ordered = mesh.device.type == "cpu"
+
+    def introduce(self) -> None:
+        """Find the neighbors of this rank in groups that are new, as ``communication.within_node`` says, which is the
+        same on all ranks.
+        """
+        mesh = self.mesh
         if self.ordered and mesh.within_node != "network":
             for axes in mesh.axes:
                 if axes not in mesh.neighbors:

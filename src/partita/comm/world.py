@@ -58,7 +58,7 @@ def join(rendezvous: Rendezvous, device: torch.device) -> dist.ProcessGroup | No
     """The default group, started if there is none and there are several ranks; to be left with :func:`leave`.
 
     Raises:
-        PartitaError: it is that of the parent, from which this process was forked.
+        PartitaError: it is that of the parent, from which this process was forked; or the ranks do not meet.
     """
     if not dist.is_initialized():
         if rendezvous.num_ranks == 1:
@@ -94,19 +94,29 @@ def leave(world: dist.ProcessGroup | None, groups: Iterable[dist.ProcessGroup]) 
 def _start(backend: str, rendezvous: Rendezvous) -> None:
     """Start ``torch.distributed`` on a part of the store that has not been used. In the same part torch would find the
     addresses of an earlier group, or of the processes before a restart, and look no further.
+
+    Raises:
+        PartitaError: the ranks do not meet.
     """
     rank, num_ranks, timeout = rendezvous.rank, rendezvous.num_ranks, timedelta(seconds=rendezvous.timeout_s)
     if not rendezvous.url:
         raise PartitaError(f"{num_ranks} ranks, but no address where they meet (MASTER_ADDR, MASTER_PORT)")
-    with connections_kept_from_children():
-        if _here.store is None or _here.url != rendezvous.url:
-            _here.store, _, _ = next(find_store(rendezvous.url, rank, num_ranks, timeout=timeout))
-            _here.url, _here.times = rendezvous.url, 0
-        _here.store.set_timeout(timeout)
-        part = f"partita/restart-{rendezvous.restarts}-{num_ranks}/start-{_here.times}"
-        _here.times += 1
-        own = PrefixStore(part, _here.store)
-        dist.init_process_group(backend, store=own, rank=rank, world_size=num_ranks, timeout=timeout)
+    try:
+        with connections_kept_from_children():
+            if _here.store is None or _here.url != rendezvous.url:
+                _here.store, _, _ = next(find_store(rendezvous.url, rank, num_ranks, timeout=timeout))
+                _here.url, _here.times = rendezvous.url, 0
+            _here.store.set_timeout(timeout)
+            part = f"partita/restart-{rendezvous.restarts}-{num_ranks}/start-{_here.times}"
+            _here.times += 1
+            own = PrefixStore(part, _here.store)
+            dist.init_process_group(backend, store=own, rank=rank, world_size=num_ranks, timeout=timeout)
+    except RuntimeError as error:  # so are torch's errors of stores and connections
+        raise PartitaError(
+            f"rank {rank} of {num_ranks} did not meet the others at {rendezvous.url} (communication.timeout_s, "
+            f"{rendezvous.timeout_s:g} s): one of them did not start, rank 0 is on another host than MASTER_ADDR says, "
+            f"or another process has the port there (MASTER_PORT). Backend: {error}"
+        ) from error
     _here.group, _here.num_users = dist.group.WORLD, 0
 
 

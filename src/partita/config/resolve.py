@@ -1,5 +1,6 @@
 """A configuration on a number of ranks and a kind of device: what it means there, or why it cannot."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from partita.config.batch import ResolvedBatch, resolve_batch
@@ -11,6 +12,8 @@ from partita.errors import ConfigError
 from partita.plan.mesh_shape import AXES, MeshShape
 
 _MAX_NOTICES = 5
+# Nodes may have them under other paths.
+_FOLDERS = ("checkpoint.dir", "zero.offload.path")
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,14 @@ class Resolved:
     values: tuple[Row, ...] = ()
     notices: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
+
+    @property
+    def shared(self) -> dict[str, object]:
+        """What must be the same on every rank, by key; of folders, only whether there is one."""
+        found = dict(_flat("", self.config.model_dump(mode="json")))
+        found.update((key, found[key] is not None) for key in _FOLDERS)
+        del found["communication.timeout_s"]
+        return found
 
     def with_passed(self, sections: tuple[str, ...]) -> "Resolved":
         """The same where objects were passed for these sections; what the config says of them has no effect."""
@@ -89,6 +100,15 @@ def describe(resolved: Resolved) -> str:
     if len(resolved.notices) > most:
         lines.append(f"... and {len(resolved.notices) - most + 1} more settings without effect")
     return "\n".join(lines)
+
+
+def _flat(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """The settings in a section, by dotted key."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(f"{name}.{key}" if name else str(key), inner)
+    else:
+        yield name, value
 
 
 def _check_count(what: str, value: object) -> None:

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from partita.checkpoint.checkpoints import Checkpoints
 from partita.checkpoint.weights import Weights
 from partita.checkpoint.whole import Whole
+from partita.comm.alike import check_settings_alike
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
 from partita.comm.together import together
@@ -22,7 +23,7 @@ from partita.memory.disk import open_disk
 from partita.memory.ledger import Ledger
 from partita.memory.shortage import Shortages
 from partita.memory.tiers import StateMemory
-from partita.optim.build import Factory, build_optimizer, build_schedule, wants_kernels
+from partita.optim.build import Factory, build_optimizer, build_schedule, settings_of, wants_kernels
 from partita.optim.counted import counted_attributes
 from partita.optim.elements import states_per_element
 from partita.optim.elementwise import check_elementwise
@@ -37,7 +38,7 @@ from partita.sharding.assemble import Blueprint, check_alike, plan_units
 from partita.sharding.placing import agreed_budget
 from partita.sharding.runtime import Runtime
 
-DATA = ("data",)
+DATA, LOCAL = ("data",), ("local",)
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,10 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     """Put the model under the plan. What one rank meets is an error on all of them; the model is then what it was."""
     settings = resolved.config
     ledger, collectives = Ledger(), Collectives(mesh)
+    check_settings_alike(resolved.shared, collectives, DATA)
+    if settings.zero.hierarchical:
+        mesh.open(LOCAL)
+    collectives.introduce()
     memory = StateMemory(mesh.device, ledger, partial(open_disk, settings.zero.offload, mesh.rank))
     kernels = wants_kernels(settings, resolved.compute_dtype, mesh.device)
     with together(collectives, DATA):
@@ -88,6 +93,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     with together(collectives, DATA):
         units = plan_units(model, blueprint)
     check_alike(model, units, collectives)
+    check_settings_alike(settings_of(optimizer), collectives, DATA)
     planned = [unit.planned for unit in units]
     rows = [unit.segments[0].row for unit in planned]
     if any(mesh.shape.group_size(row.master.shard_axes) > 1 or not row.updates_on_device for row in rows):

@@ -74,15 +74,13 @@ def initialize(
         _announce(resolved)
     settled = settings.communication
     rendezvous = Rendezvous(launch.rank, num_ranks, settled.timeout_s, launch.restarts, settled.within_node, launch.url)
-    axes = (("data",), ("local",)) if settings.zero.hierarchical else (("data",),)
     owned = mesh is None
     if mesh is None:
-        mesh = Mesh(resolved.mesh, device, rendezvous, axes)
+        mesh = Mesh(resolved.mesh, device, rendezvous)
     elif mesh.shape != resolved.mesh:
         raise ConfigError(f"mesh: the given mesh is {mesh.shape}, but the config asks for {resolved.mesh}")
     else:
-        for names in axes:
-            mesh.open(names)
+        mesh.open(("data",))
     try:
         engine = Engine(model, resolved, mesh, Given(optimizer, scheduler, loss_fn, weights), owned)
     except BaseException:

@@ -42,11 +42,12 @@ def allocate_host(num_elements: int, dtype: torch.dtype, device: torch.device) -
 class Mapping(mmap.mmap):
     """Private memory of this process, of whole pages."""
 
+    _unpin: Callable[[], object] | None = None
+
     def __new__(cls, num_bytes: int) -> "Mapping":
         return super().__new__(cls, -1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def __init__(self, num_bytes: int) -> None:
-        self._unpin: Callable[[], object] | None = None
         if hasattr(mmap, "MADV_HUGEPAGE"):
             # Requests to the disk are of fewer pieces then. Huge pages never reach beyond the mapping.
             with contextlib.suppress(OSError):  # a kernel without them

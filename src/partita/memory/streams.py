@@ -4,12 +4,15 @@ Callers hand work over and get an :class:`Event`; whoever needs the result waits
 device. A thread pays on the CPU, too: gloo's send writes into the socket on the thread that calls it.
 """
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
 import torch
+
+from partita.errors import PartitaError
 
 
 class Event:
@@ -130,11 +133,17 @@ class _Thread:
         self._name = name
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._end: weakref.finalize[..., _Thread] | None = None
+        self._process = 0  # that has the thread
 
     def run(self, work: Callable[[], object]) -> _Task:
         if self._end is None or not self._end.alive:
             threading.Thread(target=_serve, args=(self._tasks,), name=self._name, daemon=True).start()
-            self._end = weakref.finalize(self, self._tasks.put, None)
+            self._end, self._process = weakref.finalize(self, self._tasks.put, None), os.getpid()
+        elif os.getpid() != self._process:  # nothing would ever be done
+            raise PartitaError(
+                "this process was forked from the one that made the engine, whose threads and connections it does not "
+                "have: start processes that train before partita.initialize, or with multiprocessing's method spawn"
+            )
         task = _Task(work)
         self._tasks.put(task)
         return task

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from types import NoneType
 from typing import Any
 
 import torch
@@ -43,6 +44,19 @@ def build_optimizer(
             raise ConfigError(f"optimizer: the callable returned a {_kind(made)}, expected a torch.optim.Optimizer")
         return made
     return _fused(params, config) if kernels or config.optimizer.name == "lion" else _torch(params, config.optimizer)
+
+
+def settings_of(optimizer: Optimizer) -> dict[str, object]:
+    """The class, the groups' sizes and plain settings, by name: what every rank must have alike."""
+    found: dict[str, object] = {"the optimizer": type(optimizer).__name__}
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            name = f"param_groups[{number}]['{key}'] of the optimizer"
+            if key == "params":
+                found[f"the number of parameters in {name}"] = len(value)
+            elif isinstance(value, bool | int | float | str | tuple | NoneType):
+                found[name] = value
+    return found
 
 
 def wants_kernels(config: schema.Config, compute: str, device: torch.device) -> bool:

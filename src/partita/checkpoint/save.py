@@ -95,7 +95,7 @@ class Saver:
         """
         self.wait()
         if not self._run:
-            self._run = str(self._collectives.exchange_objects(secrets.token_hex(4), DATA)[0])
+            self._run = str(self._collectives.exchange_objects(secrets.token_hex(4), DATA, "engine.save")[0])
         self._num_saves += 1
         self._partial = partial_of(order.folder, order.step, f"{self._run}-{self._num_saves}")
         try:
@@ -183,7 +183,9 @@ class Saver:
     def _have_room(self, num_bytes: int) -> bool:
         """Whether every node has room for the copies of its ranks; the same on all ranks."""
         lacking = max(0, num_bytes - self._snapshots.num_bytes)
-        found = self._collectives.exchange_objects((socket.gethostname(), lacking, host_memory()[1]), DATA)
+        found = self._collectives.exchange_objects(
+            (socket.gethostname(), lacking, host_memory()[1]), DATA, "engine.save"
+        )
         needed, free = Counter[str](), dict[str, int]()
         for node, of_rank, memory in found:
             needed[node] += of_rank

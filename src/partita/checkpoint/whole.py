@@ -85,7 +85,9 @@ class Whole:
         view = self._views.of(member.param)
         state = self._hidden.state_of(view) if view is not None else {}
         described = self._collectives.exchange_objects(
-            {key: value.dtype if _spread(value, view) else None for key, value in state.items()} if view else {}, DATA
+            {key: value.dtype if _spread(value, view) else None for key, value in state.items()} if view else {},
+            DATA,
+            "engine.optimizer_state",
         )
         whole: dict[str, Tensor] = {}
         for keys in described:
@@ -97,7 +99,7 @@ class Whole:
     def _gather_state(self, member: Member, key: str, dtype: torch.dtype | None, state: dict[str, object]) -> Tensor:
         value = state.get(key)
         if dtype is None:
-            every = self._collectives.exchange_objects(value, DATA)
+            every = self._collectives.exchange_objects(value, DATA, "engine.optimizer_state")
             return torch.as_tensor(next(item for item in every if item is not None)).clone()
         view = self._views.of(member.param)
         assert view is not None
@@ -155,7 +157,7 @@ class Whole:
 
     def raise_together(self, problem: str | None) -> None:
         """Raise on every rank what any rank met."""
-        for found in self._collectives.exchange_objects(problem, DATA):
+        for found in self._collectives.exchange_objects(problem, DATA, "whole parameters"):
             if found is not None:
                 raise PartitaError(found)
 

@@ -15,7 +15,7 @@ def check_settings_alike(settings: Mapping[str, object], collectives: Collective
     Raises:
         ConfigError: on every rank: names a setting that differs, and two ranks with their values.
     """
-    every = collectives.exchange_objects(dict(settings), axes)
+    every = collectives.exchange_objects(dict(settings), axes, "partita.initialize")
     for rank, other in enumerate(every):
         for name in [*every[0], *(name for name in other if name not in every[0])]:
             first, found = every[0].get(name, _ABSENT), other.get(name, _ABSENT)

@@ -6,6 +6,7 @@ exchange, too: as many bytes as gloo's own, without its flat copy of the whole. 
 need not pass the network (:mod:`partita.comm.neighbors`). NCCL has all of it natively.
 """
 
+import pickle
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from partita.comm.board import Board
+from partita.comm.control import ControlMessage
 from partita.comm.exchange import NUM_AWAITED, PIECE_BYTES, Arriving, Exchange, Receive, Work
 from partita.comm.introduction import Group, find_neighbors
 from partita.comm.mesh import STREAMS, Mesh
@@ -75,7 +77,7 @@ class Collectives:
         if self.ordered and mesh.within_node != "network":
             for axes in mesh.axes:
                 if axes not in mesh.neighbors:
-                    exchange = partial(self.exchange_objects, axes=axes)
+                    exchange = partial(self.exchange_objects, axes=axes, call="partita.initialize")
                     group = Group(mesh.index(axes), exchange, STREAMS, mesh.timeout_s)
                     mesh.neighbors[axes] = find_neighbors(group, required=mesh.within_node == "memory")
 
@@ -175,9 +177,9 @@ class Collectives:
                 dist.all_reduce(tensor, group=self.mesh.group(axes, "gradients"))
         return tensor
 
-    def exchange(self, message: Tensor, axes: tuple[str, ...]) -> tuple[Tensor, Handle]:
+    def exchange(self, message: Tensor, axes: tuple[str, ...], call: str) -> tuple[Tensor, Handle]:
         """Start an all-gather of a small host tensor ``[n]``: returns ``[group size, n]``, filled once the handle is
-        waited for.
+        waited for. Ranks that are at another ``call`` (its name, at most 40 letters) are told so, on all ranks.
         """
         num = self.mesh.shape.group_size(axes)
         every = message.new_empty((num, message.numel()))
@@ -185,10 +187,26 @@ class Collectives:
             every[0] = message
             return every, Handle(())
         self._count("all_gather", axes, "control", (num - 1) * message.nbytes)
-        name = self._name("exchange", axes, "control")
-        with self._explained(name):
-            work = _all_gather_single(every.view(-1), message, group=self.mesh.group(axes, "control"), async_op=True)
-        return every, Handle([work], partial(self._explained, name))
+
+        def land(payloads: list[Tensor]) -> None:
+            for row, payload in zip(every.view(torch.uint8), payloads, strict=True):
+                row.copy_(payload)
+
+        return every, self._control(call, message.view(torch.uint8), axes, land)
+
+    def _control(
+        self, call: str, payload: Tensor, axes: tuple[str, ...], land: Callable[[list[Tensor]], object]
+    ) -> Handle:
+        num, group = self.mesh.shape.group_size(axes), self.mesh.group(axes, "control")
+
+        def gather(row: Tensor) -> tuple[Tensor, Work | None]:
+            rows = row.new_empty((num, row.numel()))
+            return rows, _all_gather_single(rows.view(-1), row, group=group, async_op=True)
+
+        explained = partial(self._explained, self._name("exchange", axes, "control"))
+        with explained():
+            message = ControlMessage(call, payload, gather, land)
+        return Handle([message.first, message], explained)
 
     def broadcast(self, tensors: Sequence[Tensor], axes: tuple[str, ...], purpose: str) -> None:
         """Overwrite ``tensors``, of any shape, strides and dtype, with those of the group's first rank."""
@@ -207,27 +225,36 @@ class Collectives:
             if copy is not tensor:
                 tensor.copy_(copy)
 
-    def exchange_objects(self, value: object, axes: tuple[str, ...]) -> list[Any]:
-        """Every rank's ``value``, in rank order. For rare, small Python values (reports, names in an error)."""
+    def exchange_objects(self, value: object, axes: tuple[str, ...], call: str) -> list[Any]:
+        """Every rank's ``value``, in rank order; ``call`` as in :meth:`exchange`. For rare, small Python values
+        (reports, names in an error).
+        """
         num = self.mesh.shape.group_size(axes)
         if num == 1:
             return [value]
-        every: list[Any] = [None] * num
-        with self._explained(self._name("exchange", axes, "control")):
-            dist.all_gather_object(every, value, group=self.mesh.group(axes, "control"))
+        every: list[Any] = []
+        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        land = partial(_unpickle, every)
+        self._control(call, payload, axes, land).wait()
         return every
 
     def board(self, axes: tuple[str, ...]) -> Board | None:
         """A new board for notes among the ranks of a group, if there are several; called on all of them."""
         num, topic = self.mesh.shape.group_size(axes), secrets.token_hex(8)
-        return Board(self.exchange_objects(topic, axes)[0], self.mesh.index(axes), num) if num > 1 else None
+        return (
+            Board(self.exchange_objects(topic, axes, "partita.initialize")[0], self.mesh.index(axes), num)
+            if num > 1
+            else None
+        )
 
     def watchdog(self, axes: tuple[str, ...]) -> Watchdog | None:
         """What answers for this rank, if there are several; called on all of them."""
         num, topic = self.mesh.shape.group_size(axes), secrets.token_hex(8)
         if num == 1:
             return None
-        return Watchdog(self.exchange_objects(topic, axes)[0], self.mesh.index(axes), num, self.mesh.order)
+        return Watchdog(
+            self.exchange_objects(topic, axes, "partita.initialize")[0], self.mesh.index(axes), num, self.mesh.order
+        )
 
     def _count(self, collective: str, axes: tuple[str, ...], purpose: str, sent_bytes: int) -> None:
         self.mesh.order.operation = f"{collective} of {purpose}"
@@ -249,6 +276,10 @@ class Collectives:
 
     def _name(self, collective: str, axes: tuple[str, ...], purpose: str) -> str:
         return f"rank {self.mesh.rank}: {collective} of {purpose} over {','.join(axes)}"
+
+
+def _unpickle(every: list[Any], payloads: list[Tensor]) -> None:
+    every += [pickle.loads(bytes(payload.numpy())) for payload in payloads]
 
 
 def land(values: Tensor, out: Tensor, *, accumulate: bool) -> None:

@@ -8,6 +8,9 @@ import torch
 from partita.comm.collectives import Collectives
 from partita.errors import PartitaError
 
+# What the other ranks are told that this one is at.
+CALL = "a check of all ranks"
+
 
 @contextmanager
 def together(
@@ -27,10 +30,10 @@ def together(
         yield
     except Exception as raised:
         error = raised
-    failed, exchanged = collectives.exchange(torch.tensor([error is not None], device="cpu"), axes)
+    failed, exchanged = collectives.exchange(torch.tensor([error is not None], device="cpu"), axes, CALL)
     exchanged.wait()
     if bool(failed.any()):
-        said = collectives.exchange_objects(None if error is None else f"{type(error).__name__}: {error}", axes)
+        said = collectives.exchange_objects(None if error is None else f"{type(error).__name__}: {error}", axes, CALL)
         undo()
         if error is not None:
             raise error

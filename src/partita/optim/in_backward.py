@@ -168,7 +168,7 @@ class BackwardUpdater(Updater):
 
     def _tell(self, left_out: list[Segment]) -> None:
         """Warn of gradients that were not finite."""
-        every = self._collectives.exchange_objects(self._reducer.suspect, DATA)
+        every = self._collectives.exchange_objects(self._reducer.suspect, DATA, "engine.step")
         ranks = [str(rank) for rank, suspect in enumerate(every) if suspect]
         source = f" (from rank {', '.join(ranks)})" if ranks else ""
         names = dict.fromkeys(self._unit_of[id(segment)].title for segment in left_out)

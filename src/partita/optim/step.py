@@ -42,16 +42,19 @@ class StepUpdater(Updater):
     def clip(self, max_norm: float) -> float:
         """End the batch's reductions; the next update clips to ``max_norm``. Returns the norm before."""
         self._reducer.join()
-        self._measured, self._clip_once = self._measured or self._measure(), max_norm
+        self._measured, self._clip_once = (
+            self._measured or self._measure(f"engine.clip_grad_norm({max_norm:g})"),
+            max_norm,
+        )
         return self._measured[1]
 
-    def _measure(self) -> tuple[Agreed, float]:
+    def _measure(self, call: str = "engine.step") -> tuple[Agreed, float]:
         """Finish the gradients of a complete batch: what the ranks agreed on, and the global norm."""
         self._check_kept()
         self.settle()
         self._runtime.written.take()
         self.views.attach(self.optimizer)
-        agreed = self._agree()
+        agreed = self._agree(call)
         self._finish_gradients(agreed)
         return agreed, self._norm() / agreed.scale
 
@@ -113,7 +116,7 @@ class StepUpdater(Updater):
         if len({part.device for part in parts}) > 1:
             parts = [part.cpu() for part in parts]
         mine = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device="cpu")
-        every, handle = self._collectives.exchange(mine.cpu().view(1), DATA)
+        every, handle = self._collectives.exchange(mine.cpu().view(1), DATA, "the norm of engine.step")
         handle.wait()
         total = 0.0
         for part in every.view(-1).tolist():
@@ -178,7 +181,7 @@ class StepUpdater(Updater):
             if grad is not None and not bool(torch.isfinite(grad).all()):
                 first = number
                 break
-        every = self._collectives.exchange_objects((first, self._reducer.suspect), DATA)
+        every = self._collectives.exchange_objects((first, self._reducer.suspect), DATA, "engine.step")
         ranks = [str(rank) for rank, (_, suspect) in enumerate(every) if suspect]
         first = min(number for number, _ in every)
         if first == len(self._members):

@@ -156,12 +156,12 @@ class Updater(ABC):
         """Whether this rank has gradients of a batch's last micro-batch."""
         return self._reducer.reduce_now and any(bucket.used for bucket in self._buckets)
 
-    def _agree(self) -> Agreed:
-        """Exchange which parameters were used and what is left to reduce, in one small message."""
+    def _agree(self, call: str = "engine.step") -> Agreed:
+        """Exchange which parameters were used and what is left to reduce, in one small message, at ``call``."""
         used = [id(member) in bucket.used for bucket in self._buckets for member in bucket.members]
         header = struct.pack(HEADER, self._reducer.waves, self._runtime.written.digest, self._own_scale)
         message = header + bytes([*self._reducer.leftovers(), *used])
-        every, handle = self._collectives.exchange(torch.frombuffer(bytearray(message), dtype=torch.uint8), DATA)
+        every, handle = self._collectives.exchange(torch.frombuffer(bytearray(message), dtype=torch.uint8), DATA, call)
         handle.wait()
         rows = [bytes(row.tolist()) for row in every]
         waves, digests, scales = zip(*(struct.unpack_from(HEADER, row) for row in rows), strict=True)
@@ -179,7 +179,7 @@ class Updater(ABC):
             PartitaError: not all of them by the same factor.
         """
         self._reducer.join()  # another rank's backward may wait for this one in a reduction
-        return self._one_scale(self._collectives.exchange_objects(self._own_scale, DATA))
+        return self._one_scale(self._collectives.exchange_objects(self._own_scale, DATA, "engine.gradient"))
 
     @property
     def _own_scale(self) -> float:
@@ -219,7 +219,7 @@ class Updater(ABC):
 
     def _compare_written(self) -> None:
         written = self._runtime.written
-        every = self._collectives.exchange_objects((written.names, written.digest), DATA)
+        every = self._collectives.exchange_objects((written.names, written.digest), DATA, "what was written")
         written.agreed()
         for rank, (names, digest) in enumerate(every):
             first, expected = every[0]

@@ -76,7 +76,7 @@ class ComparedLogs:
 
     def step(self) -> None:
         self._order.add(STEP)
-        every, handle = self._collectives.exchange(torch.tensor([self._order.count], device="cpu"), DATA)
+        every, handle = self._collectives.exchange(torch.tensor([self._order.count], device="cpu"), DATA, "engine.step")
         self.wait(Event(handle.wait, wait_for=handle.wait_for))
         if len(set(every.view(-1).tolist())) > 1:
             raise PartitaError(
@@ -95,7 +95,7 @@ class Announcements:
         self._pending: deque[tuple[torch.Tensor, Handle]] = deque()
 
     def gathers(self, number: int) -> None:
-        self._pending.append(self._collectives.exchange(torch.tensor([number], device="cpu"), DATA))
+        self._pending.append(self._collectives.exchange(torch.tensor([number], device="cpu"), DATA, "a gather"))
 
     def wait(self, gathered: Event) -> None:
         self._verify()

@@ -141,9 +141,9 @@ def check_alike(model: nn.Module, units: Sequence[Unit], collectives: Collective
     for name, buffer in model.named_buffers():
         described.append(f"buffer '{name}' of shape {tuple(buffer.shape)}, {buffer.dtype}")
     digest = hashlib.sha256("\n".join(described).encode()).hexdigest()
-    if len(set(collectives.exchange_objects(digest, DATA))) == 1:
+    if len(set(collectives.exchange_objects(digest, DATA, "partita.initialize"))) == 1:
         return
-    every = collectives.exchange_objects(described, DATA)
+    every = collectives.exchange_objects(described, DATA, "partita.initialize")
     rank = next(rank for rank, other in enumerate(every) if other != every[0])
     one, other = next(pair for pair in zip_longest(every[0], every[rank], fillvalue="nothing") if pair[0] != pair[1])
     raise ConfigError(
@@ -202,7 +202,7 @@ class Assembly:
         if source is not None:
             with together(collectives, DATA):
                 found = self._check_source(source)
-            others = collectives.exchange_objects(found, DATA)
+            others = collectives.exchange_objects(found, DATA, "partita.initialize")
             if any(other != others[0] for other in others):
                 rank = next(rank for rank, other in enumerate(others) if other != others[0])
                 raise ConfigError(

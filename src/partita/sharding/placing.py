@@ -21,7 +21,9 @@ def agreed_budget(offload: Offload, collectives: Collectives) -> Budget | None:
     """
     if not leaves_a_choice(offload):
         return None
-    every: list[tuple[str, Budget | str]] = collectives.exchange_objects(_measured(offload, collectives), DATA)
+    every: list[tuple[str, Budget | str]] = collectives.exchange_objects(
+        _measured(offload, collectives), DATA, "partita.initialize"
+    )
     on_node = Counter(host for host, _ in every)
     budgets = []
     for rank, (host, found) in enumerate(every):

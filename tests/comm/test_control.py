@@ -1,0 +1,75 @@
+"""Control messages between ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import partita
+from partita import PartitaError
+from partita.comm.collectives import Collectives
+from partita.comm.control import ROOM_BYTES
+from partita.comm.mesh import Mesh
+from partita.comm.world import Rendezvous
+from partita.plan.mesh_shape import MeshShape
+from tests.local import pool
+from tests.local.training import Stack, rank, square_loss, world
+
+DATA = ("data",)
+
+
+def collectives() -> Collectives:
+    return Collectives(Mesh(MeshShape(data=world()), torch.device("cpu"), Rendezvous(rank(), world(), 20.0)))
+
+
+def of_any_size() -> None:
+    """Tensors of every dtype, and objects of other sizes on each rank, in one message or two."""
+    made = collectives()
+    for num in (0, 1, ROOM_BYTES, ROOM_BYTES + 1, 5000):
+        for dtype in (torch.uint8, torch.int64, torch.float64, torch.bool):
+            every, handle = made.exchange(torch.full((num,), rank(), dtype=dtype), DATA, "a call")
+            handle.wait()
+            expected = torch.arange(world()).to(dtype).view(-1, 1).expand(world(), num)
+            assert torch.equal(every, expected)
+    for num in (0, ROOM_BYTES, 3000):
+        assert made.exchange_objects("x" * num * rank(), DATA, "a call") == ["x" * num * r for r in range(world())]
+    made.mesh.close()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_messages_of_any_size(num_ranks: int) -> None:
+    pool.run(num_ranks, of_any_size)
+
+
+CALLS: dict[str, Callable[[partita.Engine, Path], object]] = {
+    "save": lambda engine, folder: engine.save(folder),
+    "mean": lambda engine, _: engine.mean(1.0),
+    "clip": lambda engine, _: engine.clip_grad_norm(1.0),
+    "gradient": lambda engine, _: engine.gradient(next(name for name, _ in engine.module.named_parameters())),
+}
+
+
+def called_on_rank_0_alone(name: str, stage: int, folder: Path) -> str:
+    """The others go on to the step."""
+    config = {"zero": {"stage": stage}, "communication": {"timeout_s": 20.0}, "checkpoint": {"background": False}}
+    try:
+        with partita.initialize(Stack(2), config) as engine:
+            if name == "clip":
+                engine.backward(square_loss(engine, rank(), 0))
+            if rank() == 0:
+                CALLS[name](engine, folder)
+            if name != "clip":
+                engine.backward(square_loss(engine, rank(), 0))
+            engine.step()
+    except PartitaError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_of_one_rank_alone_is_told(name: str, stage: int, tmp_path: Path) -> None:
+    said = pool.run(2, called_on_rank_0_alone, name, stage, tmp_path, with_group=False)
+    assert all(said)
+    assert any("different" in text or "not" in text for text in said)

@@ -1,6 +1,5 @@
 """What users do between a save and a load that must not lose states in silence."""
 
-import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch.optim import SGD, Optimizer
 import partita
 from partita import PartitaError
 from partita.checkpoint.stored import MANIFEST, manifest_bytes
-from partita.engine import Engine
+from partita.engine.engine import Engine
 
 
 def _engine(folder: str | Path | None = None, optimizer: Callable[..., Optimizer] | None = None) -> Engine:
@@ -94,14 +93,6 @@ def test_values_that_hold_themselves(tmp_path: Path) -> None:
         engine.extra["itself"] = engine.extra
         with pytest.raises(PartitaError, match="engine.extra is nested too deeply, or holds itself"):
             engine.save()
-
-
-def test_a_model_is_copied_before_or_after() -> None:
-    with _engine() as engine:
-        with pytest.raises(PartitaError, match="cannot be copied or pickled whole"):
-            copy.deepcopy(engine.module)
-        _train(engine)
-    assert torch.equal(copy.deepcopy(engine.module).weight, engine.module.weight)
 
 
 CALLS: dict[str, Callable[[Engine], Any]] = {

@@ -134,10 +134,11 @@ class _Thread:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._end: weakref.finalize[..., _Thread] | None = None
         self._process = 0  # that has the thread
+        self.failed: Exception | None = None
 
     def run(self, work: Callable[[], object]) -> _Task:
         if self._end is None or not self._end.alive:
-            threading.Thread(target=_serve, args=(self._tasks,), name=self._name, daemon=True).start()
+            threading.Thread(target=_serve, args=(self._tasks, weakref.ref(self)), name=self._name, daemon=True).start()
             self._end, self._process = weakref.finalize(self, self._tasks.put, None), os.getpid()
         elif os.getpid() != self._process:  # nothing would ever be done
             raise PartitaError(
@@ -153,10 +154,14 @@ class _Thread:
             self._end()
 
 
-def _serve(tasks: "SimpleQueue[_Task | None]") -> None:
-    failed = None
+def _serve(tasks: "SimpleQueue[_Task | None]", owner: "weakref.ref[_Thread]") -> None:
+    """The thread keeps nothing while it waits: an error's traceback has the engine, and that has the thread."""
     while (task := tasks.get()) is not None:
-        failed = task.run(failed)
+        thread = owner()
+        failed = task.run(thread.failed if thread is not None else None)
+        if thread is not None:
+            thread.failed = failed
+        del task, thread, failed
 
 
 def record(device: torch.device) -> Event:

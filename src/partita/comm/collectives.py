@@ -267,6 +267,8 @@ class Collectives:
         """
         try:
             yield
+        except PartitaError:  # says what it is
+            raise
         except RuntimeError as error:
             watchdog = self.mesh.watchdog
             raise PartitaError(

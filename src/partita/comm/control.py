@@ -51,7 +51,7 @@ class ControlMessage:
         if len(set(calls)) > 1:
             at = "; ".join(f"rank {rank} is at {call}" for rank, call in enumerate(calls))
             raise PartitaError(
-                f"the ranks are at different calls: {at}. Every rank calls the engine's methods, in one order"
+                f"the ranks are at different calls: {at}. Call the engine's methods on every rank, in the same order"
             )
         payloads = [row[HEAD.size :][:size] for row, size in zip(self._rows, sizes, strict=True)]
         if max(sizes) > ROOM_BYTES:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
@@ -131,12 +132,16 @@ def test_nobody_waits_for_ever(lines: tuple[Line, Line]) -> None:
 
 @pytest.fixture
 def strangers() -> Iterator[Callable[[str, int], None]]:
-    """Connects so often to a socket, and says nothing."""
+    """Connects so often to a socket, and says nothing; the last hundred connections stay open."""
     with ExitStack() as opened:
+        last = deque[socket.socket]()
 
         def call(door: str, times: int) -> None:
             for _ in range(times):
-                opened.enter_context(socket.socket(socket.AF_UNIX)).connect(door)
+                last.append(opened.enter_context(socket.socket(socket.AF_UNIX)))
+                last[-1].connect(door)
+                if len(last) > 100:
+                    last.popleft().close()
 
         yield call
 

@@ -128,7 +128,11 @@ class Executor:
                 for segment in unit.trained:
                     assert segment.master is not None
                     master, plan = segment.master.lend().wait(), segment.plan
-                    under_way.append(self._begin_to_store(master, segment.rest, plan.master, plan.param_rest))
+                    end = self._begin_to_store(master, segment.rest, plan.master, plan.param_rest)
+                    if segment.rest.tier is Tier.DEVICE:
+                        under_way.append(end)
+                    else:  # what is lent for another tier is memory of its own: one at a time
+                        end()
             for end in under_way:
                 end()
 

@@ -27,8 +27,8 @@ from partita.kernels.quantize import join, split
 from partita.memory.allocate import trim
 from partita.memory.collector import collector_paused
 from partita.memory.tiers import Kept
-from partita.optim.elements import state_names, states_per_element
 from partita.optim.fused import BLOCK_STATES, adopted
+from partita.optim.traits import state_names, states_per_element
 from partita.optim.views import View
 from partita.plan.box import Box
 from partita.plan.residence import SPLIT, Tier
@@ -309,8 +309,8 @@ class Loader:
                 else value
                 for name, value in known.items()
             }
-        if states and segment.plan.moments.tier is Tier.DISK:
-            self._updater.hidden.moments_of(segment).replace()
+        if states and (on_disk := self._updater.states.on_disk(segment)) is not None:
+            on_disk.replace()
 
     def _shaped(self, view: View, name: str, value: Tensor) -> Tensor:
         """A flat state as an optimizer that sees parameters whole keeps it: like the parameter, or as it was stored."""

@@ -8,14 +8,14 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 from partita.errors import ConfigError
-from partita.optim import elementwise as module
-from partita.optim.elementwise import check_elementwise, elementwise
+from partita.optim import traits as module
+from partita.optim.traits import check_elementwise, elementwise
 
 
 @pytest.fixture(autouse=True)
 def own_declarations(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test declares is forgotten after it."""
-    monkeypatch.setattr(module, "_KNOWN", set(module._KNOWN))
+    monkeypatch.setattr(module, "_ELEMENTWISE", set(module._ELEMENTWISE))
 
 
 def params() -> list[nn.Parameter]:
@@ -63,12 +63,16 @@ def message(kind: type[Optimizer], reason: str) -> str:
     )
 
 
-@pytest.mark.parametrize("kind", sorted(module._KNOWN, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", sorted(module._ELEMENTWISE, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__
+)
 def test_known_classes(kind: Any) -> None:
     check_elementwise(kind(params(), lr=0.1))
 
 
-@pytest.mark.parametrize("kind", sorted(module._KNOWN, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", sorted(module._ELEMENTWISE, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__
+)
 def test_known_classes_are_elementwise(kind: Any) -> None:
     assert module._trial(kind(params(), lr=0.1)) is None
 

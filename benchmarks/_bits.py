@@ -130,7 +130,7 @@ def train(engine: partita.Engine, case: Case, num_steps: int, seen: Digests, pre
         loss = case.loss(engine(**micro))
         engine.backward(loss)
         result = engine.step()
-        losses.append(loss.item().hex())
+        losses.append(float(loss.item()).hex())
         norms.append(None if result.grad_norm is None else result.grad_norm.hex())
     seen[f"{prefix}losses"], seen[f"{prefix}norms"] = losses, norms
     seen[f"{prefix}weights"] = {name: _digest(value) for name, value in engine.state_dict().items()}

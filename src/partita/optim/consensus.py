@@ -9,14 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from partita.comm.collectives import Collectives
 from partita.errors import PartitaError
 from partita.optim.loss_scale import LossScale
 from partita.sharding.reducer import GradientReducer
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member
 
-DATA = ("data",)
 # What precedes the flags in the message before an update: waves, digest of what was written, scale of the gradients.
 HEADER = "<qqd"
 NO_SCALE, MANY_SCALES = 0.0, math.nan
@@ -40,7 +38,8 @@ class Consensus:
     """Brings the ranks to the same view of a batch. ``step`` is the number of the update, for messages."""
 
     def __init__(self, runtime: Runtime, loss_scale: LossScale) -> None:
-        self._collectives: Collectives = runtime.collectives
+        self._group = runtime.gradient_group
+        self._device = runtime.executor.device
         self._reducer: GradientReducer = runtime.reducer
         self._written = runtime.written
         self._loss_scale = loss_scale
@@ -61,7 +60,7 @@ class Consensus:
         used = [id(member) in bucket.used for bucket in reducer.buckets for member in bucket.members]
         header = struct.pack(HEADER, reducer.waves, self._written.digest, self._own_scale)
         message = header + bytes([*reducer.leftovers(), *used])
-        every, handle = self._collectives.exchange(torch.frombuffer(bytearray(message), dtype=torch.uint8), DATA, call)
+        every, handle = self._group.exchange(torch.frombuffer(bytearray(message), dtype=torch.uint8), call)
         handle.wait()
         rows = [bytes(row.tolist()) for row in every]
         waves, digests, scales = zip(*(struct.unpack_from(HEADER, row) for row in rows), strict=True)
@@ -79,7 +78,7 @@ class Consensus:
             PartitaError: not all of them by the same factor.
         """
         self._reducer.join()  # another rank's backward may wait for this one in a reduction
-        return self._one_scale(self._collectives.exchange_objects(self._own_scale, DATA, "engine.gradient"), step)
+        return self._one_scale(self._group.exchange_objects(self._own_scale, "engine.gradient"), step)
 
     @property
     def _own_scale(self) -> float:
@@ -113,7 +112,7 @@ class Consensus:
             PartitaError: they did not.
         """
         written = self._written
-        every = self._collectives.exchange_objects((written.names, written.digest), DATA, "what was written")
+        every = self._group.exchange_objects((written.names, written.digest), "what was written")
         written.agreed()
         for rank, (names, digest) in enumerate(every):
             first, expected = every[0]
@@ -132,7 +131,7 @@ class Consensus:
         if len({square.device for square in squares}) > 1:
             squares = [square.cpu() for square in squares]
         mine = torch.stack(list(squares)).sum() if squares else torch.zeros((), dtype=torch.float64, device="cpu")
-        every, handle = self._collectives.exchange(mine.cpu().view(1), DATA, "the norm of engine.step")
+        every, handle = self._group.exchange(mine.cpu().view(1), "the norm of engine.step")
         handle.wait()
         total = 0.0
         for square in every.view(-1).tolist():
@@ -141,11 +140,11 @@ class Consensus:
 
     def sums(self, values: Sequence[Tensor]) -> list[float]:
         """The sums over the ranks of these numbers, one after the other."""
-        own = torch.cat([part.to(self._collectives.mesh.device) for part in values])
-        found: list[float] = self._collectives.all_reduce(own, DATA).tolist()
+        own = torch.cat([part.to(self._device) for part in values])
+        found: list[float] = self._group.all_reduce(own).tolist()
         return found
 
     def culprit(self, number: int) -> tuple[int, list[str]]:
         """The least of all ranks' ``number``, and the ranks whose loss, or a gradient they sent, was not finite."""
-        every = self._collectives.exchange_objects((number, self._reducer.suspect), DATA, "engine.step")
+        every = self._group.exchange_objects((number, self._reducer.suspect), "engine.step")
         return min(number for number, _ in every), [str(rank) for rank, (_, suspect) in enumerate(every) if suspect]

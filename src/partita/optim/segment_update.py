@@ -26,7 +26,7 @@ from partita.sharding.unit import Member, Segment
 
 @dataclass(frozen=True)
 class Context:
-    """What all updates share; ``row`` is this rank's index on the data axis."""
+    """What all updates share; ``row`` is this rank's index among those that sum gradients."""
 
     optimizer: Optimizer
     views: Views

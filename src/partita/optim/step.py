@@ -20,8 +20,6 @@ from partita.plan.residence import Tier
 from partita.sharding.buckets import Bucket, square
 from partita.sharding.runtime import Runtime
 
-DATA = ("data",)
-
 
 class StepUpdater(Updater):
     """Runs the optimizer at the step, when all gradients of a batch are known."""
@@ -145,13 +143,13 @@ class StepUpdater(Updater):
         if first == len(members):
             return "the gradients are finite one by one, but their norm is not"
         source = f"from rank {', '.join(ranks)}" if ranks else "from a rank that is named if it happens again"
-        if self._runtime.collectives.mesh.num_ranks == 1:
+        if self._runtime.gradient_group.size == 1:
             source = "on rank 0"
         return f"the gradient of '{members[first].fqn}' is not finite ({source})"
 
     def _first_not_finite(self) -> int:
         """Which of the members this rank finds to have such a gradient; their number where there is none."""
-        row, number = self._runtime.collectives.mesh.index(DATA), 0
+        row, number = self._runtime.gradient_group.index, 0
         for bucket in self._reducer.buckets:
             shard = None if bucket.shard is None else bucket.shard.load()
             for member in bucket.members:

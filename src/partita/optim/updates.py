@@ -27,7 +27,6 @@ from partita.sharding.buckets import Bucket
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Segment, Unit
 
-DATA = ("data",)
 PASSED = Event()
 
 
@@ -89,14 +88,14 @@ class Updates:
     def __init__(
         self, runtime: Runtime, optimizer: Optimizer, views: Views, states: OptimizerStates, counted: Sequence[str]
     ) -> None:
-        mesh = runtime.collectives.mesh
         self._runtime = runtime
         self._executor = runtime.executor
         self._optimizer = optimizer
         self._counted = counted
-        self._context = Context(optimizer, views, states, runtime.executor, runtime.memory, mesh.index(DATA))
-        self._device = mesh.device
-        self._stream = Stream(mesh.device, "updates", waits=True)
+        self._context = Context(
+            optimizer, views, states, runtime.executor, runtime.memory, runtime.gradient_group.index
+        )
+        self._stream = Stream(runtime.executor.device, "updates", waits=True)
         kernels = isinstance(optimizer, FusedOptimizer)
         self._overlapped = [u for u in runtime.units if kernels or not u.segments[0].plan.updates_on_device]
         self._inline = [unit for unit in runtime.units if unit not in self._overlapped]
@@ -143,7 +142,7 @@ class Updates:
         noted.
         """
         if self._overlapped:  # what was launched may read states that the host will write, or write those it will read
-            finish(self._device)
+            finish(self._executor.device)
         changing = [unit for unit in self._overlapped if _changes(unit, used)]
         updates = sorted(self._made_of(changing, used, factor), key=self._place)
         self.queue(updates)

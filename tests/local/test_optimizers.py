@@ -68,10 +68,10 @@ class NormalizedStep(Optimizer):
 
 
 class Counting(Optimizer):
-    """A user's own Adam that counts its steps in attributes, as a number and as a tensor."""
+    """A user's own Adam that counts its steps in attributes, as a number and as a tensor, and in its groups."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, {"lr": lr, "k": 0})
         self.t, self.power = 0, torch.ones(())
 
     @torch.no_grad()
@@ -79,6 +79,7 @@ class Counting(Optimizer):
         self.t += 1
         self.power *= 0.999
         for group in self.param_groups:
+            group["k"] += 1
             for param in group["params"]:
                 if param.grad is not None:
                     state = self.state[param]
@@ -132,7 +133,7 @@ def counts_right(plan: str, hooks: bool, folder: Path) -> None:
                     if stops:
                         engine.zero_grad()  # a loop that drops gradients once more loses no count
                 weights = whole_weights(engine)
-                assert optimizer.t == last
+                assert (optimizer.t, optimizer.param_groups[0]["k"]) == (last, last)
                 if stops:
                     engine.save(folder)
         return weights

@@ -46,7 +46,7 @@ def test_a_step_has_the_settings_of_its_moment() -> None:
     optimizer.register_step_post_hook(lambda *_: hooked.append(1))
     snapshot = Snapshot(optimizer, ())
     optimizer.param_groups[0]["lr"] = 100.0
-    snapshot.take_up(snapshot.step({id(second)}))
+    snapshot.step({id(second)})()
     assert values([first, second]) == [1.0, 0.5]
     assert list(optimizer.state) == [second]
     assert optimizer.param_groups[0]["lr"] == 100.0
@@ -57,31 +57,19 @@ def test_what_several_steps_count_is_counted_once() -> None:
     first, second = params()
     optimizer = Counting([first, second])
     snapshot = Snapshot(optimizer, ("steps",))
-    counted = [snapshot.step({id(param)}) for param in (first, second)]
+    stepped = [snapshot.step({id(param)}) for param in (first, second)]
     assert values([first, second]) == [0.5, 0.5]
     assert (optimizer.steps, optimizer.param_groups[0]["k"], float(optimizer.param_groups[0]["power"])) == (0, 0, 1.0)
-    for found in counted:
-        snapshot.take_up(found)
+    for take_up in stepped:
+        take_up()
     assert (optimizer.steps, optimizer.param_groups[0]["k"], float(optimizer.param_groups[0]["power"])) == (1, 1, 0.5)
 
 
 def test_a_rank_that_updates_nothing_counts_too() -> None:
     optimizer = Counting(params())
     snapshot = Snapshot(optimizer, ("steps",))
-    snapshot.take_up(snapshot.step(set()))
+    snapshot.step(set())()
     assert optimizer.steps == 1
-    assert not Snapshot(optimizer, ()).step(set()).attributes
-
-
-def test_what_was_counted_is_undone() -> None:
-    optimizer = Counting(params())
-    snapshot = Snapshot(optimizer, ("steps",))
-    optimizer.step()
-    snapshot.restore()
-    assert (optimizer.steps, optimizer.param_groups[0]["k"], float(optimizer.param_groups[0]["power"])) == (0, 0, 1.0)
-    optimizer.step()
-    snapshot.restore_attributes()
-    assert (optimizer.steps, optimizer.param_groups[0]["k"]) == (0, 1)
 
 
 def test_a_group_that_is_added_meanwhile_takes_no_part() -> None:
@@ -89,8 +77,7 @@ def test_a_group_that_is_added_meanwhile_takes_no_part() -> None:
     optimizer = SGD([first], lr=0.5)
     snapshot = Snapshot(optimizer, ())
     optimizer.add_param_group({"params": [second]})
-    snapshot.take_up(snapshot.step({id(first), id(second)}))
-    snapshot.restore()
+    snapshot.step({id(first), id(second)})()
     assert values([first, second]) == [0.5, 1.0]
 
 

@@ -22,7 +22,7 @@ class Guard:
         self._hook = optimizer.register_step_pre_hook(self._before_step)
         self._zero_grad = optimizer.zero_grad
         optimizer.zero_grad = self._before_zero_grad  # type: ignore[method-assign]
-        self._steps = False  # the step under way is the engine's
+        self._steps = False  # the engine makes the step under way
 
     def remove(self) -> None:
         """Leave the optimizer to the user."""
@@ -36,7 +36,7 @@ class Guard:
         return len(optimizer._optimizer_step_pre_hooks) > 1 or bool(optimizer._optimizer_step_post_hooks)
 
     def step(self, needed: bool) -> None:
-        """The engine's step, on what has a gradient: where it is not ``needed``, it is there for others' hooks only."""
+        """The engine's step, on what has a gradient; where it is not ``needed`` it is made for others' hooks only."""
         if needed or self.watched:
             self._steps = True
             try:

@@ -12,34 +12,29 @@ section 3.
 import math
 import warnings
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch.optim import Optimizer
+from torch import Tensor
 
 from partita.errors import PartitaError
 from partita.memory.streams import Event
-from partita.memory.tiers import Kept
-from partita.optim.loss_scale import LossScale
 from partita.optim.updater import StepResult, Updater, factor_of
 from partita.optim.updates import Update
 from partita.sharding.buckets import Bucket, square
-from partita.sharding.runtime import Runtime
 from partita.sharding.scaled import factor_under_way
 from partita.sharding.unit import Segment
 
 
 @dataclass
 class _Queued:
-    """The updates of one bucket's units; ``used``: members that brought this rank a gradient.
-
-    When ``judged`` has passed, ``squares`` are those of each segment's gradient over all ranks.
+    """The updates of one bucket's units. When ``judged`` has passed, ``squares`` are those of each segment's gradient
+    over all ranks.
     """
 
     bucket: Bucket
-    sums: Kept
-    used: frozenset[int]
     updates: list[Update]
     judged: Event = field(default_factory=Event)
     squares: list[float] = field(default_factory=list)
@@ -48,22 +43,11 @@ class _Queued:
 class BackwardUpdater(Updater):
     """Runs the optimizer on each bucket when backward has brought its gradients."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        optimizer: Optimizer,
-        scale: LossScale,
-        clip_norm: float | None,
-        counted: Sequence[str] = (),
-    ) -> None:
-        super().__init__(runtime, optimizer, scale, clip_norm, counted)
-        self._queued = list[_Queued]()
-        self._gradients = runtime.collectives.mesh.stream("gradients")
-        self._reducer.use = self._queue
+    _queued: tuple[_Queued, ...] = ()
 
     def update(self) -> StepResult:
         """Wait until every gradient of the batch is judged; updates may still go on."""
-        agreed = self.consensus.before_update(self.steps + 1, "engine.step")
+        agreed = self._consensus.before_update(self.steps + 1, "engine.step")
         while self._reducer.waves < agreed.waves:
             self._reducer.end_wave()
         buckets = zip(self._reducer.buckets, agreed.leftovers, strict=True)
@@ -75,11 +59,9 @@ class BackwardUpdater(Updater):
         norm = math.sqrt(sum(value for _, value in squares))
         lr = self.rates
         self.steps += 1
-        if self._guard.watched:
-            self.wait_for_updates()
-            if self._queued:  # the step that calls the hooks counts, too
-                self.updates.settings.restore_attributes()
-        self._queued.clear()
+        if self._guard.watched:  # the step that calls the hooks counts what these have
+            self._updates.wait(takes_up=not self._queued)
+        self._queued = ()
         self._guard.step(False)
         left_out = [segment for segment, value in squares if not math.isfinite(value)]
         if left_out:
@@ -96,7 +78,7 @@ class BackwardUpdater(Updater):
         """What a backward has updated stays."""
         if self._queued:
             self._await_updates()
-        self._queued.clear()
+        self._queued = ()
 
     # ---------------------------------------------------------------- in backward
 
@@ -121,34 +103,38 @@ class BackwardUpdater(Updater):
         self.wait_for_updates()
         self._runtime.written.take()
         self.views.attach(self.optimizer)
-        self.updates.note_settings()
+        self._updates.note_settings()
 
-    def _queue(self, bucket: Bucket) -> Event:
+    def use(self, bucket: Bucket) -> Event:
         """Queue the update of a bucket whose reduction is queued; returns when its sums are used up."""
         if not self._queued:
             self.begin()
+        queued = _Queued(bucket, self._updates.of_bucket(bucket))
+        self._queued = (*self._queued, queued)
         assert bucket.shard is not None
-        updates = self.updates.of_bucket(bucket)
-        queued = _Queued(bucket, bucket.shard, frozenset(bucket.used), updates)
-        self._queued.append(queued)
-        queued.judged = self._gradients.run(partial(self._judge, queued))
-        self.updates.queue(updates, queued.judged)
+        judge = partial(self._judge, queued, bucket.shard.lend().tensor, frozenset(bucket.used))
+        queued.judged = self._runtime.collectives.mesh.stream("gradients").run(judge)
+        self._updates.queue(queued.updates, queued.judged)
         if len(self._queued) == len(self._reducer.buckets):  # backward needs no parameter any more
             self._await_updates()
-        return updates[-1].done
+        return queued.updates[-1].done
 
     def _await_updates(self) -> None:
         """Have whoever uses parameters wait for what is queued."""
-        self.updates.await_all([update for queued in self._queued for update in queued.updates])
+        self._updates.await_all([update for queued in self._queued for update in queued.updates])
 
-    def _judge(self, queued: _Queued) -> None:
-        """After the reduction: what changes, and by which factor, is agreed on in one small sum."""
+    def _judge(self, queued: _Queued, sums: Tensor, used: AbstractSet[int]) -> None:
+        """After the reduction: what changes, and by which factor, is agreed on in one small sum.
+
+        Args:
+            used: ids of the members that brought this rank a gradient.
+        """
         queued.updates[0].open()
         bucket = queued.bucket
         columns = [segment.layout.part_elements for segment in bucket.segments]
-        squares = torch.stack([square(part) for part in queued.sums.lend().tensor.split(columns)])
-        used = torch.tensor([id(member) in queued.used for member in bucket.members], dtype=torch.float64, device="cpu")
-        told = self.consensus.sums([squares, used])
+        squares = torch.stack([square(part) for part in sums.split(columns)])
+        flags = torch.tensor([id(member) in used for member in bucket.members], dtype=torch.float64, device="cpu")
+        told = self._consensus.sums([squares, flags])
         queued.squares = told[: len(columns)]
         chosen = {id(member) for member, num in zip(bucket.members, told[len(columns) :], strict=True) if num}
         segments = [segment for update in queued.updates for segment in update.segments]
@@ -158,9 +144,9 @@ class BackwardUpdater(Updater):
 
     def _tell(self, left_out: Sequence[Segment]) -> None:
         """Warn of gradients that were not finite."""
-        _, ranks = self.consensus.culprit(0)
+        _, ranks = self._consensus.culprit(0)
         source = f" (from rank {', '.join(ranks)})" if ranks else ""
-        names = dict.fromkeys(self.updates.unit_of(segment).title for segment in left_out)
+        names = dict.fromkeys(self._updates.unit_of(segment).title for segment in left_out)
         self.culprit = f"the gradient of {', '.join(names)} is not finite{source}"
         warnings.warn(
             f"step {self.steps}: {self.culprit}; these updates are skipped, those of other units are done", stacklevel=4

@@ -6,9 +6,9 @@ in its way.
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,14 +20,6 @@ from partita.errors import PartitaError
 Groups = list[dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Counted:
-    """Groups and attributes after a step: some optimizers count in them."""
-
-    groups: Groups
-    attributes: dict[str, Any]
-
-
 class Snapshot:
     """The settings of an optimizer's groups, and the attributes that it counts in, when this is made.
 
@@ -37,41 +29,30 @@ class Snapshot:
 
     def __init__(self, optimizer: Optimizer, counted: Sequence[str]) -> None:
         self._optimizer = optimizer
-        self._groups = [_settings(group) for group in optimizer.param_groups]
-        self._params = [list(group["params"]) for group in optimizer.param_groups]
+        self._groups = [copies(group, group) for group in optimizer.param_groups]
         self._counted = counted
-        self._attributes = copies(optimizer, counted)
+        self._attributes = copies(optimizer.__dict__, counted)
 
-    def step(self, chosen: AbstractSet[int]) -> Counted:
-        """The optimizer's own step on the ``chosen`` of its parameters (by id), and what it has counted in it: on all
-        ranks, also on those that own nothing of what changes.
+    def step(self, chosen: AbstractSet[int]) -> Callable[[], None]:
+        """The optimizer's own step on the ``chosen`` of its parameters (by id). Returns what has the optimizer take up
+        what the step has counted: on all ranks, also on those that own nothing of what changes.
         """
-        groups = [
-            {**_settings(group), "params": [param for param in params if id(param) in chosen]}
-            for group, params in zip(self._groups, self._params, strict=True)
-        ]
+        groups = [copies(group, group) for group in self._groups]
+        for group in groups:
+            group["params"] = [param for param in group["params"] if id(param) in chosen]
         if not any(group["params"] for group in groups) and not self._counted:
-            return Counted(groups, {})
+            return lambda: None
         clone = clone_of(self._optimizer, groups, self._optimizer.state)
-        clone.__dict__.update({name: copied(value) for name, value in self._attributes.items()})
+        clone.__dict__.update(copies(self._attributes, self._attributes))
         run_step(clone)
-        return Counted(groups, copies(clone, self._counted))
+        return partial(self._take_up, groups, copies(clone.__dict__, self._counted))
 
-    def take_up(self, counted: Counted) -> None:
-        """What a step has counted becomes the optimizer's; what it has left alone stays as it is by now."""
-        for group, before, after in zip(self._optimizer.param_groups, self._groups, counted.groups, strict=False):
-            group.update({key: after[key] for key in before if not _same(before[key], after[key])})
-        self._optimizer.__dict__.update(counted.attributes)
-
-    def restore(self) -> None:
-        """Undo what was counted since."""
-        for group, before in zip(self._optimizer.param_groups, self._groups, strict=False):
-            group.update(_settings(before))
-        self.restore_attributes()
-
-    def restore_attributes(self) -> None:
-        """Undo what was counted in attributes."""
-        self._optimizer.__dict__.update(self._attributes)
+    def _take_up(self, groups: Groups, attributes: dict[str, Any]) -> None:
+        """What the step has left alone stays as it is by now."""
+        for group, before, after in zip(self._optimizer.param_groups, self._groups, groups, strict=False):
+            changed = (key for key in before if key != "params" and not _same(before[key], after[key]))
+            group.update({key: after[key] for key in changed})
+        self._optimizer.__dict__.update(attributes)
 
 
 def clone_of(optimizer: Optimizer, groups: Groups, state: dict[Tensor, Any]) -> Optimizer:
@@ -101,22 +82,16 @@ def run_step(optimizer: Optimizer) -> None:
         ) from error
 
 
-def copies(optimizer: Optimizer, names: Iterable[str]) -> dict[str, Any]:
-    """What the optimizer holds under these names, so that a step on another object leaves it as it is."""
-    return {name: copied(optimizer.__dict__[name]) for name in names if name in optimizer.__dict__}
+def copies(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Those of the ``values`` that have these names, so that a step that changes them leaves the others as they are."""
+    return {name: _copy_of(values[name]) for name in names if name in values}
 
 
-def copied(value: Any) -> Any:
+def _copy_of(value: Any) -> Any:
     """A value that a step may change."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return copy.copy(value) if isinstance(value, list | dict | set) else value
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's, without its parameters."""
-    named = ((key, value) for key, value in group.items() if key != "params")
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in named}
 
 
 def _same(one: object, other: object) -> bool:

@@ -6,35 +6,23 @@ and gradients are scaled before they are spread, so the numbers do not depend on
 
 import math
 import warnings
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from partita.errors import PartitaError
+from partita.memory.streams import Event
 from partita.optim.consensus import Agreed
-from partita.optim.loss_scale import LossScale
 from partita.optim.updater import StepResult, Updater, factor_of
 from partita.plan.residence import Tier
 from partita.sharding.buckets import Bucket, square
-from partita.sharding.runtime import Runtime
 
 
 class StepUpdater(Updater):
     """Runs the optimizer at the step, when all gradients of a batch are known."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        optimizer: Optimizer,
-        scale: LossScale,
-        clip_norm: float | None,
-        counted: Sequence[str] = (),
-    ) -> None:
-        super().__init__(runtime, optimizer, scale, clip_norm, counted)
-        self._measured: tuple[Agreed, float] | None = None  # the batch's gradients, where their norm was asked for
-        self._clip_once: float | None = None
+    _measured: tuple[Agreed, float] | None = None  # the batch's gradients, where their norm was asked for
+    _clip_once: float | None = None
 
     def begin(self) -> None:
         """Nothing may be under way.
@@ -49,6 +37,10 @@ class StepUpdater(Updater):
             )
         self._check_kept()
         self.wait_for_updates()
+
+    def use(self, bucket: Bucket) -> Event:
+        """Never called: gradients rest until the step."""
+        raise AssertionError(f"the gradient of '{bucket.members[0].fqn}' rests")
 
     def give_up(self) -> None:
         self._measured = None
@@ -68,17 +60,15 @@ class StepUpdater(Updater):
         self.give_up()
         self._runtime.written.take()  # since it was measured
         self.steps += 1
-        if not math.isfinite(norm):
-            result = StepResult(False, norm, self.scale.value, True, self.rates)
+        is_finite = math.isfinite(norm)
+        result = StepResult(is_finite, norm, self.scale.value, not is_finite, self.rates)
+        if not is_finite:
             self._skip(agreed.scale)
             return result
-        result = StepResult(True, norm, self.scale.value, False, self.rates)
         self._run(agreed.used, factor_of(norm, agreed.scale, max_norm))
         self._reducer.zero()
         if agreed.scale == self.scale.value:
             self.scale.succeeded()
-        if not self.updates.under_way:
-            self.states.count()
         return result
 
     def _measure(self, call: str) -> tuple[Agreed, float]:
@@ -87,7 +77,7 @@ class StepUpdater(Updater):
         self.wait_for_updates()
         self._runtime.written.take()
         self.views.attach(self.optimizer)
-        agreed = self.consensus.before_update(self.steps + 1, call)
+        agreed = self._consensus.before_update(self.steps + 1, call)
         while self._reducer.waves < agreed.waves:
             self._reducer.end_wave()
         if any(agreed.leftovers):
@@ -95,7 +85,7 @@ class StepUpdater(Updater):
         self._reducer.drain()
         self._reducer.collect_unreduced()
         squares = [part for bucket in self._reducer.buckets for part in _squares(bucket)]
-        return agreed, self.consensus.norm(squares) / agreed.scale
+        return agreed, self._consensus.norm(squares) / agreed.scale
 
     def _check_kept(self) -> None:
         """The user has not tried to drop gradients that are not in ``.grad``."""
@@ -108,22 +98,12 @@ class StepUpdater(Updater):
             )
 
     def _run(self, used: set[int], factor: float) -> None:
-        """Update everything, or have its update under way."""
-        updates = self.updates
         if factor != 1.0:
-            for bucket in updates.inline_buckets:
+            for bucket in self._updates.inline_buckets:
                 for grad in _owned(bucket):
                     grad.mul_(factor)
         self._reducer.spread()
-        updates.note_settings()
-        if self._guard.watched:  # hooks find everything updated
-            updates.start(used, factor)
-            self.wait_for_updates()
-            updates.settings.restore()
-            updates.run_inline(used, self._guard.step)
-        else:
-            updates.run_inline(used, self._guard.step)
-            updates.start(used, factor)
+        self._updates.run(used, factor, self._guard)
 
     def _skip(self, scale: float) -> None:
         """Leave an update out: name the parameter, lower the loss scale if it is the gradients', forget them."""
@@ -138,8 +118,8 @@ class StepUpdater(Updater):
 
     def _find_culprit(self) -> str:
         """The first parameter whose gradient is not finite, and the ranks it came from if they were traced."""
-        members = self.consensus.members
-        first, ranks = self.consensus.culprit(self._first_not_finite())
+        members = self._consensus.members
+        first, ranks = self._consensus.culprit(self._first_not_finite())
         if first == len(members):
             return "the gradients are finite one by one, but their norm is not"
         source = f"from rank {', '.join(ranks)}" if ranks else "from a rank that is named if it happens again"
@@ -148,12 +128,12 @@ class StepUpdater(Updater):
         return f"the gradient of '{members[first].fqn}' is not finite ({source})"
 
     def _first_not_finite(self) -> int:
-        """Which of the members this rank finds to have such a gradient; their number where there is none."""
-        row, number = self._runtime.gradient_group.index, 0
+        """Which of the members has such a gradient on this rank; their number where none has."""
+        number = 0
         for bucket in self._reducer.buckets:
             shard = None if bucket.shard is None else bucket.shard.load()
             for member in bucket.members:
-                grad = bucket.owned_of(member, row, shard)
+                grad = bucket.owned_of(member, self._runtime.gradient_group.index, shard)
                 if grad is not None and not bool(torch.isfinite(grad).all()):
                     return number
                 number += 1

@@ -190,8 +190,8 @@ def _stepped(optimizer: Optimizer) -> tuple[Optimizer, dict[str, Any]] | None:
             settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
             groups.append({**settings, "params": [param]})
         trial = clone_of(optimizer, groups, type(optimizer.state)(dict))
-        trial.__dict__.update(copies(trial, set(trial.__dict__) - {"param_groups", "state"}))
-        before = copies(trial, trial.__dict__)
+        trial.__dict__.update(copies(trial.__dict__, set(trial.__dict__) - {"param_groups", "state"}))
+        before = copies(trial.__dict__, trial.__dict__)
         with torch.random.fork_rng(devices=[]):
             trial.step()
     except Exception:  # the class is the user's: whatever it raises, it has not told

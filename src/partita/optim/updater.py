@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from partita.memory.streams import Event
 from partita.optim.consensus import Consensus
 from partita.optim.guard import Guard
 from partita.optim.loss_scale import LossScale
@@ -18,6 +19,7 @@ from partita.optim.snapshot import copies
 from partita.optim.states import OptimizerStates
 from partita.optim.updates import Updates
 from partita.optim.views import Views
+from partita.sharding.buckets import Bucket
 from partita.sharding.runtime import Runtime
 
 # torch.nn.utils.clip_grad_norm_ adds this to the norm that it divides by.
@@ -67,20 +69,25 @@ class Updater(ABC):
         self.views = Views(runtime.units, runtime.memory)
         self.views.attach(optimizer)
         self.states = OptimizerStates(optimizer, self.views, runtime.memory)
-        self.updates = Updates(runtime, optimizer, self.views, self.states, counted)
-        self.consensus = Consensus(runtime, scale)
+        self._updates = Updates(runtime, optimizer, self.views, self.states, counted)
+        self._consensus = Consensus(runtime, scale)
         self._counted = counted
         self._clip_norm = clip_norm
         self._runtime = runtime
         self._reducer = runtime.reducer
         self._reducer.trace = scale.dynamic
         self._reducer.before_backward = self.begin
+        self._reducer.use = self.use
         runtime.on_unfreeze = self.views.unfreeze
         self._guard = Guard(optimizer, self._holds_batch)
 
     @abstractmethod
     def begin(self) -> None:
         """Before the first gradient of a backward."""
+
+    @abstractmethod
+    def use(self, bucket: Bucket) -> Event:
+        """Update with gradients that rest nowhere, whose reduction is queued; returns when they are used up."""
 
     @abstractmethod
     def update(self) -> StepResult:
@@ -99,13 +106,12 @@ class Updater(ABC):
 
     def close(self) -> None:
         """The optimizer is the user's own again."""
-        self.updates.close()
+        self._updates.close()
         self._guard.remove()
 
     def wait_for_updates(self) -> None:
         """Wait until the updates that run beside the caller are done."""
-        self.updates.wait()
-        self.states.count()
+        self._updates.wait()
 
     def gradient_scale(self) -> float:
         """What the gradients collected so far are multiplied by. A collective.
@@ -113,7 +119,7 @@ class Updater(ABC):
         Raises:
             PartitaError: not all of them by the same factor.
         """
-        return self.consensus.gradient_scale(self.steps + 1)
+        return self._consensus.gradient_scale(self.steps + 1)
 
     def take_written(self) -> None:
         """Have master weights take up what was written into the parameters. A collective.
@@ -124,7 +130,7 @@ class Updater(ABC):
         self.wait_for_updates()
         if self._runtime.written:
             self._runtime.written.take()
-            self.consensus.compare_written(self.steps + 1)
+            self._consensus.compare_written(self.steps + 1)
 
     @property
     def rates(self) -> tuple[float, ...]:
@@ -138,15 +144,15 @@ class Updater(ABC):
 
     def counters(self) -> dict[str, Any]:
         """What a run goes on from, beside states and settings."""
-        counted = {"optimizer": copies(self.optimizer, self._counted)} if self._counted else {}
+        counted = {"optimizer": copies(self.optimizer.__dict__, self._counted)} if self._counted else {}
         return {"steps": self.steps, **self.scale.counters(), **counted}
 
     def restore_counters(self, counters: dict[str, Any]) -> None:
         """Go on from what :meth:`counters` was."""
         self.steps = int(counters["steps"])
+        self.scale.restore(counters)
         found = counters.get("optimizer", {})
         self.optimizer.__dict__.update({name: found[name] for name in self._counted if name in found})
-        self.scale.restore(counters)
 
     def _holds_batch(self) -> bool:
         """Whether this rank has gradients of a batch's last micro-batch."""

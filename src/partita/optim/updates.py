@@ -14,13 +14,15 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 from torch.optim import Optimizer
 
 from partita.memory.streams import Event, Stream, finish
 from partita.optim.fused import FusedOptimizer
+from partita.optim.guard import Guard
 from partita.optim.segment_update import Context, SegmentUpdate
-from partita.optim.snapshot import Counted, Snapshot
+from partita.optim.snapshot import Snapshot
 from partita.optim.states import OptimizerStates
 from partita.optim.views import Views
 from partita.sharding.buckets import Bucket
@@ -34,13 +36,13 @@ PASSED = Event()
 class Update:
     """One call of the optimizer's step: on what changes in some segments of some units.
 
-    ``done`` passes when what rests has the result; then ``counted`` is what the step has counted on a second object.
+    ``done`` passes when what rests has the result; ``stepped`` is what the step has returned by then.
     """
 
     units: Sequence[Unit]
     segments: list[SegmentUpdate]
     done: Event = field(default_factory=Event)
-    counted: Counted | None = None
+    stepped: Any = None
     _is_open: bool = False
 
     @property
@@ -55,12 +57,12 @@ class Update:
             for segment in self.segments:
                 segment.open()
 
-    def run(self, step: Callable[[AbstractSet[int]], Counted | None]) -> None:
+    def run(self, step: Callable[[AbstractSet[int]], Any]) -> None:
         """Have ``step`` update what changes: the optimizer's parameters with these ids."""
         self.open()
         for segment in self.segments:
             segment.connect()
-        self.counted = step({id(view.tensor) for segment in self.segments for _, view in segment.changing})
+        self.stepped = step({id(view.tensor) for segment in self.segments for _, view in segment.changing})
         for segment in self.segments:
             segment.close()
 
@@ -72,14 +74,12 @@ class Update:
     def finish(self) -> None:
         """Wait until it is done, and let go of the gradients, which its event would keep."""
         self.done.wait()
-        self.done = Event()
+        self.done = PASSED
         self.segments.clear()
 
 
 class Updates:
     """Runs the optimizer on all units.
-
-    Attributes: ``settings`` of the optimizer that hold for overlapped updates.
 
     Args:
         counted: names of the attributes that the optimizer counts in.
@@ -101,7 +101,7 @@ class Updates:
         self._inline = [unit for unit in runtime.units if unit not in self._overlapped]
         self._unit_of = {id(segment): unit for unit in runtime.units for segment in unit.segments}
         self._under_way: list[Update] = []
-        self.settings = Snapshot(optimizer, counted)
+        self._settings = Snapshot(optimizer, counted)
         runtime.wait_for_updates(self._overlapped)
 
     def unit_of(self, segment: Segment) -> Unit:
@@ -114,33 +114,38 @@ class Updates:
         inline = {id(segment) for unit in self._inline for segment in unit.segments}
         return [bucket for bucket in self._runtime.reducer.buckets if id(bucket.segments[0]) in inline]
 
-    @property
-    def under_way(self) -> bool:
-        """Whether updates may go on beside the caller."""
-        return bool(self._under_way)
-
     def note_settings(self) -> None:
         """Take the optimizer's settings as they are before any parameter is updated: some optimizers count in them."""
-        self.settings = Snapshot(self._optimizer, self._counted)
+        self._settings = Snapshot(self._optimizer, self._counted)
 
     # ------------------------------------------------------------------ at the step
 
-    def run_inline(self, used: AbstractSet[int], step: Callable[[bool], None]) -> None:
-        """Update the units that are not overlapped by one ``step`` on all that changes, which is told whether there are
-        such units.
+    def run(self, used: AbstractSet[int], factor: float, guard: Guard) -> None:
+        """Update every unit, or have its update under way.
 
         Args:
             used: ids of the members that got a gradient on any rank.
+            factor: what the gradients of overlapped updates are multiplied by.
         """
+        self.note_settings()
+        if guard.watched:  # hooks find everything updated, and the step that calls them counts
+            self._start(used, factor)
+            self.wait(takes_up=False)
+            self._run_inline(used, guard)
+        else:
+            self._run_inline(used, guard)
+            self._start(used, factor)
+        if not self._under_way:
+            self._context.states.count()
+
+    def _run_inline(self, used: AbstractSet[int], guard: Guard) -> None:
+        """One step on all that changes in the units that are not overlapped."""
         segments = [segment for update in self._made_of(self._inline, used, 1.0) for segment in update.segments]
-        Update(self._inline, segments).run(lambda _: step(bool(self._inline)))
+        Update(self._inline, segments).run(lambda _: guard.step(bool(self._inline)))
         if self._inline:
             self._executor.publish(self._inline)
 
-    def start(self, used: AbstractSet[int], factor: float) -> None:
-        """Queue the updates of the overlapped units, with the gradients times ``factor`` and the settings that were
-        noted.
-        """
+    def _start(self, used: AbstractSet[int], factor: float) -> None:
         if self._overlapped:  # what was launched may read states that the host will write, or write those it will read
             finish(self._executor.device)
         changing = [unit for unit in self._overlapped if _changes(unit, used)]
@@ -195,7 +200,7 @@ class Updates:
         update.open()
         if following is not None:
             following.open()
-        update.run(self.settings.step)
+        update.run(self._settings.step)
         if not update.gathers:
             update.deliver()
 
@@ -206,17 +211,22 @@ class Updates:
                 self._executor.await_update(unit, update.done)
         self._under_way = list(updates)
 
-    def wait(self) -> None:
-        """Wait until every update is done, and parameters are what they will be in the next forward."""
+    def wait(self, *, takes_up: bool = True) -> None:
+        """Wait until every update is done, and parameters are what they will be in the next forward.
+
+        Args:
+            takes_up: whether the optimizer takes up what was counted.
+        """
         updates = self._under_way
         self._under_way = []
         for update in updates:
             update.finish()
             for unit in update.units:
                 self._executor.finish_update(unit)
-        for update in updates:
-            if update.counted is not None:
-                self.settings.take_up(update.counted)
+        if takes_up:
+            for update in updates:
+                update.stepped()
+        self._context.states.count()
 
     def close(self) -> None:
         """Let go of the thread."""

@@ -9,13 +9,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from partita.checkpoint.folder import chosen
+from partita.checkpoint.format.folder import chosen
+from partita.checkpoint.format.stored import StoredFiles, open_stored
 from partita.checkpoint.names import optimizer_prefixes
-from partita.checkpoint.offline import differences, export_weights, verify
-from partita.checkpoint.stored import Stored, open_stored
+from partita.checkpoint.offline import differences, verify
 from partita.cli.errors import FAILURE, show_error, user_errors
 from partita.errors import ConfigError
 from partita.estimate.figures import format_bytes
+from partita.huggingface.export import export_checkpoint
 from partita.plan.residence import ENCODINGS
 from partita.sharding.dtypes import dtype_of
 
@@ -32,7 +33,7 @@ def inspect(
     """Show what a checkpoint is of, and what it holds."""
     console = Console()
     with user_errors():
-        stored = open_stored(chosen(folder))
+        stored = _opened(folder)
     table = Table(title=str(stored.folder), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -43,7 +44,7 @@ def inspect(
     else:
         table.add_row("saved by", "torch.distributed.checkpoint; it has no checksums")
     sizes, numbers = Counter[str](), Counter[str]()
-    optimizers = tuple(optimizer_prefixes([*stored.tensors, *stored.values]))
+    optimizers = tuple(optimizer_prefixes(stored.keys))
     for key, tensor in stored.tensors.items():
         kind = "optimizer" if key.startswith(optimizers) else "model"
         numbers[kind] += 1
@@ -61,7 +62,7 @@ def inspect(
 def verify_command(folder: Folder) -> None:
     """Read all of a checkpoint and hold it against its checksums; exit code 1 where something is wrong."""
     with user_errors():
-        stored = open_stored(chosen(folder))
+        stored = _opened(folder)
         problems = list(verify(stored))
     for problem in problems:
         show_error(Console(stderr=True), problem)
@@ -84,7 +85,7 @@ def export(
         if dtype != "stored" and dtype not in ENCODINGS:
             raise ConfigError(f"--dtype: expected stored, {', '.join(ENCODINGS)}; got {dtype}")
         wanted = None if dtype == "stored" else dtype_of(ENCODINGS[dtype])
-        num = export_weights(open_stored(chosen(folder)), out, wanted, config, prefix)
+        num = export_checkpoint(_opened(folder), out, wanted, config, prefix)
     typer.echo(f"{num} tensors are in {out}")
 
 
@@ -102,5 +103,5 @@ def diff(
     typer.echo("they are the same, bit by bit")
 
 
-def _opened(folder: Path) -> Stored:
+def _opened(folder: Path) -> StoredFiles:
     return open_stored(chosen(folder))

@@ -169,15 +169,16 @@ class Content:
         view = self.updater.views.of(member.param)
         if view is None or not view.num_elements:
             return
+        has_first = span.start == 0 and not any(span.box.offsets)
         for key, state in self.updater.optimizer.state.get(view.tensor, {}).items():
             name, take = f"{STATE}{span.fqn}.{key}", self._state_of(view, span, key)
             if not isinstance(state, Tensor):
-                if span.start == 0:
+                if has_first:
                     yield _Piece(Value(name, value=plain(state, f"the optimizer's state '{key}' of '{member.fqn}'")))
             elif key in BLOCK_STATES:
                 yield from _pieces(name, state.dtype, blocks_of(member, span.start, span.stop), take)
             elif not state.dim() or _has_own_shape(view, state):
-                if span.start == 0:
+                if has_first:
                     yield from _pieces(name, state.dtype, FlatRange.row_major(state.shape), take)
             elif state.numel() in (view.num_elements, 0):
                 yield from _pieces(name, state.dtype, member.elements(span.start, span.stop), take)

@@ -77,7 +77,7 @@ def load(content: Content, training: TrainingState, backend: Backend, folder: Pa
     content.forget()
     collectives = content.runtime.collectives
     with together(collectives, DATA):
-        loading = _Loading(content, training, backend.open(folder), wanted)
+        loading = Loading(content, training, backend.open(folder), wanted)
         loading.check()
         plan = loading.plan()
     error = loading.fill_segments(plan)
@@ -121,7 +121,7 @@ def _kept(segment: Segment) -> Kept:
     return segment.master if segment.master is not None else segment.rest
 
 
-class _Loading:
+class Loading:
     """One checkpoint on its way into an engine's states."""
 
     def __init__(self, content: Content, training: TrainingState, stored: Stored, wanted: Wanted) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from partita.checkpoint.backend import Backend, Chunk, Stored
-from partita.checkpoint.content import DATA, ONE_NUMBER, Content, blocks_of
+from partita.checkpoint.content import ONE_NUMBER, Content, blocks_of
 from partita.checkpoint.names import MODEL, STATE, Names, some_of
 from partita.checkpoint.training_state import TrainingState
 from partita.comm.together import together
@@ -75,13 +75,13 @@ def load(content: Content, training: TrainingState, backend: Backend, folder: Pa
             has other names or shapes; it has several copies of the weights, and ``prefix`` names none.
     """
     content.forget()
-    collectives = content.runtime.collectives
-    with together(collectives, DATA):
+    all_ranks = content.runtime.collectives.all_ranks
+    with together(all_ranks):
         loading = Loading(content, training, backend.open(folder), wanted)
         loading.check()
         plan = loading.plan()
     error = loading.fill_segments(plan)
-    with together(collectives, DATA):
+    with together(all_ranks):
         if error is not None:
             raise error
         restored = loading.fill_others()
@@ -235,7 +235,7 @@ class Loading:
         """The spans of what this rank holds."""
         if _kept(segment).num_elements == segment.layout.padded:
             return segment.layout.spans
-        return segment.layout.part(self._runtime.collectives.mesh.index(DATA))
+        return segment.layout.part(self._runtime.gradient_group.index)
 
     # -------------------------------------------------------------------- reading
 

@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 from partita.checkpoint.backend import Backend, Draft, Request
-from partita.checkpoint.content import DATA, Content
+from partita.checkpoint.content import Content
 from partita.checkpoint.training_state import TrainingState
 from partita.comm.together import together
 from partita.memory.capacity import HOST_SHARE, host_memory
@@ -28,8 +28,8 @@ class Saver:
 
     def __init__(self, content: Content, training: TrainingState, backend: Backend) -> None:
         self._content, self._training, self._backend = content, training, backend
-        self._collectives = content.runtime.collectives
-        self._is_first = self._collectives.mesh.rank == 0
+        self._all_ranks = content.runtime.collectives.all_ranks
+        self._is_first = content.runtime.collectives.mesh.is_first_replica()
         self._run, self._num_saves = "", 0
         self._draft: Draft | None = None
         self._thread: threading.Thread | None = None
@@ -43,7 +43,7 @@ class Saver:
         """
         self.wait()
         if not self._run:
-            self._run = str(self._collectives.exchange_objects(secrets.token_hex(4), DATA, "engine.save")[0])
+            self._run = str(self._all_ranks.exchange_objects(secrets.token_hex(4), "engine.save")[0])
         self._num_saves += 1
         self._draft = self._backend.draft(request, f"{self._run}-{self._num_saves}")
         try:
@@ -54,24 +54,24 @@ class Saver:
         return request.folder / f"step-{request.step}"
 
     def _save(self, draft: Draft, *, background: bool) -> None:
-        with together(self._collectives, DATA):
+        with together(self._all_ranks):
             states = self._content.segments()
             boxes = [box for state in states for box in state.boxes] + self._training.boxes()
             others = [value for state in states for value in state.others] + self._training.values()
             draft.begin(boxes, others)
-        with together(self._collectives, DATA):
+        with together(self._all_ranks):
             draft.join()
         batches = itertools.chain(self._content.batches(states), self._training.batches())
         if background and not self._on_disk and self._have_room(draft.snapshot_bytes):
-            with together(self._collectives, DATA):
+            with together(self._all_ranks):
                 draft.snapshot(batches)
             # No daemon: the process ends when the checkpoint is there.
             self._thread = threading.Thread(target=self._write, args=(draft,), name="partita checkpoint")
             self._thread.start()
         else:
-            with together(self._collectives, DATA):
+            with together(self._all_ranks):
                 draft.write(batches)
-            with together(self._collectives, DATA):
+            with together(self._all_ranks):
                 if self._is_first:
                     draft.commit()
             draft.leave()
@@ -98,7 +98,7 @@ class Saver:
         """
         if self._thread is not None or self._error is not None:
             try:
-                with together(self._collectives, DATA):
+                with together(self._all_ranks):
                     self._join()
             except Exception:
                 self._give_up()
@@ -126,9 +126,7 @@ class Saver:
 
     def _have_room(self, num_bytes: int) -> bool:
         """Whether every node has room for the copies of its ranks; the same on all ranks."""
-        found = self._collectives.exchange_objects(
-            (socket.gethostname(), num_bytes, host_memory()[1]), DATA, "engine.save"
-        )
+        found = self._all_ranks.exchange_objects((socket.gethostname(), num_bytes, host_memory()[1]), "engine.save")
         needed, free = Counter[str](), dict[str, int]()
         for node, of_rank, memory in found:
             needed[node] += of_rank

@@ -45,7 +45,7 @@ class TrainingState:
 
     def _buffer_boxes(self) -> Iterator[tuple[str, Tensor, Box]]:
         """What this rank saves of buffers."""
-        for name, buffer in persistent_buffers(self.model) if self.mesh.rank == 0 else ():
+        for name, buffer in persistent_buffers(self.model) if self.mesh.is_first_replica() else ():
             for box, _ in saved_boxes(FlatRange.row_major(buffer.shape), buffer.dtype):
                 yield name, buffer.detach(), box
 
@@ -71,7 +71,7 @@ class TrainingState:
         def add(key: str, value: Any, where: str) -> None:
             values.append(Value(key, value=plain(value, where)))
 
-        if self.mesh.rank == 0:
+        if self.mesh.is_first_replica():
             for name, module in extra_states(self.model):
                 add(MODEL + name, module.get_extra_state(), f"the model's '{name}'")
             for number, group in enumerate(self.updater.groups_by_name()):

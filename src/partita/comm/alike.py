@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from partita.comm.collectives import Collectives
-from partita.config.plain import shown
+from partita.config.messages import shown
 from partita.errors import ConfigError
 
 _ABSENT = "nothing"

@@ -17,7 +17,6 @@ from partita.checkpoint.backend import Backend, Draft, Request, Value
 from partita.checkpoint.format.file import Snapshots, stream_file, write_snapshot
 from partita.checkpoint.format.folder import (
     LOCK_SUFFIX,
-    chosen,
     discard,
     next_sequence,
     notice,
@@ -51,7 +50,7 @@ class FileBackend(Backend):
         return FileDraft(self, request, token)
 
     def open(self, folder: Path) -> StoredFiles:
-        return open_stored(chosen(folder))
+        return open_stored(folder)
 
     def lay_out(self, boxes: Sequence[Value]) -> BoxLayout:
         """The same layout for as long as the boxes are the same."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from partita.checkpoint.backend import Chunk, Stored
+from partita.checkpoint.format.folder import chosen
 from partita.checkpoint.format.manifest import MANIFEST, read_manifest
 from partita.checkpoint.format.metadata import METADATA, add_metadata, read_metadata
 from partita.checkpoint.format.reading import Reading
@@ -97,15 +98,14 @@ class StoredFiles(Stored):
 
 
 def open_stored(folder: Path) -> StoredFiles:
-    """What is in a checkpoint's folder (``step-N``, or one that torch.distributed.checkpoint wrote).
+    """The checkpoint (partita's, or one that torch.distributed.checkpoint wrote) that ``folder`` is, or the one in it
+    that was saved last.
 
     Raises:
-        PartitaError: it is no checkpoint, or its index is damaged or names what no index does.
+        PartitaError: there is none, or its index is damaged or names what no index does.
     """
-    stored = StoredFiles(folder)
-    index = next((folder / name for name in (MANIFEST, METADATA) if (folder / name).exists()), None)
-    if index is None:
-        raise PartitaError(f"checkpoint: '{folder}' holds none: it has neither {MANIFEST} nor {METADATA}")
+    stored = StoredFiles(chosen(folder))
+    index = stored.folder / (MANIFEST if (stored.folder / MANIFEST).exists() else METADATA)
     try:
         if index.name == MANIFEST:
             read_manifest(stored)

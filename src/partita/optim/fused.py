@@ -38,6 +38,8 @@ class Operands:
 class FusedOptimizer(Optimizer):
     """Updates the parameters that :attr:`operands` names, and fp32 parameters with a gradient.
 
+    Settings (``defaults``) have the names that they have in torch's optimizers.
+
     Attributes: ``operands`` by parameter, ``threads`` that a kernel may use on the CPU.
     """
 
@@ -81,19 +83,11 @@ class FusedAdam(FusedOptimizer):
     """Adam, or with ``decoupled`` weight decay AdamW; with ``int8`` its moments are 8-bit codes in blocks."""
 
     def __init__(
-        self,
-        params: Iterable[nn.Parameter],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        *,
-        decoupled: bool = True,
-        int8: bool = False,
+        self, params: Iterable[nn.Parameter], defaults: dict[str, Any], *, decoupled: bool, int8: bool
     ) -> None:
         self._decoupled = decoupled
         self.int8 = int8
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, defaults)
 
     def _dtypes(self, group: dict[str, Any]) -> dict[str, torch.dtype]:
         if self.int8:
@@ -120,11 +114,6 @@ class FusedAdam(FusedOptimizer):
 class FusedSGD(FusedOptimizer):
     """Stochastic gradient descent with momentum."""
 
-    def __init__(
-        self, params: Iterable[nn.Parameter], lr: float = 1e-3, momentum: float = 0.0, weight_decay: float = 0.0
-    ) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-
     def _dtypes(self, group: dict[str, Any]) -> dict[str, torch.dtype]:
         return {"momentum_buffer": torch.float32} if group["momentum"] else {}
 
@@ -137,15 +126,6 @@ class FusedSGD(FusedOptimizer):
 @elementwise
 class FusedLion(FusedOptimizer):
     """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023)."""
-
-    def __init__(
-        self,
-        params: Iterable[nn.Parameter],
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def _dtypes(self, group: dict[str, Any]) -> dict[str, torch.dtype]:
         return {"exp_avg": torch.float32}

@@ -22,17 +22,8 @@ from partita.optim.snapshot import clone_of, copies
 OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
 
 _ELEMENTWISE: set[type] = {
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
+    getattr(torch.optim, name)
+    for name in "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
 }
 _REASONS = {
     "LBFGS": "it searches along a line through all parameters together",
@@ -43,8 +34,6 @@ _REASONS = {
 _TRIAL_STEPS = 3
 _SMALL = (2, 3)
 _NUMBERS = (int, float, complex, Tensor)
-
-# ------------------------------------------------------------------------------------------- slices of parameters
 
 
 def elementwise(cls: OptimizerClass) -> OptimizerClass:
@@ -120,9 +109,6 @@ def _run(
             param.grad = grad.clone()
         trial.step()
     return [param.detach() for param in params]
-
-
-# ------------------------------------------------------------------------------------------ what a step leaves behind
 
 
 def states_per_element(optimizer: Optimizer) -> int:

@@ -41,11 +41,8 @@ def agree(group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> Agreement:
     """The way that suits the group of all ranks of a mesh. Called on every rank."""
     if mesh.watchdog is None:
         mesh.watchdog = group.watchdog()
-    if not group.keeps_tags_apart:
-        return Announcements(group, mesh.log, on_stall)
-    if mesh.log.board is None:
-        mesh.log.board = group.board()
-    return ComparedLogs(group, mesh.log, on_stall)
+    kind = ComparedLogs if group.keeps_tags_apart else Announcements
+    return kind(group, mesh, on_stall)
 
 
 class ComparedLogs:
@@ -53,13 +50,18 @@ class ComparedLogs:
     its log for the others, and looks for what they have left.
     """
 
-    def __init__(self, group: Group, log: CollectiveLog, on_stall: Callable[[], None]) -> None:
-        self._group, self._log, self._on_stall = group, log, on_stall
+    def __init__(self, group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> None:
+        self._group, self._log, self._on_stall = group, mesh.log, on_stall
+        if self._log.board is None:
+            self._log.board = group.board()
 
     def gathers(self, number: int) -> None:
         self._log.add(number)
 
     def wait(self, gathered: Event) -> None:
+        if self._group.size == 1:  # what takes long is the disk
+            gathered.wait()
+            return
         found: list[int | None] | None = None
         try:
             while not gathered.wait_for(PATIENCE_S):
@@ -91,8 +93,8 @@ class Announcements:
     the control group. The exchange is asynchronous and is read when the gathered unit is opened.
     """
 
-    def __init__(self, group: Group, log: CollectiveLog, on_stall: Callable[[], None]) -> None:
-        self._group, self._log, self._on_stall = group, log, on_stall
+    def __init__(self, group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> None:
+        self._group, self._log, self._on_stall = group, mesh.log, on_stall
         self._pending: deque[tuple[torch.Tensor, Handle]] = deque()
 
     def gathers(self, number: int) -> None:

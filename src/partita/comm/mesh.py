@@ -69,6 +69,7 @@ class Mesh:
         size, on_host = self.shape.group_size(axes), self.device.type == "cpu"
         with connections_kept_from_children():
             for ranks in self.shape.groups(axes):
+                assert ranks == sorted(ranks), f"axes out of the mesh's order, in which torch numbers ranks: {axes}"
                 for purpose in PURPOSES:
                     backend = "gloo" if purpose == "control" or on_host else "nccl"
                     group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_s), backend=backend)

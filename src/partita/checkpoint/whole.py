@@ -16,7 +16,6 @@ from partita.plan.residence import SPLIT
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member, Segment, Unit
 
-DATA = ("data",)
 EXTRA_STATE = "_extra_state"
 
 
@@ -30,9 +29,9 @@ class Whole:
         self._hidden, self._settle = updater.hidden, updater.settle
         self._take_written = updater.take_written
         self._collectives: Collectives = runtime.collectives
-        self._row = self._collectives.mesh.index(DATA)
+        self._group = runtime.gradient_group
         self.num_gathered = 0  # blocks of gathered that are open
-        self.is_first = runtime.collectives.mesh.rank == 0
+        self.is_first = runtime.collectives.mesh.is_first_replica()
         self._named = {fqn: member for _, member in runtime.members() for fqn in member.holding.fqns}
 
     def member(self, name: str) -> Member:
@@ -59,10 +58,10 @@ class Whole:
             return None
         reducer.join()
         reducer.drain()
-        values = bucket.held_of(member, self._row, self._collectives.mesh.device)
+        values = bucket.held_of(member, self._group.index, self._collectives.mesh.device)
         flat = torch.cat([values, values.new_tensor([id(member) in bucket.used])])
         values = flat[:-1]
-        self._collectives.all_reduce(flat, DATA)
+        self._group.all_reduce(flat)
         return self._shaped(member, values.div_(scale)) if flat[-1] > 0 else None
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
@@ -73,9 +72,8 @@ class Whole:
         member = self.member(name)
         view = self._views.of(member.param)
         state = self._hidden.state_of(view) if view is not None else {}
-        described = self._collectives.exchange_objects(
+        described = self._group.exchange_objects(
             {key: value.dtype if _spread(value, view) else None for key, value in state.items()} if view else {},
-            DATA,
             "engine.optimizer_state",
         )
         whole: dict[str, Tensor] = {}
@@ -88,18 +86,18 @@ class Whole:
     def _gather_state(self, member: Member, key: str, dtype: torch.dtype | None, state: dict[str, object]) -> Tensor:
         value = state.get(key)
         if dtype is None:
-            every = self._collectives.exchange_objects(value, DATA, "engine.optimizer_state")
+            every = self._group.exchange_objects(value, "engine.optimizer_state")
             return torch.as_tensor(next(item for item in every if item is not None)).clone()
         view = self._views.of(member.param)
         assert view is not None
         if isinstance(value, Tensor) and member.segment.holds_whole_master and value.shape != member.shape:
             return value.clone()
         values = torch.zeros(member.span.num_elements, dtype=dtype, device=self._collectives.mesh.device)
-        if isinstance(value, Tensor) and (not member.segment.holds_whole_master or self._row == 0):
+        if isinstance(value, Tensor) and (not member.segment.holds_whole_master or self._group.index == 0):
             values[view.start : view.start + view.num_elements] = (
                 member.flat(value) if member.segment.holds_whole_master else value
             )
-        return self._shaped(member, self._collectives.all_reduce(values, DATA))
+        return self._shaped(member, self._group.all_reduce(values))
 
     @staticmethod
     def _shaped(member: Member, flat: Tensor) -> Tensor:
@@ -146,14 +144,14 @@ class Whole:
 
     def raise_together(self, problem: str | None) -> None:
         """Raise on every rank what any rank met."""
-        for found in self._collectives.exchange_objects(problem, DATA, "whole parameters"):
+        for found in self._collectives.all_ranks.exchange_objects(problem, "whole parameters"):
             if found is not None:
                 raise PartitaError(found)
 
     def _write_back(self, units: Sequence[Unit], names: AbstractSet[str]) -> None:
         """Make rank 0's values those of all ranks, of what rests, and, of the parameters named, of the optimizer."""
         for unit in units:
-            self._collectives.broadcast([segment.full for segment in unit.segments], DATA, "parameters")
+            self._group.broadcast([segment.full for segment in unit.segments], "parameters")
             for segment in unit.segments:
                 self._refill(segment, names)
         self._runtime.updated()
@@ -196,7 +194,7 @@ class Whole:
         whole = part = segment.master.state.load().to(device)
         if not segment.holds_whole_master:
             whole = part.new_empty(segment.layout.padded)
-            self._collectives.all_gather(whole, part, segment.plan.master.shard_axes).wait()
+            self._collectives.group(segment.plan.master.shard_axes).all_gather(whole, part).wait()
         return join(segment.full, whole) if segment.plan.master.encoding == SPLIT else whole
 
     def state_dict(self) -> dict[str, Any]:

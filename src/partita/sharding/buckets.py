@@ -57,7 +57,7 @@ class Bucket:
         self.moves = self.passes or planned.gradient_is_reduced(mesh)
         self.sums_pass = None if self.plan.gradients_rest else self.plan.grad_step.tier
         self.steps, self.spreading = planned.gradient_phases(mesh)
-        self.divisor = mesh.group_size(self.plan.grad_arrival.partial_axes) * accumulate
+        self.divisor = mesh.group_size(self.plan.summed_axes) * accumulate
         self._sees_whole = mesh.group_size(self.plan.grad_step.shard_axes) == 1
         self._ledger = ledger
         self._state = BucketState.OPEN

@@ -1,6 +1,6 @@
 """Events of units: opened and closed, in forward and in backward; at every stage, for whoever subscribes to them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -9,17 +9,8 @@ from torch import Tensor
 from partita.sharding.unit import Unit
 
 
-@dataclass(eq=False)
-class Visit:
-    """One forward through a unit whose graph may come back in backward.
-
-    ``inputs`` are held while it runs; ``version`` is for the subscriber that watches for changed parameters.
-    """
-
-    unit: Unit
-    version: int = 0
-    in_backward: bool = False
-    inputs: list[Tensor] = field(default_factory=list)
+def _ignore(*args: object) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -31,56 +22,66 @@ class Subscriber:
     complete, at the latest when the backward ends; ``backward_ended`` when none is under way any more.
     """
 
-    opened: Callable[[Visit], object] | None = None
-    closed: Callable[[Visit, bool], object] | None = None
-    opened_backward: Callable[[Visit], object] | None = None
-    closed_backward: Callable[[Visit], object] | None = None
-    backward_ended: Callable[[], object] | None = None
+    opened: "Callable[[Visit], object]" = _ignore
+    closed: "Callable[[Visit, bool], object]" = _ignore
+    opened_backward: "Callable[[Visit], object]" = _ignore
+    closed_backward: "Callable[[Visit], object]" = _ignore
+    backward_ended: Callable[[], object] = _ignore
 
     @property
     def only_opens(self) -> bool:
-        """Whether it is enough to be called before forwards."""
-        return not (self.closed or self.opened_backward or self.closed_backward or self.backward_ended)
+        """Whether nothing but ``opened`` is ever called."""
+        return {self.closed, self.opened_backward, self.closed_backward, self.backward_ended} == {_ignore}
+
+
+@dataclass(eq=False)
+class Visit:
+    """One forward through a unit whose graph may come back in backward.
+
+    ``inputs`` are held while it runs; ``version`` is for the subscriber that watches for changed parameters.
+    """
+
+    unit: Unit
+    subscribers: Sequence[Subscriber]
+    inputs: list[Tensor] = field(default_factory=list)
+    version: int = 0
+    in_backward: bool = False
 
 
 class Backwards:
-    """The backwards under way, and what they have opened."""
+    """The backwards under way, and the visits that they have opened."""
 
     def __init__(self) -> None:
-        self._opened: dict[int, list[tuple[Visit, list[Subscriber]]]] = {}
+        self._opened: dict[int, list[Visit]] = {}
 
-    def open(self, visit: Visit, subscribers: list[Subscriber]) -> None:
+    def open(self, visit: Visit) -> None:
         """The gradient of a visit's output has come."""
         if visit.in_backward:
             return
-        for subscriber in subscribers:
-            if subscriber.opened_backward is not None:
-                subscriber.opened_backward(visit)
+        for subscriber in visit.subscribers:
+            subscriber.opened_backward(visit)
         visit.in_backward = True
         task = torch._C._current_graph_task_id()
         if task not in self._opened:
             self._opened[task] = []
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
-        self._opened[task].append((visit, subscribers))
+        self._opened[task].append(visit)
 
-    def close(self, visit: Visit, subscribers: list[Subscriber]) -> None:
+    def close(self, visit: Visit) -> None:
         """The gradient of a visit's input is complete."""
         if visit.in_backward:
             visit.in_backward = False
-            for subscriber in reversed(subscribers):
-                if subscriber.closed_backward is not None:
-                    subscriber.closed_backward(visit)
+            for subscriber in reversed(visit.subscribers):
+                subscriber.closed_backward(visit)
 
     def _end(self, task: int) -> None:
-        ended = self._opened.pop(task, [])
-        for visit, subscribers in ended:
-            self.close(visit, subscribers)
+        visits = self._opened.pop(task, [])
+        for visit in visits:
+            self.close(visit)
         if not self._opened:
-            told = {id(subscriber): subscriber for _, subscribers in ended for subscriber in subscribers}
-            for subscriber in told.values():
-                if subscriber.backward_ended is not None:
-                    subscriber.backward_ended()
+            for subscriber in {id(s): s for visit in visits for s in visit.subscribers}.values():
+                subscriber.backward_ended()
 
     def forget(self) -> None:
-        """Those that were under way have failed."""
+        """Those that were under way have failed: nothing is closed for them any more."""
         self._opened.clear()

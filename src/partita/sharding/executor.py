@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from partita.comm.collectives import Collectives, Handle
+from partita.comm.collectives import Collectives
+from partita.comm.group import Handle
 from partita.memory.allocate import allocate
 from partita.memory.buffer_pool import BufferPool, Loan, Slot
 from partita.memory.streams import Event, finish, record

@@ -30,13 +30,11 @@ def _nothing(*args: Any) -> None:
 
 
 class UnitHooks:
-    """All visits of one unit.
+    """All visits of one unit; hooks are put on modules only as its subscribers need them.
 
     The unit's own module opens and closes it. The modules inside that own its parameters only mark their outputs, so
     that a backward that does not come through the unit's output (an auxiliary loss on an inner value) finds it open,
     too. The root unit's owners open and close it as well: methods other than ``forward`` run them directly.
-
-    Hooks are put on modules only as subscribers need them.
     """
 
     def __init__(self, unit: Unit, backwards: Backwards) -> None:
@@ -46,22 +44,20 @@ class UnitHooks:
         self._stack = list[Visit]()
         self._handles = list[RemovableHandle]()
         owners = {id(m): m for member in unit.members for m, _ in member.holding.owners if m is not unit.module}
-        self._visited = [unit.module, *([] if unit.name else owners.values())]
         self._inner = list(owners.values()) if unit.name else []
+        self._visited = [unit.module] if unit.name else [unit.module, *owners.values()]
+        for module in self._visited:
+            enter = Hook(self._enter)
+            self._handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Tell one more of this unit's visits."""
-        if not self._subscribers:
-            for module in self._visited:
-                enter = Hook(self._enter)
-                self._handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
         self._subscribers.append(subscriber)
         if not (self._follows or subscriber.only_opens):
             self._follows = True
-            for module in self._visited:
-                self._handles.append(module.register_forward_hook(Hook(self._leave), always_call=True))
-            for module in self._inner:
-                self._handles.append(module.register_forward_hook(Hook(self._mark_inner)))
+            leave, mark = Hook(self._leave), Hook(self._mark_inner)
+            self._handles += [module.register_forward_hook(leave, always_call=True) for module in self._visited]
+            self._handles += [module.register_forward_hook(mark) for module in self._inner]
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -69,18 +65,17 @@ class UnitHooks:
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        visit = Visit(self._unit)
+        visit = Visit(self._unit, self._subscribers)
         if self._follows:
             self._stack.append(visit)
         for subscriber in self._subscribers:
-            if subscriber.opened is not None:
-                subscriber.opened(visit)
+            subscriber.opened(visit)
         if self._follows and torch.is_grad_enabled():
             for tensor in tensors_in((args, kwargs)):
                 visit.inputs.append(tensor)
                 # A leaf's gradient is accumulated as soon as it is ready, before the rest of the unit's backward.
                 if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(lambda _: self._backwards.close(visit, self._subscribers))
+                    tensor.register_hook(lambda _: self._backwards.close(visit))
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -96,13 +91,12 @@ class UnitHooks:
                     has_graph |= self._mark(tensor, visit)
         visit.inputs.clear()
         for subscriber in reversed(self._subscribers):
-            if subscriber.closed is not None:
-                subscriber.closed(visit, has_graph)
+            subscriber.closed(visit, has_graph)
         return output
 
     def _mark(self, tensor: Tensor, visit: Visit) -> bool:
         if tensor.requires_grad:
-            tensor.register_hook(lambda _: self._backwards.open(visit, self._subscribers))
+            tensor.register_hook(lambda _: self._backwards.open(visit))
         return tensor.requires_grad
 
     def _mark_inner(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -117,18 +111,14 @@ class UnitEvents:
 
     def __init__(self) -> None:
         self._hooks = dict[int, UnitHooks]()
-        self._backwards = Backwards()
+        self.backwards = Backwards()
 
     def subscribe(self, units: Iterable[Unit], subscriber: Subscriber) -> None:
         """Have ``subscriber`` called at the events of these units."""
         for unit in units:
             if id(unit) not in self._hooks:
-                self._hooks[id(unit)] = UnitHooks(unit, self._backwards)
+                self._hooks[id(unit)] = UnitHooks(unit, self.backwards)
             self._hooks[id(unit)].subscribe(subscriber)
-
-    def forget_backwards(self) -> None:
-        """No backward is under way: what one has left open, which failed, is not closed any more."""
-        self._backwards.forget()
 
     def remove(self) -> None:
         """Take all hooks off."""

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from partita.comm.collectives import Collectives, Handle
+from partita.comm.collectives import Collectives
+from partita.comm.group import Group, Handle
 from partita.plan.steps import AllGather, Copy, Encode, Read, ReduceScatter, Slice, Step, Write, in_phases
 
 
@@ -14,7 +15,6 @@ class Movement:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self.mesh = collectives.mesh
         self.device = collectives.mesh.device
 
     def begin(
@@ -28,9 +28,7 @@ class Movement:
         accumulate: bool = False,
         received: Tensor | None = None,
     ) -> list[Handle]:
-        """Begin to bring ``source`` into ``target``, whatever they are of a state; handles of what is under way.
-
-        A reduction, and what comes before one, has ended when this returns.
+        """Begin to bring ``source`` into ``target``; handles of what is under way. Only gathers are, on return.
 
         Args:
             tag: ranks that gather under different tags wait for each other.
@@ -50,20 +48,21 @@ class Movement:
         for op in ops:
             match op:
                 case AllGather(axes):
-                    if (source.dtype, source.device) != (target.dtype, target.device):  # what is sent lies in its place
-                        source = self._part(target, axes).copy_(source, non_blocking=True)
-                    handles.append(self._collectives.all_gather(target, source, axes, purpose, tag))
+                    group = self._collectives.group(axes)
+                    if (source.dtype, source.device) != (target.dtype, target.device):
+                        source = _part(target, group).copy_(source, non_blocking=True)
+                    handles.append(group.all_gather(target, source, purpose, tag))
                     source = target
                 case ReduceScatter(axes):
-                    num = self.mesh.shape.group_size(axes)
-                    part = target if target.numel() * num == source.numel() else self._part(target, axes)
                     assert received is not None
-                    self._collectives.reduce_scatter(part, source, received, axes, accumulate=accumulate)
+                    group = self._collectives.group(axes)
+                    part = _part(target, group) if target.numel() == source.numel() else target
+                    group.reduce_scatter(part, source, received, accumulate=accumulate)
                     source = part
                 case Slice(axes):
-                    source = self._part(source, axes)
+                    source = _part(source, self._collectives.group(axes))
                 case Encode() | Copy():
-                    pass  # the copy into the target, or into what is gathered, does both at once
+                    pass  # the copy into the target, or into this rank's part of what is gathered, does both at once
                 case Read() | Write():
                     pass  # what rests on disk is lent: whoever lends it reads and writes
                 case _:
@@ -71,21 +70,19 @@ class Movement:
         if source.data_ptr() != target.data_ptr():
             if accumulate:
                 target.add_(source.to(target.device))
-            else:
+            else:  # what the host has, it may use at once
                 target.copy_(source, non_blocking=target.device == self.device)
         return handles
 
-    def _part(self, whole: Tensor, axes: tuple[str, ...]) -> Tensor:
-        """This rank's part of what is whole over ``axes``."""
-        return whole.view(self.mesh.shape.group_size(axes), -1)[self.mesh.index(axes)]
-
     def scratch_elements(self, ops: Sequence[Step], num_elements: int, itemsize: int) -> int:
         """Elements of scratch memory that the reduction in ``ops``, if there is one, needs for what is sent."""
-        return sum(
-            self._collectives.received_elements(num_elements, itemsize, op.axes)
-            for op in in_phases(ops)
-            if isinstance(op, ReduceScatter)
-        )
+        reductions = (op for op in in_phases(ops) if isinstance(op, ReduceScatter))
+        return sum(self._collectives.group(op.axes).received_elements(num_elements, itemsize) for op in reductions)
+
+
+def _part(whole: Tensor, group: Group) -> Tensor:
+    """This rank's part of what is whole in the group."""
+    return whole.view(group.size, -1)[group.index]
 
 
 def finish_all(handles: Sequence[Handle]) -> None:

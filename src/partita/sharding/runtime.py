@@ -34,7 +34,6 @@ from partita.sharding.written import Written
 
 _log = logging.getLogger("partita")
 
-DATA = ("data",)
 # What a segment may keep beside moments: parameters, the second part of them, gradients, master weights.
 NUM_STATES = 4
 
@@ -61,6 +60,7 @@ class Runtime:
         swap: bool = True,
     ) -> None:
         self.model, self.memory, self.collectives = model, memory, collectives
+        self.gradient_group = collectives.group(units[0].segments[0].plan.summed_axes)  # that sums gradients
         ledger, mesh, config = memory.ledger, collectives.mesh, blueprint.config
         kept = keep_fp32_modules(model, config.precision.keep_fp32)
         self.units = units
@@ -75,15 +75,15 @@ class Runtime:
         ahead = bytes_ahead(config.zero.prefetch_bytes, passing)
         sizes, outer = [unit.num_bytes for unit in passing], [unit.num_bytes for unit in passing if unit.is_outer]
         depth = pool_depth(passing, ahead)
-        with together(collectives, DATA):
+        with together(collectives.all_ranks):
             self.pool = BufferPool(
                 "buffer_pool", sizes, depth, ledger, mesh.device, lasting=outer, backed=self.loan.swap
             )
         self.executor = Executor(collectives, self.pool, self.loan)
-        first = mesh.order.register([unit.title for unit in self.units])
+        first = mesh.log.register([unit.title for unit in self.units])
         for unit in self.units:
             unit.number += first
-        agreement = agree(collectives, lambda: self.reducer.release_held_back())
+        agreement = agree(collectives.all_ranks, collectives.mesh, lambda: self.reducer.release_held_back())
         self.residency = Residency(sharded, self.executor, agreement, ahead)
         self._wait_in_threads()
         self._hooks: list[Any] = []
@@ -116,7 +116,7 @@ class Runtime:
         held = model_state_bytes([unit.planned for unit in self.units], shape, rank, num_moments)
         num_bytes = sum(num for (_, tier), num in held.items() if tier == Tier.DISK.value)
         segments = sum(len(unit.segments) for unit in self.units)
-        with together(self.collectives, DATA):
+        with together(self.collectives.all_ranks):
             self.memory.provide_disk(num_bytes, segments * (NUM_STATES + num_moments) if num_bytes else 0)
 
     def _wait_in_threads(self) -> None:
@@ -171,9 +171,9 @@ class Runtime:
             if segment.trains
         ]
         buckets = make_buckets(groups, self.collectives.mesh.shape, self._accumulate, self.memory.ledger)
-        with together(self.collectives, DATA, self.give_back):
+        with together(self.collectives.all_ranks, self.give_back):
             for bucket in buckets:
-                bucket.allocate(self.collectives.mesh.index(DATA), self.memory)
+                bucket.allocate(self.gradient_group.index, self.memory)
         return buckets
 
     # ------------------------------------------------------------------- forward
@@ -181,7 +181,7 @@ class Runtime:
     def _prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before every forward of the whole model."""
         if torch._C._current_graph_task_id() == -1:
-            self.events.forget_backwards()
+            self.events.backwards.forget()
             self.residency.begin_forward()
         self._refresh()
         self._buffers.before_forward()
@@ -211,9 +211,9 @@ class Runtime:
         if not segment.trains:
             segment.trains = True
             members = [m for unit in self.units for m in unit.members if m.segment is segment]
-            mesh = self.collectives.mesh
-            bucket = Bucket(BucketLayout([segment], members), mesh.shape, self._accumulate, self.memory.ledger)
-            bucket.allocate(mesh.index(DATA), self.memory)
+            mesh = self.collectives.mesh.shape
+            bucket = Bucket(BucketLayout([segment], members), mesh, self._accumulate, self.memory.ledger)
+            bucket.allocate(self.gradient_group.index, self.memory)
             self.reducer.add(bucket)
         self._hooks.append(member.param.register_post_accumulate_grad_hook(_announce(member, self.reducer)))
         member.hooked = True
@@ -235,9 +235,9 @@ class Runtime:
 
     def end_micro_batch(self) -> None:
         """All ranks have come to the end of a micro-batch."""
-        self.collectives.mesh.order.num_micro_batches += 1
+        self.collectives.mesh.log.num_micro_batches += 1
         self.reducer.end_micro_batch()
-        self.events.forget_backwards()
+        self.events.backwards.forget()
         self.residency.end_micro_batch()
         self._buffers.end_micro_batch()
 

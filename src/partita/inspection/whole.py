@@ -14,7 +14,6 @@ from partita.inspection.modules import extra_states, persistent_buffers
 from partita.kernels.quantize import join
 from partita.optim.updater import Updater
 from partita.plan.residence import SPLIT
-from partita.plan.steps import steps
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member, Segment, Unit
 
@@ -53,24 +52,14 @@ class Whole:
         self._settle()
         member = self.member(name)
         reducer = self._runtime.reducer
-        bucket = next((b for b in reducer.buckets if any(m is member for m in b.members)), None)
+        bucket = reducer.bucket_of(member)
         if bucket is None:
             return None
         reducer.join()
         reducer.drain()
-        flat = torch.zeros(member.span.num_elements + 1, dtype=torch.float32, device=self._collectives.mesh.device)
-        values, flat[-1] = flat[:-1], float(id(member) in bucket.used)
-        reduced = bucket.reduced.load().to(flat.device) if bucket.reduced is not None else None
-        for piece in bucket.pieces[id(member)]:
-            if piece.row == self._group.index and reduced is not None:
-                values[piece.start : piece.stop] += reduced[piece.column :][: piece.stop - piece.start]
-            if id(member) in bucket.arrived and bucket.whole is not None:
-                values[piece.start : piece.stop] += bucket.whole[piece.row, piece.column :][: piece.stop - piece.start]
-        if (grad := member.grad) is not None:
-            values.add_(
-                member.flat(grad.detach()).float(),
-                alpha=1.0 if reducer.collected else 1.0 / reducer.divisor,
-            )
+        values = bucket.held_of(member, self._group.index, self._collectives.mesh.device)
+        flat = torch.cat([values, values.new_tensor([id(member) in bucket.used])])
+        values = flat[:-1]
         self._group.all_reduce(flat)
         return self._shaped(member, values.div_(scale)) if flat[-1] > 0 else None
 
@@ -121,7 +110,7 @@ class Whole:
         self._take_written()
         wanted = self._parameters_of(items)
         units = [unit for unit in self._runtime.units if any(id(m.param) in wanted for m in unit.members)]
-        sharded = [unit for unit in units if unit.travels]
+        sharded = [unit for unit in units if not unit.rests_whole]
         self._runtime.residency.hold(sharded)
         self.num_gathered += 1
         members = [member for unit in units for member in unit.members]
@@ -168,10 +157,10 @@ class Whole:
 
     @staticmethod
     def _refill(segment: Segment, names: AbstractSet[str]) -> None:
-        if steps(segment.plan.param_rest, segment.plan.param_compute, segment.mesh):
+        if not segment.planned.rests_whole(segment.mesh):
             segment.rest.store(segment.part(segment.full, segment.plan.param_rest))
         if segment.master is not None and not segment.master_is_parameter:
-            segment.set_master(segment.part(segment.full, segment.plan.master), names)
+            segment.master.set(segment.part(segment.full, segment.plan.master), names)
 
     def weights(self, *, master: bool) -> Iterator[tuple[Member, Tensor]]:
         """Every parameter once, whole, unit by unit: valid until the next one is asked for.
@@ -181,7 +170,7 @@ class Whole:
         """
         self._take_written()
         for unit in self._runtime.units:
-            sharded = [unit] if unit.travels else []
+            sharded = [] if unit.rests_whole else [unit]
             self._runtime.residency.hold(sharded)
             separate = {id(s): self._master_of(s) for s in unit.segments if master and not s.master_is_parameter}
             try:
@@ -201,7 +190,7 @@ class Whole:
         if segment.master is None:
             return None
         device = self._collectives.mesh.device
-        whole = part = segment.master.load().to(device)
+        whole = part = segment.master.state.load().to(device)
         if not segment.holds_whole_master:
             whole = part.new_empty(segment.layout.padded)
             self._collectives.group(segment.plan.master.shard_axes).all_gather(whole, part).wait()

@@ -106,10 +106,6 @@ class FileDraft(Draft):
         table = table_of(name, self._layout.records, sums, self._layout.num_bytes)
         write_small(self._partial / _table_name(self._rank), table)
 
-    def fail(self, error: Exception) -> None:
-        with contextlib.suppress(PartitaError):  # where this cannot be written either, the lock tells
-            write_small(self._partial / f"__{self._rank}{FAILED_SUFFIX}", str(error).encode())
-
     def commit(self) -> None:
         self._await_tables()
         self._publish()
@@ -162,7 +158,10 @@ class FileDraft(Draft):
                 )
             time.sleep(POLL_S if left else 0)
 
-    def leave(self) -> None:
+    def leave(self, error: Exception | None = None) -> None:
+        if error is not None and self._rank:
+            with contextlib.suppress(PartitaError):  # where this cannot be written either, the lock tells
+                write_small(self._partial / f"__{self._rank}{FAILED_SUFFIX}", str(error).encode())
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()

@@ -41,14 +41,6 @@ def damaged(path: Path) -> PartitaError:
     return PartitaError(f"checkpoint: '{path}' is damaged: it is not what was written; load an earlier checkpoint")
 
 
-def cut_off(path: Path, num_bytes: int, expected: int) -> PartitaError:
-    """A file that ends too soon."""
-    return PartitaError(
-        f"checkpoint: '{path}' ends at byte {num_bytes} of at least {expected}: it was cut off; load an earlier "
-        "checkpoint"
-    )
-
-
 def inside(folder: Path, name: str) -> str:
     """A file's name that an index gives.
 
@@ -93,6 +85,18 @@ def read_small(path: Path) -> bytes:
         return path.read_bytes()
 
 
+def open_direct(path: Path, flags: int) -> tuple[int, bool]:
+    """Open a file past the page cache; returns it, and whether the filesystem can do that."""
+    try:
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666), hasattr(os, "O_DIRECT")
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    if flags & os.O_CREAT:  # made all the same
+        path.unlink(missing_ok=True)
+    return os.open(path, flags, 0o666), False
+
+
 def read_range(path: Path, offset: int, num_bytes: int) -> memoryview:
     """Bytes of a file.
 
@@ -111,5 +115,8 @@ def read_into(memory: memoryview, num_bytes: int, file: int, path: Path, offset:
     while done < num_bytes:
         moved = os.preadv(file, [memory[done:]], offset + done)
         if not moved:
-            raise cut_off(path, offset + done, offset + num_bytes)
+            raise PartitaError(
+                f"checkpoint: '{path}' ends at byte {offset + done} of at least {offset + num_bytes}: it was cut off; "
+                "load an earlier checkpoint"
+            )
         done += moved

@@ -18,6 +18,7 @@ from partita.checkpoint.content import Content
 from partita.checkpoint.format.backend import FileBackend
 from partita.checkpoint.load import Loading, Wanted
 from partita.checkpoint.offline import verify
+from partita.inspection.whole import Whole
 from partita.memory.ledger import Ledger
 from partita.memory.tiers import StateMemory
 from partita.optim.views import Views
@@ -75,7 +76,7 @@ def rank_of(number: int, mesh: MeshShape, cut: Cut, values: Mapping[str, Tensor]
         segment.full[span.offset :][: span.num_elements] = members[-1].flat(local)
     memory = StateMemory(CPU, Ledger(), lambda: pytest.fail("nothing rests on disk here"))
     segment.keep_rest(memory)
-    unit: Any = SimpleNamespace(segments=[segment], members=members)
+    unit: Any = SimpleNamespace(segments=[segment], members=members, travels=False)
     optimizer = torch.optim.AdamW([member.param for member in members])
     for member in members:
         states = {state: held[f"{member.fqn} {state}"] for state in STATES if f"{member.fqn} {state}" in held}
@@ -85,11 +86,14 @@ def rank_of(number: int, mesh: MeshShape, cut: Cut, values: Mapping[str, Tensor]
     views.attach(optimizer)
     at: Any = SimpleNamespace(shape=mesh, rank=number, num_ranks=mesh.num_ranks, device=CPU, timeout_s=1.0)
     at.is_first_replica = lambda axes=(): mesh.is_first_replica(number, axes)
-    runtime: Any = SimpleNamespace(units=[unit], model=nn.Module(), collectives=SimpleNamespace(mesh=at))
+    collectives = SimpleNamespace(mesh=at, all_ranks=SimpleNamespace())
+    runtime: Any = SimpleNamespace(units=[unit], model=nn.Module(), collectives=collectives)
+    runtime.residency = SimpleNamespace(hold=lambda units: None, let_go=lambda units: None)
     runtime.gradient_group = SimpleNamespace(index=mesh.group_index(number, ("data",)))
     runtime.members = lambda: [(unit, member) for member in members]
     runtime.executor = SimpleNamespace(deliver=lambda *_: None)  # nothing looks at what rests
-    updater: Any = SimpleNamespace(views=views, optimizer=optimizer)
+    updater: Any = SimpleNamespace(views=views, optimizer=optimizer, hidden=None)
+    updater.settle = updater.take_written = lambda: None
     return Rank(Content(runtime, updater), FileBackend(at), optimizer)
 
 
@@ -147,6 +151,24 @@ def test_global_tensors_are_saved_and_load_under_another_cut(
             state, right = rank.optimizer.state[mine.tensor], expected.optimizer.state[theirs.tensor]
             assert state.keys() == right.keys()
             assert all(torch.equal(state[key].view(-1), right[key].view(-1)) for key in state), mine.member.fqn
+
+
+def test_whole_tensors_are_put_together() -> None:
+    """By each rank along tensor from its own, the last one first: what it sends is added to what the others have."""
+    mesh, values, sent = MeshShape(data=1, tensor=2), random_values(), list[Tensor]()
+    found = dict[str, Tensor]()
+    for number in (1, 0):
+        rank = rank_of(number, mesh, BY_ROWS, values)
+        runtime: Any = rank.content.runtime
+        received = iter(sent)
+        runtime.collectives.all_ranks.all_reduce = lambda flat: (
+            sent.append(flat.clone()) if number else flat.add_(next(received))
+        )
+        for member, weight in Whole(runtime, rank.content.updater).weights(master=False):
+            found[member.fqn] = weight.clone()
+    assert found.keys() == SHAPES.keys()
+    assert all(torch.equal(found[name], values[name]) for name in SHAPES)
+    assert len(sent) == len(BY_ROWS)
 
 
 def test_8_bit_states_of_a_part_are_refused(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def blocks_of(member: Member, start: int, stop: int) -> FlatRange:
     Raises:
         PartitaError: the parameter is a part of a larger one, whose blocks are others.
     """
-    if tuple(member.shape) != member.span.global_shape:
+    if member.span.is_part:
         raise PartitaError(
             f"checkpoint: '{member.fqn}' is a part of a larger parameter, of which 8-bit states have no place in a "
             "checkpoint: set precision.moments to fp32"
@@ -161,7 +161,7 @@ class Content:
         if self._index == 0:  # what has no elements is in no rank's part
             spans += tuple(span for span in segment.layout.spans if not span.num_elements)
         for span in spans:
-            if span.box.sizes == span.global_shape and not is_first:
+            if not span.is_part and not is_first:
                 continue  # another rank saves the same
             place = slice(span.offset, span.offset + span.num_elements)
             elements = members[span.fqn].elements(span.start, span.stop)

@@ -24,12 +24,11 @@ from partita.checkpoint.format.folder import (
     publish,
     start_partial,
 )
-from partita.checkpoint.format.layout import BoxLayout, FileLayout
-from partita.checkpoint.format.lock import Lock, is_locked
 from partita.checkpoint.format.manifest import FORMAT, MANIFEST, SEQUENCE, add_aliases, add_table, sealed, table_of
 from partita.checkpoint.format.metadata import METADATA, metadata_of
+from partita.checkpoint.format.record import BoxLayout, FileLayout
 from partita.checkpoint.format.stored import StoredFiles, open_stored
-from partita.checkpoint.format.system import checksum, explained, read_small, write_small
+from partita.checkpoint.format.system import Lock, checksum, explained, is_locked, read_small, write_small
 from partita.comm.mesh import Mesh
 from partita.errors import PartitaError
 from partita.memory.collector import collector_paused

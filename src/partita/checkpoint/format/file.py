@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from partita.checkpoint.format.layout import BoxLayout, FileLayout, Part, Record
+from partita.checkpoint.format.record import BoxLayout, FileLayout, Part, Record
 from partita.checkpoint.format.system import explained, open_direct
 from partita.memory.allocate import allocate_host
 from partita.memory.collector import collector_paused

@@ -1,9 +1,10 @@
-"""Files and folders of a checkpoint: what lasts when a call returns, and errors that name the file and the remedy."""
+"""Files and folders: what lasts when a call returns, who still writes, and errors that name the file and the remedy."""
 
+import contextlib
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path, PurePath
 
 import torch
@@ -23,7 +24,7 @@ REMEDIES = {
 }
 
 
-@contextmanager
+@contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
     """System errors as errors of a checkpoint's file.
 
@@ -120,3 +121,38 @@ def read_into(memory: memoryview, num_bytes: int, file: int, path: Path, offset:
                 "load an earlier checkpoint"
             )
         done += moved
+
+
+class Lock:
+    """A new file that is locked until :meth:`release`, or until the process ends, however it ends (over NFS as well).
+
+    Where the filesystem has no locks, it counts as locked for as long as it is there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with explained(path):
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def release(self) -> None:
+        """Let go of it, also for processes that were forked meanwhile; the file stays."""
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        os.close(self._file)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock, or nothing is known of that. False if there is no such file."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(file)

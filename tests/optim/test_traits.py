@@ -22,6 +22,13 @@ def params() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(4, 4))]
 
 
+def made(kind: Any) -> Optimizer:
+    adam = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    settings = {"FusedAdam": adam, "FusedLion": adam, "FusedSGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}}
+    optimizer: Optimizer = kind(params(), **settings.get(kind.__name__, {"lr": 0.1}))
+    return optimizer
+
+
 class Scaled(Optimizer):
     """``p -= lr * f(g)``; ``f`` is for the classes below."""
 
@@ -67,14 +74,14 @@ def message(kind: type[Optimizer], reason: str) -> str:
     "kind", sorted(module._ELEMENTWISE, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__
 )
 def test_known_classes(kind: Any) -> None:
-    check_elementwise(kind(params(), lr=0.1))
+    check_elementwise(made(kind))
 
 
 @pytest.mark.parametrize(
     "kind", sorted(module._ELEMENTWISE, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__
 )
 def test_known_classes_are_elementwise(kind: Any) -> None:
-    assert module._trial(kind(params(), lr=0.1)) is None
+    assert module._trial(made(kind)) is None
 
 
 @pytest.mark.parametrize(

@@ -82,14 +82,14 @@ def _configured(params: list[nn.Parameter], config: schema.Config, kernels: bool
     section = config.optimizer
     if section.name == "sgd":
         sgd = {"lr": section.lr, "momentum": section.momentum, "weight_decay": section.weight_decay}
-        return FusedSGD(params, sgd) if kernels else torch.optim.SGD(params, **sgd, fused=True)  # type: ignore[arg-type]
+        return FusedSGD(params, **sgd) if kernels else torch.optim.SGD(params, **sgd, fused=True)  # type: ignore[arg-type]
     betas = tuple(section.betas)
     if section.name == "lion":
-        return FusedLion(params, {"lr": section.lr, "betas": betas, "weight_decay": section.weight_decay})
+        return FusedLion(params, lr=section.lr, betas=betas, weight_decay=section.weight_decay)
     decoupled = section.name == "adamw"
     adam = {"lr": section.lr, "betas": betas, "eps": section.eps, "weight_decay": section.weight_decay}
     if kernels:
-        return FusedAdam(params, adam, decoupled=decoupled, int8=config.precision.moments == "int8")
+        return FusedAdam(params, **adam, decoupled=decoupled, int8=config.precision.moments == "int8")
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     return kind(params, **adam, fused=True)  # type: ignore[arg-type]
 

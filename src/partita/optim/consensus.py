@@ -60,8 +60,7 @@ class Consensus:
         used = [id(member) in bucket.used for bucket in reducer.buckets for member in bucket.members]
         header = struct.pack(HEADER, reducer.waves, self._written.digest, self._own_scale)
         message = header + bytes([*reducer.leftovers(), *used])
-        every, handle = self._group.exchange(torch.frombuffer(bytearray(message), dtype=torch.uint8), call)
-        handle.wait()
+        every = self._group.exchange(torch.frombuffer(bytearray(message), dtype=torch.uint8), call).wait()
         rows = [bytes(row.tolist()) for row in every]
         waves, digests, scales = zip(*(struct.unpack_from(HEADER, row) for row in rows), strict=True)
         if any(digests):
@@ -131,8 +130,7 @@ class Consensus:
         if len({square.device for square in squares}) > 1:
             squares = [square.cpu() for square in squares]
         mine = torch.stack(list(squares)).sum() if squares else torch.zeros((), dtype=torch.float64, device="cpu")
-        every, handle = self._group.exchange(mine.cpu().view(1), "the norm of engine.step")
-        handle.wait()
+        every = self._group.exchange(mine.cpu().view(1), "the norm of engine.step").wait()
         total = 0.0
         for square in every.view(-1).tolist():
             total += square

@@ -38,13 +38,13 @@ class Operands:
 class FusedOptimizer(Optimizer):
     """Updates the parameters that :attr:`operands` names, and fp32 parameters with a gradient.
 
-    Settings (``defaults``) have the names that they have in torch's optimizers.
+    The ``settings`` of groups have the names that they have in torch's optimizers.
 
     Attributes: ``operands`` by parameter, ``threads`` that a kernel may use on the CPU.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], defaults: dict[str, Any]) -> None:
-        super().__init__(params, defaults)
+    def __init__(self, params: Iterable[nn.Parameter], **settings: Any) -> None:
+        super().__init__(params, settings)
         self.operands: dict[Tensor, Operands] = {}
         self.threads = torch.get_num_threads()
 
@@ -83,11 +83,11 @@ class FusedAdam(FusedOptimizer):
     """Adam, or with ``decoupled`` weight decay AdamW; with ``int8`` its moments are 8-bit codes in blocks."""
 
     def __init__(
-        self, params: Iterable[nn.Parameter], defaults: dict[str, Any], *, decoupled: bool, int8: bool
+        self, params: Iterable[nn.Parameter], *, decoupled: bool = True, int8: bool = False, **settings: Any
     ) -> None:
         self._decoupled = decoupled
         self.int8 = int8
-        super().__init__(params, defaults)
+        super().__init__(params, **settings)
 
     def _dtypes(self, group: dict[str, Any]) -> dict[str, torch.dtype]:
         if self.int8:

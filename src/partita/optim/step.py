@@ -83,7 +83,7 @@ class StepUpdater(Updater):
         if any(agreed.leftovers):
             self._reducer.launch(agreed.leftovers)
         self._reducer.drain()
-        self._reducer.collect_unreduced()
+        self._reducer.complete_unreduced()
         squares = [part for bucket in self._reducer.buckets for part in _squares(bucket)]
         return agreed, self._consensus.norm(squares) / agreed.scale
 
@@ -110,7 +110,7 @@ class StepUpdater(Updater):
         self.culprit = self._find_culprit()
         before = self.scale.value
         self._reducer.zero()
-        self._reducer.trace = True
+        self._reducer.trace()
         if scale == before:
             self.scale.overflowed(self.culprit)
         lowered = f"; loss scale {before:g} -> {self.scale.value:g}" if self.scale.value != before else ""
@@ -143,7 +143,7 @@ class StepUpdater(Updater):
 def _squares(bucket: Bucket) -> list[Tensor]:
     """Of what this rank owns of a reduced gradient: the sums of squares."""
     if bucket.plan.grad_step.tier is Tier.DISK:
-        return bucket.squares if bucket.filled else []
+        return bucket.squares
     return [square(grad) for grad in _owned(bucket)]
 
 

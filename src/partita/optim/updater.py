@@ -21,6 +21,7 @@ from partita.optim.updates import Updates
 from partita.optim.views import Views
 from partita.sharding.buckets import Bucket
 from partita.sharding.runtime import Runtime
+from partita.sharding.unit import Segment
 
 # torch.nn.utils.clip_grad_norm_ adds this to the norm that it divides by.
 CLIP_EPS = 1e-6
@@ -75,11 +76,10 @@ class Updater(ABC):
         self._clip_norm = clip_norm
         self._runtime = runtime
         self._reducer = runtime.reducer
-        self._reducer.trace = scale.dynamic
-        self._reducer.before_backward = self.begin
-        self._reducer.use = self.use
-        runtime.on_unfreeze = self.views.unfreeze
-        self._guard = Guard(optimizer, self._holds_batch)
+        self._reducer.connect(self)
+        if scale.dynamic:
+            self._reducer.trace()
+        self._guard = Guard(optimizer, lambda: self._reducer.holds_batch)
 
     @abstractmethod
     def begin(self) -> None:
@@ -88,6 +88,10 @@ class Updater(ABC):
     @abstractmethod
     def use(self, bucket: Bucket) -> Event:
         """Update with gradients that rest nowhere, whose reduction is queued; returns when they are used up."""
+
+    def unfreeze(self, segment: Segment) -> None:
+        """A segment begins to train."""
+        self.views.unfreeze(segment)
 
     @abstractmethod
     def update(self) -> StepResult:
@@ -153,10 +157,6 @@ class Updater(ABC):
         self.scale.restore(counters)
         found = counters.get("optimizer", {})
         self.optimizer.__dict__.update({name: found[name] for name in self._counted if name in found})
-
-    def _holds_batch(self) -> bool:
-        """Whether this rank has gradients of a batch's last micro-batch."""
-        return self._reducer.reduce_now and any(bucket.used for bucket in self._reducer.buckets)
 
 
 def factor_of(norm: float, scale: float, max_norm: float | None) -> float:

@@ -192,7 +192,7 @@ class Updates:
             if update.gathers:
                 update.done = self._executor.run_after(update.done, update.deliver)
             for unit in update.units:
-                if unit.travels:
+                if not unit.rests_whole:
                     self._executor.await_update(unit, update.done)
 
     def _run(self, update: Update, following: Update | None, ready: Event) -> None:

@@ -105,7 +105,7 @@ class Engine:
 
     def _begin_micro_batch(self, number: int) -> None:
         self._micro = number
-        self._runtime.reducer.reduce_now = number + 1 == self._accumulate
+        self._runtime.reducer.begin_micro_batch(is_last=number + 1 == self._accumulate)
 
     @explained("train_batch")
     def train_batch(self, iterator: Iterator[Any] | Sequence[Any]) -> Tensor:
@@ -145,12 +145,8 @@ class Engine:
         """
         self._check_open()
         self._check_gradients_rest("engine.no_sync")
-        reducer = self._runtime.reducer
-        before, reducer.synchronize = reducer.synchronize, False
-        try:
+        with self._runtime.reducer.no_sync():
             yield
-        finally:
-            reducer.synchronize = before
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Clip the batch's gradients, in the next :meth:`step`, to a global norm (in place of ``clip_grad_norm``).

@@ -15,9 +15,9 @@ from partita.checkpoint.offline import differences, export_weights, verify
 from partita.checkpoint.stored import Stored, open_stored
 from partita.cli.errors import FAILURE, show_error, user_errors
 from partita.errors import ConfigError
-from partita.estimate.figures import format_bytes
 from partita.plan.residence import ENCODINGS
-from partita.sharding.dtypes import dtype_of
+from partita.planner.dtypes import dtype_of
+from partita.planner.figures import format_bytes
 
 checkpoint = typer.Typer(
     name="checkpoint", no_args_is_help=True, help="Look at checkpoints: partita's, and others of torch.distributed."

@@ -18,7 +18,7 @@ from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
 from partita.comm.together import together
 from partita.config.resolve import Resolved
-from partita.estimate.remedies import Situation
+from partita.engine.budget import agreed_budget
 from partita.memory.disk import open_disk
 from partita.memory.ledger import Ledger
 from partita.memory.shortage import Shortages
@@ -32,10 +32,9 @@ from partita.optim.loss_scale import LossScale
 from partita.optim.step import StepUpdater
 from partita.optim.updater import Updater
 from partita.optim.views import check_groups
-from partita.plan.planned import PlannedUnit
-from partita.plan.residence import ENCODINGS
-from partita.sharding.assemble import Blueprint, check_alike, plan_units
-from partita.sharding.placing import agreed_budget
+from partita.planner.blueprint import Blueprint, make_blueprint
+from partita.sharding.assemble import check_alike
+from partita.sharding.resting import check_unclaimed
 from partita.sharding.runtime import Runtime
 
 DATA, LOCAL = ("data",), ("local",)
@@ -53,17 +52,14 @@ class Given:
 
 @dataclass(frozen=True)
 class Parts:
-    """An engine's. ``num_moments``: states of the optimizer for each element; ``weights``: the folder that the values
-    came from.
-    """
+    """An engine's. ``weights``: the folder that the values came from."""
 
     optimizer: Optimizer
     scheduler: LRScheduler
     ledger: Ledger
     collectives: Collectives
     memory: StateMemory
-    units: list[PlannedUnit]
-    num_moments: int
+    blueprint: Blueprint
     shortages: Shortages
     runtime: Runtime
     updater: Updater
@@ -88,23 +84,21 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
         check_groups(optimizer, {id(param) for param in model.parameters()})
     num_moments = states_per_element(optimizer)
     budget = agreed_budget(settings.zero.offload, collectives)
-    compute = ENCODINGS[resolved.compute_dtype]
-    blueprint = Blueprint(settings, compute, resolved.mesh, mesh.rank, budget, num_moments)
     with together(collectives, DATA):
-        units = plan_units(model, blueprint)
-    check_alike(model, units, collectives)
+        check_unclaimed(model)
+        blueprint = make_blueprint(model, resolved, num_moments, budget)
+    check_alike(model, blueprint.units, collectives)
     check_settings_alike(settings_of(optimizer), collectives, DATA)
-    planned = [unit.planned for unit in units]
-    rows = [unit.segments[0].row for unit in planned]
+    rows = [unit.row for unit in blueprint.units]
     if any(mesh.shape.group_size(row.master.shard_axes) > 1 or not row.updates_on_device for row in rows):
         check_elementwise(optimizer)
     counted = counted_attributes(optimizer, apart=not all(row.updates_on_device for row in rows))
-    shortages = Shortages(Situation(planned, settings, mesh.shape, num_moments), ledger, mesh.device, mesh.rank)
+    shortages = Shortages(blueprint, ledger, mesh.device, mesh.rank)
     with together(collectives, DATA):
         source = Weights(given.weights) if given.weights is not None else None
     try:
         with shortages.explained("initialize"):
-            runtime = Runtime(model, units, blueprint, collectives, memory, resolved.batch.accumulate, source)
+            runtime = Runtime(model, blueprint, collectives, memory, source)
         scale = LossScale(settings.precision.loss_scale, resolved.compute_dtype == "fp16")
         kind = BackwardUpdater if settings.precision.gradients == "in_backward" else StepUpdater
         with together(collectives, DATA, runtime.give_back):
@@ -116,6 +110,6 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
         raise
     weights = source.folder if source is not None else None
     return Parts(
-        optimizer, scheduler, ledger, collectives, memory, planned, num_moments, shortages, runtime, updater, whole,
-        checkpoints, weights,
+        optimizer, scheduler, ledger, collectives, memory, blueprint, shortages, runtime, updater, whole, checkpoints,
+        weights,
     )  # fmt: skip

@@ -1,13 +1,12 @@
 """The layout of a unit: which range of which flat buffer holds which parameter.
 
 A unit's parameters are held in *segments*, one for each encoding and for parameters that train or do not when the
-layout is made. A segment is a flat buffer cut into equal parts, one a rank of the data axis. Every parameter starts,
-and every part ends, at a multiple of :data:`QUANTUM` elements, so block-wise encodings never straddle a cut and
+layout is made. A segment is a flat buffer cut into equal parts, one for each rank of the data axis. Every parameter
+starts, and every part ends, at a multiple of :data:`QUANTUM` elements, so block-wise encodings never straddle a cut and
 vectorized kernels meet the same tails wherever the cuts are. One layout serves gather, reduce, optimizer, tiers and
 checkpoint.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,12 +44,21 @@ class Span:
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter as the layout sees it."""
+    """A parameter as the layout sees it: a local tensor of this shape.
+
+    ``offsets``: where in the global parameter its local tensor begins; None: it is all of it.
+    """
 
     fqn: str
     shape: tuple[int, ...]
     encoding: Encoding
     trainable: bool
+    offsets: tuple[int, ...] | None = None
+
+    @property
+    def box(self) -> Box:
+        """The piece of the global parameter that the local tensor is."""
+        return Box.whole(self.shape) if self.offsets is None else Box(self.offsets, self.shape)
 
 
 @dataclass(frozen=True)
@@ -69,35 +77,27 @@ class SegmentLayout:
 
     def part(self, index: int) -> tuple[Span, ...]:
         """The spans of part ``index``, with offsets counted from its start."""
-        begin = index * self.part_elements
-        cut = (span.within(begin, begin + self.part_elements) for span in self.spans)
-        return tuple(span for span in cut if span is not None)
+        return self.cut(index * self.part_elements, self.part_elements)
+
+    def cut(self, begin: int, num_elements: int) -> tuple[Span, ...]:
+        """The spans of the ``num_elements`` from ``begin`` on, with offsets counted from there."""
+        found = (span.within(begin, begin + num_elements) for span in self.spans)
+        return tuple(span for span in found if span is not None)
 
 
-@dataclass(frozen=True)
-class UnitLayout:
-    """All segments of a unit, laid one after the other in one storage."""
-
-    name: str
-    segments: tuple[SegmentLayout, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(segment.padded * segment.encoding.itemsize for segment in self.segments)
-
-
-def lay_out(name: str, entries: Sequence[Entry], num_parts: int) -> UnitLayout:
+def lay_out(entries: Sequence[Entry], num_parts: int) -> tuple[SegmentLayout, ...]:
     """Lay the parameters of one unit out for ``num_parts`` shards, in the order given."""
     grouped: dict[tuple[bool, Encoding], list[Entry]] = {}
     for entry in entries:
         grouped.setdefault((entry.trainable, entry.encoding), []).append(entry)
     segments = []
     for (trainable, encoding), members in grouped.items():
-        spans, offset = list[Span](), 0
+        spans = list[Span]()
+        offset = 0
         for entry in members:
-            num = math.prod(entry.shape)
-            spans.append(Span(entry.fqn, Box.whole(entry.shape), 0, num, offset))
+            num = entry.box.num_elements
+            spans.append(Span(entry.fqn, entry.box, 0, num, offset))
             offset += -(-num // QUANTUM) * QUANTUM
         part = -(-offset // (num_parts * QUANTUM)) * QUANTUM
         segments.append(SegmentLayout(encoding, trainable, tuple(spans), num_parts, part))
-    return UnitLayout(name, tuple(segments))
+    return tuple(segments)

@@ -7,6 +7,7 @@ from a ring while one backward fills and sends it, and where gradients rest nowh
 leads from autograd's gradient to the optimizer's, there is neither: the gradient stays where autograd put it.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -18,12 +19,11 @@ from torch import Tensor
 from partita.memory.ring import Slot
 from partita.memory.streams import Event
 from partita.memory.tiers import InMemory, Kept, StateMemory
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.planned import share_buckets
+from partita.plan.planned import PlannedBucket
 from partita.plan.residence import Tier
-from partita.plan.steps import AllReduce, ReduceScatter, steps
-from partita.sharding.dtypes import dtype_of
-from partita.sharding.unit import Member, Segment
+from partita.plan.steps import AllReduce, ReduceScatter
+from partita.planner.dtypes import dtype_of
+from partita.sharding.unit import Member, Segment, Unit
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,9 @@ class Bucket:
     those it waits for, learned from the last two waves; ``used``: those that brought one since the last update.
     """
 
-    def __init__(self, index: int, segments: Sequence[Segment], members: Sequence[Member], mesh: MeshShape) -> None:
-        self.index, self.segments, self.members, self.mesh = index, segments, members, mesh
+    def __init__(self, index: int, segments: Sequence[Segment], members: Sequence[Member]) -> None:
+        self.index, self.segments, self.members = index, segments, members
+        self.planned = PlannedBucket(tuple(segment.planned for segment in segments))
         self.plan = segments[0].plan
         self.dtype = dtype_of(self.plan.grad_step.encoding)
         self.num_rows = segments[0].layout.num_parts
@@ -61,16 +62,10 @@ class Bucket:
         self.pieces = {id(member): self._pieces(member) for member in members}
         self.gaps = self._gaps()
         self.rests = self.plan.gradients_rest
-        self.in_place = self.rests and not steps(self.plan.grad_arrival, self.plan.grad_step, mesh)
-        between = self.plan.grad_between
-        is_whole = mesh.group_size(between.shard_axes) == 1 and between.tier is Tier.DEVICE
-        self.rests_whole = self.rests and not self.in_place and is_whole
-        self.reduces = [
-            op
-            for op in steps(self.plan.grad_arrival, self.plan.grad_step, mesh)
-            if isinstance(op, AllReduce | ReduceScatter)
-        ]
-        self.travels = bool(self.reduces) or not (self.in_place or self.rests_whole)
+        self.in_place = self.planned.first.gradient_in_place
+        self.rests_whole = self.planned.first.gradient_rests_whole
+        self.reduces = [op for op in self.planned.first.gradient_steps if isinstance(op, AllReduce | ReduceScatter)]
+        self.travels = self.planned.travels
         self.state = BucketState.OPEN
         self.whole: Tensor | None = None
         self.shard: Kept | None = None
@@ -205,7 +200,7 @@ class Bucket:
 
     def grad_of(self, member: Member, row: int, shard: Tensor | None) -> Tensor | None:
         """The gradient the optimizer sees: this rank's piece, or all of it where gradients end up whole."""
-        if shard is None or self.mesh.group_size(self.plan.grad_step.shard_axes) > 1:
+        if shard is None or self.planned.first.mesh.group_size(self.plan.grad_step.shard_axes) > 1:
             return self.owned_of(member, row, shard)
         whole, offset = shard if self.whole is None else self.whole.view(-1), member.span.offset
         return member.shaped(whole[offset : offset + member.span.num_elements])
@@ -217,11 +212,14 @@ def square(grad: Tensor) -> Tensor:
     return norm.double().square()
 
 
-def make_buckets(segments: Sequence[tuple[Segment, Sequence[Member]]], mesh: MeshShape) -> list[Bucket]:
-    """The buckets of the given segments and their members, in the order in which they will be reduced."""
+def make_buckets(planned: Sequence[PlannedBucket], units: Sequence[Unit]) -> list[Bucket]:
+    """The buckets of the units' gradients as they are planned, in the order in which they will be reduced."""
+    segments = {id(segment.planned): segment for unit in units for segment in unit.segments}
+    members = defaultdict[int, list[Member]](list)
+    for member in (member for unit in units for member in unit.members):
+        members[id(member.segment)].append(member)
     buckets = []
-    for index, positions in enumerate(share_buckets([segment.planned for segment, _ in segments], mesh)):
-        group = [segments[position] for position in positions]
-        members = [member for _, members in group for member in members]
-        buckets.append(Bucket(index, [segment for segment, _ in group], members, mesh))
+    for index, bucket in enumerate(planned):
+        group = [segments[id(segment)] for segment in bucket.segments]
+        buckets.append(Bucket(index, group, [member for segment in group for member in members[id(segment)]]))
     return buckets

@@ -35,7 +35,7 @@ class Executor:
 
     def can_gather(self, unit: Unit) -> bool:
         """Whether the ring has a slot left for this unit."""
-        return self._ring.available(unit.layout.num_bytes)
+        return self._ring.available(unit.planned.num_bytes)
 
     def start_gather(self, unit: Unit, spare: bool = False) -> None:
         """RESTING to GATHERING: from the second shard where there is one, else from what rests."""
@@ -73,10 +73,10 @@ class Executor:
             self._lend(unit).last_use.wait()
             unit.lay(unit.storage)
         else:
-            unit.lay(allocate(unit.layout.num_bytes, torch.uint8, self._mesh.device).untyped_storage())
+            unit.lay(allocate(unit.planned.num_bytes, torch.uint8, self._mesh.device).untyped_storage())
 
     def _lend(self, unit: Unit, spare: bool = False) -> Slot:
-        unit.slot = self._ring.borrow(unit.layout.num_bytes, spare)
+        unit.slot = self._ring.borrow(unit.planned.num_bytes, spare)
         self._loan.lend(unit.storage, unit.slot)
         if not self._loan.swap:  # other memory than last time, which the current stream may be using still
             unit.slot.last_use = record(self._mesh.device)

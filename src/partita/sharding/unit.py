@@ -6,8 +6,7 @@ this rank's part); ``second`` is the part kept beside it between forward and bac
 the values that the optimizer updates, and is ``rest``, or a part of it, wherever their encodings are the same.
 """
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,21 +14,16 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from partita.errors import ConfigError
 from partita.memory.allocate import over
 from partita.memory.ring import Slot
 from partita.memory.streams import Event
 from partita.memory.tiers import InMemory, Kept, StateMemory
-from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import SPLIT, Residence
-from partita.plan.span import SegmentLayout, Span, UnitLayout
-from partita.plan.state_plan import StatePlan
-from partita.plan.steps import steps
-from partita.sharding import resting
+from partita.plan.span import Span
+from partita.planner.dtypes import dtype_of
+from partita.planner.parameters import Holding
 from partita.sharding.collected import Collected
-from partita.sharding.dtypes import dtype_of
-from partita.sharding.group_units import Holding, UnitSpec
 
 
 class UnitState(Enum):
@@ -118,45 +112,37 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 class Segment:
     """One flat buffer of a unit and what rests of it. ``plan`` is its row of the table."""
 
-    def __init__(self, layout: SegmentLayout, plan: StatePlan, mesh: MeshShape, rank: int) -> None:
-        self.layout, self.plan = layout, plan
-        self.mesh, self._rank = mesh, rank
+    def __init__(self, planned: PlannedSegment, rank: int) -> None:
+        self.planned = planned
+        self.layout, self.plan, self.mesh = planned.layout, planned.row, planned.mesh
+        self._rank = rank
         self.full: Tensor
         self.rest: Kept
         self.master: Kept | None = None
         self.second: Kept | None = None
-        self.trains = layout.trainable
+        self.trains = planned.trains
 
     @property
     def dtype(self) -> torch.dtype:
         return dtype_of(self.layout.encoding)
 
     @property
-    def planned(self) -> PlannedSegment:
-        """What the plan says of it."""
-        return PlannedSegment(self.layout, self.plan)
+    def holds_whole_master(self) -> bool:
+        return self.planned.holds_whole_master
 
     @property
-    def holds_whole_master(self) -> bool:
-        return self.mesh.group_size(self.plan.master.shard_axes) == 1
+    def master_is_parameter(self) -> bool:
+        return self.planned.master_is_parameter
 
     @property
     def master_spans(self) -> tuple[Span, ...]:
-        """The spans of this rank's master weights, with offsets in ``master``."""
-        if self.holds_whole_master:
-            return self.layout.spans
-        return self.layout.part(self.mesh.group_index(self._rank, self.plan.master.shard_axes))
+        """The spans of this rank's master weights, with offsets in ``master``; where it has all, also empty ones."""
+        return self.layout.spans if self.holds_whole_master else self.planned.spans_of(self.plan.master, self._rank)
 
     def part(self, whole: Tensor, residence: Residence) -> Tensor:
         """This rank's part of a whole flat tensor (all of it where the residence is not sharded)."""
         num = self.mesh.group_size(residence.shard_axes)
         return whole.view(num, -1)[self.mesh.group_index(self._rank, residence.shard_axes)]
-
-    @property
-    def keeps_one_part(self) -> bool:
-        """Whether all that rests of it is one of the layout's parts."""
-        group_size = self.mesh.group_size(self.plan.param_rest.shard_axes)
-        return group_size == self.layout.num_parts and not self.planned.has_second(self.mesh)
 
     def keep_rest(self, memory: StateMemory, part: Tensor | None = None) -> None:
         """Have what rests, and the master weights where the segment trains: out of a freshly filled ``full``, or from
@@ -165,22 +151,17 @@ class Segment:
         row = self.plan
         if part is not None:
             self.rest = memory.keep_values("parameters", part, self.dtype, row.param_rest.tier)
-        elif steps(row.param_rest, row.param_compute, self.mesh):
-            self.rest = self._keep_part(row.param_rest, memory)
-        else:
+        elif self.planned.rests_whole:
             self.rest = memory.adopt("parameters", self.full)
-        if self.planned.has_second(self.mesh):
+        else:
+            self.rest = self._keep_part(row.param_rest, memory)
+        if self.planned.has_second:
             self.second = self._keep_part(row.param_between, memory)
         if self.master_is_parameter or self.layout.trainable:
             self.make_master(memory)
 
     def _keep_part(self, residence: Residence, memory: StateMemory) -> Kept:
         return memory.keep_values("parameters", self.part(self.full, residence), self.dtype, residence.tier)
-
-    @property
-    def master_is_parameter(self) -> bool:
-        """Whether the master weights are the parameters at rest (or this rank's part of them)."""
-        return self.planned.master_is_parameter(self.mesh)
 
     def make_master(self, memory: StateMemory) -> Kept:
         """Have master weights with the values that rest: the same memory where the table says so, else their own."""
@@ -228,16 +209,17 @@ class Unit:
     its residence at rest is whole it is WHOLE for ever.
     """
 
-    def __init__(self, spec: UnitSpec, layout: UnitLayout, segments: list[Segment], number: int) -> None:
-        self.name, self.module, self.layout, self.segments = spec.name, spec.module, layout, segments
+    def __init__(
+        self, planned: PlannedUnit, module: nn.Module, holdings: Mapping[str, Holding], number: int, rank: int
+    ) -> None:
+        self.planned, self.name, self.module = planned, planned.name, module
+        self.segments = [Segment(segment, rank) for segment in planned.segments]
         self.number = number  # among all units of a mesh, once it is under one
-        holdings = {holding.fqns[0]: holding for holding in spec.holdings}
         self.members = [
-            Member(holdings[span.fqn], span, segment) for segment in segments for span in segment.layout.spans
+            Member(holdings[span.fqn], span, segment) for segment in self.segments for span in segment.layout.spans
         ]
-        first = segments[0]
-        self.travels = bool(steps(first.plan.param_rest, first.plan.param_compute, first.mesh))
-        self.stays_whole = not steps(first.plan.param_compute, first.plan.param_between, first.mesh)
+        self.travels = not planned.rests_whole
+        self.stays_whole = planned.stays_whole
         self.state = UnitState.WHOLE
         self.visits = 0  # open forwards and backwards
         self.holds = 0  # blocks of engine.gathered
@@ -250,11 +232,6 @@ class Unit:
         self.storage = torch.UntypedStorage(0)  # until it is laid out
 
     @property
-    def planned(self) -> PlannedUnit:
-        """What the plan says of it."""
-        return PlannedUnit(self.name, tuple(segment.planned for segment in self.segments))
-
-    @property
     def trained(self) -> list[Segment]:
         """The segments that the optimizer updates."""
         return [segment for segment in self.segments if segment.trains and segment.master is not None]
@@ -263,11 +240,6 @@ class Unit:
     def in_use(self) -> bool:
         """Whether the unit must stay whole."""
         return self.visits > 0 or self.holds > 0 or self.pinned
-
-    def is_outer(self, units: "Sequence[Unit]") -> bool:
-        """Whether one of ``units`` lies inside this one, which then is open while they come and go."""
-        inside = {id(module) for module in self.module.modules()} - {id(self.module)}
-        return any(id(unit.module) in inside for unit in units)
 
     @property
     def title(self) -> str:
@@ -315,67 +287,3 @@ class Unit:
             fresh = nn.Parameter(view.new_empty(0), requires_grad=param.requires_grad)
             fresh.data = view
             torch.utils.swap_tensors(param, fresh)
-
-
-def check_supported(holding: Holding) -> None:
-    """Refuse, by name, parameters whose memory cannot be a view of a flat buffer."""
-    param, name = holding.param, holding.fqns[0]
-    if resting.is_claimed(param):
-        raise ConfigError(
-            f"parameter '{name}' already belongs to another engine (one that is open, or was closed while the "
-            "parameter was split over the ranks): close that one first, or build the model anew and pass weights="
-        )
-    if nn.parameter.is_lazy(param):
-        raise ConfigError(f"parameter '{name}' has no shape before the model's first forward: run one, then initialize")
-    plain = type(param) in (nn.Parameter, nn.parameter.Buffer) or isinstance(param, nn.Parameter)
-    if not plain or type(param.data) is not Tensor:
-        raise ConfigError(
-            f"parameter '{name}' is a {type(param.data).__name__}: its memory cannot be split; "
-            "pass the model before it is distributed or quantized"
-        )
-    if param.layout is not torch.strided:
-        raise ConfigError(f"parameter '{name}' is sparse ({param.layout}); use a dense parameter")
-    if param.is_complex() and param.requires_grad:
-        raise ConfigError(f"parameter '{name}' is complex; hold it as a real tensor of shape [..., 2] instead")
-
-
-def check_apart(holdings: Sequence[Holding]) -> None:
-    """Refuse parameters that are two objects over one memory: each would get values of its own.
-
-    Raises:
-        ConfigError: names both.
-    """
-    by_storage = defaultdict[int, list[Holding]](list)
-    for holding in holdings:
-        if holding.param.numel():
-            by_storage[holding.param.untyped_storage()._cdata].append(holding)
-    for sharing in by_storage.values():
-        near = list[Holding]()  # that reach as far as the next begins
-        for holding in sorted(sharing, key=lambda holding: _reach(holding.param).start):
-            near = [other for other in near if _reach(other.param).stop > _reach(holding.param).start]
-            for other in near:
-                if _overlap(holding.param, other.param):
-                    raise ConfigError(
-                        f"parameters '{other.fqns[0]}' and '{holding.fqns[0]}' share memory but are two objects, which "
-                        "would be trained apart: tie them by assigning the Parameter itself (module.weight = "
-                        "other.weight), or give one its own memory (param.data = param.data.clone())"
-                    )
-            near.append(holding)
-
-
-def _reach(tensor: Tensor) -> range:
-    """The bytes of its storage from the first to the last that it has an element in."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first, itemsize = tensor.storage_offset(), tensor.element_size()
-    return range(first * itemsize, (first + last + 1) * itemsize)
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors that reach into each other have an element in common: strides may interleave."""
-    if one.element_size() != other.element_size():
-        return True
-    first = min(one.storage_offset(), other.storage_offset())
-    num = max(_reach(one).stop, _reach(other).stop) // one.element_size() - first
-    taken = torch.zeros(num, dtype=torch.bool, device="cpu")
-    taken.as_strided(one.shape, one.stride(), one.storage_offset() - first).fill_(True)
-    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset() - first).any())

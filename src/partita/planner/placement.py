@@ -19,55 +19,17 @@ from dataclasses import dataclass, field, replace
 
 from partita.config.schema import Offload
 from partita.errors import ConfigError
-from partita.estimate.figures import format_bytes
-from partita.estimate.memory import model_state_bytes
-from partita.estimate.working import working_bytes
-from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedUnit
 from partita.plan.residence import Tier
 from partita.plan.state_plan import Tiers
+from partita.planner.budget import MemoryBudget
+from partita.planner.figures import format_bytes
+from partita.planner.memory import bytes_by_tier, model_state_bytes
+from partita.planner.working import working_bytes
 
 TIERS = {"none": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}
 STATES = ("parameters", "optimizer")  # in the order in which they get the device
 SHOWN = {"parameters": "parameters", "gradients": "gradients", "master": "optimizer", "moments": "optimizer"}
-
-Usage = dict[Tier, int]
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Bytes that a rank may use of each memory, for states and working memory.
-
-    ``one_memory``: the device is the host's own processor; what rests on either counts towards ``device``.
-    """
-
-    device: int
-    host: int
-    disk: int
-    one_memory: bool = False
-
-    def fits(self, used: Usage) -> bool:
-        return not self.lacking(used)
-
-    def lacking(self, used: Usage) -> list[Tier]:
-        """The memories that ``used`` is more than there is of."""
-        if self.one_memory:
-            used = {Tier.DEVICE: used[Tier.DEVICE] + used[Tier.HOST], Tier.HOST: 0, Tier.DISK: used[Tier.DISK]}
-        return [tier for tier in Tier if used[tier] > self.of(tier)]
-
-    def of(self, tier: Tier) -> int:
-        return {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.DISK: self.disk}[tier]
-
-    def shared(self, num_ranks: int) -> "Budget":
-        """The share of a rank on a node with so many: of all but a device of its own."""
-        device = self.device // num_ranks if self.one_memory else self.device
-        return Budget(device, self.host // num_ranks, self.disk // num_ranks, self.one_memory)
-
-    @staticmethod
-    def least(budgets: Sequence["Budget"]) -> "Budget":
-        """What every one of them has."""
-        device, host, disk = (min(budget.of(tier) for budget in budgets) for tier in Tier)
-        return Budget(device, host, disk, budgets[0].one_memory)
 
 
 def chosen_tiers(offload: Offload, auto: Tiers) -> Tiers:
@@ -84,21 +46,20 @@ def leaves_a_choice(offload: Offload) -> bool:
 
 
 @dataclass(frozen=True)
-class Placing:
-    """What is to be placed.
+class Placement:
+    """The choice of tiers for a model's units.
 
     ``planned(number, tiers)`` is the unit of that number with its states in these tiers; ``names`` are the units'.
     """
 
     names: Sequence[str]
     planned: Callable[[int, Tiers], PlannedUnit]
-    mesh: MeshShape
     offload: Offload
     prefetch: int | str
     num_moments: int
-    _units: dict[tuple[int, Tiers], tuple[PlannedUnit, Usage]] = field(default_factory=dict)
+    _units: dict[tuple[int, Tiers], tuple[PlannedUnit, dict[Tier, int]]] = field(default_factory=dict)
 
-    def place(self, budget: Budget) -> list[Tiers]:
+    def tiers(self, budget: MemoryBudget) -> list[Tiers]:
         """The tiers of each unit.
 
         Raises:
@@ -110,22 +71,19 @@ class Placing:
         every = range(len(items), -1, -1)
         # What the device holds does not depend on how the rest is divided, and the host and the disk need the less the
         # more is nearer: so each prefix is found by itself.
-        near = next((num for num in every if self._device_fits(items, num, budget)), 0)
+        near = next((num for num in every if self._fits(items, num, num, Tier.DEVICE, budget)), 0)
         far = near
         if not budget.one_memory:
             far = next((n for n in every[: len(items) - near] if self._fits(items, near, n, Tier.HOST, budget)), near)
-        tiers = self._tiers(items, near, far)
-        if not budget.fits(self._used(tiers)):
+        tiers = self._divided(items, near, far)
+        if budget.lacking(self._used(tiers)):
             raise self._too_large(tiers, budget)
         return tiers
 
-    def _device_fits(self, items: Sequence[tuple[int, str]], near: int, budget: Budget) -> bool:
-        return self._fits(items, near, near, Tier.DEVICE, budget)
+    def _fits(self, items: Sequence[tuple[int, str]], near: int, far: int, tier: Tier, budget: MemoryBudget) -> bool:
+        return tier not in budget.lacking(self._used(self._divided(items, near, far)))
 
-    def _fits(self, items: Sequence[tuple[int, str]], near: int, far: int, tier: Tier, budget: Budget) -> bool:
-        return tier not in budget.lacking(self._used(self._tiers(items, near, far)))
-
-    def _tiers(self, items: Sequence[tuple[int, str]], near: int, far: int) -> list[Tiers]:
+    def _divided(self, items: Sequence[tuple[int, str]], near: int, far: int) -> list[Tiers]:
         """The first ``near`` items on the device, those before ``far`` on the host, the rest on disk."""
         chosen = [Tiers() for _ in self.names]
         for place, (number, state) in enumerate(items):
@@ -133,30 +91,25 @@ class Placing:
             chosen[number] = replace(chosen[number], **{state: tier})
         return [chosen_tiers(self.offload, tiers) for tiers in chosen]
 
-    def _unit(self, number: int, tiers: Tiers) -> tuple[PlannedUnit, Usage]:
+    def _unit(self, number: int, tiers: Tiers) -> tuple[PlannedUnit, dict[Tier, int]]:
         if (number, tiers) not in self._units:
             unit = self.planned(number, tiers)
-            held = model_state_bytes([unit], self.mesh, None, self.num_moments)
-            self._units[number, tiers] = (
-                unit,
-                {tier: sum(num for (_, name), num in held.items() if name == tier.value) for tier in Tier},
-            )
+            self._units[number, tiers] = unit, bytes_by_tier(model_state_bytes([unit], None, self.num_moments))
         return self._units[number, tiers]
 
-    def _states(self, tiers: Sequence[Tiers]) -> Usage:
+    def _states(self, tiers: Sequence[Tiers]) -> dict[Tier, int]:
         every = [self._unit(number, chosen)[1] for number, chosen in enumerate(tiers)]
         return {tier: sum(used[tier] for used in every) for tier in Tier}
 
-    def _working(self, tiers: Sequence[Tiers]) -> Usage:
+    def _working(self, tiers: Sequence[Tiers]) -> dict[Tier, int]:
         units = [self._unit(number, chosen)[0] for number, chosen in enumerate(tiers)]
-        needed = working_bytes(units, self.mesh, self.prefetch, self.num_moments)
-        return {tier: needed.get(tier, 0) for tier in Tier}
+        return working_bytes(units, self.prefetch, self.num_moments)
 
-    def _used(self, tiers: Sequence[Tiers]) -> Usage:
+    def _used(self, tiers: Sequence[Tiers]) -> dict[Tier, int]:
         states, working = self._states(tiers), self._working(tiers)
         return {tier: states[tier] + working[tier] for tier in Tier}
 
-    def _too_large(self, tiers: Sequence[Tiers], budget: Budget) -> ConfigError:
+    def _too_large(self, tiers: Sequence[Tiers], budget: MemoryBudget) -> ConfigError:
         states, working = self._states(tiers), self._working(tiers)
         lines = [
             f"  {tier.value:<7}{format_bytes(states[tier]):>8} of states + {format_bytes(working[tier]):>7} of working "

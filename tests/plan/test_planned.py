@@ -41,21 +41,15 @@ def test_parameters(name: str) -> None:
         segment = planned(2048, mesh, name)
         assert (segment.rests_whole, segment.stays_whole) == (name in WHOLE, name in KEPT)
         assert segment.has_second == (name == "hierarchical" and mesh is NODES)
-        assert segment.rests_as_one_part == (name not in WHOLE and not segment.has_second)
+        assert segment.num_shards(segment.row.master) == (1 if name == "ddp" else mesh.data)
         assert segment.master_is_parameter
-        assert segment.holds_whole_master == (name == "ddp")
-        assert planned(2048, mesh, name, Encodings(compute=BF16)).has_own_master
+        assert not planned(2048, mesh, name, Encodings(compute=BF16)).master_is_parameter
     alone = planned(2048, MeshShape(), name)
-    assert (alone.rests_whole, alone.stays_whole, alone.has_second, alone.rests_as_one_part) == (
-        True,
-        True,
-        False,
-        True,
-    )
+    assert (alone.rests_whole, alone.stays_whole, alone.has_second) == (True, True, False)
     for tier in (Tier.HOST, Tier.DISK):
         away = planned(2048, MeshShape(), name, tiers=Tiers(parameters=tier))
         assert (away.rests_whole, away.stays_whole) == (False, name == "zero3-kept")
-        assert away.has_own_master
+        assert not away.master_is_parameter
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -93,7 +87,7 @@ def test_bytes_of_a_unit(sizes: list[tuple[int, Encoding]], num_parts: int) -> N
         held = [segment.spans_of(segment.row.master, rank) for rank in range(num_parts)]
         assert held == [segment.layout.part(rank) for rank in range(num_parts)]
         assert segment.spans_of(segment.row.param_compute, 0) == segment.layout.spans
-        assert segment.held_bytes(segment.row.param_rest) == segment.num_bytes // num_parts
+        assert segment.held_bytes(segment.row.param_rest) == segment.layout.num_bytes // num_parts
 
 
 # --------------------------------------------------------------------------------------------------- the pool of units
@@ -143,15 +137,12 @@ def test_neighbours_share_buckets_while_they_fit(quanta: list[int], num_ranks: i
     mesh, row = MeshShape(data=num_ranks), preset(name)
     segments = [planned(num * QUANTUM * num_ranks, mesh, name) for num in quanta]
     buckets = share_buckets(segments, most)
-    assert [segment for bucket in buckets for segment in bucket.segments] == segments
+    assert [segment for bucket in buckets for segment in bucket] == segments
     shares = mesh.group_size(row.grad_step.shard_axes) > 1
-    held = [sum(segment.layout.padded * 4 for segment in bucket.segments) for bucket in buckets]
-    assert held == [bucket.num_bytes for bucket in buckets] == [bucket.shard_bytes * num_ranks for bucket in buckets]
-    assert all(
-        len(bucket.segments) == 1 or (shares and size <= most) for bucket, size in zip(buckets, held, strict=True)
-    )
+    held = [sum(segment.layout.padded * 4 for segment in bucket) for bucket in buckets]
+    assert all(len(bucket) == 1 or (shares and size <= most) for bucket, size in zip(buckets, held, strict=True))
     for size, following in zip(held, buckets[1:], strict=False):
-        assert not shares or size + following.first.layout.padded * 4 > most, "the next one does not fit"
+        assert not shares or size + following[0].layout.padded * 4 > most, "the next one does not fit"
 
 
 def test_small_segments_share_a_bucket_in_the_order_of_backward() -> None:
@@ -160,18 +151,18 @@ def test_small_segments_share_a_bucket_in_the_order_of_backward() -> None:
     one, two, three, four = reduction_order(units)
     assert [segment.layout.padded // half for segment in (one, two, three, four)] == [3, 1, 1, 1]
     buckets = share_buckets([one, two, three, four])
-    assert [len(bucket.segments) for bucket in buckets] == [1, 2, 1]
-    assert [len(bucket.segments) for bucket in share_buckets([one, two, three, four], max_bytes=0)] == [1] * 4
+    assert [len(bucket) for bucket in buckets] == [1, 2, 1]
+    assert [len(bucket) for bucket in share_buckets([one, two, three, four], max_bytes=0)] == [1] * 4
 
 
 def test_whole_gradients_have_buckets_of_their_own() -> None:
     buckets = share_buckets(reduction_order(units_of([1024, 1024], "ddp")))
-    assert [len(bucket.segments) for bucket in buckets] == [1, 1]
+    assert [len(bucket) for bucket in buckets] == [1, 1]
 
 
 def test_the_size_of_a_bucket_is_that_of_what_travels() -> None:
     """Gradients that travel in two bytes share buckets twice as large in elements."""
     num_elements = BUCKET_BYTES // 4
     half = planned(num_elements, TWO, "zero2", Encodings(BF16, FP32, BF16))
-    assert [len(bucket.segments) for bucket in share_buckets([half, half])] == [2]
-    assert [len(bucket.segments) for bucket in share_buckets([planned(num_elements, TWO, "zero2")] * 2)] == [1, 1]
+    assert [len(bucket) for bucket in share_buckets([half, half])] == [2]
+    assert [len(bucket) for bucket in share_buckets([planned(num_elements, TWO, "zero2")] * 2)] == [1, 1]

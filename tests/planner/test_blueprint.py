@@ -65,7 +65,7 @@ def test_of_512_ranks(build: Any, zero: dict[str, Any], whole: int, split: int, 
     traffic = step_traffic(blueprint.units)
     model_bytes = traffic.sent_bytes("parameters") + traffic.sent_bytes("gradients")
     assert model_bytes == pytest.approx(2 * sent * num, rel=0.05)
-    reduced = [segment for bucket in blueprint.buckets for segment in bucket.segments]
+    reduced = [segment for bucket in blueprint.buckets for segment in bucket]
     assert reduced == [segment for unit in reversed(blueprint.units) for segment in unit.segments]
 
 
@@ -74,7 +74,7 @@ def test_the_same_model_gives_the_same_blueprint() -> None:
     one, other = make_blueprint(llama(), settings), make_blueprint(llama(), settings)
     assert (one, one.buckets) == (other, other.buckets)
     assert one != make_blueprint(llama(), resolved({"stage": 3}, MIXED))
-    assert one.mesh.size("local") == 8
+    assert one.resolved.mesh.size("local") == 8
     assert all(segment.has_second for unit in one.units for segment in unit.segments)
 
 

@@ -22,9 +22,12 @@ def agreed_budget(offload: Offload, collectives: Collectives) -> MemoryBudget | 
     """
     if not leaves_a_choice(offload):
         return None
-    every: list[tuple[str, MemoryBudget | str]] = collectives.exchange_objects(
-        _measured(offload, collectives), DATA, "partita.initialize"
-    )
+    mine: MemoryBudget | str
+    try:
+        mine = free_budget(collectives.mesh.device, offload)
+    except PartitaError as error:
+        mine = str(error)
+    every = collectives.exchange_objects((socket.gethostname(), mine), DATA, "partita.initialize")
     on_node = Counter(host for host, _ in every)
     budgets = []
     for rank, (host, found) in enumerate(every):
@@ -32,10 +35,3 @@ def agreed_budget(offload: Offload, collectives: Collectives) -> MemoryBudget | 
             raise PartitaError(f"{found} (on rank {rank})")
         budgets.append(found.shared(on_node[host]))
     return MemoryBudget.least(budgets)
-
-
-def _measured(offload: Offload, collectives: Collectives) -> tuple[str, MemoryBudget | str]:
-    try:
-        return socket.gethostname(), free_budget(collectives.mesh.device, offload)
-    except PartitaError as error:
-        return socket.gethostname(), str(error)

@@ -30,13 +30,6 @@ class PlannedSegment:
         """Whether it did when the plan was made."""
         return self.layout.trainable
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all its parameters, in the compute encoding."""
-        return self.layout.padded * self.layout.encoding.itemsize
-
-    # ---------------------------------------------------------------- parameters
-
     @cached_property
     def rests_whole(self) -> bool:
         """Whether the parameters rest as they are computed with: nothing has to be brought before a forward."""
@@ -50,14 +43,7 @@ class PlannedSegment:
     @cached_property
     def has_second(self) -> bool:
         """Whether what stays between forward and backward has memory of its own: a part, but not the part at rest."""
-        return self._num_shards(self.row.param_between) not in (1, self._num_shards(self.row.param_rest))
-
-    @property
-    def rests_as_one_part(self) -> bool:
-        """Whether all that a rank keeps of the parameters is one of the layout's parts."""
-        return self._num_shards(self.row.param_rest) == self.layout.num_parts and not self.has_second
-
-    # ------------------------------------------------------------ master weights
+        return self.num_shards(self.row.param_between) not in (1, self.num_shards(self.row.param_rest))
 
     @cached_property
     def master_is_parameter(self) -> bool:
@@ -65,20 +51,8 @@ class PlannedSegment:
         rest, master = self.row.param_rest, self.row.master
         same = (rest.encoding, rest.tier) == (master.encoding, master.tier)
         if same and rest.tier is Tier.DISK:  # what is read and written there is all of it
-            same = self._num_shards(rest) == self._num_shards(master)
+            same = self.num_shards(rest) == self.num_shards(master)
         return same
-
-    @property
-    def has_own_master(self) -> bool:
-        """Whether master weights have memory of their own."""
-        return self.trains and not self.master_is_parameter
-
-    @cached_property
-    def holds_whole_master(self) -> bool:
-        """Whether every rank updates all of it."""
-        return self._num_shards(self.row.master) == 1
-
-    # ----------------------------------------------------------------- gradients
 
     @cached_property
     def gradient_moves(self) -> bool:
@@ -94,8 +68,13 @@ class PlannedSegment:
     def gradient_rests_whole(self) -> bool:
         """Whether gradients are collected in memory on the device that keeps them whole between micro-batches."""
         between = self.row.grad_between
-        is_whole = self._num_shards(between) == 1 and between.tier is Tier.DEVICE
+        is_whole = self.num_shards(between) == 1 and between.tier is Tier.DEVICE
         return self.row.gradients_rest and is_whole and not self.gradient_in_place
+
+    @property
+    def gradient_passes(self) -> bool:
+        """Whether gradients are collected in a slot of a buffer pool, and leave it before the next micro-batch."""
+        return not (self.gradient_in_place or self.gradient_rests_whole)
 
     @cached_property
     def gradient_steps(self) -> tuple[Step, ...]:
@@ -109,11 +88,13 @@ class PlannedSegment:
         return any(isinstance(op, AllReduce | ReduceScatter) for op in self.gradient_steps)
 
     @property
-    def gradient_passes(self) -> bool:
-        """Whether gradients are collected in a slot of a buffer pool, and leave it before the next micro-batch."""
-        return not (self.gradient_in_place or self.gradient_rests_whole)
+    def gradient_bytes(self) -> int:
+        """Of the gradients of all parts as they are collected."""
+        return self.layout.padded * self.row.grad_step.encoding.itemsize
 
-    # ------------------------------------------------------------- what a rank holds
+    def num_shards(self, residence: Residence) -> int:
+        """Ranks among which ``residence`` splits a state."""
+        return self.mesh.group_size(residence.shard_axes)
 
     def held_bytes(self, residence: Residence) -> int:
         """Bytes that a rank holds under ``residence``, with the padding."""
@@ -124,13 +105,13 @@ class PlannedSegment:
         num = residence.num_elements(self.layout.padded, self.mesh)
         return self.layout.cut(self.mesh.group_index(rank, residence.shard_axes) * num, num)
 
-    def _num_shards(self, residence: Residence) -> int:
-        return self.mesh.group_size(residence.shard_axes)
-
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """The segments of a unit. The root unit is called ``""``; ``inside`` are the names of the units around it."""
+    """The segments of a unit, whose rows differ in encodings only; ``inside`` are the names of the units around it.
+
+    The root unit is called ``""``.
+    """
 
     name: str
     segments: tuple[PlannedSegment, ...]
@@ -138,12 +119,11 @@ class PlannedUnit:
 
     @property
     def row(self) -> StatePlan:
-        """Of the unit's first segment: rows of a unit differ in encodings only."""
         return self.segments[0].row
 
     @property
     def rests_whole(self) -> bool:
-        """See :class:`PlannedSegment`: one that does not borrows a slot of the buffer pool while it is used."""
+        """As of its segments; a unit that does not borrows a slot of a buffer pool while it is used."""
         return self.segments[0].rests_whole
 
     @property
@@ -153,42 +133,7 @@ class PlannedUnit:
     @cached_property
     def num_bytes(self) -> int:
         """Of the whole unit in the compute encodings."""
-        return sum(segment.num_bytes for segment in self.segments)
-
-    def contains(self, other: "PlannedUnit") -> bool:
-        """Whether the other unit's module lies inside this one's, which is open while the other comes and goes."""
-        return self.name in other.inside
-
-
-@dataclass(frozen=True)
-class PlannedBucket:
-    """Segments whose gradients are reduced together: they rest alike."""
-
-    segments: tuple[PlannedSegment, ...]
-
-    @property
-    def first(self) -> PlannedSegment:
-        """Which says how the gradients of all of them move."""
-        return self.segments[0]
-
-    @property
-    def num_elements(self) -> int:
-        return sum(segment.layout.padded for segment in self.segments)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the gradients of all ranks' parts, in the encoding in which they travel."""
-        return self.num_elements * self.first.row.grad_step.encoding.itemsize
-
-    @property
-    def shard_bytes(self) -> int:
-        """Of what the reduction leaves on each rank."""
-        return self.num_bytes // self.first.layout.num_parts
-
-    @property
-    def travels(self) -> bool:
-        """Whether it has a turn in the order of reductions: its gradients are added up, or sent to where they rest."""
-        return self.first.gradient_is_reduced or self.first.gradient_passes
+        return sum(segment.layout.num_bytes for segment in self.segments)
 
 
 def reduction_order(units: Sequence[PlannedUnit]) -> list[PlannedSegment]:
@@ -196,8 +141,10 @@ def reduction_order(units: Sequence[PlannedUnit]) -> list[PlannedSegment]:
     return [segment for unit in reversed(units) for segment in unit.segments if segment.trains]
 
 
-def share_buckets(segments: Sequence[PlannedSegment], max_bytes: int = BUCKET_BYTES) -> list[PlannedBucket]:
-    """The buckets of the segments, in the order in which they are reduced.
+def share_buckets(
+    segments: Sequence[PlannedSegment], max_bytes: int = BUCKET_BYTES
+) -> list[tuple[PlannedSegment, ...]]:
+    """Which of the segments share a bucket, in the order in which buckets are reduced.
 
     Neighbours share one while they rest alike and fit in ``max_bytes``. A gradient that the optimizer sees whole has a
     bucket of its own, so that it keeps its parameter's shape.
@@ -205,14 +152,12 @@ def share_buckets(segments: Sequence[PlannedSegment], max_bytes: int = BUCKET_BY
     groups: list[list[PlannedSegment]] = []
     room, before = 0, None
     for segment in segments:
-        residence = segment.row.grad_step
-        rests = (residence, segment.row.master.tier)
-        size = segment.layout.padded * residence.encoding.itemsize
-        if rests == before and size <= room and segment.mesh.group_size(residence.shard_axes) > 1:
+        rests = (segment.row.grad_step, segment.row.master.tier)
+        if rests == before and segment.gradient_bytes <= room and segment.num_shards(segment.row.grad_step) > 1:
             groups[-1].append(segment)
-            room -= size
+            room -= segment.gradient_bytes
         else:
             groups.append([segment])
-            room = max_bytes - size
+            room = max_bytes - segment.gradient_bytes
             before = rests
-    return [PlannedBucket(tuple(group)) for group in groups]
+    return [tuple(group) for group in groups]

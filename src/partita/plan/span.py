@@ -75,6 +75,10 @@ class SegmentLayout:
     def padded(self) -> int:
         return self.num_parts * self.part_elements
 
+    @property
+    def num_bytes(self) -> int:
+        return self.padded * self.encoding.itemsize
+
     def part(self, index: int) -> tuple[Span, ...]:
         """The spans of part ``index``, with offsets counted from its start."""
         return self.cut(index * self.part_elements, self.part_elements)

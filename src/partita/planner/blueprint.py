@@ -15,8 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
 from partita.errors import ConfigError
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.planned import PlannedBucket, PlannedSegment, PlannedUnit, reduction_order, share_buckets
+from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
 from partita.plan.residence import BF16, ENCODINGS, FP32, INT8, SPLIT, Encoding
 from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import Encodings, StatePlan, Tiers, preset, preset_name
@@ -42,17 +41,8 @@ class Blueprint:
     def config(self) -> Config:
         return self.resolved.config
 
-    @property
-    def mesh(self) -> MeshShape:
-        return self.resolved.mesh
-
-    @property
-    def compute(self) -> Encoding:
-        """Of parameters in compute, but for those that stay in fp32."""
-        return ENCODINGS[self.resolved.compute_dtype]
-
     @cached_property
-    def buckets(self) -> list[PlannedBucket]:
+    def buckets(self) -> list[tuple[PlannedSegment, ...]]:
         """Which gradients are reduced together, in the order in which they are reduced."""
         return share_buckets(reduction_order(self.units))
 

@@ -1,5 +1,6 @@
 """What the states and the working memory of a rank may take of each memory."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,10 +19,10 @@ class MemoryBudget:
     disk: int
     one_memory: bool = False
 
-    def lacking(self, used: dict[Tier, int]) -> list[Tier]:
+    def lacking(self, used: Counter[Tier]) -> list[Tier]:
         """The memories that ``used`` is more than there is of."""
         if self.one_memory:
-            used = {Tier.DEVICE: used[Tier.DEVICE] + used[Tier.HOST], Tier.HOST: 0, Tier.DISK: used[Tier.DISK]}
+            used = Counter({Tier.DEVICE: used[Tier.DEVICE] + used[Tier.HOST], Tier.DISK: used[Tier.DISK]})
         return [tier for tier in Tier if used[tier] > self.of(tier)]
 
     def of(self, tier: Tier) -> int:

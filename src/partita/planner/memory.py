@@ -33,9 +33,12 @@ def model_state_bytes(
     return {key: num_bytes for key, num_bytes in held.items() if num_bytes}
 
 
-def bytes_by_tier(held: Mapping[tuple[str, str], int]) -> dict[Tier, int]:
+def bytes_by_tier(held: Mapping[tuple[str, str], int]) -> Counter[Tier]:
     """Bytes by (state, tier), as :func:`model_state_bytes` gives them, added up for each tier."""
-    return {tier: sum(num for (_, name), num in held.items() if name == tier.value) for tier in Tier}
+    sums = Counter[Tier]()
+    for (_, tier), num_bytes in held.items():
+        sums[Tier(tier)] += num_bytes
+    return sums
 
 
 def _states(segment: PlannedSegment, rank: int | None, num_moments: int) -> Iterator[tuple[str, Residence, int]]:
@@ -50,7 +53,7 @@ def _states(segment: PlannedSegment, rank: int | None, num_moments: int) -> Iter
         yield "gradients", row.grad_arrival, _value_bytes(segment, row.grad_arrival, rank)
     elif row.gradients_rest:  # others are in working memory, a few at a time
         yield "gradients", row.grad_between, segment.held_bytes(row.grad_between)
-    if segment.has_own_master:
+    if not segment.master_is_parameter:
         yield "master", row.master, segment.held_bytes(row.master)
     if row.moments.tier is Tier.DISK:  # there they are kept as the shard is, with its padding
         yield "moments", row.moments, num_moments * segment.held_bytes(row.moments)

@@ -57,7 +57,7 @@ class Placement:
     offload: Offload
     prefetch: int | str
     num_moments: int
-    _units: dict[tuple[int, Tiers], tuple[PlannedUnit, dict[Tier, int]]] = field(default_factory=dict)
+    _units: dict[tuple[int, Tiers], tuple[PlannedUnit, Counter[Tier]]] = field(default_factory=dict)
 
     def tiers(self, budget: MemoryBudget) -> list[Tiers]:
         """The tiers of each unit.
@@ -69,19 +69,22 @@ class Placement:
         wanted = [state for state in STATES if getattr(self.offload, state) == "auto"]
         items = [(number, state) for state in wanted for number in order]
         every = range(len(items), -1, -1)
+
+        def fits(near: int, far: int, tier: Tier) -> bool:
+            states, working = self._needed(self._divided(items, near, far))
+            return tier not in budget.lacking(states + working)
+
         # What the device holds does not depend on how the rest is divided, and the host and the disk need the less the
         # more is nearer: so each prefix is found by itself.
-        near = next((num for num in every if self._fits(items, num, num, Tier.DEVICE, budget)), 0)
+        near = next((num for num in every if fits(num, num, Tier.DEVICE)), 0)
         far = near
         if not budget.one_memory:
-            far = next((n for n in every[: len(items) - near] if self._fits(items, near, n, Tier.HOST, budget)), near)
+            far = next((num for num in every[: len(items) - near] if fits(near, num, Tier.HOST)), near)
         tiers = self._divided(items, near, far)
-        if budget.lacking(self._used(tiers)):
-            raise self._too_large(tiers, budget)
+        states, working = self._needed(tiers)
+        if lacking := budget.lacking(states + working):
+            raise _too_large(states, working, budget, lacking)
         return tiers
-
-    def _fits(self, items: Sequence[tuple[int, str]], near: int, far: int, tier: Tier, budget: MemoryBudget) -> bool:
-        return tier not in budget.lacking(self._used(self._divided(items, near, far)))
 
     def _divided(self, items: Sequence[tuple[int, str]], near: int, far: int) -> list[Tiers]:
         """The first ``near`` items on the device, those before ``far`` on the host, the rest on disk."""
@@ -91,47 +94,40 @@ class Placement:
             chosen[number] = replace(chosen[number], **{state: tier})
         return [chosen_tiers(self.offload, tiers) for tiers in chosen]
 
-    def _unit(self, number: int, tiers: Tiers) -> tuple[PlannedUnit, dict[Tier, int]]:
-        if (number, tiers) not in self._units:
-            unit = self.planned(number, tiers)
-            self._units[number, tiers] = unit, bytes_by_tier(model_state_bytes([unit], None, self.num_moments))
-        return self._units[number, tiers]
+    def _needed(self, tiers: Sequence[Tiers]) -> tuple[Counter[Tier], Counter[Tier]]:
+        """Bytes of states, and of working memory."""
+        units, states = list[PlannedUnit](), Counter[Tier]()
+        for number, chosen in enumerate(tiers):
+            if (number, chosen) not in self._units:
+                unit = self.planned(number, chosen)
+                self._units[number, chosen] = unit, bytes_by_tier(model_state_bytes([unit], None, self.num_moments))
+            unit, held = self._units[number, chosen]
+            units.append(unit)
+            states.update(held)
+        return states, working_bytes(units, self.prefetch, self.num_moments)
 
-    def _states(self, tiers: Sequence[Tiers]) -> dict[Tier, int]:
-        every = [self._unit(number, chosen)[1] for number, chosen in enumerate(tiers)]
-        return {tier: sum(used[tier] for used in every) for tier in Tier}
 
-    def _working(self, tiers: Sequence[Tiers]) -> dict[Tier, int]:
-        units = [self._unit(number, chosen)[0] for number, chosen in enumerate(tiers)]
-        return working_bytes(units, self.prefetch, self.num_moments)
-
-    def _used(self, tiers: Sequence[Tiers]) -> dict[Tier, int]:
-        states, working = self._states(tiers), self._working(tiers)
-        return {tier: states[tier] + working[tier] for tier in Tier}
-
-    def _too_large(self, tiers: Sequence[Tiers], budget: MemoryBudget) -> ConfigError:
-        states, working = self._states(tiers), self._working(tiers)
-        lines = [
-            f"  {tier.value:<7}{format_bytes(states[tier]):>8} of states + {format_bytes(working[tier]):>7} of working "
-            f"memory; {format_bytes(budget.of(tier)):>7} may be used"
-            for tier in Tier
-        ]
-        if budget.one_memory:
-            lines[1] = lines[1].partition(";")[0] + "; the device's memory is the host's"
-        fixes = {
-            Tier.DEVICE: "start more ranks or raise zero.stage; name smaller modules in zero.units, or set "
-            "zero.prefetch_bytes: 0",
-            Tier.HOST: "set zero.offload.parameters and zero.offload.optimizer to auto or disk, or start fewer ranks "
-            "on a node",
-            Tier.DISK: "let zero.offload.path name a folder on a larger disk (files in memory do not count), or raise "
-            "zero.stage",
-        }
-        lacking = budget.lacking(self._used(tiers))
-        fix = "; ".join(fixes[tier] for tier in lacking)
-        where = " and ".join(tier.value for tier in lacking)
-        return ConfigError(
-            "\n".join([f"zero.offload: the states of a rank do not fit ({where})", *lines, f"Fix: {fix}."])
-        )
+def _too_large(
+    states: Counter[Tier], working: Counter[Tier], budget: MemoryBudget, lacking: Sequence[Tier]
+) -> ConfigError:
+    lines = [
+        f"  {tier.value:<7}{format_bytes(states[tier]):>8} of states + {format_bytes(working[tier]):>7} of working "
+        f"memory; {format_bytes(budget.of(tier)):>7} may be used"
+        for tier in Tier
+    ]
+    if budget.one_memory:
+        lines[1] = lines[1].partition(";")[0] + "; the device's memory is the host's"
+    fixes = {
+        Tier.DEVICE: "start more ranks or raise zero.stage; name smaller modules in zero.units, or set "
+        "zero.prefetch_bytes: 0",
+        Tier.HOST: "set zero.offload.parameters and zero.offload.optimizer to auto or disk, or start fewer ranks "
+        "on a node",
+        Tier.DISK: "let zero.offload.path name a folder on a larger disk (files in memory do not count), or raise "
+        "zero.stage",
+    }
+    fix = "; ".join(fixes[tier] for tier in lacking)
+    where = " and ".join(tier.value for tier in lacking)
+    return ConfigError("\n".join([f"zero.offload: the states of a rank do not fit ({where})", *lines, f"Fix: {fix}."]))
 
 
 def describe_placement(held: Mapping[tuple[str, str], int]) -> str:

@@ -49,7 +49,7 @@ def find_remedies(blueprint: Blueprint, short: AbstractSet[Tier], activation_byt
 def _held(units: Sequence[PlannedUnit], blueprint: Blueprint, tiers: AbstractSet[Tier]) -> int:
     states = bytes_by_tier(model_state_bytes(units, None, blueprint.num_moments))
     working = working_bytes(units, blueprint.config.zero.prefetch_bytes, blueprint.num_moments)
-    return sum(states[tier] + working[tier] for tier in tiers)
+    return sum((states + working)[tier] for tier in tiers)
 
 
 def _kinds(blueprint: Blueprint, short: AbstractSet[Tier]) -> Iterator[list[tuple[str, list[PlannedUnit]]]]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from partita.plan.mesh_shape import MeshShape
-from partita.plan.planned import PlannedBucket, PlannedUnit, reduction_order, share_buckets
+from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
 from partita.plan.residence import Residence
 from partita.plan.state_plan import DATA
 from partita.plan.steps import AllGather, AllReduce, Encode, ReduceScatter, Slice, steps
@@ -84,16 +84,16 @@ class _Sent:
             if num_near:
                 self.move(row.param_between, row.param_compute, padded, "parameters", num_near)
 
-    def reductions(self, bucket: PlannedBucket, num_reduced: int) -> None:
+    def reductions(self, bucket: Sequence[PlannedSegment], num_reduced: int) -> None:
         """The reductions of one bucket: of the parts that rest split after a micro-batch, of the rest at the step. Of
         gradients that rest nowhere, the norms and which were used are summed there, too.
         """
-        row = bucket.first.row
-        self.move(row.grad_arrival, row.grad_between, bucket.num_elements, "gradients", num_reduced)
-        self.move(row.grad_between, row.grad_step, bucket.num_elements, "gradients")
+        row, num_elements = bucket[0].row, sum(segment.layout.padded for segment in bucket)
+        self.move(row.grad_arrival, row.grad_between, num_elements, "gradients", num_reduced)
+        self.move(row.grad_between, row.grad_step, num_elements, "gradients")
         num = self._mesh.group_size(DATA)
         if not row.gradients_rest and num > 1:
-            num_words = sum(1 + len(segment.layout.spans) for segment in bucket.segments)
+            num_words = sum(1 + len(segment.layout.spans) for segment in bucket)
             self.meter.add(TrafficKey("all_reduce", DATA, "control"), 2 * (num - 1) * num_words * WORD_BYTES // num)
 
     def messages(self, num_bytes: int, calls: int = 1) -> None:

@@ -20,31 +20,23 @@ STAGED = 3
 STAGED_GRADIENTS = 2
 
 
-def working_bytes(units: Sequence[PlannedUnit], prefetch: int | str, num_moments: int) -> dict[Tier, int]:
+def working_bytes(units: Sequence[PlannedUnit], prefetch: int | str, num_moments: int) -> Counter[Tier]:
     """Bytes by tier. ``prefetch`` is ``zero.prefetch_bytes``."""
     trained = [segment for unit in units for segment in unit.segments if segment.trains]
     device = unit_pool(units, prefetch).num_bytes + _bucket_bytes(trained) + _arriving_bytes(units)
-    return {
-        Tier.DEVICE: device + _publish_bytes(trained) + _sum_bytes(trained, Tier.DEVICE),
-        Tier.HOST: _staging_bytes(units, num_moments) + _update_bytes(units) + _sum_bytes(trained, Tier.HOST),
-        Tier.DISK: 0,
-    }
-
-
-def _gradient_bytes(segment: PlannedSegment) -> int:
-    """Of the gradients of all ranks' parts, as they are collected."""
-    return segment.layout.padded * segment.row.grad_step.encoding.itemsize
+    host = _staging_bytes(units, num_moments) + _update_bytes(units) + _sum_bytes(trained, Tier.HOST)
+    device += _publish_bytes(trained) + _sum_bytes(trained, Tier.DEVICE)
+    return Counter({Tier.DEVICE: device, Tier.HOST: host})
 
 
 def _bucket_bytes(trained: Sequence[PlannedSegment]) -> int:
     """Slots of the buckets, and of what is received into them."""
     sent, received = list[int](), list[int]()
     for segment in trained:
-        num_bytes = _gradient_bytes(segment)
         if segment.gradient_passes:
-            sent.append(num_bytes)
+            sent.append(segment.gradient_bytes)
         if segment.gradient_is_reduced:
-            received.append(num_bytes - num_bytes // segment.mesh.group_size(DATA))
+            received.append(segment.gradient_bytes - segment.gradient_bytes // segment.mesh.group_size(DATA))
     return _shared_slots(sent, SENDING) + _shared_slots(received, RECEIVING)
 
 
@@ -66,8 +58,8 @@ def _sum_bytes(trained: Sequence[PlannedSegment], tier: Tier) -> int:
     passing = [s for s in trained if not s.row.gradients_rest and s.row.grad_step.tier is tier]
     if not passing:
         return 0
-    num_shards = passing[0].mesh.group_size(passing[0].row.grad_step.shard_axes)
-    return _shared_slots([_gradient_bytes(segment) for segment in passing], SUMMED) // num_shards
+    num_shards = passing[0].num_shards(passing[0].row.grad_step)
+    return _shared_slots([segment.gradient_bytes for segment in passing], SUMMED) // num_shards
 
 
 def _shared_slots(sizes: Sequence[int], depth: int) -> int:
@@ -109,7 +101,7 @@ def _staging_bytes(units: Sequence[PlannedUnit], num_moments: int) -> int:
             parameters[segment.held_bytes(row.param_rest)] += 1
         if segment.trains and row.grad_step.tier is Tier.DISK:
             num_bytes = segment.held_bytes(row.grad_step)
-            if _gradient_bytes(segment) > BUCKET_BYTES:
+            if segment.gradient_bytes > BUCKET_BYTES:
                 gradients[num_bytes] += 1
             else:
                 small += num_bytes

@@ -163,7 +163,9 @@ class Assembly:
     def _comes_in_parts(self, unit: Unit) -> bool:
         """Whether each rank can read what it keeps, and nothing else."""
         has_all = all(self._has(*member.holding.fqns) for member in unit.members)
-        return has_all and unit.travels and all(segment.planned.rests_as_one_part for segment in unit.segments)
+        segments = [segment.planned for segment in unit.segments]
+        is_one_part = (s.num_shards(s.row.param_rest) == s.layout.num_parts and not s.has_second for s in segments)
+        return has_all and unit.travels and all(is_one_part)
 
     def _fill_alone(self, unit: Unit) -> None:
         """Bring the model's own values into a unit's buffers."""

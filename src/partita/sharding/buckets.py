@@ -19,7 +19,7 @@ from torch import Tensor
 from partita.memory.ring import Slot
 from partita.memory.streams import Event
 from partita.memory.tiers import InMemory, Kept, StateMemory
-from partita.plan.planned import PlannedBucket
+from partita.plan.planned import PlannedSegment
 from partita.plan.residence import Tier
 from partita.plan.steps import AllReduce, ReduceScatter
 from partita.planner.dtypes import dtype_of
@@ -50,8 +50,8 @@ class Bucket:
 
     def __init__(self, index: int, segments: Sequence[Segment], members: Sequence[Member]) -> None:
         self.index, self.segments, self.members = index, segments, members
-        self.planned = PlannedBucket(tuple(segment.planned for segment in segments))
-        self.plan = segments[0].plan
+        self.planned = segments[0].planned  # the segments of a bucket rest alike
+        self.plan = self.planned.row
         self.dtype = dtype_of(self.plan.grad_step.encoding)
         self.num_rows = segments[0].layout.num_parts
         self.first_column = dict[int, int]()
@@ -62,10 +62,10 @@ class Bucket:
         self.pieces = {id(member): self._pieces(member) for member in members}
         self.gaps = self._gaps()
         self.rests = self.plan.gradients_rest
-        self.in_place = self.planned.first.gradient_in_place
-        self.rests_whole = self.planned.first.gradient_rests_whole
-        self.reduces = [op for op in self.planned.first.gradient_steps if isinstance(op, AllReduce | ReduceScatter)]
-        self.travels = self.planned.travels
+        self.in_place = self.planned.gradient_in_place
+        self.rests_whole = self.planned.gradient_rests_whole
+        self.reduces = [op for op in self.planned.gradient_steps if isinstance(op, AllReduce | ReduceScatter)]
+        self.travels = bool(self.reduces) or self.planned.gradient_passes
         self.state = BucketState.OPEN
         self.whole: Tensor | None = None
         self.shard: Kept | None = None
@@ -200,7 +200,7 @@ class Bucket:
 
     def grad_of(self, member: Member, row: int, shard: Tensor | None) -> Tensor | None:
         """The gradient the optimizer sees: this rank's piece, or all of it where gradients end up whole."""
-        if shard is None or self.planned.first.mesh.group_size(self.plan.grad_step.shard_axes) > 1:
+        if shard is None or self.planned.num_shards(self.plan.grad_step) > 1:
             return self.owned_of(member, row, shard)
         whole, offset = shard if self.whole is None else self.whole.view(-1), member.span.offset
         return member.shaped(whole[offset : offset + member.span.num_elements])
@@ -212,14 +212,14 @@ def square(grad: Tensor) -> Tensor:
     return norm.double().square()
 
 
-def make_buckets(planned: Sequence[PlannedBucket], units: Sequence[Unit]) -> list[Bucket]:
+def make_buckets(planned: Sequence[Sequence[PlannedSegment]], units: Sequence[Unit]) -> list[Bucket]:
     """The buckets of the units' gradients as they are planned, in the order in which they will be reduced."""
     segments = {id(segment.planned): segment for unit in units for segment in unit.segments}
     members = defaultdict[int, list[Member]](list)
     for member in (member for unit in units for member in unit.members):
         members[id(member.segment)].append(member)
     buckets = []
-    for index, bucket in enumerate(planned):
-        group = [segments[id(segment)] for segment in bucket.segments]
+    for index, shared in enumerate(planned):
+        group = [segments[id(segment)] for segment in shared]
         buckets.append(Bucket(index, group, [member for segment in group for member in members[id(segment)]]))
     return buckets

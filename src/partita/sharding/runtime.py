@@ -12,7 +12,7 @@ from partita.comm.collectives import Collectives
 from partita.comm.together import together
 from partita.memory.ring import Loan, Ring
 from partita.memory.tiers import StateMemory
-from partita.plan.residence import Tier
+from partita.plan.residence import ENCODINGS, Tier
 from partita.plan.slots import bytes_ahead, unit_pool
 from partita.planner.blueprint import Blueprint
 from partita.planner.dtypes import dtype_of
@@ -79,7 +79,7 @@ class Runtime:
         self.residency = Residency(sharded, self.executor, agreement, ahead)
         self._wait_in_threads()
         self._hooks: list[Any] = []
-        self._compute = dtype_of(blueprint.compute)
+        self._compute = dtype_of(ENCODINGS[blueprint.resolved.compute_dtype])
         self.on_unfreeze: Callable[[Segment], None] = lambda segment: None
         self._own_buffers = [(module, dict(module._buffers)) for module in model.modules()]
         try:

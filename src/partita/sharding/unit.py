@@ -128,7 +128,7 @@ class Segment:
 
     @property
     def holds_whole_master(self) -> bool:
-        return self.planned.holds_whole_master
+        return self.planned.num_shards(self.plan.master) == 1
 
     @property
     def master_is_parameter(self) -> bool:

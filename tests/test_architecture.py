@@ -20,7 +20,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70
 MAX_PARAMETERS = 8
 
-COLLECTIVES = ("comm/collectives.py",)
+COLLECTIVES = ("comm/transport.py",)
 ENVIRONMENT = ("config/load.py", "cli/launch*.py")
 STAGE = ("config/*.py", "plan/state_plan.py")
 
@@ -300,7 +300,7 @@ GOOD = [
     (function_budget, "engine.py", "def f():\n" + "    x = 1\n" * 69),
     (parameter_budget, "engine.py", f"def f({MANY_PARAMETERS}): ..."),
     (parameter_budget, "engine.py", f"class A:\n    def f(self, {MANY_PARAMETERS}): ..."),
-    (collectives_in_one_file, "comm/collectives.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
+    (collectives_in_one_file, "comm/transport.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
     (collectives_in_one_file, "engine.py", "import torch.distributed as dist\ndist.get_rank()\ndist.ReduceOp.SUM"),
     (collectives_in_one_file, "engine.py", "from partita.comm import collectives\ncollectives.all_reduce(x)"),
     (collectives_in_one_file, "engine.py", "import torch\ntorch.gather(x, 0, y)\nx.scatter_(0, y)"),

@@ -150,9 +150,9 @@ def test_what_rests(name: str) -> None:
         assert (bucket.whole is None) == (name in SHARDED)
         assert allocated(bucket, 1) == 0, "only once"
     alone = bucket_of(shapes, MeshShape(), name)
-    assert (alone.in_place, alone.travels, alone.reduces, allocated(alone, 0)) == (True, False, [], 0)
+    assert (alone.in_place, alone.travels, alone.reduces, allocated(alone, 0)) == (True, False, (), 0)
     encoded = bucket_of(shapes, MeshShape(), name, mixed)
-    assert (encoded.in_place, encoded.rests_whole, encoded.travels, encoded.reduces) == (False, True, False, [])
+    assert (encoded.in_place, encoded.rests_whole, encoded.travels, encoded.reduces) == (False, True, False, ())
     assert allocated(encoded, 0) == encoded.num_bytes
 
 
@@ -164,7 +164,7 @@ def test_what_leaves_the_device(name: str) -> None:
     assert (split.rests_whole, split.travels) == (name in WHOLE, True)
     assert split.plan.grad_step.tier is (Tier.DEVICE if name in WHOLE else Tier.HOST)
     alone = bucket_of([[(300,)]], MeshShape(), name, tiers=tiers)
-    assert (alone.in_place, alone.rests_whole, alone.travels, alone.reduces) == (False, False, True, [])
+    assert (alone.in_place, alone.rests_whole, alone.travels, alone.reduces) == (False, False, True, ())
     memory = state_memory()
     alone.allocate(0, memory)
     assert memory.ledger.report(CPU).held == {("gradients", "host"): alone.num_bytes}

@@ -7,7 +7,6 @@ from partita.comm.collectives import Collectives
 from partita.config.schema import Offload
 from partita.errors import PartitaError
 from partita.memory.capacity import free_budget
-from partita.plan.state_plan import DATA
 from partita.planner.budget import MemoryBudget
 from partita.planner.placement import leaves_a_choice
 
@@ -27,7 +26,7 @@ def agreed_budget(offload: Offload, collectives: Collectives) -> MemoryBudget | 
         mine = free_budget(collectives.mesh.device, offload)
     except PartitaError as error:
         mine = str(error)
-    every = collectives.exchange_objects((socket.gethostname(), mine), DATA, "partita.initialize")
+    every = collectives.all_ranks.exchange_objects((socket.gethostname(), mine), "partita.initialize")
     on_node = Counter(host for host, _ in every)
     budgets = []
     for rank, (host, found) in enumerate(every):

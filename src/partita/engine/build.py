@@ -13,10 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from partita.checkpoint.checkpoints import Checkpoints
 from partita.checkpoint.weights import Weights
 from partita.checkpoint.whole import Whole
-from partita.comm.alike import check_settings_alike
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
-from partita.comm.together import together
+from partita.comm.together import check_settings_alike, together
 from partita.config.resolve import Resolved
 from partita.engine.budget import agreed_budget
 from partita.memory.disk import open_disk
@@ -32,12 +31,10 @@ from partita.optim.loss_scale import LossScale
 from partita.optim.step import StepUpdater
 from partita.optim.updater import Updater
 from partita.optim.views import check_groups
-from partita.planner.blueprint import Blueprint, make_blueprint
+from partita.planner.blueprint import Blueprint, make_blueprint, row_of
 from partita.sharding.assemble import check_alike
 from partita.sharding.resting import check_unclaimed
 from partita.sharding.runtime import Runtime
-
-DATA, LOCAL = ("data",), ("local",)
 
 
 @dataclass(frozen=True)
@@ -72,36 +69,35 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     """Put the model under the plan. What one rank meets is an error on all of them; the model is then what it was."""
     settings = resolved.config
     ledger, collectives = Ledger(), Collectives(mesh)
-    check_settings_alike(resolved.shared, collectives, DATA)
-    if settings.zero.hierarchical:
-        mesh.open(LOCAL)
-    collectives.introduce()
+    all_ranks = collectives.all_ranks
+    check_settings_alike(resolved.shared, all_ranks)
+    collectives.open(row_of(resolved).groups(resolved.mesh))
     memory = StateMemory(mesh.device, ledger, partial(open_disk, settings.zero.offload, mesh.rank))
     kernels = wants_kernels(settings, resolved.compute_dtype, mesh.device)
-    with together(collectives, DATA):
+    with together(all_ranks):
         optimizer = build_optimizer(list(model.parameters()), settings, given.optimizer, kernels=kernels)
         scheduler = build_schedule(optimizer, settings.schedule, given.scheduler)
         check_groups(optimizer, {id(param) for param in model.parameters()})
     num_moments = states_per_element(optimizer)
     budget = agreed_budget(settings.zero.offload, collectives)
-    with together(collectives, DATA):
+    with together(all_ranks):
         check_unclaimed(model)
         blueprint = make_blueprint(model, resolved, num_moments, budget)
-    check_alike(model, blueprint.units, collectives)
-    check_settings_alike(settings_of(optimizer), collectives, DATA)
+    check_alike(model, blueprint.units, all_ranks)
+    check_settings_alike(settings_of(optimizer), all_ranks)
     rows = [unit.row for unit in blueprint.units]
     if any(mesh.shape.group_size(row.master.shard_axes) > 1 or not row.updates_on_device for row in rows):
         check_elementwise(optimizer)
     counted = counted_attributes(optimizer, apart=not all(row.updates_on_device for row in rows))
     shortages = Shortages(blueprint, ledger, mesh.device, mesh.rank)
-    with together(collectives, DATA):
+    with together(all_ranks):
         source = Weights(given.weights) if given.weights is not None else None
     try:
         with shortages.explained("initialize"):
             runtime = Runtime(model, blueprint, collectives, memory, source)
         scale = LossScale(settings.precision.loss_scale, resolved.compute_dtype == "fp16")
         kind = BackwardUpdater if settings.precision.gradients == "in_backward" else StepUpdater
-        with together(collectives, DATA, runtime.give_back):
+        with together(all_ranks, runtime.give_back):
             updater = kind(runtime, optimizer, scale, settings.clip_grad_norm, counted)
             whole = Whole(runtime, updater)
             checkpoints = Checkpoints(model, runtime, updater, scheduler, settings)

@@ -80,7 +80,7 @@ def initialize(
     elif mesh.shape != resolved.mesh:
         raise ConfigError(f"mesh: the given mesh is {mesh.shape}, but the config asks for {resolved.mesh}")
     else:
-        mesh.open(("data",))
+        mesh.check_open()
     try:
         engine = Engine(model, resolved, mesh, Given(optimizer, scheduler, loss_fn, weights), owned)
     except BaseException:

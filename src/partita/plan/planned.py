@@ -76,16 +76,16 @@ class PlannedSegment:
         """Whether gradients are collected in a slot of a buffer pool, and leave it before the next micro-batch."""
         return not (self.gradient_in_place or self.gradient_rests_whole)
 
-    @cached_property
+    @property
     def gradient_steps(self) -> tuple[Step, ...]:
         """From gradients as they are collected (on the device, encoded as they rest) to the optimizer's."""
         collected = replace(self.row.grad_arrival, encoding=self.row.grad_step.encoding)
         return steps(collected, self.row.grad_step, self.mesh)
 
-    @property
-    def gradient_is_reduced(self) -> bool:
-        """Whether gradients are added up over ranks."""
-        return any(isinstance(op, AllReduce | ReduceScatter) for op in self.gradient_steps)
+    @cached_property
+    def gradient_reductions(self) -> tuple[AllReduce | ReduceScatter, ...]:
+        """What of :attr:`gradient_steps` adds up over ranks."""
+        return tuple(op for op in self.gradient_steps if isinstance(op, AllReduce | ReduceScatter))
 
     @property
     def gradient_bytes(self) -> int:

@@ -7,6 +7,7 @@ The engine is built from it, and the estimates read it.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import repeat
 
 import torch
 from torch import nn
@@ -25,6 +26,8 @@ from partita.planner.group_units import UnitSpec, group_units, keep_fp32_modules
 from partita.planner.memory import ADAM_MOMENTS
 from partita.planner.parameters import Holding, check_apart, check_supported, find_holdings
 from partita.planner.placement import Placement, chosen_tiers
+
+ON_DEVICE = Tiers()
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,21 @@ class Blueprint:
         return share_buckets(reduction_order(self.units))
 
 
+def row_of(resolved: Resolved, tiers: Tiers = ON_DEVICE, compute: Encoding | None = None) -> StatePlan:
+    """The row of the table for states in these tiers, of parameters that compute in another encoding than most."""
+    zero, precision = resolved.config.zero, resolved.config.precision
+    compute = compute or ENCODINGS[resolved.compute_dtype]
+    master = FP32 if compute.name in ENCODINGS else compute
+    if precision.master == "split" and compute == BF16:
+        master = SPLIT
+    moments = INT8 if precision.moments == "int8" else FP32
+    if precision.gradients == "in_backward":
+        tiers = replace(tiers, gradients=None)
+    encodings = Encodings(compute, master, ENCODINGS.get(precision.gradients, FP32), moments)
+    name = preset_name(zero.stage, keep_gathered=zero.keep_gathered, hierarchical=zero.hierarchical)
+    return preset(name, encodings, tiers, resolved.mesh)
+
+
 def make_blueprint(
     model: nn.Module, resolved: Resolved, num_moments: int = ADAM_MOMENTS, budget: MemoryBudget | None = None
 ) -> Blueprint:
@@ -63,16 +81,16 @@ def make_blueprint(
     kept = keep_fp32_modules(model, resolved.config.precision.keep_fp32)
     _check(find_holdings(model), resolved)
     specs = group_units(model, zero.units)
-    layouts = [lay_out(list(_entries(spec, resolved, kept)), resolved.mesh.data) for spec in specs]
+    num_parts = resolved.mesh.group_size(row_of(resolved).summed_axes)
+    layouts = [lay_out(list(_entries(spec, resolved, kept)), num_parts) for spec in specs]
 
     def planned(number: int, tiers: Tiers) -> PlannedUnit:
-        segments = (
-            PlannedSegment(layout, _row(resolved, layout.encoding, tiers), resolved.mesh) for layout in layouts[number]
-        )
+        rows = [row_of(resolved, tiers, layout.encoding) for layout in layouts[number]]
+        segments = map(PlannedSegment, layouts[number], rows, repeat(resolved.mesh))
         return PlannedUnit(specs[number].name, tuple(segments), tuple(specs[number].inside))
 
     if budget is None:
-        tiers = [chosen_tiers(zero.offload, Tiers())] * len(specs)
+        tiers = [chosen_tiers(zero.offload, ON_DEVICE)] * len(specs)
     else:
         names = [spec.name for spec in specs]
         tiers = Placement(names, planned, zero.offload, zero.prefetch_bytes, num_moments).tiers(budget)
@@ -104,17 +122,3 @@ def _entries(spec: UnitSpec, resolved: Resolved, kept: set[int]) -> Iterator[Ent
         elif any(id(owner) in kept or isinstance(owner, _BatchNorm) for owner, _ in holding.owners):
             encoding = FP32
         yield Entry(holding.fqns[0], tuple(param.shape), encoding, param.requires_grad)
-
-
-def _row(resolved: Resolved, compute: Encoding, tiers: Tiers) -> StatePlan:
-    """The row of the table that parameters of this compute encoding have."""
-    zero, precision = resolved.config.zero, resolved.config.precision
-    master = FP32 if compute.name in ENCODINGS else compute
-    if precision.master == "split" and compute == BF16:
-        master = SPLIT
-    moments = INT8 if precision.moments == "int8" else FP32
-    if precision.gradients == "in_backward":
-        tiers = replace(tiers, gradients=None)
-    encodings = Encodings(compute, master, ENCODINGS.get(precision.gradients, FP32), moments)
-    name = preset_name(zero.stage, keep_gathered=zero.keep_gathered, hierarchical=zero.hierarchical)
-    return preset(name, encodings, tiers, resolved.mesh)

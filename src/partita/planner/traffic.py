@@ -9,10 +9,9 @@ them go control messages of some bytes each, which are counted here as well.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from partita.plan.mesh_shape import MeshShape
+from partita.plan.mesh_shape import AXES, BATCH_AXES, MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
 from partita.plan.residence import Residence
-from partita.plan.state_plan import DATA
 from partita.plan.steps import AllGather, AllReduce, Encode, ReduceScatter, Slice, steps
 from partita.plan.traffic import TrafficKey, TrafficMeter, TrafficReport
 
@@ -54,14 +53,15 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
     for segment in segments:
         sent.move(segment.row.master, segment.row.param_rest, segment.layout.padded, "parameters")
     if not all(unit.rests_whole for unit in units):
-        sent.messages(WORD_BYTES, shape.accumulate)  # the end of a micro-batch
+        sent.messages(AXES, WORD_BYTES, shape.accumulate)  # the end of a micro-batch
     num_members = sum(len(segment.layout.spans) for segment in segments)
     # Waves, what was written, the gradients' scale; what was used, and what is left to reduce.
-    sent.messages(3 * WORD_BYTES + len(buckets) + num_members)
+    summed_axes = units[0].row.summed_axes
+    sent.messages(summed_axes, 3 * WORD_BYTES + len(buckets) + num_members)
     if all(segment.row.gradients_rest for segment in segments):
-        sent.messages(WORD_BYTES)  # the norm
+        sent.messages(summed_axes, WORD_BYTES)  # the norm
     if shape.returns_loss:
-        sent.messages(WORD_BYTES, 2)  # what was drawn, and the loss
+        sent.messages(BATCH_AXES, WORD_BYTES, 2)  # what was drawn, and the loss
     return sent.meter.report()
 
 
@@ -76,7 +76,7 @@ class _Sent:
         """A unit's gathers for forward and backward."""
         num_gathers = shape.accumulate * (1 if unit.stays_whole else 2)
         if shape.announced:
-            self.messages(WORD_BYTES, num_gathers)
+            self.messages(AXES, WORD_BYTES, num_gathers)
         for segment in unit.segments:
             row, padded = segment.row, segment.layout.padded
             num_near = num_gathers - 1 if segment.has_second else 0  # the second part lasts from forward to the step
@@ -91,16 +91,16 @@ class _Sent:
         row, num_elements = bucket[0].row, sum(segment.layout.padded for segment in bucket)
         self.move(row.grad_arrival, row.grad_between, num_elements, "gradients", num_reduced)
         self.move(row.grad_between, row.grad_step, num_elements, "gradients")
-        num = self._mesh.group_size(DATA)
-        if not row.gradients_rest and num > 1:
-            num_words = sum(1 + len(segment.layout.spans) for segment in bucket)
-            self.meter.add(TrafficKey("all_reduce", DATA, "control"), 2 * (num - 1) * num_words * WORD_BYTES // num)
+        axes = self._mesh.named(row.summed_axes)
+        if not row.gradients_rest and axes:
+            num, num_words = self._mesh.group_size(axes), sum(1 + len(segment.layout.spans) for segment in bucket)
+            self.meter.add(TrafficKey("all_reduce", axes, "control"), 2 * (num - 1) * num_words * WORD_BYTES // num)
 
-    def messages(self, num_bytes: int, calls: int = 1) -> None:
-        """Messages of ``num_bytes`` that every rank sends to every other."""
-        num = self._mesh.group_size(DATA)
-        if num > 1:
-            self.meter.add(TrafficKey("all_gather", DATA, "control"), calls * (num - 1) * num_bytes, calls)
+    def messages(self, axes: tuple[str, ...], num_bytes: int, calls: int = 1) -> None:
+        """Messages of ``num_bytes`` that every rank of a group sends to every other."""
+        if named := self._mesh.named(axes):
+            num = self._mesh.group_size(named)
+            self.meter.add(TrafficKey("all_gather", named, "control"), calls * (num - 1) * num_bytes, calls)
 
     def move(self, src: Residence, dst: Residence, padded: int, purpose: str, calls: int = 1) -> None:
         """The table's steps from ``src`` to ``dst`` for a flat buffer of ``padded`` elements, ``calls`` times."""

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from partita.plan.planned import BUCKET_BYTES, PlannedSegment, PlannedUnit
 from partita.plan.residence import Tier
 from partita.plan.slots import CLASS_SHARE, RECEIVING, SENDING, SUMMED, PlannedPool, unit_pool
-from partita.plan.state_plan import DATA
 from partita.plan.steps import AllGather, steps
 
 # Tensors of one kind that are on their way between disk and host at a time: of a unit that is updated, of the one that
@@ -35,8 +34,8 @@ def _bucket_bytes(trained: Sequence[PlannedSegment]) -> int:
     for segment in trained:
         if segment.gradient_passes:
             sent.append(segment.gradient_bytes)
-        if segment.gradient_is_reduced:
-            received.append(segment.gradient_bytes - segment.gradient_bytes // segment.mesh.group_size(DATA))
+        for op in segment.gradient_reductions:
+            received.append(segment.gradient_bytes - segment.gradient_bytes // segment.mesh.group_size(op.axes))
     return _shared_slots(sent, SENDING) + _shared_slots(received, RECEIVING)
 
 

@@ -21,7 +21,6 @@ from partita.memory.streams import Event
 from partita.memory.tiers import InMemory, Kept, StateMemory
 from partita.plan.planned import PlannedSegment
 from partita.plan.residence import Tier
-from partita.plan.steps import AllReduce, ReduceScatter
 from partita.planner.dtypes import dtype_of
 from partita.sharding.unit import Member, Segment, Unit
 
@@ -64,7 +63,8 @@ class Bucket:
         self.rests = self.plan.gradients_rest
         self.in_place = self.planned.gradient_in_place
         self.rests_whole = self.planned.gradient_rests_whole
-        self.reduces = [op for op in self.planned.gradient_steps if isinstance(op, AllReduce | ReduceScatter)]
+        self.reduces = self.planned.gradient_reductions
+        self.axes = self.reduces[0].axes if self.reduces else ()  # of the group that it is reduced over
         self.travels = bool(self.reduces) or self.planned.gradient_passes
         self.state = BucketState.OPEN
         self.whole: Tensor | None = None

@@ -34,7 +34,6 @@ from partita.sharding.written import Written
 
 _log = logging.getLogger("partita")
 
-DATA = ("data",)
 # What a segment may keep beside moments: parameters, the second part of them, gradients, master weights.
 NUM_STATES = 4
 
@@ -58,6 +57,7 @@ class Runtime:
         swap: bool = True,
     ) -> None:
         self.model, self.memory, self.collectives = model, memory, collectives
+        self.gradient_group = collectives.group(blueprint.units[0].row.summed_axes)  # that sums gradients
         ledger = memory.ledger
         self._device, config = collectives.mesh.device, blueprint.config
         kept = keep_fp32_modules(model, config.precision.keep_fp32)
@@ -66,15 +66,15 @@ class Runtime:
         sharded = [unit for unit in self.units if unit.travels]
         self.loan = Loan(swap)
         pool = unit_pool(blueprint.units, config.zero.prefetch_bytes)
-        with together(collectives, DATA):
+        with together(collectives.all_ranks):
             self.ring = Ring(
                 "ring", pool.sizes, pool.depth, ledger, self._device, lasting=pool.lasting, backed=self.loan.swap
             )
         self.executor = Executor(collectives, self.ring, self.loan)
-        first = collectives.mesh.order.register([unit.title for unit in self.units])
+        first = collectives.mesh.log.register([unit.title for unit in self.units])
         for unit in self.units:
             unit.number += first
-        agreement = agree(collectives, lambda: self.reducer.release_held_back())
+        agreement = agree(collectives.all_ranks, collectives.mesh, lambda: self.reducer.release_held_back())
         ahead = bytes_ahead(blueprint.units, config.zero.prefetch_bytes)
         self.residency = Residency(sharded, self.executor, agreement, ahead)
         self._wait_in_threads()
@@ -84,8 +84,8 @@ class Runtime:
         self._own_buffers = [(module, dict(module._buffers)) for module in model.modules()]
         try:
             self._assemble(Assembly(model, collectives, memory, source, self.give_back))
-            accumulate = blueprint.resolved.batch.accumulate
-            self.reducer = GradientReducer(self._make_buckets(blueprint), collectives, ledger, accumulate)
+            divisor = self.gradient_group.size * blueprint.resolved.batch.accumulate
+            self.reducer = GradientReducer(self._make_buckets(blueprint), collectives, ledger, divisor)
             self._own_buffers.clear()
             self._structure = Structure(model, self.units)
             self.written = Written(self.units)
@@ -106,7 +106,7 @@ class Runtime:
         held = model_state_bytes(blueprint.units, self.collectives.mesh.rank, blueprint.num_moments)
         num_bytes = bytes_by_tier(held)[Tier.DISK]
         num_states = sum(len(unit.segments) for unit in blueprint.units) * (NUM_STATES + blueprint.num_moments)
-        with together(self.collectives, DATA):
+        with together(self.collectives.all_ranks):
             self.memory.provide_disk(num_bytes, num_states if num_bytes else 0)
 
     def _wait_in_threads(self) -> None:
@@ -154,9 +154,9 @@ class Runtime:
 
     def _make_buckets(self, blueprint: Blueprint) -> list[Bucket]:
         buckets = make_buckets(blueprint.buckets, self.units)
-        with together(self.collectives, DATA, self.give_back):
+        with together(self.collectives.all_ranks, self.give_back):
             for bucket in buckets:
-                bucket.allocate(self.collectives.mesh.index(DATA), self.memory)
+                bucket.allocate(self.gradient_group.index, self.memory)
         return buckets
 
     # ------------------------------------------------------------------- forward
@@ -197,7 +197,7 @@ class Runtime:
             segment.trains = True
             members = [m for unit in self.units for m in unit.members if m.segment is segment]
             bucket = Bucket(len(self.reducer.buckets), [segment], members)
-            bucket.allocate(self.collectives.mesh.index(DATA), self.memory)
+            bucket.allocate(self.gradient_group.index, self.memory)
             self.reducer.add(bucket)
             self.on_unfreeze(segment)
         self._hooks.append(member.param.register_post_accumulate_grad_hook(_announce(member, self.reducer)))
@@ -219,7 +219,7 @@ class Runtime:
 
     def end_micro_batch(self) -> None:
         """All ranks have come to the end of a micro-batch."""
-        self.collectives.mesh.order.num_micro_batches += 1
+        self.collectives.mesh.log.num_micro_batches += 1
         self.reducer.end_micro_batch()
         self.residency.end_micro_batch()
         self._buffers.end_micro_batch()

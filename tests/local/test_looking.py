@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import partita
 from partita import PartitaError
-from partita.checkpoint import export as export_module
+from partita.huggingface import export as export_module
 from partita.planner.memory import model_state_bytes
 from tests.local import pool
 from tests.local.models import CASES

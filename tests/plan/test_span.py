@@ -92,11 +92,13 @@ def test_segments_are_by_encoding_and_whether_they_train(entries: list[Entry], n
 def test_a_parameter_may_be_a_box_of_a_larger_one(entries: list[Entry], num_parts: int, random: Random) -> None:
     """Every span says which piece of the global parameter its local tensor is; where values lie does not change."""
     boxes = {entry.fqn: Box(tuple(random.randrange(100) for _ in entry.shape), entry.shape) for entry in entries}
-    placed = lay_out([replace(entry, offsets=boxes[entry.fqn].offsets) for entry in entries], num_parts)
+    shapes = {fqn: tuple(map(sum, zip(box.offsets, box.sizes, strict=True))) for fqn, box in boxes.items()}
+    placed = lay_out([replace(e, shape=shapes[e.fqn], box=boxes[e.fqn]) for e in entries], num_parts)
     for segment, whole in zip(placed, lay_out(entries, num_parts), strict=True):
-        assert [replace(span, box=Box.whole(span.box.sizes)) for span in segment.spans] == list(whole.spans)
+        assert [replace(s, box=Box.whole(s.box.sizes), shape=None) for s in segment.spans] == list(whole.spans)
         for index in range(num_parts):
             assert all(span.box == boxes[span.fqn] for span in segment.part(index))
+            assert all(span.global_shape == shapes[span.fqn] for span in segment.part(index))
 
 
 @given(ENTRIES, st.integers(1, 4), st.integers(1, 3))

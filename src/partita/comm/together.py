@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from partita.comm.group import Group
-from partita.config.plain import shown
+from partita.config.messages import shown
 from partita.errors import ConfigError, PartitaError
 
 # What the other ranks are told that this one is at.

@@ -8,7 +8,7 @@ tiers and checkpoint.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from partita.plan.box import Box
 from partita.plan.residence import BLOCK, Encoding
@@ -20,7 +20,8 @@ QUANTUM = BLOCK
 class Span:
     """Elements ``[start, stop)`` of a parameter's local tensor (in its own stride order) at ``offset`` of a segment.
 
-    ``box`` is the piece of the global parameter that the local tensor is.
+    ``box`` is the piece of the global parameter that the local tensor is; ``shape`` is that of the global parameter
+    (None: the box is all of it).
     """
 
     fqn: str
@@ -28,10 +29,16 @@ class Span:
     start: int
     stop: int
     offset: int
+    shape: tuple[int, ...] | None = None
 
     @property
     def num_elements(self) -> int:
         return self.stop - self.start
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """The shape of the global parameter."""
+        return self.box.sizes if self.shape is None else self.shape
 
     def within(self, begin: int, end: int) -> "Span | None":
         """What of this span lies in ``[begin, end)`` of the segment, its offset counted from ``begin``."""
@@ -39,26 +46,20 @@ class Span:
         if low >= high:
             return None
         start = self.start + low - self.offset
-        return Span(self.fqn, self.box, start, start + high - low, low - begin)
+        return replace(self, start=start, stop=start + high - low, offset=low - begin)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter as the layout sees it: a local tensor of this shape.
-
-    ``offsets``: where in the global parameter its local tensor begins; None: it is all of it.
+    """A parameter as the layout sees it, of this global ``shape``. ``box`` is the piece of it that the local tensor is
+    (None: all of it).
     """
 
     fqn: str
     shape: tuple[int, ...]
     encoding: Encoding
     trainable: bool
-    offsets: tuple[int, ...] | None = None
-
-    @property
-    def box(self) -> Box:
-        """The piece of the global parameter that the local tensor is."""
-        return Box.whole(self.shape) if self.offsets is None else Box(self.offsets, self.shape)
+    box: Box | None = None
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,9 @@ def lay_out(entries: Sequence[Entry], num_parts: int) -> tuple[SegmentLayout, ..
         spans = list[Span]()
         offset = 0
         for entry in members:
-            num = entry.box.num_elements
-            spans.append(Span(entry.fqn, entry.box, 0, num, offset))
-            offset += -(-num // QUANTUM) * QUANTUM
+            box = entry.box or Box.whole(entry.shape)
+            spans.append(Span(entry.fqn, box, 0, box.num_elements, offset, entry.shape if entry.box else None))
+            offset += -(-box.num_elements // QUANTUM) * QUANTUM
         part = -(-offset // (num_parts * QUANTUM)) * QUANTUM
         segments.append(SegmentLayout(encoding, trainable, tuple(spans), num_parts, part))
     return tuple(segments)

@@ -7,7 +7,7 @@ whole.
 
 import hashlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Protocol
 
@@ -25,7 +25,6 @@ from partita.plan.planned import PlannedUnit
 from partita.planner.dtypes import dtype_of
 from partita.planner.parameters import find_holdings
 from partita.sharding.initialize import initialize_module
-from partita.sharding.stretch import stretch_of
 from partita.sharding.unit import Segment, Unit
 
 
@@ -92,6 +91,7 @@ class Assembly:
     def __init__(
         self,
         model: nn.Module,
+        units: Sequence[Unit],
         collectives: Collectives,
         memory: StateMemory,
         source: Source | None,
@@ -103,7 +103,7 @@ class Assembly:
         self._paths = {id(module): path for path, module in model.named_modules()}
         if source is not None:
             with together(collectives.all_ranks):
-                found = self._check_source(source)
+                found = self._check_source(source, {m.fqn: m.span.global_shape for unit in units for m in unit.members})
             others = collectives.all_ranks.exchange_objects(found, "partita.initialize")
             if any(other != others[0] for other in others):
                 rank = next(rank for rank, other in enumerate(others) if other != others[0])
@@ -112,12 +112,12 @@ class Assembly:
                     "all need the same files"
                 )
 
-    def _check_source(self, source: Source) -> str:
-        """Returns what tells the tensors that are found from others."""
+    def _check_source(self, source: Source, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """Returns what tells the tensors that are found from others. ``shapes`` are the global parameters'."""
         missing, holdings = [], find_holdings(self._model)
         found = hashlib.sha256()
         for holding in holdings:
-            name, wanted = source.find(holding.fqns), tuple(holding.param.shape)
+            name, wanted = source.find(holding.fqns), shapes[holding.fqns[0]]
             found.update(repr((name, wanted)).encode())
             if name is None:
                 missing.append(holding.fqns[0])
@@ -183,7 +183,7 @@ class Assembly:
         for member in unit.members:
             if (name := source.find(member.holding.fqns)) is not None:
                 with torch.no_grad():
-                    member.param.copy_(source.read(name))
+                    member.param.copy_(source.read(name, member.span.box if member.span.shape else None))
 
     def _read_part(self, unit: Unit, segment: Segment) -> Tensor:
         """What this rank keeps of a segment."""
@@ -194,9 +194,9 @@ class Assembly:
             member = members[span.fqn]
             name = self._source.find(member.holding.fqns)
             assert name is not None
-            flat, stretch = values[span.offset :][: span.num_elements], stretch_of(member, span.start, span.stop)
-            for box, place in stretch.boxes():
-                stretch.shaped(flat[place], box).copy_(self._source.read(name, box))
+            flat, elements = values[span.offset :][: span.num_elements], member.elements(span.start, span.stop)
+            for box, place in elements.boxes():
+                elements.shaped(flat[place], box).copy_(self._source.read(name, box))
         return values
 
     def fill_buffers(self) -> None:

@@ -83,7 +83,7 @@ class Runtime:
         self.on_unfreeze: Callable[[Segment], None] = lambda segment: None
         self._own_buffers = [(module, dict(module._buffers)) for module in model.modules()]
         try:
-            self._assemble(Assembly(model, collectives, memory, source, self.give_back))
+            self._assemble(Assembly(model, self.units, collectives, memory, source, self.give_back))
             divisor = self.gradient_group.size * blueprint.resolved.batch.accumulate
             self.reducer = GradientReducer(self._make_buckets(blueprint), collectives, ledger, divisor)
             self._own_buffers.clear()

@@ -13,10 +13,11 @@ from partita.plan.residence import BF16, FP32, Encoding, Tier
 from partita.plan.slots import bytes_ahead, unit_pool
 from partita.plan.span import QUANTUM, Entry, SegmentLayout, Span, lay_out
 from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
+from partita.plan.steps import AllReduce, Copy, ReduceScatter
 
 TWO, NODES = MeshShape(data=2), MeshShape(data=4, node=2)
 WHOLE, KEPT = ("ddp", "zero1", "zero2"), ("ddp", "zero1", "zero2", "zero3-kept")
-PLAIN, ON_DEVICE = Encodings(), Tiers()
+PLAIN, MIXED, ON_DEVICE = Encodings(), Encodings(compute=BF16), Tiers()
 
 
 def planned(
@@ -43,7 +44,7 @@ def test_parameters(name: str) -> None:
         assert segment.has_second == (name == "hierarchical" and mesh is NODES)
         assert segment.num_shards(segment.row.master) == (1 if name == "ddp" else mesh.data)
         assert segment.master_is_parameter
-        assert not planned(2048, mesh, name, Encodings(compute=BF16)).master_is_parameter
+        assert not planned(2048, mesh, name, MIXED).master_is_parameter
     alone = planned(2048, MeshShape(), name)
     assert (alone.rests_whole, alone.stays_whole, alone.has_second) == (True, True, False)
     for tier in (Tier.HOST, Tier.DISK):
@@ -55,21 +56,27 @@ def test_parameters(name: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_gradients(name: str) -> None:
     """They stay where autograd puts them, are collected whole where they rest, or pass through a slot."""
+    reduction = AllReduce if name == "ddp" else ReduceScatter
+    rests_whole = name in ("ddp", "zero1")
     for mesh in (TWO, NODES):
-        for tiers in (ON_DEVICE, Tiers(gradients=Tier.HOST)):
-            segment = planned(2048, mesh, name, tiers=tiers)
-            rests_whole = name in ("ddp", "zero1")
+        for tiers, encodings in ((ON_DEVICE, PLAIN), (Tiers(gradients=Tier.HOST), PLAIN), (ON_DEVICE, MIXED)):
+            segment = planned(2048, mesh, name, encodings, tiers)
             assert (segment.gradient_in_place, segment.gradient_rests_whole) == (False, rests_whole)
             assert (segment.gradient_passes, len(segment.gradient_reductions)) == (not rests_whole, 1)
+            assert isinstance(segment.gradient_steps[0], reduction), "they are collected in fp32"
+            assert bool(segment.gradient_phases[1]) == (name == "ddp")
         nowhere = planned(2048, mesh, name, tiers=Tiers(gradients=None))
         assert (nowhere.gradient_rests_whole, nowhere.gradient_passes) == (False, True)
     alone = planned(2048, MeshShape(), name)
     assert (alone.gradient_moves, alone.gradient_in_place, alone.gradient_passes) == (False, True, False)
-    encoded = planned(2048, MeshShape(), name, Encodings(compute=BF16))
+    assert (alone.gradient_rests_whole, alone.gradient_reductions) == (False, ())
+    encoded = planned(2048, MeshShape(), name, MIXED)
     assert (encoded.gradient_moves, encoded.gradient_in_place, encoded.gradient_rests_whole) == (True, False, True)
     assert encoded.gradient_steps == ()
     away = planned(2048, MeshShape(), name, tiers=Tiers(gradients=Tier.HOST))
-    assert (away.gradient_passes, away.gradient_reductions) == (True, ())
+    assert (away.gradient_passes, away.gradient_steps) == (True, (Copy(Tier.HOST),))
+    nowhere = planned(2048, MeshShape(), name, tiers=Tiers(gradients=None))
+    assert (nowhere.gradient_in_place, nowhere.gradient_passes) == (False, True)
 
 
 @given(st.lists(st.tuples(st.integers(1, 900), st.sampled_from([FP32, BF16])), min_size=1), st.integers(1, 5))

@@ -116,6 +116,16 @@ def test_units_and_encodings() -> None:
     assert (row.master.encoding, row.moments.encoding) == (SPLIT, INT8)
 
 
+def test_a_module_that_two_units_share_lies_inside_both() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.PReLU()) for _ in range(11)])})
+    for number in (1, 10):
+        model["layers"][number].add_module("shared", model["layers"][0][0])
+    blueprint = make_blueprint(model, resolved({"stage": 3, "units": ["Sequential", "layers.0.0"]}))
+    inside = {unit.name: unit.inside for unit in blueprint.units}
+    assert inside.pop("layers.0.0") == ("layers.0", "layers.1", "layers.10")
+    assert set(inside.values()) == {()}, "the root has no parameters, and is no unit"
+
+
 def test_states_go_where_there_is_memory() -> None:
     """On paper as on the machine: the blueprint fits into the budget that it was made for, or says what is lacking."""
     settings = resolved({"stage": 3, "offload": {"parameters": "auto", "optimizer": "auto"}}, MIXED, 8)

@@ -6,12 +6,13 @@ The runtime is built from it, and the estimates are computed from it: what follo
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import Residence, Tier
 from partita.plan.span import SegmentLayout, Span
 from partita.plan.state_plan import StatePlan
-from partita.plan.steps import AllReduce, ReduceScatter, Step, steps
+from partita.plan.steps import AllGather, ReduceScatter, Step, in_phases, steps
 
 # Small segments share a bucket up to this size; it bounds the number of messages, not the memory.
 BUCKET_BYTES = 4 * 2**20
@@ -83,9 +84,18 @@ class PlannedSegment:
         return steps(collected, self.row.grad_step, self.mesh)
 
     @cached_property
-    def gradient_reductions(self) -> tuple[AllReduce | ReduceScatter, ...]:
-        """What of :attr:`gradient_steps` adds up over ranks."""
-        return tuple(op for op in self.gradient_steps if isinstance(op, AllReduce | ReduceScatter))
+    def gradient_phases(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+        """The same steps in two: those to the sums, which every rank measures and scales its part of, and those that
+        then bring the sums to where the optimizer works on more than this part.
+        """
+        phases = in_phases(self.gradient_steps)
+        summed = tuple(takewhile(lambda op: not isinstance(op, AllGather), phases))
+        return summed, phases[len(summed) :]
+
+    @property
+    def gradient_reductions(self) -> tuple[ReduceScatter, ...]:
+        """What of :attr:`gradient_phases` adds up over ranks."""
+        return tuple(op for op in self.gradient_phases[0] if isinstance(op, ReduceScatter))
 
     @property
     def gradient_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """How many slots lend memory to what passes through the device: units that are gathered, gradients on their way.
 
-The buffer pools (:mod:`partita.memory.ring`) are built from these numbers, and the estimates are computed from them.
+Buffer pools (:mod:`partita.memory.buffer_pool`) are built from these numbers, and the estimates computed from them.
 """
 
 from collections.abc import Sequence

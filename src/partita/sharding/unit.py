@@ -7,7 +7,6 @@ the values that the optimizer updates, and is ``rest``, or a part of it, whereve
 """
 
 from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -15,16 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from partita.memory.allocate import over
-from partita.memory.ring import Slot
+from partita.memory.buffer_pool import Slot
 from partita.memory.streams import Event
 from partita.memory.tiers import InMemory, Kept, StateMemory
 from partita.plan.box import FlatRange, memory_order
 from partita.plan.planned import PlannedSegment, PlannedUnit
-from partita.plan.residence import SPLIT, Residence
+from partita.plan.residence import Residence
 from partita.plan.span import Span
 from partita.planner.dtypes import dtype_of
 from partita.planner.parameters import Holding
+from partita.sharding import resting
 from partita.sharding.collected import Collected
+from partita.sharding.master import MasterWeights
 
 
 class UnitState(Enum):
@@ -50,8 +51,11 @@ class Member:
 
     def __post_init__(self) -> None:
         param = self.holding.param
-        self.kind, self.shape, self.stride = type(param), param.shape, dense_stride(param)
-        self.own_dtype, self.own_device = param.dtype, param.device
+        self.kind = type(param)
+        self.shape = param.shape
+        self.stride = dense_stride(param)
+        self.own_dtype = param.dtype
+        self.own_device = param.device
 
     @property
     def fqn(self) -> str:
@@ -119,11 +123,13 @@ class Segment:
 
     def __init__(self, planned: PlannedSegment, rank: int) -> None:
         self.planned = planned
-        self.layout, self.plan, self.mesh = planned.layout, planned.row, planned.mesh
+        self.layout = planned.layout
+        self.plan = planned.row
+        self.mesh = planned.mesh
         self._rank = rank
         self.full: Tensor
         self.rest: Kept
-        self.master: Kept | None = None
+        self.master: MasterWeights | None = None
         self.second: Kept | None = None
         self.trains = planned.trains
 
@@ -136,18 +142,20 @@ class Segment:
         return self.planned.num_shards(self.plan.master) == 1
 
     @property
-    def master_is_parameter(self) -> bool:
-        return self.planned.master_is_parameter
-
-    @property
     def master_spans(self) -> tuple[Span, ...]:
         """The spans of this rank's master weights, with offsets in ``master``; where it has all, also empty ones."""
         return self.layout.spans if self.holds_whole_master else self.planned.spans_of(self.plan.master, self._rank)
 
     def part(self, whole: Tensor, residence: Residence) -> Tensor:
         """This rank's part of a whole flat tensor (all of it where the residence is not sharded)."""
-        num = self.mesh.group_size(residence.shard_axes)
-        return whole.view(num, -1)[self.mesh.group_index(self._rank, residence.shard_axes)]
+        parts = whole.view(self.planned.num_shards(residence), -1)
+        return parts[self.mesh.group_index(self._rank, residence.shard_axes)]
+
+    @property
+    def keeps_one_part(self) -> bool:
+        """Whether all that rests of it is one of the layout's parts."""
+        num_shards = self.planned.num_shards(self.plan.param_rest)
+        return num_shards == self.layout.num_parts and not self.planned.has_second
 
     def keep_rest(self, memory: StateMemory, part: Tensor | None = None) -> None:
         """Have what rests, and the master weights where the segment trains: out of a freshly filled ``full``, or from
@@ -168,62 +176,52 @@ class Segment:
     def _keep_part(self, residence: Residence, memory: StateMemory) -> Kept:
         return memory.keep_values("parameters", self.part(self.full, residence), self.dtype, residence.tier)
 
-    def make_master(self, memory: StateMemory) -> Kept:
+    @property
+    def master_is_parameter(self) -> bool:
+        """Whether the master weights are the parameters at rest (or this rank's part of them)."""
+        return self.planned.master_is_parameter
+
+    def make_master(self, memory: StateMemory) -> MasterWeights:
         """Have master weights with the values that rest: the same memory where the table says so, else their own."""
-        row = self.plan
-        same = self.rest.num_elements == row.master.num_elements(self.layout.padded, self.mesh)
-        if self.master_is_parameter and same:
-            self.master = self.rest
+        residence = self.plan.master
+        num_elements = self.layout.padded // self.planned.num_shards(residence)
+        if self.master_is_parameter and self.rest.num_elements == num_elements:
+            self.master = MasterWeights(self.rest, residence, self.master_spans)
             return self.master
         lease = self.rest.lend()
         values = self.part_of_rest(lease.wait())
         if self.master_is_parameter:
-            self.master = InMemory(values, self.rest.tier)
+            self.master = MasterWeights(InMemory(values, self.rest.tier), residence, self.master_spans)
         else:
-            self.master = memory.keep("master", values.numel(), dtype_of(row.master.encoding), row.master.tier)
-            self.master.store(torch.zeros_like(values) if row.master.encoding == SPLIT else values)
+            self.master = MasterWeights.apart(values, residence, self.master_spans, memory)
         lease.end(changed=False)
         return self.master
 
     def part_of_rest(self, values: Tensor) -> Tensor:
         """What rests of the elements that this rank has the master weights of."""
-        same = values.numel() == self.plan.master.num_elements(self.layout.padded, self.mesh)
+        same = values.numel() == self.layout.padded // self.planned.num_shards(self.plan.master)
         return values if same else self.part(values, self.plan.master)
-
-    def set_master(self, values: Tensor, names: AbstractSet[str]) -> None:
-        """Overwrite the master weights of the named parameters by their ``values``, this rank's part of all."""
-        assert self.master is not None
-        lease = self.master.lend()
-        master = lease.wait()
-        values = values.to(master.device)
-        for span in self.master_spans:
-            if span.fqn in names:
-                place = slice(span.offset, span.offset + span.num_elements)
-                if self.plan.master.encoding == SPLIT:
-                    master[place] = 0
-                else:  # where a value is the master's own, rounded, the master keeps its digits
-                    own = master[place].to(values.dtype) == values[place]
-                    master[place] = torch.where(own, master[place], values[place].to(master))
-        lease.end(changed=True)
 
 
 class Unit:
     """The parameters of one module (without those of units inside it), and their state.
 
-    A unit is RESTING until it is gathered, WHOLE while anyone has it open, and goes back through the ring's slot. Where
-    its residence at rest is whole it is WHOLE for ever.
+    A unit is RESTING until it is gathered, WHOLE while anyone has it open, and then gives its slot of the buffer pool
+    back. One that rests whole is WHOLE for ever, but while an update of it is under way.
     """
 
     def __init__(
         self, planned: PlannedUnit, module: nn.Module, holdings: Mapping[str, Holding], number: int, rank: int
     ) -> None:
-        self.planned, self.name, self.module = planned, planned.name, module
+        self.planned = planned
+        self.name = planned.name
+        self.module = module
         self.segments = [Segment(segment, rank) for segment in planned.segments]
         self.number = number  # among all units of a mesh, once it is under one
         self.members = [
             Member(holdings[span.fqn], span, segment) for segment in self.segments for span in segment.layout.spans
         ]
-        self.travels = not planned.rests_whole
+        self.rests_whole = planned.rests_whole
         self.stays_whole = planned.stays_whole
         self.state = UnitState.WHOLE
         self.visits = 0  # open forwards and backwards
@@ -250,6 +248,25 @@ class Unit:
     def title(self) -> str:
         """The unit's name in messages."""
         return self.name or f"{type(self.module).__name__} (root)"
+
+    def put_to_rest(self) -> None:
+        """To RESTING: the parameters have no data from here on."""
+        for member in self.members:
+            resting.rest(member.param)
+        self.state = UnitState.RESTING
+
+    def begin_gather(self, gathered: Event) -> None:
+        """RESTING to GATHERING: the data is there when ``gathered`` has passed."""
+        assert self.state is UnitState.RESTING
+        self.gathered = gathered
+        self.state = UnitState.GATHERING
+
+    def end_gather(self) -> None:
+        """GATHERING to WHOLE: the parameters have their data."""
+        assert self.state is UnitState.GATHERING
+        for member in self.members:
+            resting.wake(member.param, member.kind)
+        self.state = UnitState.WHOLE
 
     def lay(self, storage: torch.UntypedStorage) -> None:
         """Lay ``full`` of every segment, one after the other, into a storage that has memory for now."""

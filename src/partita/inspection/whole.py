@@ -166,7 +166,7 @@ class Whole:
 
     @staticmethod
     def _refill(segment: Segment, names: AbstractSet[str]) -> None:
-        if not segment.planned.rests_whole(segment.mesh):
+        if not segment.planned.rests_whole:
             segment.rest.store(segment.part(segment.full, segment.plan.param_rest))
         if segment.master is not None and not segment.master_is_parameter:
             segment.master.set(segment.part(segment.full, segment.plan.master), names)

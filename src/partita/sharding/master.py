@@ -9,7 +9,7 @@ from torch import Tensor
 from partita.memory.tiers import Kept, Lease, StateMemory
 from partita.plan.residence import SPLIT, Residence
 from partita.plan.span import Span
-from partita.sharding.dtypes import dtype_of
+from partita.planner.dtypes import dtype_of
 
 
 class MasterWeights:

@@ -70,7 +70,7 @@ def rank_of(number: int, mesh: MeshShape, cut: Cut, values: Mapping[str, Tensor]
         segment.full[span.offset :][: span.num_elements] = members[-1].flat(local)
     memory = StateMemory(CPU, Ledger(), lambda: pytest.fail("nothing rests on disk here"))
     segment.keep_rest(memory)
-    unit: Any = SimpleNamespace(segments=[segment], members=members, travels=False)
+    unit: Any = SimpleNamespace(segments=[segment], members=members, rests_whole=True)
     optimizer = torch.optim.AdamW([member.param for member in members])
     for member in members:
         states = {state: held[f"{member.fqn} {state}"] for state in STATES if f"{member.fqn} {state}" in held}

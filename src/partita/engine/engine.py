@@ -286,8 +286,7 @@ class Engine:
         """A number of every data-parallel rank, in rank order, on all of them."""
         self._check_open()
         mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().view(1)
-        every, handle = self._collectives.group(BATCH_AXES).exchange(mine, "a number of every rank")
-        handle.wait()
+        every = self._collectives.group(BATCH_AXES).exchange(mine, "a number of every rank").wait()
         return [float(number) for number in every.view(-1).tolist()]
 
     def mean(self, value: Tensor | float) -> Tensor:

@@ -72,7 +72,7 @@ class Whole:
         view = self._views.of(member.param)
         state = self._hidden.state_of(view) if view is not None else {}
         described = self._group.exchange_objects(
-            {key: value.dtype if _spread(value, view) else None for key, value in state.items()} if view else {},
+            {key: _spread_dtype(value) for key, value in state.items()},
             "engine.optimizer_state",
         )
         whole: dict[str, Tensor] = {}
@@ -98,9 +98,18 @@ class Whole:
             )
         return self._shaped(member, self._group.all_reduce(values))
 
-    @staticmethod
-    def _shaped(member: Member, flat: Tensor) -> Tensor:
-        return member.shaped(flat.clone()).contiguous()
+    def _shaped(self, member: Member, flat: Tensor) -> Tensor:
+        return self._global(member, member.shaped(flat.clone()).contiguous())
+
+    def _global(self, member: Member, local: Tensor) -> Tensor:
+        """The global tensor of which ``local`` is this rank's box, and that of all whose gradients it sums with."""
+        if not member.span.is_part:
+            return local
+        whole = local.new_zeros(member.span.global_shape)
+        if self._group.index == 0:
+            whole[member.span.box.slices] = local
+        self._collectives.all_ranks.all_reduce(whole.view(-1))
+        return whole
 
     # ---------------------------------------------------------------- parameters
 
@@ -178,10 +187,8 @@ class Whole:
                     full = separate.get(id(member.segment))
                     if full is None:
                         full = member.segment.full
-                    yield (
-                        member,
-                        member.shaped(full[member.span.offset : member.span.offset + member.span.num_elements]),
-                    )
+                    local = member.shaped(full[member.span.offset :][: member.span.num_elements])
+                    yield member, self._global(member, local)
             finally:
                 self._runtime.residency.let_go(sharded)
 
@@ -214,6 +221,6 @@ class Whole:
         return ordered
 
 
-def _spread(value: object, view: object) -> bool:
-    """Whether a state is a tensor with an element for each of the parameter's."""
-    return isinstance(value, Tensor) and value.dim() > 0
+def _spread_dtype(value: object) -> torch.dtype | None:
+    """The dtype of a state that is a tensor with an element for each of the parameter's; None of any other."""
+    return value.dtype if isinstance(value, Tensor) and value.dim() > 0 else None

@@ -121,8 +121,7 @@ class StepUpdater(Updater):
         if len({part.device for part in parts}) > 1:
             parts = [part.cpu() for part in parts]
         mine = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device="cpu")
-        every, handle = self._group.exchange(mine.cpu().view(1), "the norm of engine.step")
-        handle.wait()
+        every = self._group.exchange(mine.cpu().view(1), "the norm of engine.step").wait()
         total = 0.0
         for part in every.view(-1).tolist():
             total += part

@@ -164,8 +164,7 @@ class Updater(ABC):
         used = [id(member) in bucket.used for bucket in self._buckets for member in bucket.members]
         header = struct.pack(HEADER, self._reducer.waves, self._runtime.written.digest, self._own_scale)
         message = header + bytes([*self._reducer.leftovers(), *used])
-        every, handle = self._group.exchange(torch.frombuffer(bytearray(message), dtype=torch.uint8), call)
-        handle.wait()
+        every = self._group.exchange(torch.frombuffer(bytearray(message), dtype=torch.uint8), call).wait()
         rows = [bytes(row.tolist()) for row in every]
         waves, digests, scales = zip(*(struct.unpack_from(HEADER, row) for row in rows), strict=True)
         if any(digests):

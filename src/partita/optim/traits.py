@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partita.errors import ConfigError
-from partita.estimate.memory import ADAM_MOMENTS
 from partita.optim.snapshot import clone_of, copies
+from partita.planner.memory import ADAM_MOMENTS
 
 OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
 

@@ -17,7 +17,7 @@ from partita.memory.tiers import Lease, StateMemory
 from partita.optim.fused import FusedOptimizer, Operands, flat
 from partita.optim.states import Leases, OptimizerStates
 from partita.optim.views import View, Views
-from partita.plan.residence import FP32, SPLIT, Tier
+from partita.plan.residence import FP32, SPLIT, Residence, Tier
 from partita.plan.steps import AllGather, steps
 from partita.sharding.buckets import Bucket
 from partita.sharding.executor import Executor
@@ -59,14 +59,15 @@ class SegmentUpdate:
         self._shard: Lease | None = None
         self._param: Lease | None = None
         self._master: Lease
-        master = segment.plan.master
-        self._splits = master.encoding == SPLIT
+        self._splits = segment.plan.master.encoding == SPLIT
         self._writes_param = isinstance(context.optimizer, FusedOptimizer) and segment.layout.encoding != FP32
-        self._updated_at = replace(
-            master,
-            encoding=segment.layout.encoding if self._writes_param else master.encoding,
-            tier=Tier.DEVICE if master.tier is Tier.DEVICE else Tier.HOST,
-        )
+
+    @property
+    def _result(self) -> Residence:
+        """Where and how the updated weights are in memory."""
+        master = self.segment.plan.master
+        encoding = self.segment.layout.encoding if self._writes_param else master.encoding
+        return replace(master, encoding=encoding, tier=Tier.DEVICE if master.tier is Tier.DEVICE else Tier.HOST)
 
     @property
     def gathers(self) -> bool:
@@ -79,7 +80,7 @@ class SegmentUpdate:
         """Whether the parameters at rest can be written where they are."""
         where = self._context.device_of
         at_rest = self.segment.plan.param_rest.tier
-        return self._writes_param and not self.gathers and where(self._updated_at.tier) == where(at_rest)
+        return self._writes_param and not self.gathers and where(self._result.tier) == where(at_rest)
 
     def choose(self, members: Sequence[Member], used: AbstractSet[int], factor: float) -> None:
         """Update those of the ``members`` that are ``used`` (by id), train now, and lie in the segment.
@@ -88,13 +89,15 @@ class SegmentUpdate:
             factor: what their gradients are multiplied by.
         """
         self._factor = factor
+        views, is_in_place = self._context.views, self._bucket.in_place
         for member in members:
-            if member.segment is self.segment and id(member) in used and member.param.requires_grad:
-                view = self._context.views.of(member.param)
-                in_place = member.param.grad if self._bucket.in_place else None
-                dropped = self._bucket.in_place and in_place is None  # by the user
+            param = member.param
+            if member.segment is self.segment and id(member) in used and param.requires_grad:
+                view = views.of(param)
+                grad = param.grad if is_in_place else None
+                dropped = is_in_place and grad is None  # by the user
                 if view is not None and view.num_elements and not dropped:
-                    self.changing.append((view, in_place))
+                    self.changing.append((view, grad))
 
     def open(self) -> None:
         """Begin to bring states into memory."""
@@ -136,7 +139,7 @@ class SegmentUpdate:
             return self._param.wait()
         segment = self.segment
         num_elements = segment.plan.master.num_elements(segment.layout.padded, segment.mesh)
-        self._param = self._context.memory.scratch(num_elements, segment.dtype, self._updated_at.tier)
+        self._param = self._context.memory.scratch(num_elements, segment.dtype, self._result.tier)
         param = self._param.wait()
         if self._splits:
             rest = segment.rest.lend()
@@ -176,7 +179,7 @@ class SegmentUpdate:
         if self._param is None:
             executor.deliver(self.segment, self._master.tensor, self.segment.plan.master)
         elif not self._writes_rest:
-            executor.deliver(self.segment, self._param.tensor, self._updated_at)
+            executor.deliver(self.segment, self._param.tensor, self._result)
         self._master.end(changed=True)
         if self._param is not None:
             self._param.end(changed=True)

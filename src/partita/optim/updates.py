@@ -130,7 +130,7 @@ class Updates:
 
     def _run_inline(self, used: AbstractSet[int], guard: Guard) -> None:
         """One step on all that changes in the units that are not overlapped."""
-        segments = [segment for update in self._made_of(self._inline, used, 1.0) for segment in update.segments]
+        segments = [segment for update in self._one_per_unit(self._inline, used, 1.0) for segment in update.segments]
         Update(self._inline, segments).run(lambda _: guard.step(bool(self._inline)))
         if self._inline:
             self._context.executor.publish(self._inline)
@@ -139,11 +139,11 @@ class Updates:
         if self._overlapped:  # what was launched may read states that the host will write, or write those it will read
             finish(self._context.executor.device)
         changing = [unit for unit in self._overlapped if _changes(unit, used)]
-        updates = sorted(self._made_of(changing, used, factor), key=self._place)
+        updates = sorted(self._one_per_unit(changing, used, factor), key=self._place)
         self.queue(updates)
         self.await_all(updates)
 
-    def _made_of(self, units: Sequence[Unit], used: AbstractSet[int], factor: float) -> list[Update]:
+    def _one_per_unit(self, units: Sequence[Unit], used: AbstractSet[int], factor: float) -> list[Update]:
         """An update of each unit."""
         bucket_of = {id(segment): bucket for bucket in self._runtime.reducer.buckets for segment in bucket.segments}
         updates = []

@@ -26,6 +26,7 @@ from partita.comm.mesh import STREAMS, Mesh
 from partita.comm.neighbors import Fetch, Offer
 from partita.comm.watchdog import Watchdog
 from partita.errors import PartitaError
+from partita.memory import accelerator
 from partita.plan.traffic import TrafficKey, TrafficMeter
 
 # torch 2.13 renamed the single-tensor collectives; earlier versions know the former names only.
@@ -34,7 +35,9 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 class Handle:
-    """A collective under way. :meth:`wait` returns when its result may be used (on CUDA: by the current stream)."""
+    """A collective under way. :meth:`wait` returns when its result may be used (of an accelerator: by the current
+    stream).
+    """
 
     def __init__(self, works: Sequence[Work | None], explained: "Explained" = nullcontext) -> None:
         self._works, self._explained = works, explained
@@ -67,7 +70,7 @@ class Collectives:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.meter = mesh, TrafficMeter()
-        self.ordered = mesh.device.type == "cpu"
+        self.ordered = accelerator.is_host(mesh.device)
 
     def introduce(self) -> None:
         """Find the neighbors of this rank in groups that are new, as ``communication.within_node`` says, which is the

@@ -17,6 +17,7 @@ from partita.comm.order import Order
 from partita.comm.watchdog import Watchdog
 from partita.comm.world import Rendezvous
 from partita.errors import PartitaError
+from partita.memory import accelerator
 from partita.memory.streams import Stream
 from partita.plan.mesh_shape import MeshShape
 
@@ -29,7 +30,7 @@ class Mesh:
 
     Args:
         shape: the sizes of the axes; their product is the number of ranks.
-        device: where tensors live; decides the backend (gloo for cpu, NCCL for cuda). Control messages always use gloo.
+        device: where tensors live; decides the backend (gloo on the host). Control messages always use gloo.
         rendezvous: used to start ``torch.distributed`` if it is not running yet.
         axes: the axis combinations that will be communicated over.
     """
@@ -75,7 +76,7 @@ class Mesh:
         with connections_kept_from_children():
             for ranks in self.shape.groups(axes):
                 for purpose in PURPOSES:
-                    backend = "gloo" if purpose == "control" or self.device.type == "cpu" else "nccl"
+                    backend = "gloo" if purpose == "control" else accelerator.backend(self.device)
                     group = dist.new_group(ranks, timeout=self._timeout, backend=backend)
                     if self.rank in ranks:
                         self._groups[axes, purpose] = group

@@ -71,7 +71,7 @@ def resolve(config: Config, num_ranks: int, device_type: str, ranks_per_node: in
     if config.zero.hierarchical and mesh.node == 1:
         notices += ("ignored: zero.hierarchical (all data ranks are on one node)",)
     if config.communication.within_node != "auto" and device_type != "cpu":
-        notices += (f"ignored: communication.within_node (on {device_type} NCCL chooses the way)",)
+        notices += (f"ignored: communication.within_node (on {device_type} its own backend chooses the way)",)
     return Resolved(config, mesh, batch, str(compute.value), (*mesh_rows, *batch_rows, compute), notices)
 
 
@@ -171,4 +171,4 @@ def _nodes(data: int, inner: int, ranks_per_node: int | None) -> int:
 def _resolve_compute(config: Config, device_type: str) -> Row:
     if config.precision.compute != "auto":
         return row(config, "precision.compute")
-    return Row("precision.compute", "bf16" if device_type == "cuda" else "fp32", f"auto on {device_type}")
+    return Row("precision.compute", "fp32" if device_type == "cpu" else "bf16", f"auto on {device_type}")

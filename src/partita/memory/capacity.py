@@ -9,6 +9,7 @@ import torch
 from partita.config.schema import Offload
 from partita.errors import PartitaError
 from partita.estimate.placement import Budget
+from partita.memory import accelerator
 from partita.memory.disk import filesystem_in_memory, scratch_folder
 
 # What the states and the working memory leave free: on the device for activations, whose size is not known before the
@@ -25,9 +26,9 @@ def free_budget(device: torch.device, offload: Offload) -> Budget:
         PartitaError: the folder of the disk tier cannot be asked.
     """
     host, disk = host_memory()[1], int(DISK_SHARE * _free_disk(scratch_folder(offload)))
-    if device.type == "cuda":
-        return Budget(int(DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]), int(HOST_SHARE * host), disk)
-    return Budget(int(DEVICE_SHARE * host), 0, disk, one_memory=True)
+    if accelerator.is_host(device):
+        return Budget(int(DEVICE_SHARE * host), 0, disk, one_memory=True)
+    return Budget(int(DEVICE_SHARE * accelerator.free_bytes(device)), int(HOST_SHARE * host), disk)
 
 
 def usable_cores() -> int:

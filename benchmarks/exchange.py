@@ -29,7 +29,6 @@ from partita.memory.capacity import usable_cores
 from partita.memory.streams import Stream
 from partita.plan.mesh_shape import MeshShape
 
-DATA = ("data",)
 TIMEOUT_S = 600
 GATHER, IN_MEMORY, TORCHS, COPY, MESSAGE = (
     "partita's gather over the network",
@@ -74,13 +73,14 @@ class Rank:
     def __init__(self, rank: int, num_ranks: int, size: Size) -> None:
         self.rank, self.num_ranks, self.size = rank, num_ranks, size
         device = torch.device("cpu")
-        self.collectives, self.in_memory = (
+        over_network, in_memory = (
             Collectives(
                 Mesh(MeshShape(data=num_ranks), device, Rendezvous(rank, num_ranks, TIMEOUT_S, within_node=way))
             )
             for way in ("network", "memory")
         )
-        self.in_memory.introduce()
+        in_memory.open(())
+        self.group, self.in_memory = over_network.all_ranks, in_memory.all_ranks
         self.stream = Stream(device, "exchange")
         num = size.part_bytes // 4
         self.part, self.whole = torch.ones(num), torch.zeros(num * num_ranks)
@@ -92,8 +92,8 @@ class Rank:
     def ways(self) -> dict[str, Callable[[], object]]:
         return {
             COPY: lambda: self.rows[0].copy_(self.part),
-            IN_MEMORY: lambda: self.in_memory.all_gather(self.whole, self.part, DATA).wait(),
-            GATHER: lambda: self.collectives.all_gather(self.whole, self.part, DATA).wait(),
+            IN_MEMORY: lambda: self.in_memory.all_gather(self.whole, self.part).wait(),
+            GATHER: lambda: self.group.all_gather(self.whole, self.part).wait(),
             "over the network, sends posted first": self._sends_first,
             "broadcasts": self._broadcasts,
             TORCHS: lambda: dist.all_gather(self.rows, self.part),
@@ -122,7 +122,7 @@ class Rank:
     def _messages(self) -> None:
         """One beside each gather of a step."""
         for _ in range(NUM_MESSAGES):
-            self.collectives.exchange(self.message, DATA)[1].wait()
+            self.group.exchange(self.message, "a benchmark")[1].wait()
 
     def _products(self) -> None:
         for _ in range(self.size.num_products):

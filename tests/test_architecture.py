@@ -20,8 +20,8 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70
 MAX_PARAMETERS = 8
 
-COLLECTIVES = ("comm/collectives.py",)
-ENVIRONMENT = ("config/load.py", "cli/launch*.py")
+COLLECTIVES = ("comm/transport.py",)
+ENVIRONMENT = ("config/launchers.py", "cli/launch*.py")
 STAGE = ("config/*.py", "plan/state_plan.py")
 ACCELERATOR = ("memory/accelerator.py",)
 
@@ -345,11 +345,11 @@ GOOD = [
     (function_budget, "engine.py", "def f():\n" + "    x = 1\n" * 69),
     (parameter_budget, "engine.py", f"def f({MANY_PARAMETERS}): ..."),
     (parameter_budget, "engine.py", f"class A:\n    def f(self, {MANY_PARAMETERS}): ..."),
-    (collectives_in_one_file, "comm/collectives.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
+    (collectives_in_one_file, "comm/transport.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
     (collectives_in_one_file, "engine.py", "import torch.distributed as dist\ndist.get_rank()\ndist.ReduceOp.SUM"),
     (collectives_in_one_file, "engine.py", "from partita.comm import collectives\ncollectives.all_reduce(x)"),
     (collectives_in_one_file, "engine.py", "import torch\ntorch.gather(x, 0, y)\nx.scatter_(0, y)"),
-    (environment_read_in_few_places, "config/load.py", "import os\nos.environ['RANK']"),
+    (environment_read_in_few_places, "config/launchers.py", "import os\nos.environ['RANK']"),
     (environment_read_in_few_places, "cli/launch_local.py", "from os import environ"),
     (environment_read_in_few_places, "engine.py", "import os\nos.getpid()\nother.environ"),
     (stage_compared_in_few_places, "plan/state_plan.py", "if stage == 3: ..."),

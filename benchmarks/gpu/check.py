@@ -16,10 +16,7 @@ from torch import Tensor
 
 import partita
 from benchmarks.gpu._common import device_here, place
-from partita.comm.collectives import Collectives
-from partita.comm.mesh import Mesh
-from partita.comm.world import Rendezvous
-from partita.plan.mesh_shape import MeshShape
+from partita.comm.transport import PURPOSES, DeviceTransport
 from partita.train.decoder import Decoder, DecoderShape
 
 PLANS = {
@@ -35,23 +32,21 @@ STEPS = 8
 
 
 def check_collectives(device: torch.device) -> None:
-    """All-gather, reduce-scatter and all-reduce over NCCL, each written into poisoned memory."""
+    """All-gather and reduce-scatter over NCCL, each written into poisoned memory."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29577", RANK="0", WORLD_SIZE="1")
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    mesh = Mesh(MeshShape(), device, Rendezvous(0, 1, 60.0))
-    for purpose in ("parameters", "gradients"):  # a mesh of one rank has none
-        mesh._groups[("data",), purpose] = dist.new_group([0], backend="nccl")
-    collectives = Collectives(mesh)
+    transport = DeviceTransport(0, {purpose: dist.new_group([0], backend="nccl") for purpose in PURPOSES})
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         part = torch.randn(1 << 22, device=device).to(dtype)
         whole = torch.full_like(part, torch.nan)
-        collectives.all_gather(whole, part, ("data",)).wait()
+        gathering = transport.all_gather(whole, part, "parameters", 0)
+        assert gathering is not None
+        gathering.wait()
         assert torch.equal(whole, part), f"all-gather in {dtype}"
         received, out = torch.full_like(part, torch.nan), torch.ones_like(part)
-        collectives.reduce_scatter(out, part, received, ("data",), accumulate=True)
+        transport.reduce_scatter(out, part, received, accumulate=True)
         error = (out.double() - (part.double() + 1)).norm() / part.double().norm()
         assert error < (1e-6 if dtype == torch.float32 else 1e-2), f"reduce-scatter in {dtype}: {error}"
-    mesh.close()
     dist.destroy_process_group()
     print("collectives over NCCL: right in fp32, bf16 and fp16")
 

@@ -7,8 +7,3 @@ class PartitaError(RuntimeError):
 
 class ConfigError(PartitaError, ValueError):
     """A wrong configuration, found before anything is built."""
-
-
-def not_available(what: str) -> ConfigError:
-    """The error for a documented setting that a later version brings."""
-    return ConfigError(f"{what} is not available in this version; remove it or set it back to its default")

@@ -75,7 +75,7 @@ def named_by_engines(folder: str) -> tuple[int, list[int], list[int]]:
         with partita.initialize(Stack(1)) as one:
             with partita.initialize(Stack(1)):
                 pass
-            assert one.mesh.neighbors
+            assert one.mesh.transport(("data",)).peers
             meanwhile = list(calls)
     return os.getpid(), meanwhile, calls
 

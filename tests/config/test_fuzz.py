@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from partita.config import Config, Resolved, describe, load_config, resolve
+from partita.config.load import load_config
+from partita.config.resolve import Resolved, describe, resolve
+from partita.config.schema import Config
 from partita.errors import ConfigError
 
 SEED = 20240607

@@ -7,9 +7,10 @@ from types import MappingProxyType
 import pytest
 import yaml
 
-from partita.config import Config, load_config, text
-from partita.config.load import read_sections
-from partita.config.text import parse_yaml
+from partita.config import plain
+from partita.config.load import load_config, read_sections
+from partita.config.plain import parse_yaml
+from partita.config.schema import Config
 from partita.errors import ConfigError
 
 
@@ -50,7 +51,7 @@ def test_an_empty_json_file_is_all_defaults(content: str, tmp_path: Path) -> Non
 
 def test_merge_precedence_is_that_of_yaml() -> None:
     content = "a: &a {x: 1, y: 1}\nb: &b {x: 2, z: 2}\nc: {<<: [*a, *b], y: 3}\nd: {y: 4, <<: *a}\n"
-    assert parse_yaml(content, "text").data == {
+    assert parse_yaml(content, "text")[0] == {
         "a": {"x": 1, "y": 1},
         "b": {"x": 2, "z": 2},
         "c": {"x": 1, "y": 3, "z": 2},
@@ -135,7 +136,7 @@ WRONG_JSON = [
 def test_wrong_files(
     name: str, content: str | bytes, fragment: str, loader: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text, "_Loader", loader)
+    monkeypatch.setattr(plain, "_Loader", loader)
     path = written(tmp_path, name, content)
     with pytest.raises(ConfigError) as caught:
         load_config(path)

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partita.config import Resolved, ResolvedBatch, describe, load_config, resolve
-from partita.config.available import AVAILABLE
+from partita.config.load import load_config
+from partita.config.resolve import Resolved, ResolvedBatch, describe, resolve
+from partita.config.schema import AVAILABLE
 from partita.errors import ConfigError
 from partita.plan.mesh_shape import MeshShape
 
@@ -188,7 +189,7 @@ def test_description() -> None:
     assert text.splitlines() == [
         "mesh: 4 ranks = pipeline 1 x data 4 x sequence 1 x tensor 1",
         "zero: stage 3, kept whole after forward",
-        "batch: micro 2 x accumulate 3 x data 4 = 24 samples a step",
+        "batch: micro 2 x accumulate 3 x data 4 = 24 samples per step",
         "precision: compute fp32 (auto on cpu), master fp32, gradients fp32, moments fp32",
         "optimizer: adamw, learning rate 0.001, constant after 0 steps of warm-up, gradients clipped to norm 1",
     ]

@@ -9,9 +9,9 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from partita.config import Config, load_config
-from partita.config.available import AVAILABLE, setting
-from partita.config.suggest import key_paths, section_of
+from partita.config.load import load_config
+from partita.config.messages import key_paths, section_of, setting
+from partita.config.schema import AVAILABLE, Config
 
 DOCUMENTED = """
 parallel:  {data: auto, tensor: 1, pipeline: 1, sequence: 1}

@@ -7,7 +7,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from partita.config import Config, Resolved, load_config, resolve
+from partita.config.load import load_config
+from partita.config.resolve import Resolved, resolve
+from partita.config.schema import Config
 from partita.errors import ConfigError, PartitaError
 
 

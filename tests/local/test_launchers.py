@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import partita
 from partita import ConfigError
-from partita.config import launch_environment
+from partita.config.launchers import launch_environment
 from tests.local import pool
 from tests.local.training import Stack, square_loss
 

@@ -6,7 +6,7 @@ from unittest import mock
 
 from rich.console import Console
 
-from partita.observe.notices import notices_on
+from partita.observe.progress import notices_on
 
 LOGGER = logging.getLogger("partita")
 

@@ -29,7 +29,7 @@ def test_without_a_terminal_there_is_one_line_an_evaluation() -> None:
     lines = shown(terminal=False).splitlines()
     assert len(lines) == 3
     assert lines[0].startswith("step  5/10  held-out loss 1.5000  loss 2.3457  12,346 tokens/s  grad norm 0.50")
-    assert "412 MB a rank" in lines[0]
+    assert "412 MB per rank" in lines[0]
     assert "ETA 0:00" in lines[1]
     assert lines[2] == "[not] {markup}"
 
@@ -47,4 +47,4 @@ def test_a_quiet_rank_shows_nothing() -> None:
 
 def test_a_row_without_a_norm_shows_none() -> None:
     row = TrainRow(1, 64, 2.0, 1e-3, None, 10.0, 1.0, (5,))
-    assert figures(row) == "loss 2.0000  10 tokens/s  5 B a rank"
+    assert figures(row) == "loss 2.0000  10 tokens/s  5 B per rank"

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partita.config.batch import ResolvedBatch
+from partita.config.resolve import ResolvedBatch
 from partita.errors import ConfigError
 from partita.train.data import Batches, Corpus, bytes_to_tokens, load_corpus, split
 from partita.train.job import DataSection

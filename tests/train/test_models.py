@@ -50,7 +50,7 @@ def test_loss_and_logits_are_about_the_same_predictions(model: ModelSection) -> 
     ready = build_model(model, DATA)
     output = ready.module(**ready.inputs(windows()))
     loss = output if isinstance(output, torch.Tensor) else output.loss
-    logits = ready.logits(ready.module, windows()[:, :-1])
+    logits = ready.logits(windows()[:, :-1])
     expected = torch.nn.functional.cross_entropy(logits.reshape(-1, 256), windows()[:, 1:].reshape(-1))
     torch.testing.assert_close(loss, expected)
 

@@ -11,7 +11,7 @@ READY = build_model(ModelSection(layers=1, width=32), DataSection())
 
 def sample(context: int = 16, **settings: object) -> str:
     section = SampleSection.model_validate({"prompt": "ab", "tokens": 12, **settings})
-    return write_sample(READY, READY.module, section, context)
+    return write_sample(READY, section, context)
 
 
 def test_it_continues_the_prompt_by_as_many_tokens_as_asked() -> None:

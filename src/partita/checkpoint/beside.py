@@ -48,7 +48,7 @@ class Beside:
         """What this rank saves of buffers, in the order of :meth:`batches`."""
         return [
             Value(MODEL + name, tuple(buffer.shape), buffer.dtype, box)
-            for name, buffer in (persistent_buffers(self.model) if self.mesh.rank == 0 else ())
+            for name, buffer in (persistent_buffers(self.model) if self.mesh.is_first_replica() else ())
             for box, _ in _all_of(buffer).boxes(most_elements(buffer.dtype))
         ]
 
@@ -59,7 +59,7 @@ class Beside:
             PartitaError: there is something in it that could not be loaded again.
         """
         values = [Value(f"{RANDOM}{self.mesh.rank}", value=random_state(self.mesh.device))]
-        if self.mesh.rank:
+        if not self.mesh.is_first_replica():
             return values
         for name, module in extra_states(self.model):
             values.append(Value(MODEL + name, value=plain(module.get_extra_state(), f"the model's '{name}'")))
@@ -75,7 +75,7 @@ class Beside:
 
     def batches(self) -> Iterator[list[Tensor]]:
         """The values of the buffers' boxes, flat, one at a time."""
-        if self.mesh.rank == 0:
+        if self.mesh.is_first_replica():
             for _, buffer in persistent_buffers(self.model):
                 for box, _ in _all_of(buffer).boxes(most_elements(buffer.dtype)):
                     yield [narrowed(buffer.detach(), box).contiguous().view(-1)]

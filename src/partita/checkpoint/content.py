@@ -33,7 +33,6 @@ from partita.sharding.unit import Member, Segment, Unit
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 STATE = OPTIMIZER + "state."
-DATA = ("data",)
 
 
 def blocks_of(member: Member, start: int, stop: int) -> Stretch:
@@ -88,7 +87,7 @@ class Content:
 
     def __init__(self, runtime: Runtime, updater: Updater) -> None:
         self.runtime, self.updater = runtime, updater
-        self._index = runtime.collectives.mesh.index(DATA)
+        self._index = runtime.gradient_group.index
         self._stocks = dict[int, Stock]()
 
     @property
@@ -149,6 +148,8 @@ class Content:
         return found if all(view.untyped_storage().data_ptr() in places for view in found) else None
 
     def _new_pieces(self, unit: Unit, segment: Segment) -> Iterator[_Piece]:
+        if not self.runtime.collectives.mesh.is_first_replica(segment.plan.summed_axes):
+            return  # another rank saves the same
         members = {member.fqn: member for member in unit.members if member.segment is segment}
         is_master = segment.trains and segment.plan.master.encoding in (FP32, SPLIT)
         spans = segment.layout.part(self._index)

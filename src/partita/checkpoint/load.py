@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from partita.checkpoint.beside import Beside
-from partita.checkpoint.content import DATA, MODEL, STATE, Content, blocks_of
+from partita.checkpoint.content import MODEL, STATE, Content, blocks_of
 from partita.checkpoint.folder import chosen
 from partita.checkpoint.names import Names, some_of
 from partita.checkpoint.reading import Reading
@@ -98,7 +98,7 @@ class Loader:
     def __init__(self, content: Content, beside: Beside, folder: Path) -> None:
         self._content, self._beside, self._folder = content, beside, folder
         self._runtime, self._updater = content.runtime, content.updater
-        self._collectives = content.runtime.collectives
+        self._all_ranks = content.runtime.collectives.all_ranks
         self._missing = list[str]()
         self._takes_states = True
         self._stored: Stored
@@ -113,7 +113,7 @@ class Loader:
                 it has other names or shapes; it has several copies of the weights, and ``prefix`` names none.
         """
         self._content.forget()
-        with together(self._collectives, DATA):
+        with together(self._all_ranks):
             self._stored = open_stored(chosen(self._folder))
             members = [member for _, member in self._runtime.members()]
             model = self._runtime.model
@@ -127,7 +127,7 @@ class Loader:
                 for unit, segment in self._content.segments
             ]
         error = self._fill_segments(plan, only_model=only_model)
-        with together(self._collectives, DATA):
+        with together(self._all_ranks):
             if error is not None:
                 raise error
             self._fill_buffers()
@@ -294,7 +294,7 @@ class Loader:
         """The spans of what this rank holds."""
         if _kept(segment).num_elements == segment.layout.padded:
             return segment.layout.spans
-        return segment.layout.part(self._collectives.mesh.index(DATA))
+        return segment.layout.part(self._runtime.gradient_group.index)
 
     def _adopt(self, segment: Segment, states: dict[View, dict[str, Any]]) -> None:
         """Give the optimizer its states, in the encoding that it keeps them in."""

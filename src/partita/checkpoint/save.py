@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from partita.checkpoint.beside import Beside
-from partita.checkpoint.content import DATA, Content
+from partita.checkpoint.content import Content
 from partita.checkpoint.file import Snapshots, checksum, stream_file, write_snapshot
 from partita.checkpoint.folder import (
     LOCK_SUFFIX,
@@ -73,8 +73,8 @@ class Saver:
 
     def __init__(self, content: Content, beside: Beside) -> None:
         self._content, self._beside = content, beside
-        self._collectives = content.runtime.collectives
-        mesh = self._collectives.mesh
+        self._all_ranks = content.runtime.collectives.all_ranks
+        mesh = content.runtime.collectives.mesh
         self._rank, self._num_ranks, self._device = mesh.rank, mesh.num_ranks, mesh.device
         self._timeout_s = mesh.timeout_s
         self._snapshots = Snapshots(mesh.device)
@@ -95,7 +95,7 @@ class Saver:
         """
         self.wait()
         if not self._run:
-            self._run = str(self._collectives.exchange_objects(secrets.token_hex(4), DATA, "engine.save")[0])
+            self._run = str(self._all_ranks.exchange_objects(secrets.token_hex(4), "engine.save")[0])
         self._num_saves += 1
         self._partial = partial_of(order.folder, order.step, f"{self._run}-{self._num_saves}")
         try:
@@ -106,7 +106,7 @@ class Saver:
         return order.folder / f"step-{order.step}"
 
     def _save(self, order: Order, partial: Path) -> None:
-        with together(self._collectives, DATA):
+        with together(self._all_ranks):
             stocks = self._content.stocks()
             boxes = [box for stock in stocks for box in stock.boxes] + self._beside.boxes()
             others = [value for stock in stocks for value in stock.others]
@@ -116,20 +116,20 @@ class Saver:
             if self._rank == 0:
                 self._notice(order)
                 start_partial(partial)
-        with together(self._collectives, DATA):
+        with together(self._all_ranks):
             self._lock = Lock(partial / _lock_name(self._rank))
         batches = itertools.chain(self._content.batches(stocks), self._beside.batches())
         if order.background and not self._on_disk and self._have_room(layout.num_bytes):
-            with together(self._collectives, DATA):
+            with together(self._all_ranks):
                 if self._rank == 0:  # before any rank goes on, and may die
                     self._seen = {rank for rank in range(self._num_ranks) if is_locked(partial / _lock_name(rank))}
                 memory = self._snapshots.take(layout, batches)
             self._start(lambda: self._write(order, partial, layout, lambda path: write_snapshot(path, layout, memory)))
         else:
             tensors = itertools.chain.from_iterable(batches)
-            with together(self._collectives, DATA):
+            with together(self._all_ranks):
                 self._write_own(partial, layout, lambda path: stream_file(path, layout, tensors, self._device))
-            with together(self._collectives, DATA):
+            with together(self._all_ranks):
                 if self._rank == 0:
                     self._publish(order, partial)
             self._unlock()
@@ -149,7 +149,7 @@ class Saver:
         """
         if self._thread is not None or self._error is not None:
             try:
-                with together(self._collectives, DATA):
+                with together(self._all_ranks):
                     self._join()
             except Exception:
                 self._give_up()
@@ -183,9 +183,7 @@ class Saver:
     def _have_room(self, num_bytes: int) -> bool:
         """Whether every node has room for the copies of its ranks; the same on all ranks."""
         lacking = max(0, num_bytes - self._snapshots.num_bytes)
-        found = self._collectives.exchange_objects(
-            (socket.gethostname(), lacking, host_memory()[1]), DATA, "engine.save"
-        )
+        found = self._all_ranks.exchange_objects((socket.gethostname(), lacking, host_memory()[1]), "engine.save")
         needed, free = Counter[str](), dict[str, int]()
         for node, of_rank, memory in found:
             needed[node] += of_rank

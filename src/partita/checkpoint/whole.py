@@ -17,7 +17,6 @@ from partita.plan.steps import steps
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member, Segment, Unit
 
-DATA = ("data",)
 EXTRA_STATE = "_extra_state"
 
 
@@ -31,9 +30,9 @@ class Whole:
         self._hidden, self._settle = updater.hidden, updater.settle
         self._take_written = updater.take_written
         self._collectives: Collectives = runtime.collectives
-        self._row = self._collectives.mesh.index(DATA)
+        self._group = runtime.gradient_group
         self.num_gathered = 0  # blocks of gathered that are open
-        self.is_first = runtime.collectives.mesh.rank == 0
+        self.is_first = runtime.collectives.mesh.is_first_replica()
         self._named = {fqn: member for _, member in runtime.members() for fqn in member.holding.fqns}
 
     def member(self, name: str) -> Member:
@@ -64,7 +63,7 @@ class Whole:
         values, flat[-1] = flat[:-1], float(id(member) in bucket.used)
         reduced = bucket.reduced.load().to(flat.device) if bucket.reduced is not None else None
         for piece in bucket.pieces[id(member)]:
-            if piece.row == self._row and reduced is not None:
+            if piece.row == self._group.index and reduced is not None:
                 values[piece.start : piece.stop] += reduced[piece.column :][: piece.stop - piece.start]
             if id(member) in bucket.arrived and bucket.whole is not None:
                 values[piece.start : piece.stop] += bucket.whole[piece.row, piece.column :][: piece.stop - piece.start]
@@ -73,7 +72,7 @@ class Whole:
                 member.flat(grad.detach()).float(),
                 alpha=1.0 if reducer.collected else 1.0 / reducer.divisor,
             )
-        self._collectives.all_reduce(flat, DATA)
+        self._group.all_reduce(flat)
         return self._shaped(member, values.div_(scale)) if flat[-1] > 0 else None
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
@@ -84,9 +83,8 @@ class Whole:
         member = self.member(name)
         view = self._views.of(member.param)
         state = self._hidden.state_of(view) if view is not None else {}
-        described = self._collectives.exchange_objects(
+        described = self._group.exchange_objects(
             {key: value.dtype if _spread(value, view) else None for key, value in state.items()} if view else {},
-            DATA,
             "engine.optimizer_state",
         )
         whole: dict[str, Tensor] = {}
@@ -99,18 +97,18 @@ class Whole:
     def _gather_state(self, member: Member, key: str, dtype: torch.dtype | None, state: dict[str, object]) -> Tensor:
         value = state.get(key)
         if dtype is None:
-            every = self._collectives.exchange_objects(value, DATA, "engine.optimizer_state")
+            every = self._group.exchange_objects(value, "engine.optimizer_state")
             return torch.as_tensor(next(item for item in every if item is not None)).clone()
         view = self._views.of(member.param)
         assert view is not None
         if isinstance(value, Tensor) and member.segment.holds_whole_master and value.shape != member.shape:
             return value.clone()
         values = torch.zeros(member.span.num_elements, dtype=dtype, device=self._collectives.mesh.device)
-        if isinstance(value, Tensor) and (not member.segment.holds_whole_master or self._row == 0):
+        if isinstance(value, Tensor) and (not member.segment.holds_whole_master or self._group.index == 0):
             values[view.start : view.start + view.num_elements] = (
                 member.flat(value) if member.segment.holds_whole_master else value
             )
-        return self._shaped(member, self._collectives.all_reduce(values, DATA))
+        return self._shaped(member, self._group.all_reduce(values))
 
     @staticmethod
     def _shaped(member: Member, flat: Tensor) -> Tensor:
@@ -157,14 +155,14 @@ class Whole:
 
     def raise_together(self, problem: str | None) -> None:
         """Raise on every rank what any rank met."""
-        for found in self._collectives.exchange_objects(problem, DATA, "whole parameters"):
+        for found in self._collectives.all_ranks.exchange_objects(problem, "whole parameters"):
             if found is not None:
                 raise PartitaError(found)
 
     def _write_back(self, units: Sequence[Unit], names: AbstractSet[str]) -> None:
         """Make rank 0's values those of all ranks, of what rests, and, of the parameters named, of the optimizer."""
         for unit in units:
-            self._collectives.broadcast([segment.full for segment in unit.segments], DATA, "parameters")
+            self._group.broadcast([segment.full for segment in unit.segments], "parameters")
             for segment in unit.segments:
                 self._refill(segment, names)
         self._runtime.updated()
@@ -207,7 +205,7 @@ class Whole:
         whole = part = segment.master.load().to(device)
         if not segment.holds_whole_master:
             whole = part.new_empty(segment.layout.padded)
-            self._collectives.all_gather(whole, part, segment.plan.master.shard_axes).wait()
+            self._collectives.group(segment.plan.master.shard_axes).all_gather(whole, part).wait()
         return join(segment.full, whole) if segment.plan.master.encoding == SPLIT else whole
 
     def state_dict(self) -> dict[str, Any]:

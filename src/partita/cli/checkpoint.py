@@ -1,19 +1,19 @@
 """``partita checkpoint``: look at checkpoints, check them, compare them, and take their weights out."""
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from partita.checkpoint.folder import chosen
 from partita.checkpoint.names import optimizer_prefixes
 from partita.checkpoint.offline import differences, export_weights, verify
 from partita.checkpoint.stored import Stored, open_stored
-from partita.cli.errors import FAILURE, show_error, user_errors
+from partita.cli.console import FAILURE, show_error, show_table, user_errors
 from partita.errors import ConfigError
 from partita.estimate.figures import format_bytes
 from partita.plan.residence import ENCODINGS
@@ -33,15 +33,19 @@ def inspect(
     console = Console()
     with user_errors():
         stored = open_stored(chosen(folder))
-    table = Table(title=str(stored.folder), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+    show_table(console, str(stored.folder), _content(stored))
+    if every:
+        for key, tensor in sorted(stored.tensors.items()):
+            console.print(f"{key}  {list(tensor.shape)} {tensor.dtype} in {len(tensor.chunks)} pieces", highlight=False)
+
+
+def _content(stored: Stored) -> Iterator[tuple[str, str]]:
     if stored.manifest:
         versions = ", ".join(f"{name} {number}" for name, number in stored.manifest["versions"].items())
-        table.add_row("step", str(stored.manifest["step"]))
-        table.add_row("saved by", f"{stored.manifest['ranks']} ranks, {versions}")
+        yield "step", str(stored.manifest["step"])
+        yield "saved by", f"{stored.manifest['ranks']} ranks, {versions}"
     else:
-        table.add_row("saved by", "torch.distributed.checkpoint; it has no checksums")
+        yield "saved by", "torch.distributed.checkpoint; it has no checksums"
     sizes, numbers = Counter[str](), Counter[str]()
     optimizers = tuple(optimizer_prefixes([*stored.tensors, *stored.values]))
     for key, tensor in stored.tensors.items():
@@ -49,12 +53,8 @@ def inspect(
         numbers[kind] += 1
         sizes[kind] += torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
     for kind, num in numbers.items():
-        table.add_row(kind, f"{num} tensors, {format_bytes(sizes[kind])}")
-    table.add_row("values", ", ".join(sorted(stored.values)) or "none")
-    console.print(table)
-    if every:
-        for key, tensor in sorted(stored.tensors.items()):
-            console.print(f"{key}  {list(tensor.shape)} {tensor.dtype} in {len(tensor.chunks)} pieces", highlight=False)
+        yield kind, f"{num} tensors, {format_bytes(sizes[kind])}"
+    yield "values", ", ".join(sorted(stored.values)) or "none"
 
 
 @checkpoint.command(name="verify")
@@ -94,13 +94,9 @@ def diff(
 ) -> None:
     """Show what differs between two checkpoints; exit code 1 where anything does."""
     with user_errors():
-        found = list(differences(_opened(one), _opened(other)))
+        found = list(differences(open_stored(chosen(one)), open_stored(chosen(other))))
     for key, how in found:
         typer.echo(f"{key}: {how}")
     if found:
         raise typer.Exit(FAILURE)
     typer.echo("they are the same, bit by bit")
-
-
-def _opened(folder: Path) -> Stored:
-    return open_stored(chosen(folder))

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 
+from partita.cli.console import show_table
 from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.estimate.figures import format_bytes
@@ -24,23 +24,16 @@ OPTIONAL_PACKAGES = {
     "tensorboard": "no event files, only metrics.jsonl",
 }
 
-Row = tuple[str, str]
-
 
 def doctor() -> None:
     """Show what this machine has, and what partita will use of it."""
     console = Console()
     for title, rows in (("this machine", machine_rows()), ("what partita uses here", choice_rows())):
-        table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(overflow="fold")
-        for name, value in rows:
-            table.add_row(name, value)
-        console.print(table)
+        show_table(console, title, rows)
         console.print()
 
 
-def machine_rows() -> Iterator[Row]:
+def machine_rows() -> Iterator[tuple[str, str]]:
     """Versions, devices, cores, memory and disk."""
     yield "Python", f"{platform.python_version()} on {platform.platform()}"
     yield "PyTorch", torch.__version__
@@ -54,7 +47,7 @@ def machine_rows() -> Iterator[Row]:
     yield "backends", ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in _backends().items())
 
 
-def choice_rows() -> Iterator[Row]:
+def choice_rows() -> Iterator[tuple[str, str]]:
     """What partita chooses on this machine, and what it does without."""
     device = torch.device(accelerator.device_type())
     yield "processes", f"{max(1, accelerator.count())} by default (partita train --processes)"
@@ -86,13 +79,8 @@ def _devices() -> list[str]:
 
 
 def _backends() -> dict[str, bool]:
-    if not dist.is_available():
-        return {"torch.distributed": False}
     return {name: dist.is_backend_available(name) for name in dist.Backend.backend_list if name != "undefined"}
 
 
 def _is_importable(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # not even the package that would hold it
-        return False
+    return importlib.util.find_spec(name) is not None

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from partita.cli.errors import FAILURE, USER_ERROR, prefixed, show_error
+from partita.cli.console import FAILURE, USER_ERROR, prefixed, show_error
 from partita.memory.capacity import usable_cores
 
 # After Ctrl-C the processes finish their step and write the weights; after this they are killed.

@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from partita.cli.errors import INTERRUPTED, user_errors
-from partita.config.launchers import LaunchEnvironment
-from partita.config.load import launch_environment
+from partita.cli.console import INTERRUPTED, user_errors
+from partita.config.launchers import launch_environment
 from partita.config.resolve import resolve
 from partita.errors import ConfigError
 from partita.memory import accelerator
@@ -22,7 +21,7 @@ Overrides = Annotated[
 ]
 Processes = Annotated[
     int | None,
-    typer.Option(min=1, help="Processes to start on this machine.", show_default="one a GPU, or one without GPUs"),
+    typer.Option(min=1, help="Processes to start on this machine.", show_default="one per GPU, or one without GPUs"),
 ]
 
 
@@ -49,7 +48,10 @@ def train(job: JobFile, overrides: Overrides = None, processes: Processes = None
         from partita.cli.launch import launch  # torch's agent takes a second to import
 
         raise typer.Exit(launch(num_processes, [str(job), *(overrides or ())], Console(stderr=True)))
-    _run_in_place(loaded, environment)
+    with user_errors(f"rank {environment.rank}: " if environment.world_size > 1 else ""):
+        outcome = run_job(loaded, Console())
+    if outcome.interrupted:
+        raise typer.Exit(INTERRUPTED)
 
 
 def check(job: Job, num_processes: int) -> None:
@@ -65,10 +67,3 @@ def check(job: Job, num_processes: int) -> None:
         raise ConfigError(
             f"train.out: cannot make the folder '{job.out}': {error.strerror}; name another one"
         ) from None
-
-
-def _run_in_place(job: Job, environment: LaunchEnvironment) -> None:
-    with user_errors(f"rank {environment.rank}: " if environment.world_size > 1 else ""):
-        outcome = run_job(job, Console())
-    if outcome.interrupted:
-        raise typer.Exit(INTERRUPTED)

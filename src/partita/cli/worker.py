@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from partita.cli.errors import FAILURE, INTERRUPTED, USER_ERROR
+from partita.cli.console import FAILURE, INTERRUPTED, USER_ERROR
 from partita.errors import PartitaError
 from partita.train.job import load_job
 from partita.train.loop import train

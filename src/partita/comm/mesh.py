@@ -1,7 +1,8 @@
-"""The mesh: this rank's place on the axes, and the process groups over them.
+"""The mesh: this rank's place on the axes, and the connections along them.
 
-Parameter gathers, gradient reductions and control messages have process groups of their own, so that no order between
-them has to be kept. Without other ranks there are no groups, and nothing is ever called on one.
+An engine makes a mesh of its own, or is given another engine's: then both use its process groups, streams, log and
+watchdog, and every rank has to run what they do in one order. Without other ranks there are no process groups, and
+nothing is ever called on one.
 """
 
 from collections.abc import Iterable
@@ -11,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from partita.comm import world
+from partita.comm.collective_log import CollectiveLog
 from partita.comm.forks import connections_kept_from_children
-from partita.comm.neighbors import Neighbor
-from partita.comm.order import Order
+from partita.comm.transport import BULK_PURPOSES, PURPOSES, DeviceTransport, HostTransport, Loopback, Transport
 from partita.comm.watchdog import Watchdog
 from partita.comm.world import Rendezvous
 from partita.errors import PartitaError
@@ -21,70 +22,74 @@ from partita.memory import accelerator
 from partita.memory.streams import Stream
 from partita.plan.mesh_shape import MeshShape
 
-PURPOSES = ("parameters", "gradients", "control")
-STREAMS = PURPOSES[:2]
-
 
 class Mesh:
-    """Sizes and coordinates of the axes, and one process group an axis and purpose.
+    """Sizes and coordinates of the axes, and a transport for each combination of axes that is communicated over. That
+    of all ranks is there from the beginning.
 
     Args:
         shape: the sizes of the axes; their product is the number of ranks.
         device: where tensors live; decides the backend (gloo on the host). Control messages always use gloo.
         rendezvous: used to start ``torch.distributed`` if it is not running yet.
-        axes: the axis combinations that will be communicated over.
     """
 
-    def __init__(
-        self,
-        shape: MeshShape,
-        device: torch.device,
-        rendezvous: Rendezvous,
-        axes: Iterable[tuple[str, ...]] = (("data",),),
-    ) -> None:
+    def __init__(self, shape: MeshShape, device: torch.device, rendezvous: Rendezvous) -> None:
         self.shape, self.device = shape, device
-        self.timeout_s, self.within_node = rendezvous.timeout_s, rendezvous.within_node
-        self._timeout = timedelta(seconds=rendezvous.timeout_s)
-        self._groups: dict[tuple[tuple[str, ...], str], dist.ProcessGroup] = {}
-        self.neighbors: dict[tuple[str, ...], dict[int, Neighbor]] = {}  # in each group, by index
+        self.timeout_s, self._within_node = rendezvous.timeout_s, rendezvous.within_node
+        self.transports: dict[tuple[str, ...], Transport] = {(): Loopback()}
+        self._process_groups: list[dist.ProcessGroup] = []
         # Engines that share the mesh share these: on one group, every rank must post in one order.
-        self._streams = {purpose: Stream(device, purpose) for purpose in STREAMS}
-        self.order = Order()
+        self._streams = {purpose: Stream(device, purpose) for purpose in BULK_PURPOSES}
+        self.log = CollectiveLog()
         self.watchdog: Watchdog | None = None
         self._closed, self._world = False, world.join(rendezvous, device)
         try:
             self.rank, num_ranks = world.running() or (rendezvous.rank, 1)
             if num_ranks != shape.num_ranks:
                 raise PartitaError(f"the mesh has {shape.num_ranks} ranks, but {num_ranks} processes are running")
-            for names in axes:
-                self.open(names)
+            self.open([shape.all_axes])
         except BaseException:
             self.close()
             raise
 
-    def open(self, axes: tuple[str, ...]) -> None:
-        """Create this rank's groups over ``axes``, if there are none; every rank takes part in creating all of them, in
+    def open(self, combinations: Iterable[tuple[str, ...]]) -> None:
+        """Connect the ranks over these combinations of axes, where they are not; every rank takes part in all of it, in
         one order.
 
         Raises:
             PartitaError: the mesh is closed.
         """
-        if self._closed:
-            raise PartitaError("the mesh is closed, as the engine is that made it: open another engine first")
-        if self.shape.group_size(axes) == 1 or (axes, PURPOSES[0]) in self._groups:
-            return
+        self.check_open()
+        for axes in map(self.shape.named, combinations):
+            if axes not in self.transports:
+                self.transports[axes] = self._connect(axes)
+
+    def _connect(self, axes: tuple[str, ...]) -> Transport:
+        own = dict[str, dist.ProcessGroup]()
         with connections_kept_from_children():
             for ranks in self.shape.groups(axes):
                 for purpose in PURPOSES:
-                    backend = "gloo" if purpose == "control" else accelerator.backend(self.device)
-                    group = dist.new_group(ranks, timeout=self._timeout, backend=backend)
+                    backend = accelerator.backend(accelerator.HOST if purpose == "control" else self.device)
+                    group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_s), backend=backend)
                     if self.rank in ranks:
-                        self._groups[axes, purpose] = group
+                        own[purpose] = group
+        self._process_groups += own.values()
+        if accelerator.is_host(self.device):
+            return HostTransport(self.index(axes), own, self._within_node, self.timeout_s)
+        return DeviceTransport(self.index(axes), own)
 
-    @property
-    def axes(self) -> list[tuple[str, ...]]:
-        """The axis combinations that this rank has groups over."""
-        return [axes for axes, purpose in self._groups if purpose == "control"]
+    def transport(self, axes: tuple[str, ...]) -> Transport:
+        """What moves tensors over ``axes``, named as :meth:`MeshShape.named` does.
+
+        Raises:
+            PartitaError: they were never opened, or the mesh is closed.
+        """
+        try:
+            return self.transports[axes]
+        except KeyError:
+            raise PartitaError(
+                f"there is no process group over {', '.join(axes)}: the engine that owns this mesh is closed"
+            ) from None
 
     @property
     def num_ranks(self) -> int:
@@ -99,21 +104,23 @@ class Mesh:
         return self.shape.coordinate(self.rank, axis)
 
     def index(self, axes: tuple[str, ...]) -> int:
-        """This rank's position in its communicator over ``axes``."""
+        """This rank's position in its group over ``axes``."""
         return self.shape.group_index(self.rank, axes)
 
-    def group(self, axes: tuple[str, ...], purpose: str) -> dist.ProcessGroup:
-        """The process group over ``axes`` for one of :data:`PURPOSES`."""
-        try:
-            return self._groups[axes, purpose]
-        except KeyError:
-            raise PartitaError(
-                f"there is no process group over {', '.join(axes)}: the engine that owns this mesh is closed"
-            ) from None
+    def is_first_replica(self, shard_axes: tuple[str, ...] = ()) -> bool:
+        """Whether this rank is the one that saves, reads or writes what each of several ranks has of a state (see
+        :meth:`MeshShape.is_first_replica`); without axes, of what every rank has whole.
+        """
+        return self.shape.is_first_replica(self.rank, shard_axes)
 
     def stream(self, purpose: str) -> Stream:
-        """Where what is sent over the groups for ``purpose`` (parameters or gradients) is posted, in order."""
+        """Where what is sent for ``purpose`` (parameters or gradients) is posted, in order."""
         return self._streams[purpose]
+
+    def check_open(self) -> None:
+        """Raises PartitaError: the mesh is closed."""
+        if self._closed:
+            raise PartitaError("the mesh is closed, as the engine is that made it: open another engine first")
 
     def close(self) -> None:
         """Destroy the groups made here, and ``torch.distributed`` itself if it was started here and no other mesh uses
@@ -121,11 +128,11 @@ class Mesh:
         """
         if self._closed:
             return
-        groups, self._groups, self._closed = self._groups, {}, True
+        transports, self.transports, self._closed = self.transports, {(): Loopback()}, True
         for stream in self._streams.values():
             stream.close()
-        for neighbor in (neighbor for found in self.neighbors.values() for neighbor in found.values()):
-            neighbor.close()
+        for transport in transports.values():
+            transport.close()
         if self.watchdog is not None:
             self.watchdog.close()
-        world.leave(self._world, groups.values())
+        world.leave(self._world, self._process_groups)

@@ -16,8 +16,8 @@ from types import TracebackType
 
 from torch.distributed.distributed_c10d import _get_default_store
 
+from partita.comm.collective_log import CollectiveLog
 from partita.comm.forks import connections_kept_from_children
-from partita.comm.order import Order
 
 POLL_S, ANSWER_S, STORE_TIMEOUT_S = 0.5, 2.0, 2.0
 MOST_FAILURES = 5
@@ -29,11 +29,11 @@ class Watchdog:
     """Answers for ``rank``; ``topic`` tells the watchdogs of one store apart.
 
     Args:
-        order: what the rank has done.
+        log: what the rank has done.
     """
 
-    def __init__(self, topic: str, rank: int, num_ranks: int, order: Order) -> None:
-        self._rank, self._num_ranks, self._order = rank, num_ranks, order
+    def __init__(self, topic: str, rank: int, num_ranks: int, log: CollectiveLog) -> None:
+        self._rank, self._num_ranks, self._log = rank, num_ranks, log
         with connections_kept_from_children():
             self._store = _get_default_store().clone()  # type: ignore[attr-defined]  # torch's stubs do not know it
         self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
@@ -74,9 +74,9 @@ class Watchdog:
         frame = sys._current_frames().get(self._watched)
         stack = traceback.format_stack(frame)[-NUM_FRAMES:] if frame is not None else []
         return {
-            "micro_batches": self._order.num_micro_batches,
-            "events": self._order.count,
-            "does": self._ended or self._order.doing,
+            "micro_batches": self._log.num_micro_batches,
+            "events": self._log.count,
+            "does": self._ended or self._log.doing,
             "stack": "".join(stack).rstrip(),
         }
 
@@ -135,7 +135,7 @@ class Watchdog:
             return f"rank {rank} {ended}"
         if answer is None:
             return f"rank {rank} does not answer: its process was stopped or has ended; look at its output first"
-        behind = self._order.count - int(answer["events"])
+        behind = self._log.count - int(answer["events"])
         lag = f", {behind} operations behind rank {self._rank}" if behind > 0 else ""
         stack = f", at\n{answer['stack']}" if rank != self._rank else ""
         return f"rank {rank}, after {answer['micro_batches']} micro-batches, {answer['does']}{lag}{stack}"

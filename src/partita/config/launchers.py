@@ -1,12 +1,13 @@
 """What launchers tell each process in environment variables: torchrun, Kubernetes (Kubeflow's PyTorchJob, Indexed Jobs)
-and Slurm's srun.
+and Slurm's srun. The only library file that reads the environment.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from partita.config.plain import shown
+from partita.config.messages import shown
 from partita.errors import ConfigError
 
 Environ = Mapping[str, str]
@@ -34,27 +35,31 @@ class LaunchEnvironment:
     url: str = ""
 
 
-def read_launch(environ: Environ, running: tuple[int, int] | None = None) -> LaunchEnvironment:
+def launch_environment(environ: Environ | None = None, running: tuple[int, int] | None = None) -> LaunchEnvironment:
     """What the launcher says; without one, a single process.
 
     Args:
+        environ: None: this process's environment.
         running: rank and number of ranks of the process group that runs already, if one does: they take precedence.
 
     Raises:
         ConfigError: naming the variable that is missing, no number or out of range.
     """
+    environ = os.environ if environ is None else environ
     names = _names(environ)
     if running is None and names is None:
         return LaunchEnvironment()
     rank_name, size_name, local_rank_name, local_size_name = names or _TORCH
+    by_slurm = local_size_name == _STEP_SIZES
+    url = ""
     if running is None:
         world_size = _number(environ, size_name, 1, None)
         rank = _number(environ, rank_name, 0, world_size)
+        if world_size > 1:
+            url = _url(environ, world_size, by_slurm=by_slurm)
     else:
         rank, world_size = running
     restarts = _number(environ, "TORCHELASTIC_RESTART_COUNT", 0, None, default=0)
-    by_slurm = local_size_name == _STEP_SIZES
-    url = _url(environ, world_size, by_slurm=by_slurm) if running is None and world_size > 1 else ""
     if local_rank_name not in environ:
         return LaunchEnvironment(rank, world_size, None, 1, restarts, url)
     if by_slurm:

@@ -1,20 +1,14 @@
-"""Where a configuration comes from: a YAML or JSON file, a mapping, overrides; and the launcher's environment.
+"""Where a configuration comes from: a YAML or JSON file, a mapping, and overrides."""
 
-This is the only library file that reads the environment.
-"""
-
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from partita.config.launchers import LaunchEnvironment, read_launch
-from partita.config.plain import dotted, plain, shown
+from partita.config.messages import KeyPath, Where, dotted, shown
+from partita.config.plain import Parsed, parse_json, parse_yaml, plain
 from partita.config.schema import Config
-from partita.config.text import Parsed, parse_json, parse_yaml
 from partita.errors import ConfigError
 
 MAX_FILE_BYTES = 2**20
-Where = Callable[[tuple[str, ...]], str]
 _PARSERS = {".yaml": parse_yaml, ".yml": parse_yaml, ".json": parse_json}
 
 
@@ -38,16 +32,18 @@ def read_sections(source: object, overrides: Sequence[str] = ()) -> tuple[dict[s
     Raises:
         ConfigError: the source or an override cannot be read.
     """
-    name, parsed = _read(source)
-    data = {} if parsed.data is None else parsed.data
-    if not isinstance(data, Mapping):
+    name, (data, lines) = _read(source)
+    if data is not None and not isinstance(data, Mapping):
         raise ConfigError(f"{name}: expected sections (key: value) at the top level; got {shown(data)}")
-    sections = plain(data, name)
-    places = {path: f"{name}, line {line}" for path, line in parsed.lines.items()} | {(): name}
-    for override in _checked_overrides(overrides):
+    sections = plain({} if data is None else data, name)
+    places = {path: f"{name}, line {line}" for path, line in lines.items()} | {(): name}
+    given: object = overrides
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise ConfigError(f"overrides: expected a list of 'section.key=value' texts; got {shown(overrides)}")
+    for override in overrides:
         _apply(sections, override, places)
 
-    def where(path: tuple[str, ...]) -> str:
+    def where(path: KeyPath) -> str:
         below = [known for known in places if known[: len(path)] == path]
         above = [path[:depth] for depth in range(len(path) - 1, -1, -1)]
         return next(places[near] for near in (path, *below, *above) if near in places)
@@ -58,11 +54,11 @@ def read_sections(source: object, overrides: Sequence[str] = ()) -> tuple[dict[s
 def _read(source: object) -> tuple[str, Parsed]:
     """What to call the source in messages, and its data."""
     if source is None:
-        return "the defaults", Parsed(None)
+        return "the defaults", (None, {})
     if isinstance(source, Config):
-        return "the given partita.Config", Parsed(source.model_dump(exclude_unset=True))
+        return "the given partita.Config", (source.model_dump(exclude_unset=True), {})
     if isinstance(source, Mapping):
-        return "the given mapping", Parsed(source)
+        return "the given mapping", (source, {})
     if isinstance(source, str | Path):
         return _read_file(Path(source))
     raise ConfigError(
@@ -83,10 +79,9 @@ def _read_file(path: Path) -> tuple[str, Parsed]:
             content = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         raise ConfigError(f"config file '{name}' does not exist; correct the path, or pass a dict") from None
-    except OSError as error:
-        raise ConfigError(f"config file '{name}' cannot be read: {error.strerror}") from None
-    except ValueError as error:  # a zero byte or a surrogate in the path
-        raise ConfigError(f"config file '{name}' cannot be read: {error}") from None
+    except (OSError, ValueError) as error:  # a ValueError: a zero byte or a surrogate in the path
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"config file '{name}' cannot be read: {reason}") from None
     if len(content) > MAX_FILE_BYTES:
         raise ConfigError(f"config file '{name}' is larger than {MAX_FILE_BYTES} bytes; is it a configuration?")
     try:
@@ -96,20 +91,13 @@ def _read_file(path: Path) -> tuple[str, Parsed]:
     return name, parser(text, name)
 
 
-def _checked_overrides(overrides: object) -> Sequence[str]:
-    if not isinstance(overrides, Sequence) or isinstance(overrides, str | bytes):
-        raise ConfigError(f"overrides: expected a list of 'section.key=value' texts; got {shown(overrides)}")
-    for override in overrides:
-        if not isinstance(override, str) or not override.partition("=")[0].strip() or "=" not in override:
-            raise ConfigError(f"override {shown(override)}: expected 'section.key=value', such as 'zero.stage=3'")
-    return overrides
-
-
-def _apply(sections: dict[str, object], override: str, places: dict[tuple[str, ...], str]) -> None:
+def _apply(sections: dict[str, object], override: object, places: dict[KeyPath, str]) -> None:
     """Sets one key; ``places`` learns that it comes from this override."""
-    key, _, text = override.partition("=")
-    path = tuple(part.strip() for part in key.split("."))
     name = f"override {shown(override)}"
+    key, equals, text = override.partition("=") if isinstance(override, str) else ("", "", "")
+    if not key.strip() or not equals:
+        raise ConfigError(f"{name}: expected 'section.key=value', such as 'zero.stage=3'")
+    path = tuple(part.strip() for part in key.split("."))
     section = sections
     for depth, part in enumerate(path[:-1], start=1):
         inner = section.get(part)
@@ -118,14 +106,7 @@ def _apply(sections: dict[str, object], override: str, places: dict[tuple[str, .
         if not isinstance(inner, dict):
             raise ConfigError(f"{name}: '{dotted(path[:depth])}' is {shown(inner)}, not a section; set it whole")
         section = inner
-    section[path[-1]] = parse_yaml(text, name).data
+    section[path[-1]], _ = parse_yaml(text, name)
     for known in [known for known in places if known[: len(path)] == path]:
         del places[known]
     places[path] = name
-
-
-def launch_environment(
-    environ: Mapping[str, str] | None = None, running: tuple[int, int] | None = None
-) -> LaunchEnvironment:
-    """:func:`~partita.config.launchers.read_launch` of this process's environment (or of ``environ``)."""
-    return read_launch(os.environ if environ is None else environ, running)

@@ -1,42 +1,54 @@
-"""Plain data: nested dicts with text keys, lists and scalars, bounded in depth and in number of values.
+"""Plain data: nested dicts with text keys, lists and scalars, from YAML, JSON or the user's mapping.
 
-Whatever a configuration is made of (YAML, JSON, the user's mapping) becomes plain before anything else looks at it. The
-bounds end cyclic and exponentially shared structures, which a few bytes of YAML aliases can describe.
+It is bounded in depth and number of values, which ends cyclic and exponentially shared structures: a few bytes of YAML
+aliases can describe them. Reading is strict: a key given twice, an unknown tag or a second document is an error. YAML
+is composed into nodes and read from them here, so that each key's line is known.
 """
 
-import re
-import reprlib
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+import yaml
 from pydantic import BaseModel
 
+from partita.config.messages import KeyPath, dotted, shown
 from partita.errors import ConfigError
 
 MAX_DEPTH = 16
 MAX_VALUES = 10_000
-_SIMPLE_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,79}")
+_Loader: type[yaml.SafeLoader] | type[yaml.CSafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_TAG = "tag:yaml.org,2002:"
+_CONVERTED = {_TAG + kind for kind in ("null", "bool", "int", "float")}
+_TEXT = {_TAG + kind for kind in ("str", "timestamp", "value")}
+_MERGE = _TAG + "merge"
+
+# Data, and the line (from 1) of each path whose line is known.
+Parsed = tuple[object, dict[KeyPath, int]]
 
 
 class Budget:
-    """Counts the values of one configuration and their depth.
+    """Counts the values of one configuration, and bounds their depth."""
 
-    Raises:
-        ConfigError: more than :data:`MAX_VALUES` values, or nested deeper than :data:`MAX_DEPTH`.
-    """
-
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, most: int = MAX_VALUES) -> None:
         self._name = name
-        self._left = MAX_VALUES
+        self._left = most
 
     def spend(self, depth: int) -> None:
+        """One more value.
+
+        Raises:
+            ConfigError: there are too many, or it is nested deeper than :data:`MAX_DEPTH`.
+        """
         self._left -= 1
         if depth > MAX_DEPTH:
-            raise ConfigError(
-                f"{self._name}: nested deeper than {MAX_DEPTH} levels, or containing itself; a configuration has 3"
-            )
+            raise _too_deep(self._name)
         if self._left < 0:
             raise ConfigError(f"{self._name}: more than {MAX_VALUES} values; a configuration has about 40")
+
+
+def _too_deep(name: str) -> ConfigError:
+    return ConfigError(f"{name}: nested deeper than {MAX_DEPTH} levels, or containing itself; a configuration has 3")
 
 
 def plain(data: Mapping[Any, object], name: str) -> dict[str, object]:
@@ -48,14 +60,14 @@ def plain(data: Mapping[Any, object], name: str) -> dict[str, object]:
     return cast("dict[str, object]", _plain(data, (), name, Budget(name)))
 
 
-def _plain(value: object, path: tuple[str, ...], name: str, budget: Budget) -> object:
+def _plain(value: object, path: KeyPath, name: str, budget: Budget) -> object:
     budget.spend(len(path))
     if isinstance(value, BaseModel):
         value = value.model_dump(exclude_unset=True)
     if isinstance(value, Mapping):
         copy: dict[str, object] = {}
         for key, item in value.items():
-            check_key(key, path, name)
+            _check_key(key, path, name)
             copy[str(key)] = _plain(item, (*path, str(key)), name, budget)
         return copy
     if isinstance(value, (list, tuple)):
@@ -63,7 +75,7 @@ def _plain(value: object, path: tuple[str, ...], name: str, budget: Budget) -> o
     return value
 
 
-def check_key(key: object, path: tuple[str, ...], where: str) -> None:
+def _check_key(key: object, path: KeyPath, where: str) -> None:
     """Refuses a key that is not printable text; ``path`` is the section that holds it."""
     if not isinstance(key, str) or not key.isprintable():
         section = f"in '{dotted(path)}'" if path else "at the top level"
@@ -71,21 +83,125 @@ def check_key(key: object, path: tuple[str, ...], where: str) -> None:
         raise ConfigError(f"{where}: keys must be printable text; got the key {shown(key)} {section}; {fix}")
 
 
-def dotted(path: tuple[str, ...]) -> str:
-    """``zero.offload.path``; a part that is no simple word is quoted."""
-    return ".".join(part if _SIMPLE_KEY.fullmatch(part) else shown(part) for part in path)
+def parse_json(text: str, name: str) -> Parsed:
+    """Reads JSON text; ``name`` says in errors where it comes from. Empty text is None.
 
-
-def shown(value: object) -> str:
-    """A value as a short text for messages, with YAML's words for None and truth values."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+    Raises:
+        ConfigError: naming the line where there is one.
+    """
+    if not text.strip():
+        return None, {}
     try:
-        return _short.repr(list(value) if isinstance(value, tuple) else value)
-    except Exception:  # a repr is the user's code: it may raise anything, and Python's own does for very long integers
-        return f"<{type(value).__name__}>"
+        return json.loads(text, object_pairs_hook=lambda pairs: _without_duplicates(pairs, name)), {}
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{name}, line {error.lineno}: not valid JSON: {error.msg}; correct this line") from None
+    except RecursionError:
+        raise _too_deep(name) from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # an integer of more digits than Python converts
+        raise ConfigError(f"{name}: not valid JSON: {error}") from None
 
 
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = 80
-_short.maxlevel = 3
+def _without_duplicates(pairs: list[tuple[str, object]], name: str) -> dict[str, object]:
+    data: dict[str, object] = {}
+    for key, value in pairs:
+        if key in data:
+            raise ConfigError(f"{name}: the key {shown(key)} is given twice in one section; keep one of them")
+        data[key] = value
+    return data
+
+
+def parse_yaml(text: str, name: str) -> Parsed:
+    """Reads YAML text; ``name`` says in errors where it comes from. Empty text is None.
+
+    Raises:
+        ConfigError: naming the line where there is one.
+    """
+    try:
+        _check_events(text, name)
+        loader = _Loader(text)
+        try:
+            root = loader.get_single_node()
+            reader = _NodeReader(name, loader.construct_object)
+            return (reader.read(root, ()) if root is not None else None), reader.lines
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{name}, line {mark.line + 1}" if mark and "\n" in text else name
+        raise ConfigError(f"{place}: not valid YAML: {error.problem or error.context}; correct this line") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: not valid YAML: {str(error).splitlines()[0]}") from None
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name}: not valid YAML: a character that is no Unicode text") from None
+
+
+def _check_events(text: str, name: str) -> None:
+    """Bounds depth and size before nodes are composed: composing is recursive C, whose overflow ends the process."""
+    budget = Budget(name, 2 * MAX_VALUES)  # a section has two events
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        budget.spend(depth)
+
+
+class _NodeReader:
+    """Turns nodes into data, and remembers the line of each path."""
+
+    def __init__(self, name: str, construct: Callable[[yaml.Node], object]) -> None:
+        self.lines: dict[KeyPath, int] = {}
+        self._name = name
+        self._construct = construct
+        self._budget = Budget(name)
+
+    def read(self, node: yaml.Node, path: KeyPath) -> object:
+        self._budget.spend(len(path))
+        self.lines.setdefault(path, node.start_mark.line + 1)
+        if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
+            return self._mapping(node, path)
+        if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
+            return [self.read(item, (*path, str(i))) for i, item in enumerate(node.value)]
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node)
+        raise self._error(node, f"the tag {shown(node.tag)} has no meaning here; remove it")
+
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, object]:
+        own: dict[str, object] = {}
+        merged: dict[str, object] = {}
+        for key_node, value_node in node.value:
+            if key_node.tag == _MERGE:
+                for source in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
+                    merged = self._merge_source(source, path) | merged
+                continue
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise self._error(key_node, "keys must be printable text; got a list or a section as a key")
+            key = self._scalar(key_node)
+            line = key_node.start_mark.line + 1
+            _check_key(key, path, f"{self._name}, line {line}")
+            inner = (*path, str(key))
+            if key in own:
+                raise self._error(key_node, f"the key '{dotted(inner)}' is given twice; keep one of them")
+            self.lines[inner] = line
+            own[str(key)] = self.read(value_node, inner)
+        return merged | own
+
+    def _merge_source(self, node: yaml.Node, path: KeyPath) -> dict[str, object]:
+        if not isinstance(node, yaml.MappingNode):
+            raise self._error(node, "'<<' merges sections only")
+        inner = (*path, "<<")  # a merge that contains itself ends at the depth limit
+        self._budget.spend(len(inner))
+        return self._mapping(node, inner)
+
+    def _scalar(self, node: yaml.ScalarNode) -> object:
+        if node.tag in _TEXT:
+            return node.value
+        if node.tag not in _CONVERTED:
+            raise self._error(node, f"the tag {shown(node.tag)} has no meaning here; remove it")
+        try:
+            return self._construct(node)
+        except (ValueError, LookupError, ArithmeticError):
+            raise self._error(node, f"{shown(node.value)} is not a value of the kind {node.tag[len(_TAG) :]}") from None
+
+    def _error(self, node: yaml.Node, text: str) -> ConfigError:
+        return ConfigError(f"{self._name}, line {node.start_mark.line + 1}: {text}")

@@ -1,19 +1,28 @@
 """A configuration on a number of ranks and a kind of device: what it means there, or why it cannot."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
-from partita.config.batch import ResolvedBatch, resolve_batch
-from partita.config.checks import check_batch, check_settings, idle_settings
-from partita.config.plain import shown
-from partita.config.schema import Config
-from partita.config.table import Row, conflict, row
+from partita.config.checks import check_settings, idle_settings
+from partita.config.messages import Row, conflict, key_paths, row, setting, shown
+from partita.config.schema import Batch, Config, Section
 from partita.errors import ConfigError
 from partita.plan.mesh_shape import AXES, MeshShape
 
 _MAX_NOTICES = 5
+_BATCH_KEYS = ("micro", "accumulate", "total")
 # Nodes may have them under other paths.
 _FOLDERS = ("checkpoint.dir", "zero.offload.path")
+
+
+@dataclass(frozen=True)
+class ResolvedBatch:
+    """Samples per rank in one forward, micro-batches per step, and samples of a step over all ranks."""
+
+    micro: int
+    accumulate: int
+    total: int
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,8 @@ class Resolved:
     @property
     def shared(self) -> dict[str, object]:
         """What must be the same on every rank, by key; of folders, only whether there is one."""
-        found = dict(_flat("", self.config.model_dump(mode="json")))
+        keys = (".".join(path) for path in key_paths(Config))
+        found = {key: value for key in keys if not isinstance(value := setting(self.config, key), Section)}
         found.update((key, found[key] is not None) for key in _FOLDERS)
         del found["communication.timeout_s"]
         return found
@@ -58,21 +68,21 @@ def resolve(config: Config, num_ranks: int, device_type: str, ranks_per_node: in
         ConfigError: settings contradict each other or the number of ranks; with a table of them and one fix.
     """
     if not isinstance(config, Config):
-        raise ConfigError(f"config: expected a partita.Config (see partita.load_config); got {shown(config)}")
+        raise ConfigError(f"config: expected a partita.Config (partita.Config(**sections)); got {shown(config)}")
     _check_count("the number of ranks", num_ranks)
     if not isinstance(device_type, str):
         raise ConfigError(f"device_type: expected a name such as 'cpu' or 'cuda'; got {shown(device_type)}")
     mesh, mesh_rows = _resolve_mesh(config, num_ranks, ranks_per_node)
-    batch, batch_rows = resolve_batch(config.batch, mesh.data, mesh_rows)
-    compute = _resolve_compute(config, device_type)
-    check_settings(config, compute)
-    check_batch(config, next(r for r in batch_rows if r.key == "batch.accumulate"))
-    notices = idle_settings(config, str(compute.value))
+    batch, batch_rows = _resolve_batch(config.batch, mesh.data, mesh_rows)
+    values = (*mesh_rows, *batch_rows, _resolve_compute(config, device_type))
+    check_settings(config, {value.key: value for value in values})
+    compute = str(values[-1].value)
+    notices = list(idle_settings(config, compute))
     if config.zero.hierarchical and mesh.node == 1:
-        notices += ("ignored: zero.hierarchical (all data ranks are on one node)",)
+        notices.append("ignored: zero.hierarchical (all data ranks are on one node)")
     if config.communication.within_node != "auto" and device_type != "cpu":
-        notices += (f"ignored: communication.within_node (on {device_type} its own backend chooses the way)",)
-    return Resolved(config, mesh, batch, str(compute.value), (*mesh_rows, *batch_rows, compute), notices)
+        notices.append(f"ignored: communication.within_node (on {device_type} its own backend chooses the way)")
+    return Resolved(config, mesh, batch, compute, values, tuple(notices))
 
 
 def describe(resolved: Resolved) -> str:
@@ -81,34 +91,25 @@ def describe(resolved: Resolved) -> str:
     sources = {r.key: r.source for r in resolved.values}
     zero, precision, schedule = config.zero, config.precision, config.schedule
     kept = ", kept whole after forward" * zero.keep_gathered + ", hierarchical" * zero.hierarchical
-    of_each = " a unit" * (precision.gradients == "in_backward")
+    of_each = " of each unit" * (precision.gradients == "in_backward")
     clipped = f", gradients{of_each} clipped to norm {config.clip_grad_norm:g}" if config.clip_grad_norm else ""
     optimizer = f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}"
-    optimizer = "as passed" if "optimizer" in resolved.passed else optimizer
     rates = f"{schedule.name} after {schedule.warmup_steps} steps of warm-up"
-    rates = "scheduler as passed" if "schedule" in resolved.passed else rates
     lines = [
         f"mesh: {mesh.num_ranks} ranks = {' x '.join(f'{axis} {mesh.size(axis)}' for axis in AXES)}",
         f"zero: stage {zero.stage}{kept}",
-        f"batch: micro {batch.micro} x accumulate {batch.accumulate} x data {mesh.data} = {batch.total} samples a step",
+        f"batch: micro {batch.micro} x accumulate {batch.accumulate} x data {mesh.data} = "
+        f"{batch.total} samples per step",
         f"precision: compute {resolved.compute_dtype} ({sources['precision.compute']}), master {precision.master}, "
         f"gradients {precision.gradients}, moments {precision.moments}",
-        f"optimizer: {optimizer}, {rates}{clipped}",
+        f"optimizer: {'as passed' if 'optimizer' in resolved.passed else optimizer}, "
+        f"{'scheduler as passed' if 'schedule' in resolved.passed else rates}{clipped}",
     ]
     most = _MAX_NOTICES - ("auto" in (zero.offload.parameters, zero.offload.optimizer))  # a line tells what was chosen
     lines += resolved.notices[: most - 1] if len(resolved.notices) > most else resolved.notices
     if len(resolved.notices) > most:
         lines.append(f"... and {len(resolved.notices) - most + 1} more settings without effect")
     return "\n".join(lines)
-
-
-def _flat(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """The settings in a section, by dotted key."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _flat(f"{name}.{key}" if name else str(key), inner)
-    else:
-        yield name, value
 
 
 def _check_count(what: str, value: object) -> None:
@@ -118,33 +119,31 @@ def _check_count(what: str, value: object) -> None:
 
 def _resolve_mesh(config: Config, num_ranks: int, ranks_per_node: int | None) -> tuple[MeshShape, list[Row]]:
     parallel = config.parallel
-    ranks = Row("ranks", num_ranks, "number of ranks")
-    others = [row(config, f"parallel.{axis}") for axis in AXES if axis != "data"]
-    product = parallel.pipeline * parallel.sequence * parallel.tensor
+    inner = parallel.pipeline * parallel.sequence * parallel.tensor
     formula = f"pipeline {parallel.pipeline} x sequence {parallel.sequence} x tensor {parallel.tensor}"
+    rows = [row(config, f"parallel.{axis}") for axis in ("data", "pipeline", "sequence", "tensor")]
+    rows.append(Row("ranks", num_ranks, "number of ranks"))
+    divides = num_ranks % inner == 0
     if parallel.data == "auto":
-        data_row = Row("parallel.data", num_ranks // product, f"derived: ranks {num_ranks} / ({formula})")
-        if num_ranks % product:
+        if not divides:
             raise conflict(
-                f"{num_ranks} ranks cannot be divided by {formula} = {product}",
-                [Row("parallel.data", "auto", row(config, "parallel.data").source), *others, ranks],
-                f"start a multiple of {product} ranks, such as {max(1, round(num_ranks / product)) * product}",
+                f"{num_ranks} ranks cannot be divided by {formula} = {inner}",
+                rows,
+                f"start a multiple of {inner} ranks, such as {max(1, round(num_ranks / inner)) * inner}",
             )
-        data = num_ranks // product
+        data = num_ranks // inner
+        rows[0] = Row("parallel.data", data, f"derived: ranks {num_ranks} / ({formula})")
     else:
         data = parallel.data
-        data_row = row(config, "parallel.data")
-        if data * product != num_ranks:
+        if data * inner != num_ranks:
+            fix = f"start {data * inner} ranks"
             raise conflict(
-                f"data {data} x {formula} = {data * product} ranks, but there are {num_ranks}",
-                [data_row, *others, ranks],
-                "leave parallel.data out; it follows from the number of ranks"
-                if num_ranks % product == 0
-                else f"start {data * product} ranks",
+                f"data {data} x {formula} = {data * inner} ranks, but there are {num_ranks}",
+                rows,
+                "leave parallel.data out; it follows from the number of ranks" if divides else fix,
             )
-    node = _nodes(data, product // parallel.pipeline, ranks_per_node) if config.zero.hierarchical else 1
-    mesh = MeshShape(parallel.pipeline, data, parallel.sequence, parallel.tensor, node)
-    return mesh, [data_row, *others, ranks]
+    node = _nodes(data, inner // parallel.pipeline, ranks_per_node) if config.zero.hierarchical else 1
+    return MeshShape(parallel.pipeline, data, parallel.sequence, parallel.tensor, node), rows
 
 
 def _nodes(data: int, inner: int, ranks_per_node: int | None) -> int:
@@ -156,16 +155,54 @@ def _nodes(data: int, inner: int, ranks_per_node: int | None) -> int:
         return 1
     local = ranks_per_node // inner
     if ranks_per_node % inner or data % local:
-        raise conflict(
-            "zero.hierarchical needs the same number of data ranks on every node",
-            [
-                Row("parallel.data", data, "mesh"),
-                Row("sequence x tensor", inner, "mesh"),
-                Row("ranks on a node", ranks_per_node, "launcher"),
-            ],
-            "leave zero.hierarchical out",
-        )
+        rows = [
+            Row("parallel.data", data, "mesh"),
+            Row("sequence x tensor", inner, "mesh"),
+            Row("ranks on a node", ranks_per_node, "launcher"),
+        ]
+        problem = "zero.hierarchical needs the same number of data ranks on every node"
+        raise conflict(problem, rows, "leave zero.hierarchical out")
     return data // local
+
+
+def _resolve_batch(batch: Batch, data: int, mesh_rows: Sequence[Row]) -> tuple[ResolvedBatch, list[Row]]:
+    """total = micro x accumulate x data ranks: what is not given follows, ``total`` from the others (1 where absent),
+    else ``accumulate``, else ``micro``.
+
+    Returns the numbers and, for messages, where each came from. ``mesh_rows`` are those of the mesh.
+
+    Raises:
+        ConfigError: the numbers contradict each other or do not divide, with a table of them and one fix.
+    """
+    given = {key: value for key in _BATCH_KEYS if (value := getattr(batch, key)) != "auto"}
+    follows = _what_follows(given)
+    factors = {key: given.get(key, 1) for key in ("micro", "accumulate") if key != follows}
+    formula = " x ".join([f"{key} {value}" for key, value in factors.items()] + [f"data {data}"])
+    product = prod(factors.values(), start=data)
+    values = {**factors, "total": given.get("total", product)}
+    sources = {key: "config" if key in given else "default" for key in _BATCH_KEYS}
+    total = values["total"]
+    if follows == "total":
+        problem = f"batch.total is {total}, but {formula} = {product}" if total != product else None
+        fix = f"leave batch.total out; it follows as {product}"
+        shown_values: dict[str, object] = {**values}
+    else:
+        problem = f"batch.total {total} cannot be divided by {formula} = {product}" if total % product else None
+        fix = f"set batch.total: {max(1, round(total / product)) * product}"
+        shown_values = {**values, follows: "auto"}
+        values[follows] = total // product
+    if problem:
+        rows = [Row(f"batch.{key}", shown_values[key], sources[key]) for key in _BATCH_KEYS]
+        raise conflict(problem, [*rows, *mesh_rows], fix)
+    if follows not in given:
+        sources[follows] = f"derived: {formula}" if follows == "total" else f"derived: total {total} / ({formula})"
+    return ResolvedBatch(**values), [Row(f"batch.{key}", values[key], sources[key]) for key in _BATCH_KEYS]
+
+
+def _what_follows(given: Mapping[str, int]) -> str:
+    if "total" not in given or ("micro" in given and "accumulate" in given):
+        return "total"
+    return "accumulate" if "micro" in given else "micro"
 
 
 def _resolve_compute(config: Config, device_type: str) -> Row:

@@ -1,37 +1,91 @@
-"""The configuration: one frozen section a component, every key with its default, unknown keys refused.
+"""The configuration: one frozen section per component, every key with its default, unknown keys refused.
 
 Each section checks its own values here; what depends on several sections, on the number of ranks or on the device is
 checked in :mod:`partita.config.resolve`.
+
+YAML 1.1 reads ``1e-3`` as text, and people write ``"8"`` and ``1e8`` for whole numbers: numeric text is a number here,
+and an integral float a whole number. A truth value is never a number.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NoReturn, Self
+import numbers
+import os
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NoReturn, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
 
-from partita.config.available import unavailable_problems
-from partita.config.fields import (
-    Auto,
-    Bytes,
-    Compute,
-    Count,
-    CountOrZero,
-    Flag,
-    Gradients,
-    NotNegative,
-    PathText,
-    Positive,
-    Share,
-    SharePair,
-    SomeTexts,
-    Stage,
-    Text,
-    Texts,
-    Tier,
-)
+from partita.config.messages import Problem, Where, report, setting, shown, validation_problems
 from partita.config.plain import plain
-from partita.config.problems import report, validation_problems
 from partita.errors import ConfigError
+
+_INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
+_NUMBER = re.compile(r"[+-]?([0-9]{1,400}(\.[0-9]{0,400})?|\.[0-9]{1,400})([eE][+-]?[0-9]{1,9})?")
+_SIZE = re.compile(r"([0-9.eE+]+) ?([kmgt]i?)?b", re.IGNORECASE)
+_LARGEST_COUNT = 2**31 - 1
+_LARGEST_SIZE = 2**63 - 1
+
+
+def _number(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("a truth value is not a number")
+    if isinstance(value, str):
+        text = value.strip()
+        if _INTEGER.fullmatch(text):
+            return int(text)
+        return float(text) if _NUMBER.fullmatch(text) else value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise ValueError("too large for a float") from error
+    return value
+
+
+def _whole(value: object) -> object:
+    number = _number(value)
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
+def _size(value: object) -> object:
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        return _whole(value)
+    amount, prefix = _number(match[1]), (match[2] or "").lower()
+    if not isinstance(amount, int | float):
+        raise ValueError("not a number of bytes")
+    base = 1024 if prefix.endswith("i") else 1000
+    return _whole(amount * base ** ("", "k", "m", "g", "t").index(prefix[:1]))
+
+
+def _path(value: object) -> object:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Flag = Annotated[bool, Strict()]
+Count = Annotated[int, Strict(), Field(ge=1, le=_LARGEST_COUNT), BeforeValidator(_whole)]
+CountOrZero = Annotated[int, Strict(), Field(ge=0, le=_LARGEST_COUNT), BeforeValidator(_whole)]
+Bytes = Annotated[int, Strict(), Field(ge=0, le=_LARGEST_SIZE, examples=["64MiB"]), BeforeValidator(_size)]
+Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
+NotNegative = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False), BeforeValidator(_number)]
+Share = Annotated[float, Strict(), Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(_number)]
+SharePair = Annotated[tuple[Share, Share], Strict(), BeforeValidator(_tuple)]
+Text = Annotated[str, Strict(), Field(min_length=1)]
+Texts = Annotated[tuple[Text, ...], Strict(), BeforeValidator(_tuple)]
+SomeTexts = Annotated[tuple[Text, ...], Strict(), Field(min_length=1), BeforeValidator(_tuple)]
+PathText = Annotated[str, Strict(), Field(min_length=1), BeforeValidator(_path)]
+
+Auto = Literal["auto"]
+Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)]
+Tier = Literal["none", "host", "disk", "auto"]
+Gradients = Literal["fp32", "bf16", "fp16", "in_backward"]
+Compute = Literal["auto", "fp32", "bf16", "fp16"]
 
 
 class Section(BaseModel):
@@ -47,7 +101,7 @@ class Section(BaseModel):
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise ConfigError(
             f"a configuration does not change: '{name}' cannot be set to {value!r}; make another one with "
-            "partita.load_config(config, overrides=['section.key=value'])"
+            "partita.config.load.load_config(config, overrides=['section.key=value'])"
         )
 
 
@@ -115,7 +169,7 @@ class Precision(Section):
 class Batch(Section):
     """Samples: total = micro x accumulate x data ranks. What is not given follows from the rest, else it is 1."""
 
-    micro: Auto | Count = Field("auto", description="samples a rank in one forward")
+    micro: Auto | Count = Field("auto", description="samples per rank in one forward")
     accumulate: Auto | Count = Field("auto", description="micro-batches between two optimizer steps")
     total: Auto | Count = Field("auto", description="samples of one optimizer step, over all ranks")
 
@@ -127,7 +181,9 @@ class Optimizer(Section):
     lr: NotNegative = Field(1.0e-3, description="learning rate (the highest of the schedule)")
     betas: SharePair = Field((0.9, 0.999), description="decay of the two running averages (not of sgd's one)")
     eps: Positive = Field(1.0e-8, description="added to the divisor (adamw and adam)")
-    weight_decay: NotNegative = Field(0.01, description="decay of the weights a step: decoupled in adamw, L2 elsewhere")
+    weight_decay: NotNegative = Field(
+        0.01, description="decay of the weights per step: decoupled in adamw, L2 elsewhere"
+    )
     momentum: Share = Field(0.0, description="decay of the running average (sgd only)")
 
 
@@ -190,24 +246,46 @@ class Config(Section):
     checkpoint: Checkpoint = Field(Checkpoint(), description="saving while training")
 
     def __init__(self, /, **sections: Any) -> None:
-        self._fill(sections, _nowhere)
+        self._fill(sections, lambda path: "")
 
     @classmethod
-    def located(cls, sections: Mapping[str, object], where: Callable[[tuple[str, ...]], str]) -> Self:
+    def located(cls, sections: Mapping[str, object], where: Where) -> Self:
         """The configuration with these sections; errors say where a key comes from, by ``where(path)``."""
         config = cls.__new__(cls)
         config._fill(sections, where)
         return config
 
-    def _fill(self, sections: Mapping[str, object], where: Callable[[tuple[str, ...]], str]) -> None:
-        data = plain(dict(sections), "the configuration")
+    def _fill(self, sections: Mapping[str, object], where: Where) -> None:
+        data = plain(sections, "the configuration")
         try:
             super().__init__(**data)
         except ValidationError as error:
             raise report(validation_problems(error, type(self), data), where) from None
-        if problems := unavailable_problems(self):
+        if problems := _unavailable(self):
             raise report(problems, where)
 
 
-def _nowhere(path: tuple[str, ...]) -> str:
-    return ""
+# Documented settings of which this version has only some values, the default first. A value that arrives is added to
+# its line; when all are there, the line is deleted.
+AVAILABLE: dict[str, tuple[object, ...]] = {
+    "parallel.tensor": (1,),
+    "parallel.pipeline": (1,),
+    "parallel.sequence": (1,),
+    "activations.checkpoint": ("none",),
+    "activations.partition": (False,),
+    "activations.offload": ("none",),
+    "communication.gradients": ("full",),
+    "communication.parameters": ("full",),
+}
+
+
+def _unavailable(config: Config) -> list[Problem]:
+    """One problem for each setting whose value this version does not have."""
+    problems = []
+    for key, values in AVAILABLE.items():
+        value = setting(config, key)
+        if value not in values:
+            text = f"{key}: {shown(value)} is not available in this version"
+            fix = f"remove it or set it back to its default ({shown(values[0])})"
+            problems.append(Problem(tuple(key.split(".")), f"{text}; {fix}"))
+    return problems

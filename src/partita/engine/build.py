@@ -1,7 +1,7 @@
 """What an engine is made of: from the config, the model and what the user passes beside them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from partita.checkpoint.checkpoints import Checkpoints
 from partita.checkpoint.weights import Weights
 from partita.checkpoint.whole import Whole
-from partita.comm.alike import check_settings_alike
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
-from partita.comm.together import together
+from partita.comm.together import check_settings_alike, together
 from partita.config.resolve import Resolved
 from partita.estimate.remedies import Situation
 from partita.memory.disk import open_disk
@@ -37,8 +36,6 @@ from partita.plan.residence import ENCODINGS
 from partita.sharding.assemble import Blueprint, check_alike, plan_units
 from partita.sharding.placing import agreed_budget
 from partita.sharding.runtime import Runtime
-
-DATA, LOCAL = ("data",), ("local",)
 
 
 @dataclass(frozen=True)
@@ -76,38 +73,37 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     """Put the model under the plan. What one rank meets is an error on all of them; the model is then what it was."""
     settings = resolved.config
     ledger, collectives = Ledger(), Collectives(mesh)
-    check_settings_alike(resolved.shared, collectives, DATA)
-    if settings.zero.hierarchical:
-        mesh.open(LOCAL)
-    collectives.introduce()
+    all_ranks = collectives.all_ranks
+    check_settings_alike(resolved.shared, all_ranks)
+    blueprint = Blueprint(settings, ENCODINGS[resolved.compute_dtype], resolved.mesh, mesh.rank)
+    collectives.open(blueprint.groups)
     memory = StateMemory(mesh.device, ledger, partial(open_disk, settings.zero.offload, mesh.rank))
     kernels = wants_kernels(settings, resolved.compute_dtype, mesh.device)
-    with together(collectives, DATA):
+    with together(all_ranks):
         optimizer = build_optimizer(list(model.parameters()), settings, given.optimizer, kernels=kernels)
         scheduler = build_schedule(optimizer, settings.schedule, given.scheduler)
         check_groups(optimizer, {id(param) for param in model.parameters()})
     num_moments = states_per_element(optimizer)
     budget = agreed_budget(settings.zero.offload, collectives)
-    compute = ENCODINGS[resolved.compute_dtype]
-    blueprint = Blueprint(settings, compute, resolved.mesh, mesh.rank, budget, num_moments)
-    with together(collectives, DATA):
+    blueprint = replace(blueprint, budget=budget, num_moments=num_moments)
+    with together(all_ranks):
         units = plan_units(model, blueprint)
-    check_alike(model, units, collectives)
-    check_settings_alike(settings_of(optimizer), collectives, DATA)
+    check_alike(model, units, all_ranks)
+    check_settings_alike(settings_of(optimizer), all_ranks)
     planned = [unit.planned for unit in units]
     rows = [unit.segments[0].row for unit in planned]
     if any(mesh.shape.group_size(row.master.shard_axes) > 1 or not row.updates_on_device for row in rows):
         check_elementwise(optimizer)
     counted = counted_attributes(optimizer, apart=not all(row.updates_on_device for row in rows))
     shortages = Shortages(Situation(planned, settings, mesh.shape, num_moments), ledger, mesh.device, mesh.rank)
-    with together(collectives, DATA):
+    with together(all_ranks):
         source = Weights(given.weights) if given.weights is not None else None
     try:
         with shortages.explained("initialize"):
             runtime = Runtime(model, units, blueprint, collectives, memory, resolved.batch.accumulate, source)
         scale = LossScale(settings.precision.loss_scale, resolved.compute_dtype == "fp16")
         kind = BackwardUpdater if settings.precision.gradients == "in_backward" else StepUpdater
-        with together(collectives, DATA, runtime.give_back):
+        with together(all_ranks, runtime.give_back):
             updater = kind(runtime, optimizer, scale, settings.clip_grad_norm, counted)
             whole = Whole(runtime, updater)
             checkpoints = Checkpoints(model, runtime, updater, scheduler, settings)

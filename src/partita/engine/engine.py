@@ -14,13 +14,14 @@ from partita.checkpoint.load import Restored
 from partita.comm.mesh import Mesh
 from partita.config.resolve import Resolved
 from partita.engine.batches import call, draw, is_scalar, loss_of
-from partita.engine.build import DATA, Given, build
+from partita.engine.build import Given, build
 from partita.errors import PartitaError
 from partita.estimate.memory import model_state_bytes
 from partita.memory.ledger import MemoryReport
 from partita.memory.shortage import explained
 from partita.optim.step import StepUpdater
 from partita.optim.updater import StepResult
+from partita.plan.mesh_shape import BATCH_AXES
 from partita.plan.state_plan import StatePlan
 from partita.plan.traffic import TrafficReport
 from partita.sharding.scaled import scaled_by
@@ -289,7 +290,7 @@ class Engine:
         """A number of every data-parallel rank, in rank order, on all of them."""
         self._check_open()
         mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().view(1)
-        every, handle = self._collectives.exchange(mine, DATA, "a number of every rank")
+        every, handle = self._collectives.group(BATCH_AXES).exchange(mine, "a number of every rank")
         handle.wait()
         return [float(number) for number in every.view(-1).tolist()]
 

@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from partita.comm import world
 from partita.comm.mesh import Mesh
 from partita.comm.world import Rendezvous
-from partita.config.load import launch_environment, load_config
+from partita.config.launchers import launch_environment
+from partita.config.load import load_config
 from partita.config.resolve import Resolved, describe, resolve
 from partita.config.schema import Config
 from partita.engine.build import Given
@@ -81,7 +82,7 @@ def initialize(
     elif mesh.shape != resolved.mesh:
         raise ConfigError(f"mesh: the given mesh is {mesh.shape}, but the config asks for {resolved.mesh}")
     else:
-        mesh.open(("data",))
+        mesh.check_open()
     try:
         engine = Engine(model, resolved, mesh, Given(optimizer, scheduler, loss_fn, weights), owned)
     except BaseException:

@@ -9,10 +9,9 @@ them go control messages of some bytes each, which are counted here as well.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from partita.plan.mesh_shape import MeshShape
+from partita.plan.mesh_shape import BATCH_AXES, MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
 from partita.plan.residence import Residence
-from partita.plan.state_plan import DATA
 from partita.plan.steps import AllGather, AllReduce, Encode, ReduceScatter, Slice, steps
 from partita.plan.traffic import TrafficKey, TrafficMeter, TrafficReport
 
@@ -53,14 +52,15 @@ def step_traffic(units: Sequence[PlannedUnit], mesh: MeshShape, shape: StepShape
     for segment in segments:
         _add(meter, segment.row.master, segment.row.param_rest, segment.layout.padded, mesh, "parameters")
     if any(_gathered(unit, mesh) for unit in units):
-        _add_messages(meter, mesh, WORD_BYTES, shape.accumulate)  # the end of a micro-batch
+        _add_messages(meter, mesh, mesh.all_axes, WORD_BYTES, shape.accumulate)  # the end of a micro-batch
     num_members = sum(len(segment.layout.spans) for segment in segments)
     # Waves, what was written, the gradients' scale; what was used, and what is left to reduce.
-    _add_messages(meter, mesh, 3 * WORD_BYTES + len(buckets) + num_members)
+    summed_axes = units[0].segments[0].row.summed_axes
+    _add_messages(meter, mesh, summed_axes, 3 * WORD_BYTES + len(buckets) + num_members)
     if all(segment.row.gradients_rest for segment in segments):
-        _add_messages(meter, mesh, WORD_BYTES)  # the norm
+        _add_messages(meter, mesh, summed_axes, WORD_BYTES)  # the norm
     if shape.returns_loss:
-        _add_messages(meter, mesh, WORD_BYTES, 2)  # what was drawn, and the loss
+        _add_messages(meter, mesh, BATCH_AXES, WORD_BYTES, 2)  # what was drawn, and the loss
     return meter.report()
 
 
@@ -76,7 +76,7 @@ def _add_gathers(meter: TrafficMeter, unit: PlannedUnit, mesh: MeshShape, shape:
     row = unit.segments[0].row
     num_gathers = shape.accumulate * (2 if steps(row.param_compute, row.param_between, mesh) else 1)
     if shape.announced:
-        _add_messages(meter, mesh, WORD_BYTES, num_gathers)
+        _add_messages(meter, mesh, mesh.all_axes, WORD_BYTES, num_gathers)
     for segment in unit.segments:
         row, padded = segment.row, segment.layout.padded
         num_near = num_gathers - 1 if segment.has_second(mesh) else 0  # the second part lasts from forward to the step
@@ -92,17 +92,19 @@ def _add_reductions(meter: TrafficMeter, bucket: Sequence[PlannedSegment], mesh:
     row, num_elements = bucket[0].row, sum(segment.layout.padded for segment in bucket)
     _add(meter, row.grad_arrival, row.grad_between, num_elements, mesh, "gradients", num_reduced)
     _add(meter, row.grad_between, row.grad_step, num_elements, mesh, "gradients")
-    num = mesh.group_size(DATA)
-    if not row.gradients_rest and num > 1:
+    axes = mesh.named(row.summed_axes)
+    if not row.gradients_rest and axes:
+        num = mesh.group_size(axes)
         num_words = len(bucket) + sum(len(segment.layout.spans) for segment in bucket)
-        meter.add(TrafficKey("all_reduce", DATA, "control"), 2 * (num - 1) * num_words * WORD_BYTES // num)
+        meter.add(TrafficKey("all_reduce", axes, "control"), 2 * (num - 1) * num_words * WORD_BYTES // num)
 
 
-def _add_messages(meter: TrafficMeter, mesh: MeshShape, num_bytes: int, calls: int = 1) -> None:
-    """Messages of ``num_bytes`` that every rank sends to every other."""
-    num = mesh.group_size(DATA)
-    if num > 1:
-        meter.add(TrafficKey("all_gather", DATA, "control"), calls * (num - 1) * num_bytes, calls)
+def _add_messages(meter: TrafficMeter, mesh: MeshShape, axes: tuple[str, ...], num_bytes: int, calls: int = 1) -> None:
+    """Messages of ``num_bytes`` that every rank of a group sends to every other."""
+    named = mesh.named(axes)
+    if named:
+        num = mesh.group_size(named)
+        meter.add(TrafficKey("all_gather", named, "control"), calls * (num - 1) * num_bytes, calls)
 
 
 def _add(

@@ -11,7 +11,6 @@ from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import BUCKET_BYTES, PlannedSegment, PlannedUnit
 from partita.plan.residence import Tier
 from partita.plan.slots import CLASS_SHARE, RECEIVING, SENDING, SUMMED, Passing, bytes_ahead, ring_depth, slot_counts
-from partita.plan.state_plan import DATA
 from partita.plan.steps import AllGather, AllReduce, ReduceScatter, steps
 
 # Tensors of one kind that are on their way between disk and host at a time: of a unit that is updated, of the one that
@@ -71,8 +70,9 @@ def _gradient_bytes(units: Sequence[PlannedUnit], mesh: MeshShape) -> int:
         rests_whole = rests_whole and row.gradients_rest
         if not rests_whole:
             sent.append(num_bytes)
-        if any(isinstance(op, AllReduce | ReduceScatter) for op in arriving):
-            received.append(num_bytes - num_bytes // mesh.group_size(DATA))
+        for op in arriving:
+            if isinstance(op, AllReduce | ReduceScatter):
+                received.append(num_bytes - num_bytes // mesh.group_size(op.axes))
     moved = [sum(_arriving_bytes(segment, mesh) for segment in unit.segments if segment.trains) for unit in units]
     return _shared_slots(sent, SENDING) + _shared_slots(received, RECEIVING) + max(moved, default=0)
 

@@ -19,7 +19,7 @@ METRICS_FILE = "metrics.jsonl"
 class TrainRow:
     """Training since the row before: means over its steps, but ``lr`` and ``grad_norm`` of its last step.
 
-    ``tokens`` counts from the start, over all ranks; ``loss`` is in nats a token; ``memory_bytes`` has an entry a rank.
+    ``tokens`` counts from the start, over all ranks; ``loss`` is in nats per token; ``memory_bytes`` is per rank.
     """
 
     step: int
@@ -34,7 +34,7 @@ class TrainRow:
 
 @dataclass(frozen=True)
 class HeldOutRow:
-    """Mean loss on held-out text, in nats a token, after ``step`` steps."""
+    """Mean loss on held-out text, in nats per token, after ``step`` steps."""
 
     step: int
     tokens: int

@@ -18,21 +18,22 @@ def plot_losses(
 ) -> None:
     """Draws training loss (raw and smoothed) and held-out loss over steps into a PNG.
 
-    ``token`` is what a token is called; with bytes the right axis is in bits a byte.
+    ``token`` is what a token is called; with bytes the right axis is in bits per byte.
     """
     # Here, because it takes half a second that only the rank that draws should pay.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.8), dpi=120, layout="constrained")
-    axes = FigureCanvasAgg(figure).figure.subplots()
+    axes = figure.subplots()
     _draw_curves(axes, train, held_out)
     tokens_per_step = train[-1].tokens // train[-1].step if train else 0
     axes.set_title(title)
     axes.set_xlabel(f"optimizer step ({tokens_per_step:,} {token}s each)" if tokens_per_step else "optimizer step")
     axes.set_ylabel(f"loss (nats per {token})")
     if token == "byte":
-        bits = axes.secondary_yaxis("right", functions=(_nats_to_bits, _bits_to_nats))
+        nats_per_bit = math.log(2)
+        functions = (lambda nats: nats / nats_per_bit, lambda bits: bits * nats_per_bit)
+        bits = axes.secondary_yaxis("right", functions=functions)
         bits.set_ylabel("bits per byte")
     axes.grid(alpha=0.25)
     axes.margins(x=0.02)
@@ -48,14 +49,6 @@ def smoothed(values: Sequence[float]) -> list[float]:
     sums = list(accumulate(values, initial=0.0))
     widths = [min(half, index, last - index) for index in range(len(values))]
     return [(sums[i + width + 1] - sums[i - width]) / (2 * width + 1) for i, width in enumerate(widths)]
-
-
-def _nats_to_bits(nats: Any) -> Any:
-    return nats / math.log(2)
-
-
-def _bits_to_nats(bits: Any) -> Any:
-    return bits * math.log(2)
 
 
 def _draw_curves(axes: Any, train: Sequence[TrainRow], held_out: Sequence[HeldOutRow]) -> None:

@@ -1,7 +1,9 @@
-"""Live progress on rank 0: a bar in a terminal, one line an evaluation elsewhere; the other ranks are silent."""
+"""What is shown while a run goes on, on rank 0: progress, and what the library has to say; other ranks are silent."""
 
+import logging
 import time
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Self
 
 from rich.console import Console
@@ -15,10 +17,12 @@ REFRESH_S = 0.2
 
 
 class TrainingProgress:
-    """Shows how far training is. A context manager: the bar ends with the block, whatever ends the block.
+    """Shows how far training is: a bar in a terminal, one line per evaluation elsewhere.
+
+    A context manager: the bar ends with the block, whatever ends the block.
 
     Args:
-        console: where to write; a silent one on all ranks but the first.
+        console: where to write; a quiet one on all ranks but the first.
         num_steps: optimizer steps of the whole run.
     """
 
@@ -72,18 +76,44 @@ class TrainingProgress:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
 
 def figures(row: TrainRow) -> str:
     """The figures of a row, short."""
     norm = "" if row.grad_norm is None else f"  grad norm {row.grad_norm:.2f}"
-    return f"loss {row.loss:.4f}  {row.tokens_per_s:,.0f} tokens/s{norm}  {format_bytes(max(row.memory_bytes))} a rank"
+    return (
+        f"loss {row.loss:.4f}  {row.tokens_per_s:,.0f} tokens/s{norm}  {format_bytes(max(row.memory_bytes))} per rank"
+    )
 
 
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}"
+
+
+class _Handler(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(Text(record.getMessage()), soft_wrap=True)
+
+
+@contextmanager
+def notices_on(console: Console) -> Iterator[None]:
+    """Print what goes to the logger ``partita`` on a console, unless whoever runs this has set logging up."""
+    logger = logging.getLogger("partita")
+    if logger.hasHandlers() or logger.level:
+        yield
+        return
+    handler = _Handler(console)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)

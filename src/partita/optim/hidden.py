@@ -30,8 +30,6 @@ from partita.sharding.buckets import Bucket
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member, Segment, Unit
 
-DATA = ("data",)
-
 
 @dataclass
 class Job:
@@ -76,7 +74,7 @@ class HiddenUpdates:
         if isinstance(optimizer, FusedOptimizer):
             self.units = runtime.units
         self._hidden = {id(segment) for unit in self.units for segment in unit.segments}
-        self._around = Surroundings(optimizer, runtime.executor, runtime.memory, mesh.index(DATA))
+        self._around = Surroundings(optimizer, runtime.executor, runtime.memory, runtime.gradient_group.index)
         self._stream = Stream(mesh.device, "updates", waits=True)
         self._moments: dict[int, Moments] = {}
         self.started: list[Job] = []

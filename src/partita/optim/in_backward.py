@@ -24,7 +24,7 @@ from partita.memory.streams import Event
 from partita.memory.tiers import Kept
 from partita.optim.hidden import Job
 from partita.optim.loss_scale import LossScale
-from partita.optim.updater import DATA, StepResult, Updater
+from partita.optim.updater import StepResult, Updater
 from partita.sharding.buckets import Bucket, square
 from partita.sharding.runtime import Runtime
 from partita.sharding.scaled import factor_under_way
@@ -60,7 +60,7 @@ class BackwardUpdater(Updater):
     ) -> None:
         super().__init__(runtime, optimizer, scale, clip_norm, counted)
         self._queued = list[_Queued]()
-        self._gradients = self._collectives.mesh.stream("gradients")
+        self._gradients = runtime.collectives.mesh.stream("gradients")
         self._unit_of = {id(segment): unit for unit in runtime.units for segment in unit.segments}
         self._reducer.use = self._queue
 
@@ -156,8 +156,8 @@ class BackwardUpdater(Updater):
         columns = [segment.layout.part_elements for segment in bucket.segments]
         squares = torch.stack([square(part) for part in queued.sums.lend().tensor.split(columns)])
         used = torch.tensor([id(member) in queued.used for member in bucket.members], dtype=torch.float64, device="cpu")
-        device = self._collectives.mesh.device
-        told = self._collectives.all_reduce(torch.cat([squares.to(device), used.to(device)]), DATA).tolist()
+        device = self._runtime.executor.device
+        told = self._group.all_reduce(torch.cat([squares.to(device), used.to(device)])).tolist()
         queued.squares = told[: len(columns)]
         chosen = {id(member) for member, num in zip(bucket.members, told[len(columns) :], strict=True) if num}
         updates = [update for job in queued.jobs for update in job.segments]
@@ -168,7 +168,7 @@ class BackwardUpdater(Updater):
 
     def _tell(self, left_out: list[Segment]) -> None:
         """Warn of gradients that were not finite."""
-        every = self._collectives.exchange_objects(self._reducer.suspect, DATA, "engine.step")
+        every = self._group.exchange_objects(self._reducer.suspect, "engine.step")
         ranks = [str(rank) for rank, suspect in enumerate(every) if suspect]
         source = f" (from rank {', '.join(ranks)})" if ranks else ""
         names = dict.fromkeys(self._unit_of[id(segment)].title for segment in left_out)

@@ -24,7 +24,7 @@ from partita.sharding.unit import Member, Segment
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What all updates share; ``row`` is this rank's index on the data axis."""
+    """What all updates share; ``row`` is this rank's index among those that sum gradients."""
 
     optimizer: torch.optim.Optimizer
     executor: Executor

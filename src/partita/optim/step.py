@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from partita.errors import PartitaError
-from partita.optim.updater import DATA, Agreed, StepResult, Updater
+from partita.optim.updater import Agreed, StepResult, Updater
 from partita.plan.residence import Tier
 from partita.sharding.buckets import Bucket, square
 
@@ -116,7 +116,7 @@ class StepUpdater(Updater):
         if len({part.device for part in parts}) > 1:
             parts = [part.cpu() for part in parts]
         mine = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device="cpu")
-        every, handle = self._collectives.exchange(mine.cpu().view(1), DATA, "the norm of engine.step")
+        every, handle = self._group.exchange(mine.cpu().view(1), "the norm of engine.step")
         handle.wait()
         total = 0.0
         for part in every.view(-1).tolist():
@@ -155,7 +155,7 @@ class StepUpdater(Updater):
             for member in bucket.members:
                 view = self.views.of(member.param)
                 if view is not None and view.connected and id(member) in used and member.param.requires_grad:
-                    grad = bucket.grad_of(member, self._row, shard)
+                    grad = bucket.grad_of(member, self._group.index, shard)
                     view.tensor.grad = None if grad is None else grad.to(view.tensor.dtype)
         units = [unit for unit in self._runtime.units if not self.hidden.takes(unit.segments[0])]
         self._call_optimizer(always=bool(units))
@@ -177,16 +177,16 @@ class StepUpdater(Updater):
         """The first parameter whose gradient is not finite, and the ranks it came from if they were traced."""
         first = len(self._members)
         for number, (bucket, member) in enumerate((b, m) for b in self._buckets for m in b.members):
-            grad = bucket.owned_of(member, self._row, None if bucket.shard is None else bucket.shard.load())
+            grad = bucket.owned_of(member, self._group.index, None if bucket.shard is None else bucket.shard.load())
             if grad is not None and not bool(torch.isfinite(grad).all()):
                 first = number
                 break
-        every = self._collectives.exchange_objects((first, self._reducer.suspect), DATA, "engine.step")
+        every = self._group.exchange_objects((first, self._reducer.suspect), "engine.step")
         ranks = [str(rank) for rank, (_, suspect) in enumerate(every) if suspect]
         first = min(number for number, _ in every)
         if first == len(self._members):
             return "the gradients are finite one by one, but their norm is not"
         source = f"from rank {', '.join(ranks)}" if ranks else "from a rank that is named if it happens again"
-        if self._collectives.mesh.num_ranks == 1:
+        if self._group.size == 1:
             source = "on rank 0"
         return f"the gradient of '{self._members[first].fqn}' is not finite ({source})"

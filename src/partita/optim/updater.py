@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from partita.comm.collectives import Collectives
 from partita.errors import PartitaError
 from partita.optim.counted import copies
 from partita.optim.guard import Guard
@@ -26,7 +25,6 @@ from partita.plan.residence import Tier
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member
 
-DATA = ("data",)
 # torch.nn.utils.clip_grad_norm_ adds this to the norm that it divides by.
 CLIP_EPS = 1e-6
 # What precedes the flags in the message before an update: waves, digest of what was written, scale of the gradients.
@@ -80,8 +78,7 @@ class Updater(ABC):
     ) -> None:
         self.optimizer, self.scale, self._clip_norm, self._counted = optimizer, scale, clip_norm, counted
         self._runtime, self._reducer = runtime, runtime.reducer
-        self._collectives: Collectives = runtime.collectives
-        self._row = self._collectives.mesh.index(DATA)
+        self._group = runtime.gradient_group
         self._buckets = self._reducer.buckets
         self.steps = 0
         self.culprit = ""  # why the last update that was left out was
@@ -161,7 +158,7 @@ class Updater(ABC):
         used = [id(member) in bucket.used for bucket in self._buckets for member in bucket.members]
         header = struct.pack(HEADER, self._reducer.waves, self._runtime.written.digest, self._own_scale)
         message = header + bytes([*self._reducer.leftovers(), *used])
-        every, handle = self._collectives.exchange(torch.frombuffer(bytearray(message), dtype=torch.uint8), DATA, call)
+        every, handle = self._group.exchange(torch.frombuffer(bytearray(message), dtype=torch.uint8), call)
         handle.wait()
         rows = [bytes(row.tolist()) for row in every]
         waves, digests, scales = zip(*(struct.unpack_from(HEADER, row) for row in rows), strict=True)
@@ -179,7 +176,7 @@ class Updater(ABC):
             PartitaError: not all of them by the same factor.
         """
         self._reducer.join()  # another rank's backward may wait for this one in a reduction
-        return self._one_scale(self._collectives.exchange_objects(self._own_scale, DATA, "engine.gradient"))
+        return self._one_scale(self._group.exchange_objects(self._own_scale, "engine.gradient"))
 
     @property
     def _own_scale(self) -> float:
@@ -219,7 +216,7 @@ class Updater(ABC):
 
     def _compare_written(self) -> None:
         written = self._runtime.written
-        every = self._collectives.exchange_objects((written.names, written.digest), DATA, "what was written")
+        every = self._group.exchange_objects((written.names, written.digest), "what was written")
         written.agreed()
         for rank, (names, digest) in enumerate(every):
             first, expected = every[0]

@@ -11,6 +11,8 @@ from partita.errors import ConfigError
 
 AXES = ("pipeline", "data", "sequence", "tensor")
 DATA_PARTS = ("node", "local")
+# Ranks with other coordinates on these are fed other samples.
+BATCH_AXES = ("data",)
 
 
 def expand(axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -51,6 +53,25 @@ class MeshShape:
             raise ConfigError(f"unknown mesh axis '{axis}'; the axes are {', '.join((*AXES, *DATA_PARTS))}")
         return int(getattr(self, axis))
 
+    @property
+    def all_axes(self) -> tuple[str, ...]:
+        """The axes of the communicator of all ranks."""
+        return self.named(AXES)
+
+    def active(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """``axes`` without those of size 1, with data as its parts."""
+        return tuple(axis for axis in expand(axes) if self.size(axis) > 1)
+
+    def named(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """``axes`` as messages and counts name them: without those of size 1, and the parts of data, where all that are
+        larger are there in their order, as ``data``. Two ways to write one communicator are named alike.
+        """
+        axes, parts = self.active(axes), self.active(DATA_PARTS)
+        for at in range(len(axes)):
+            if parts and axes[at : at + len(parts)] == parts:
+                return (*axes[:at], "data", *axes[at + len(parts) :])
+        return axes
+
     def group_size(self, axes: tuple[str, ...]) -> int:
         """Number of ranks in a communicator over several axes together."""
         product = 1
@@ -76,6 +97,13 @@ class MeshShape:
         for axis in axes:
             index = index * self.size(axis) + self.coordinate(rank, axis)
         return index
+
+    def is_first_replica(self, rank: int, shard_axes: tuple[str, ...] = ()) -> bool:
+        """Whether a rank has coordinate 0 on every axis over which a state that is split over ``shard_axes`` is whole:
+        of all that hold the same part of it, one rank is that.
+        """
+        whole = (axis for axis in expand(AXES) if axis not in expand(shard_axes))
+        return all(self.coordinate(rank, axis) == 0 for axis in whole)
 
     def groups(self, axes: tuple[str, ...]) -> list[list[int]]:
         """All communicators over ``axes``: lists of ranks in the order of :meth:`group_index`."""

@@ -1,10 +1,10 @@
 """The layout of a unit: which range of which flat buffer holds which parameter.
 
 A unit's parameters are held in *segments*, one for each encoding and for parameters that train or do not when the
-layout is made. A segment is a flat buffer cut into equal parts, one a rank of the data axis. Every parameter starts,
-and every part ends, at a multiple of :data:`QUANTUM` elements, so block-wise encodings never straddle a cut and
-vectorized kernels meet the same tails wherever the cuts are. One layout serves gather, reduce, optimizer, tiers and
-checkpoint.
+layout is made. A segment is a flat buffer cut into equal parts, one per rank of those that sum its gradients. Every
+parameter starts, and every part ends, at a multiple of :data:`QUANTUM` elements, so block-wise encodings never straddle
+a cut and vectorized kernels meet the same tails wherever the cuts are. One layout serves gather, reduce, optimizer,
+tiers and checkpoint.
 """
 
 import math

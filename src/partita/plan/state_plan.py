@@ -6,9 +6,11 @@ planner, the simulator and the runtime read this very table; nothing else decide
 """
 
 from dataclasses import dataclass, replace
+from itertools import combinations, permutations
 
-from partita.plan.mesh_shape import MeshShape
+from partita.plan.mesh_shape import BATCH_AXES, MeshShape
 from partita.plan.residence import FP32, Encoding, Residence, Tier
+from partita.plan.steps import AllGather, AllReduce, ReduceScatter, steps
 
 DATA = ("data",)
 LOCAL = ("local",)
@@ -62,6 +64,22 @@ class StatePlan:
     def updates_on_device(self) -> bool:
         """Whether the optimizer finds all that it needs on the device at the step."""
         return self.gradients_rest and all(r.tier is Tier.DEVICE for r in (self.grad_step, self.master, self.moments))
+
+    @property
+    def summed_axes(self) -> tuple[str, ...]:
+        """The axes over which gradients are summed. Each rank of such a group owns a part of every segment."""
+        return self.grad_arrival.partial_axes
+
+    def groups(self, mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
+        """The axes of each group that training communicates over: those of the moves between its residences, those of
+        the batch, and all.
+        """
+        weights = permutations((self.param_rest, self.param_compute, self.param_between, self.master), 2)
+        gradients = combinations((self.grad_arrival, self.grad_between, self.grad_step), 2)
+        moves = (op for src, dst in (*weights, *gradients) for op in steps(src, dst, mesh))
+        moved = (op.axes for op in moves if isinstance(op, AllGather | ReduceScatter | AllReduce))
+        found = dict.fromkeys((mesh.all_axes, mesh.named(BATCH_AXES), *moved))
+        return tuple(axes for axes in found if axes)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import groupby, takewhile
 
-from partita.plan.mesh_shape import MeshShape, expand
+from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import Encoding, Residence, Tier
 
 
@@ -78,8 +78,8 @@ def steps(src: Residence, dst: Residence, mesh: MeshShape) -> tuple[Step, ...]:
     Raises:
         ValueError: ``dst`` is partial over an axis over which ``src`` is not (a sum cannot be undone).
     """
-    src_shard, dst_shard = _active(src.shard_axes, mesh), _active(dst.shard_axes, mesh)
-    src_partial, dst_partial = _active(src.partial_axes, mesh), _active(dst.partial_axes, mesh)
+    src_shard, dst_shard = mesh.active(src.shard_axes), mesh.active(dst.shard_axes)
+    src_partial, dst_partial = mesh.active(src.partial_axes), mesh.active(dst.partial_axes)
     if not set(dst_partial) <= set(src_partial):
         raise ValueError(f"a sum over {dst_partial} cannot be undone: {src} -> {dst}")
 
@@ -114,26 +114,12 @@ def _moves(src: tuple[str, ...], dst: tuple[str, ...], reduced: tuple[str, ...],
     moves = list[Step]()
     if gathered:  # sums come first, while a rank holds little
         if reduced:
-            moves.append(AllReduce(_named(reduced, mesh)))
-        moves.append(AllGather(_named(gathered, mesh)))
+            moves.append(AllReduce(mesh.named(reduced)))
+        moves.append(AllGather(mesh.named(gathered)))
         reduced = ()
     for is_summed, run in groupby(cut, lambda axis: axis in reduced):
-        axes = _named(tuple(run), mesh)
+        axes = mesh.named(tuple(run))
         moves.append(ReduceScatter(axes) if is_summed else Slice(axes))
     if left := tuple(axis for axis in reduced if axis not in cut):
-        moves.append(AllReduce(_named(left, mesh)))
+        moves.append(AllReduce(mesh.named(left)))
     return moves
-
-
-def _active(axes: tuple[str, ...], mesh: MeshShape) -> tuple[str, ...]:
-    """``axes`` without those of size 1, with data as its parts."""
-    return tuple(axis for axis in expand(axes) if mesh.size(axis) > 1)
-
-
-def _named(axes: tuple[str, ...], mesh: MeshShape) -> tuple[str, ...]:
-    """Active ``axes`` with the parts of data, where all are there in their order, as data again."""
-    parts = _active(("data",), mesh)
-    for at in range(len(axes)):
-        if parts and axes[at : at + len(parts)] == parts:
-            return (*axes[:at], "data", *axes[at + len(parts) :])
-    return axes

@@ -10,12 +10,12 @@ from typing import Protocol
 
 import torch
 
-from partita.comm.collectives import Collectives, Handle
-from partita.comm.order import STEP
+from partita.comm.collective_log import STEP, CollectiveLog
+from partita.comm.group import Group, Handle
+from partita.comm.mesh import Mesh
 from partita.errors import PartitaError
 from partita.memory.streams import Event
 
-DATA = ("data",)
 # After so many seconds without an answer, this rank lets go of what the others may be waiting for.
 PATIENCE_S = 1.0
 
@@ -37,12 +37,15 @@ class Agreement(Protocol):
         """Meet the others at the end of a micro-batch. Raises as :meth:`wait` does."""
 
 
-def agree(collectives: Collectives, on_stall: Callable[[], None]) -> Agreement:
-    """The way that suits the collectives. Called on every rank."""
-    if collectives.mesh.watchdog is None:
-        collectives.mesh.watchdog = collectives.watchdog(DATA)
-    kind = ComparedLogs if collectives.ordered else Announcements
-    return kind(collectives, on_stall)
+def agree(group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> Agreement:
+    """The way that suits the group of all ranks of a mesh. Called on every rank."""
+    if mesh.watchdog is None:
+        mesh.watchdog = group.watchdog()
+    if not group.keeps_tags_apart:
+        return Announcements(group, mesh.log, on_stall)
+    if mesh.log.board is None:
+        mesh.log.board = group.board()
+    return ComparedLogs(group, mesh.log, on_stall)
 
 
 class ComparedLogs:
@@ -50,38 +53,36 @@ class ComparedLogs:
     its log for the others, and looks for what they have left.
     """
 
-    def __init__(self, collectives: Collectives, on_stall: Callable[[], None]) -> None:
-        self._collectives, self._on_stall, self._order = collectives, on_stall, collectives.mesh.order
-        if self._order.board is None:
-            self._order.board = collectives.board(DATA)
+    def __init__(self, group: Group, log: CollectiveLog, on_stall: Callable[[], None]) -> None:
+        self._group, self._log, self._on_stall = group, log, on_stall
 
     def gathers(self, number: int) -> None:
-        self._order.add(number)
+        self._log.add(number)
 
     def wait(self, gathered: Event) -> None:
         found: list[int | None] | None = None
         try:
             while not gathered.wait_for(PATIENCE_S):
                 self._on_stall()
-                before, found = found, self._order.difference()
+                before, found = found, self._log.difference()
                 if found is not None and (None not in found or found == before):
                     break
             else:
                 return
         except PartitaError:  # the others may have ended because they saw the difference first
-            found = self._order.difference()
+            found = self._log.difference()
             if found is None:
                 raise
-        raise _different(self._collectives, found)
+        raise _different(self._log, found)
 
     def step(self) -> None:
-        self._order.add(STEP)
-        every, handle = self._collectives.exchange(torch.tensor([self._order.count], device="cpu"), DATA, "engine.step")
+        self._log.add(STEP)
+        every, handle = self._group.exchange(torch.tensor([self._log.count], device="cpu"), "engine.step")
         self.wait(Event(handle.wait, wait_for=handle.wait_for))
         if len(set(every.view(-1).tolist())) > 1:
             raise PartitaError(
-                f"rank {self._collectives.mesh.rank} is at engine.step(), and another rank is not: call the engine's "
-                "methods in the same order on every rank"
+                f"rank {self._group.index} is at engine.step(), and another rank is not: call the engine's methods in "
+                "the same order on every rank"
             )
 
 
@@ -90,12 +91,12 @@ class Announcements:
     the control group. The exchange is asynchronous and is read when the gathered unit is opened.
     """
 
-    def __init__(self, collectives: Collectives, on_stall: Callable[[], None]) -> None:
-        self._collectives, self._on_stall = collectives, on_stall
+    def __init__(self, group: Group, log: CollectiveLog, on_stall: Callable[[], None]) -> None:
+        self._group, self._log, self._on_stall = group, log, on_stall
         self._pending: deque[tuple[torch.Tensor, Handle]] = deque()
 
     def gathers(self, number: int) -> None:
-        self._pending.append(self._collectives.exchange(torch.tensor([number], device="cpu"), DATA, "a gather"))
+        self._pending.append(self._group.exchange(torch.tensor([number], device="cpu"), "a gather"))
 
     def wait(self, gathered: Event) -> None:
         self._verify()
@@ -114,12 +115,11 @@ class Announcements:
             handle.wait()
             events = every.view(-1).tolist()
             if len(set(events)) > 1:
-                raise _different(self._collectives, events)
+                raise _different(self._log, events)
 
 
-def _different(collectives: Collectives, events: Sequence[int | None]) -> PartitaError:
-    order = collectives.mesh.order
-    does = "; ".join(f"rank {rank} {order.describe(event)}" for rank, event in enumerate(events) if event is not None)
+def _different(log: CollectiveLog, events: Sequence[int | None]) -> PartitaError:
+    does = "; ".join(f"rank {rank} {log.describe(event)}" for rank, event in enumerate(events) if event is not None)
     return PartitaError(
         f"the ranks run different modules: {does}. With sharded parameters every rank must run the same modules in the "
         "same order: run the module on every rank (multiply what is not wanted by 0), put it into one unit with a "

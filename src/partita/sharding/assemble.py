@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from partita.comm.collectives import Collectives
+from partita.comm.group import Group
 from partita.comm.together import together
 from partita.config.schema import Config
 from partita.errors import ConfigError
@@ -24,7 +25,7 @@ from partita.estimate.memory import ADAM_MOMENTS
 from partita.estimate.placement import Budget, Placing, chosen_tiers
 from partita.memory.tiers import StateMemory
 from partita.plan.box import Box
-from partita.plan.mesh_shape import MeshShape
+from partita.plan.mesh_shape import BATCH_AXES, MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import BF16, ENCODINGS, FP32, INT8, SPLIT, Encoding
 from partita.plan.span import Entry, UnitLayout, lay_out
@@ -35,8 +36,6 @@ from partita.sharding.group_units import Holding, find_holdings, group_units
 from partita.sharding.initialize import initialize_module
 from partita.sharding.stretch import stretch_of
 from partita.sharding.unit import Segment, Unit, check_apart, check_supported
-
-DATA = ("data",)
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,16 @@ class Blueprint:
     rank: int
     budget: Budget | None = None
     num_moments: int = ADAM_MOMENTS
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """The axes of each group that training communicates over."""
+        return self.row(self.compute, Tiers()).groups(self.mesh)
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts, each owned by one rank, a unit is cut."""
+        return self.mesh.group_size(self.row(self.compute, Tiers()).summed_axes)
 
     @property
     def preset(self) -> str:
@@ -117,7 +126,7 @@ def plan_units(model: nn.Module, blueprint: Blueprint) -> list[Unit]:
             Entry(h.fqns[0], tuple(h.param.shape), _encoding(h, blueprint.compute, kept), h.param.requires_grad)
             for h in spec.holdings
         ]
-        layouts.append(lay_out(spec.name, entries, blueprint.mesh.data))
+        layouts.append(lay_out(spec.name, entries, blueprint.num_parts))
     units = list[Unit]()
     for spec, layout, tiers in zip(specs, layouts, blueprint.tiers(layouts), strict=True):
         segments = [
@@ -127,7 +136,7 @@ def plan_units(model: nn.Module, blueprint: Blueprint) -> list[Unit]:
     return units
 
 
-def check_alike(model: nn.Module, units: Sequence[Unit], collectives: Collectives) -> None:
+def check_alike(model: nn.Module, units: Sequence[Unit], group: Group) -> None:
     """Compare what the ranks are about to exchange.
 
     Raises:
@@ -141,9 +150,9 @@ def check_alike(model: nn.Module, units: Sequence[Unit], collectives: Collective
     for name, buffer in model.named_buffers():
         described.append(f"buffer '{name}' of shape {tuple(buffer.shape)}, {buffer.dtype}")
     digest = hashlib.sha256("\n".join(described).encode()).hexdigest()
-    if len(set(collectives.exchange_objects(digest, DATA, "partita.initialize"))) == 1:
+    if len(set(group.exchange_objects(digest, "partita.initialize"))) == 1:
         return
-    every = collectives.exchange_objects(described, DATA, "partita.initialize")
+    every = group.exchange_objects(described, "partita.initialize")
     rank = next(rank for rank, other in enumerate(every) if other != every[0])
     one, other = next(pair for pair in zip_longest(every[0], every[rank], fillvalue="nothing") if pair[0] != pair[1])
     raise ConfigError(
@@ -177,8 +186,8 @@ class Assembly:
     """Fills units with the model's values, one after the other.
 
     Where there is a ``source``, it brings the values of parameters and buffers by any of their names. Of a unit that
-    rests sharded, and all of which it has, every rank reads its own part; of others, rank 0 reads the whole. What it
-    lacks keeps the model's own values.
+    rests sharded, and all of which it has, every rank reads its own part; of others, the first of the ranks that sum
+    its gradients reads the whole. What it lacks keeps the model's own values.
 
     Args:
         undo: gives what was moved back to the model, on all ranks, where any of them fails.
@@ -200,9 +209,9 @@ class Assembly:
         self._device = collectives.mesh.device
         self._paths = {id(module): path for path, module in model.named_modules()}
         if source is not None:
-            with together(collectives, DATA):
+            with together(collectives.all_ranks):
                 found = self._check_source(source)
-            others = collectives.exchange_objects(found, DATA, "partita.initialize")
+            others = collectives.all_ranks.exchange_objects(found, "partita.initialize")
             if any(other != others[0] for other in others):
                 rank = next(rank for rank, other in enumerate(others) if other != others[0])
                 raise ConfigError(
@@ -247,14 +256,15 @@ class Assembly:
             Exception: on every rank, where any rank fails.
         """
         in_parts = self._comes_in_parts(unit)
-        with together(self._collectives, DATA, self._undo):
+        group = self._collectives.group(unit.segments[0].plan.summed_axes)
+        with together(self._collectives.all_ranks, self._undo):
             lay(unit)
             self._fill_alone(unit)
-            if self._source is not None and not in_parts and self._collectives.mesh.rank == 0:
+            if self._source is not None and not in_parts and group.index == 0:
                 self._read_whole(unit, self._source)
         if not in_parts:
-            self._collectives.broadcast([segment.full for segment in unit.segments], DATA, "start")
-        with together(self._collectives, DATA, self._undo):
+            group.broadcast([segment.full for segment in unit.segments], "start")
+        with together(self._collectives.all_ranks, self._undo):
             for segment in unit.segments:
                 segment.keep_rest(self._memory, self._read_part(unit, segment) if in_parts else None)
 
@@ -285,7 +295,7 @@ class Assembly:
         assert self._source is not None
         values = torch.zeros(segment.layout.part_elements, dtype=segment.dtype, device="cpu")
         members = {member.fqn: member for member in unit.members}
-        for span in segment.layout.part(self._collectives.mesh.index(DATA)):
+        for span in segment.layout.part(self._collectives.mesh.index(segment.plan.param_rest.shard_axes)):
             member = members[span.fqn]
             name = self._source.find(member.holding.fqns)
             assert name is not None
@@ -300,10 +310,10 @@ class Assembly:
         Raises:
             ConfigError: a buffer is still on ``meta``; on every rank.
         """
-        with together(self._collectives, DATA, self._undo):
+        with together(self._collectives.all_ranks, self._undo):
             for path, module in self._model.named_modules():
                 self._fill_buffers_of(module, path)
-        self._collectives.broadcast(list(self._model.buffers()), DATA, "start")
+        self._collectives.group(BATCH_AXES).broadcast(list(self._model.buffers()), "start")
 
     def _fill_buffers_of(self, module: nn.Module, path: str) -> None:
         if self._needs_buffers(module):

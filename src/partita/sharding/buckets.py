@@ -70,6 +70,7 @@ class Bucket:
             for op in steps(self.plan.grad_arrival, self.plan.grad_step, mesh)
             if isinstance(op, AllReduce | ReduceScatter)
         ]
+        self.axes = self.reduces[0].axes if self.reduces else ()  # of the group that it is reduced over
         self.travels = bool(self.reduces) or not (self.in_place or self.rests_whole)
         self.state = BucketState.OPEN
         self.whole: Tensor | None = None

@@ -5,8 +5,8 @@ so before the step ends.
 from torch import nn
 
 from partita.comm.collectives import Collectives
+from partita.plan.mesh_shape import BATCH_AXES
 
-DATA = ("data",)
 # A buffer of this name marks statistics that torch's kernels write without counting a version.
 RUNNING = "running_mean"
 
@@ -21,8 +21,8 @@ class BufferSync:
     """
 
     def __init__(self, model: nn.Module, collectives: Collectives, enabled: bool) -> None:
-        self._model, self._collectives = model, collectives
-        self._enabled = enabled and collectives.mesh.size("data") > 1
+        self._model, self._group = model, collectives.group(BATCH_AXES)
+        self._enabled = enabled and self._group.size > 1
         self._changing = {
             name
             for path, module in model.named_modules()
@@ -51,7 +51,7 @@ class BufferSync:
         self._changing |= changed
         if changed or self._trained:
             sent = [buffer.detach() for name, buffer in self._model.named_buffers() if name in self._changing]
-            self._collectives.broadcast(sent, DATA, "buffers")
+            self._group.broadcast(sent, "buffers")
             self._versions = self._seen()
         self._trained = False
 

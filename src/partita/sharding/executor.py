@@ -6,7 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from partita.comm.collectives import Collectives, Handle
+from partita.comm.collectives import Collectives
+from partita.comm.group import Handle
 from partita.memory.allocate import allocate
 from partita.memory.ring import Loan, Ring, Slot
 from partita.memory.streams import Event, finish, record
@@ -198,7 +199,7 @@ class Executor:
         handles = []
         for op in ops:
             if isinstance(op, AllGather):
-                handles.append(self._collectives.all_gather(target, source, op.axes, tag=tag))
+                handles.append(self._collectives.group(op.axes).all_gather(target, source, tag=tag))
             elif isinstance(op, Slice):
                 source = source.view(self._mesh.shape.group_size(op.axes), -1)[self._mesh.index(op.axes)]
             elif isinstance(op, Encode | Copy):

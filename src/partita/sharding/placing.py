@@ -8,7 +8,6 @@ from partita.config.schema import Offload
 from partita.errors import PartitaError
 from partita.estimate.placement import Budget, leaves_a_choice
 from partita.memory.capacity import free_budget
-from partita.plan.state_plan import DATA
 
 
 def agreed_budget(offload: Offload, collectives: Collectives) -> Budget | None:
@@ -21,8 +20,8 @@ def agreed_budget(offload: Offload, collectives: Collectives) -> Budget | None:
     """
     if not leaves_a_choice(offload):
         return None
-    every: list[tuple[str, Budget | str]] = collectives.exchange_objects(
-        _measured(offload, collectives), DATA, "partita.initialize"
+    every: list[tuple[str, Budget | str]] = collectives.all_ranks.exchange_objects(
+        _measured(offload, collectives), "partita.initialize"
     )
     on_node = Counter(host for host, _ in every)
     budgets = []

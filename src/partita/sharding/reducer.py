@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from partita.comm.collectives import Collectives, land
+from partita.comm.collectives import Collectives
+from partita.comm.transport import land
 from partita.errors import PartitaError
 from partita.memory.allocate import over
 from partita.memory.ledger import Ledger
@@ -26,12 +27,9 @@ from partita.sharding.buckets import Bucket, BucketState, square
 from partita.sharding.scaled import factor_under_way
 from partita.sharding.unit import Member
 
-DATA = ("data",)
-
 
 class GradientReducer:
-    """Collects and reduces the gradients of all buckets: their mean over the ranks and the ``accumulate``
-    micro-batches.
+    """Collects and reduces the gradients of all buckets: their sum over the ranks and micro-batches, by ``divisor``.
 
     ``reduce_now`` says whether gradients that rest whole are to be reduced as this backward brings them (the last
     micro-batch); ``synchronize`` is off inside ``no_sync``, where gradients stay with their parameters, whole.
@@ -41,11 +39,10 @@ class GradientReducer:
     when its reduction is queued; its event passes when the sums are used up.
     """
 
-    def __init__(self, buckets: list[Bucket], collectives: Collectives, ledger: Ledger, accumulate: int) -> None:
+    def __init__(self, buckets: list[Bucket], collectives: Collectives, ledger: Ledger, divisor: int) -> None:
         self.buckets, self.collectives, self._ledger = buckets, collectives, ledger
-        self._mesh, self._device = collectives.mesh, collectives.mesh.device
-        self._row = self._mesh.index(DATA)
-        self.divisor = self._mesh.size("data") * accumulate
+        self.divisor = divisor
+        self._device = collectives.mesh.device
         self._bucket_of = {id(member): bucket for bucket in buckets for member in bucket.members}
         self._order = [bucket for bucket in buckets if bucket.travels]
         sent = [bucket.num_bytes for bucket in self._order if not bucket.rests_whole]
@@ -53,7 +50,7 @@ class GradientReducer:
         self._sending = Ring("buckets", sent, SENDING, ledger, self._device)
         self._receiving = Ring("buckets", received, RECEIVING, ledger, self._device)
         self._summed = {tier: self._ring_of_sums(tier) for tier in (Tier.DEVICE, Tier.HOST)}
-        self._stream = self._mesh.stream("gradients")
+        self._stream = collectives.mesh.stream("gradients")
         self._launched = Event()  # passes when everything launched so far is reduced
         self._next = 0
         self._task: int | None = None
@@ -90,10 +87,8 @@ class GradientReducer:
 
     def _received_bytes(self, bucket: Bucket) -> int:
         """Scratch memory that the bucket's reduction needs."""
-        return self._received_elements(bucket) * bucket.dtype.itemsize if bucket.reduces else 0
-
-    def _received_elements(self, bucket: Bucket) -> int:
-        return self.collectives.received_elements(bucket.num_elements, bucket.dtype.itemsize, DATA)
+        group, itemsize = self.collectives.group(bucket.axes), bucket.dtype.itemsize
+        return group.received_elements(bucket.num_elements, itemsize) * itemsize
 
     # ---------------------------------------------------------------- in backward
 
@@ -284,7 +279,7 @@ class GradientReducer:
         assert bucket.shard is not None
         sent, kept, carry, filled = bucket.whole.view(-1), bucket.shard, bucket.carry, record(self._device)
         accumulate = bucket.filled and not bucket.rests_whole
-        used = frozenset(bucket.used)
+        used, group = frozenset(bucket.used), self.collectives.group(bucket.axes)
 
         def reduce() -> None:
             for event in (filled, *lent):
@@ -300,8 +295,8 @@ class GradientReducer:
             if receiving is None:
                 land(sent, shard, accumulate=accumulate)
             else:
-                received = over(receiving.storage, bucket.dtype, self._received_elements(bucket))
-                self.collectives.reduce_scatter(shard, sent, received, DATA, accumulate=accumulate)
+                received = over(receiving.storage, bucket.dtype, self._received_bytes(bucket) // bucket.dtype.itemsize)
+                group.reduce_scatter(shard, sent, received, accumulate=accumulate)
             if carry is not None:
                 shard.add_(carry)
             if kept.tier is Tier.DISK:  # so that nobody has to read it for the norm
@@ -365,8 +360,8 @@ class GradientReducer:
             ready.wait()
             for bucket in chosen:
                 assert bucket.whole is not None
-                part = bucket.whole[self._row]
-                self.collectives.all_gather(bucket.whole.view(-1), part, DATA, "gradients").wait()
+                group = self.collectives.group(bucket.axes)
+                group.all_gather(bucket.whole.view(-1), bucket.whole[group.index], "gradients").wait()
 
         if chosen:
             self._stream.run(gather).wait()

@@ -32,7 +32,6 @@ from partita.sharding.written import Written
 
 _log = logging.getLogger("partita")
 
-DATA = ("data",)
 # What a segment may keep beside moments: parameters, the second part of them, gradients, master weights.
 NUM_STATES = 4
 
@@ -59,6 +58,7 @@ class Runtime:
         swap: bool = True,
     ) -> None:
         self.model, self.memory, self.collectives = model, memory, collectives
+        self.gradient_group = collectives.group(units[0].segments[0].plan.summed_axes)  # that sums gradients
         ledger = memory.ledger
         self._device, config = collectives.mesh.device, blueprint.config
         kept = keep_fp32_modules(model, config.precision.keep_fp32)
@@ -72,13 +72,13 @@ class Runtime:
         ahead = bytes_ahead(config.zero.prefetch_bytes, passing)
         sizes, outer = [unit.num_bytes for unit in passing], [unit.num_bytes for unit in passing if unit.is_outer]
         depth = ring_depth(passing, ahead)
-        with together(collectives, DATA):
+        with together(collectives.all_ranks):
             self.ring = Ring("ring", sizes, depth, ledger, self._device, lasting=outer, backed=self.loan.swap)
         self.executor = Executor(collectives, self.ring, self.loan)
-        first = collectives.mesh.order.register([unit.title for unit in self.units])
+        first = collectives.mesh.log.register([unit.title for unit in self.units])
         for unit in self.units:
             unit.number += first
-        agreement = agree(collectives, lambda: self.reducer.release_held_back())
+        agreement = agree(collectives.all_ranks, collectives.mesh, lambda: self.reducer.release_held_back())
         self.residency = Residency(sharded, self.executor, agreement, ahead)
         self._wait_in_threads()
         self._hooks: list[Any] = []
@@ -87,7 +87,8 @@ class Runtime:
         self._own_buffers = [(module, dict(module._buffers)) for module in model.modules()]
         try:
             self._assemble(Assembly(model, collectives, memory, source, self.give_back))
-            self.reducer = GradientReducer(self._make_buckets(), collectives, ledger, accumulate)
+            divisor = self.gradient_group.size * accumulate
+            self.reducer = GradientReducer(self._make_buckets(), collectives, ledger, divisor)
             self._own_buffers.clear()
             self._structure = Structure(model, self.units)
             self.written = Written(self.units)
@@ -109,7 +110,7 @@ class Runtime:
         held = model_state_bytes([unit.planned for unit in self.units], shape, rank, num_moments)
         num_bytes = sum(num for (_, tier), num in held.items() if tier == Tier.DISK.value)
         segments = sum(len(unit.segments) for unit in self.units)
-        with together(self.collectives, DATA):
+        with together(self.collectives.all_ranks):
             self.memory.provide_disk(num_bytes, segments * (NUM_STATES + num_moments) if num_bytes else 0)
 
     def _wait_in_threads(self) -> None:
@@ -164,9 +165,9 @@ class Runtime:
             if segment.trains
         ]
         buckets = make_buckets(groups, self.collectives.mesh.shape)
-        with together(self.collectives, DATA, self.give_back):
+        with together(self.collectives.all_ranks, self.give_back):
             for bucket in buckets:
-                bucket.allocate(self.collectives.mesh.index(DATA), self.memory)
+                bucket.allocate(self.gradient_group.index, self.memory)
         return buckets
 
     # ------------------------------------------------------------------- forward
@@ -207,7 +208,7 @@ class Runtime:
             segment.trains = True
             members = [m for unit in self.units for m in unit.members if m.segment is segment]
             bucket = Bucket(len(self.reducer.buckets), [segment], members, self.collectives.mesh.shape)
-            bucket.allocate(self.collectives.mesh.index(DATA), self.memory)
+            bucket.allocate(self.gradient_group.index, self.memory)
             self.reducer.add(bucket)
             self.on_unfreeze(segment)
         self._hooks.append(member.param.register_post_accumulate_grad_hook(_announce(member, self.reducer)))
@@ -229,7 +230,7 @@ class Runtime:
 
     def end_micro_batch(self) -> None:
         """All ranks have come to the end of a micro-batch."""
-        self.collectives.mesh.order.num_micro_batches += 1
+        self.collectives.mesh.log.num_micro_batches += 1
         self.reducer.end_micro_batch()
         self.residency.end_micro_batch()
         self._buffers.end_micro_batch()

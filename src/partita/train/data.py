@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from partita.config.batch import ResolvedBatch
+from partita.config.resolve import ResolvedBatch
 from partita.errors import ConfigError
 from partita.train.job import DataSection
 

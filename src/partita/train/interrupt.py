@@ -4,7 +4,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from enum import IntEnum
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 
@@ -36,9 +36,7 @@ class Interruption:
                 signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if threading.current_thread() is threading.main_thread():
             for number, before in self._before.items():
                 signal.signal(number, before)

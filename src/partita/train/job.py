@@ -9,10 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict, ValidationError, WithJsonSchema
 
-from partita.config.fields import Count, CountOrZero, Flag, NotNegative, PathText, Positive, Text
-from partita.config.load import Where, read_sections
-from partita.config.problems import Problem, report, validation_problems
-from partita.config.schema import Config, Section
+from partita.config.load import read_sections
+from partita.config.messages import Problem, Where, report, validation_problems
+from partita.config.schema import Config, Count, CountOrZero, Flag, NotNegative, PathText, Positive, Section, Text
 from partita.errors import ConfigError
 
 _HUGGINGFACE_SCHEMA = {
@@ -120,33 +119,19 @@ def _engine_config(engine: object, steps: int, where: Where) -> Config:
 
 def _model_problems(model: ModelSection) -> list[Problem]:
     """What pydantic cannot see: how the sizes of the decoder fit together."""
+    found: dict[str, tuple[str, str]] = {}
+    heads, kv_heads = model.heads, model.kv_heads
     if model.huggingface is not None:
-        idle = [name for name, value in model if value != ModelSection.model_fields[name].default]
-        return [
-            Problem(
-                ("model", name),
-                f"model.{name}: has no effect on a Hugging Face model",
-                "remove it, or set it under model.huggingface",
+        for name, value in model:
+            if name not in ("huggingface", "seed") and value != ModelSection.model_fields[name].default:
+                found[name] = "has no effect on a Hugging Face model", "remove it, or set it under model.huggingface"
+    else:
+        if model.width % heads or model.width // heads % 2:
+            found["width"] = (
+                f"{model.width} over model.heads {heads} must give heads of one even size",
+                f"set model.width to a multiple of {2 * heads}",
             )
-            for name in idle
-            if name not in ("huggingface", "seed")
-        ]
-    problems = []
-    if model.width % model.heads or model.width // model.heads % 2:
-        problems.append(
-            Problem(
-                ("model", "width"),
-                f"model.width: {model.width} over model.heads {model.heads} must give heads of one even size",
-                f"set model.width to a multiple of {2 * model.heads}",
-            )
-        )
-    if model.kv_heads != "auto" and model.heads % model.kv_heads:
-        divisors = ", ".join(str(n) for n in range(1, model.heads + 1) if model.heads % n == 0)
-        problems.append(
-            Problem(
-                ("model", "kv_heads"),
-                f"model.kv_heads: {model.kv_heads} does not divide model.heads {model.heads}",
-                f"set one of {divisors}",
-            )
-        )
-    return problems
+        if kv_heads != "auto" and heads % kv_heads:
+            divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            found["kv_heads"] = f"{kv_heads} does not divide model.heads {heads}", f"set one of {divisors}"
+    return [Problem(("model", name), f"model.{name}: {text}", fix) for name, (text, fix) in found.items()]

@@ -23,9 +23,8 @@ from partita.engine.engine import Engine
 from partita.engine.start import initialize
 from partita.errors import PartitaError
 from partita.observe.metrics import METRICS_FILE, HeldOutRow, MetricsWriter, TrainRow, read_metrics
-from partita.observe.notices import notices_on
 from partita.observe.plots import plot_losses
-from partita.observe.progress import TrainingProgress
+from partita.observe.progress import TrainingProgress, notices_on
 from partita.train.data import Batches, Corpus, load_corpus
 from partita.train.interrupt import Interruption, Wish
 from partita.train.job import Job
@@ -38,7 +37,7 @@ LEFT_OUT = "batches_left_out"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: the number of steps, whether by Ctrl-C, the last held-out loss in nats a token, the folder."""
+    """How a run ended: the number of steps, whether by Ctrl-C, the last held-out loss in nats per token, the folder."""
 
     steps: int
     interrupted: bool
@@ -239,4 +238,4 @@ class _Run:
         if not sample.tokens:
             return None
         with self._engine.gathered(self._engine.module):  # one gather for the whole text
-            return write_sample(self._ready, self._engine.module, sample, self._job.data.sequence)
+            return write_sample(self._ready, sample, self._job.data.sequence)

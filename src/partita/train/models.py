@@ -1,13 +1,13 @@
-"""The models that a job can name, behind one small face: how to feed them, and how text becomes tokens and back."""
+"""The models that a job can name: how to feed each, and how text becomes tokens and back."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from partita.config.plain import shown
+from partita.config.messages import shown
 from partita.errors import ConfigError
 from partita.train.data import bytes_to_tokens
 from partita.train.decoder import Decoder, DecoderShape
@@ -17,31 +17,6 @@ NUM_BYTES = 256
 # Code that comes with a model is not run, and nobody is asked whether it may be.
 _NO_CODE = {"trust_remote_code": False}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-
-
-class ReadyModel(Protocol):
-    """A causal language model. ``windows`` are tokens [micro, sequence + 1]: inputs, and one more to predict."""
-
-    @property
-    def module(self) -> nn.Module: ...
-
-    @property
-    def token(self) -> str:
-        """What a token is called: byte or token."""
-
-    def inputs(self, windows: Tensor) -> dict[str, Tensor]:
-        """What the module's forward takes to return the loss, the mean over ``micro x sequence`` predictions."""
-
-    def logits(self, module: nn.Module, tokens: Tensor) -> Tensor:
-        """[batch, length, vocab] from tokens [batch, length]."""
-
-    def encode(self, text: bytes) -> Tensor:
-        """Tokens [length] of a text."""
-
-    def decode(self, tokens: Sequence[int]) -> str: ...
-
-    def save_config(self, folder: Path) -> None:
-        """Writes beside the exported weights what is needed to build the module again."""
 
 
 class OwnDecoder:
@@ -55,8 +30,8 @@ class OwnDecoder:
     def inputs(self, windows: Tensor) -> dict[str, Tensor]:
         return {"tokens": windows[:, :-1], "targets": windows[:, 1:]}
 
-    def logits(self, module: nn.Module, tokens: Tensor) -> Tensor:
-        logits: Tensor = module(tokens)
+    def logits(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.module(tokens)
         return logits
 
     def encode(self, text: bytes) -> Tensor:
@@ -80,8 +55,8 @@ class HuggingFaceModel:
     def inputs(self, windows: Tensor) -> dict[str, Tensor]:
         return {"input_ids": windows, "labels": windows}  # the model shifts them against each other
 
-    def logits(self, module: nn.Module, tokens: Tensor) -> Tensor:
-        logits: Tensor = module(input_ids=tokens, use_cache=False).logits
+    def logits(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.module(input_ids=tokens, use_cache=False).logits
         return logits
 
     def encode(self, text: bytes) -> Tensor:
@@ -99,6 +74,11 @@ class HuggingFaceModel:
         self.module.config.save_pretrained(folder)  # type: ignore[operator, union-attr]  # transformers' own attribute
         if self._tokenizer is not None:
             self._tokenizer.save_pretrained(folder)
+
+
+# A causal language model. `inputs` makes of windows, tokens [micro, sequence + 1], what the forward takes to return the
+# mean loss of micro x sequence predictions; `logits` are [batch, length, vocab], of tokens [batch, length].
+ReadyModel = OwnDecoder | HuggingFaceModel
 
 
 def build_model(model: ModelSection, data: DataSection) -> ReadyModel:

@@ -1,8 +1,8 @@
 """Ranks of one node read each other's memory (``process_vm_readv``): the kernel copies once, where a socket takes two
 copies and a protocol.
 
-Neighbors tell each other where the memory is, and when it was read, over a socket of the node: whoever waits there
-sleeps until the word comes, the other's process ends, or the time is up.
+Node peers tell each other where the memory is, and when it was read, over a socket of the node: whoever waits there
+sleeps until the message comes, the other's process ends, or the time is up.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ from torch import Tensor
 from partita.comm.admission import admit, withdraw
 from partita.comm.forks import keep_from_children
 
-# What it is about, the tag of its exchange; address and size of memory.
-WORD = struct.Struct("<qqqq")
-OFFERED, TAKEN = 0, 1
+# Its kind, the tag of its exchange; address and size of memory.
+MESSAGE = struct.Struct("<qqqq")
+OFFERED, READ = 0, 1
 
 
 @functools.cache
@@ -58,52 +58,52 @@ def read_memory(process: int, address: int, into: Tensor) -> None:
         done += moved
 
 
-class Line:
-    """Words to and from one neighbor, for one purpose. Several threads may wait for words of their own."""
+class Channel:
+    """Messages to and from one peer, for one purpose. Several threads may wait for messages of their own."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         keep_from_children(connection.fileno())  # or it would not end with this process
-        self._heard: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(deque)
+        self._received: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(deque)
         self._listening, self._changed = False, threading.Condition()  # one thread listens, for all
 
     def set_timeout(self, seconds: float) -> None:
-        """How long to wait for a word."""
+        """How long to wait for a message."""
         self._socket.settimeout(seconds)
 
-    def tell(self, about: int, tag: int, address: int = 0, num_bytes: int = 0) -> None:
+    def send(self, kind: int, tag: int, address: int = 0, num_bytes: int = 0) -> None:
         try:
-            self._socket.sendall(WORD.pack(about, tag, address, num_bytes))
+            self._socket.sendall(MESSAGE.pack(kind, tag, address, num_bytes))
         except OSError as error:
-            raise RuntimeError(f"telling a rank of this node: {error}") from error
+            raise RuntimeError(f"sending to a rank of this node: {error}") from error
 
-    def hear(self, about: int, tag: int) -> tuple[int, int]:
-        """Wait for a word under a tag; others are kept until they are asked for.
+    def receive(self, kind: int, tag: int) -> tuple[int, int]:
+        """Wait for a message of this kind and tag; others are kept until they are asked for.
 
         Raises:
-            RuntimeError: the neighbor has ended, or does not say it in time.
+            RuntimeError: the peer has ended, or does not send it in time.
         """
         with self._changed:
-            while not self._heard[about, tag]:
+            while not self._received[kind, tag]:
                 if self._listening:
                     self._changed.wait()
                 else:
                     self._listen()
-            return self._heard[about, tag].popleft()
+            return self._received[kind, tag].popleft()
 
     def _listen(self) -> None:
-        """Take one word in, while the others may look for theirs."""
+        """Take one message in, while the others may look for theirs."""
         self._listening = True
         self._changed.release()
         try:
-            about, tag, address, num_bytes = WORD.unpack(received(self._socket, WORD.size))
+            kind, tag, address, num_bytes = MESSAGE.unpack(receive_bytes(self._socket, MESSAGE.size))
         except OSError as error:
             raise RuntimeError(f"waiting for a rank of this node: {error}") from error
         finally:
             self._changed.acquire()
             self._listening = False
             self._changed.notify_all()
-        self._heard[about, tag].append((address, num_bytes))
+        self._received[kind, tag].append((address, num_bytes))
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # so that whoever waits in another thread is told
@@ -111,8 +111,8 @@ class Line:
         self._socket.close()
 
 
-def received(connection: socket.socket, num_bytes: int) -> bytes:
-    """Just so many bytes.
+def receive_bytes(connection: socket.socket, num_bytes: int) -> bytes:
+    """Just so many.
 
     Raises:
         OSError: the other end is closed, or the time is up.
@@ -127,52 +127,52 @@ def received(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 @dataclass(frozen=True)
-class Neighbor:
-    """A rank whose memory this one can read, and that can read this one's; ``lines`` by purpose."""
+class NodePeer:
+    """A rank whose memory this one can read, and that can read this one's; ``channels`` by purpose."""
 
     process: int
-    lines: Mapping[str, Line]
+    channels: Mapping[str, Channel]
 
     def __post_init__(self) -> None:
         admit([self.process])
 
     def set_timeout(self, seconds: float) -> None:
-        for line in self.lines.values():
-            line.set_timeout(seconds)
+        for channel in self.channels.values():
+            channel.set_timeout(seconds)
 
     def close(self) -> None:
-        """Called once: the neighbor may not read any more."""
-        for line in self.lines.values():
-            line.close()
+        """Called once: the peer may not read any more."""
+        for channel in self.channels.values():
+            channel.close()
         withdraw([self.process])
 
 
 class Offer:
-    """Memory that a neighbor reads. It stays as it is until :meth:`wait` returns."""
+    """Memory that a peer reads. It stays as it is until :meth:`wait` returns."""
 
-    def __init__(self, values: Tensor, line: Line, tag: int) -> None:
-        self._values, self._line, self._tag = values, line, tag
-        line.tell(OFFERED, tag, values.data_ptr(), values.nbytes)
+    def __init__(self, values: Tensor, channel: Channel, tag: int) -> None:
+        self._values, self._channel, self._tag = values, channel, tag
+        channel.send(OFFERED, tag, values.data_ptr(), values.nbytes)
 
     def wait(self) -> None:
-        self._line.hear(TAKEN, self._tag)
+        self._channel.receive(READ, self._tag)
 
 
 class Fetch:
-    """``num_elements`` of a neighbor's, read when asked for (:class:`~partita.comm.exchange.Arriving`): at once into
+    """``num_elements`` of a peer's, read when asked for (:class:`~partita.comm.exchange.Arriving`): at once into
     ``room``, or in pieces, each into the beginning of ``room``. Ask for the last one before waiting for any
-    :class:`Offer`, for which the neighbor does the same.
+    :class:`Offer`, for which the peer does the same.
     """
 
-    def __init__(self, room: Tensor, num_elements: int, process: int, line: Line, tag: int) -> None:
+    def __init__(self, room: Tensor, num_elements: int, process: int, channel: Channel, tag: int) -> None:
         self._room, self._num_elements = room, num_elements
-        self._process, self._line, self._tag = process, line, tag
+        self._process, self._channel, self._tag = process, channel, tag
         self._address: int | None = None
 
     def piece(self, start: int, stop: int) -> Tensor:
-        """Raises RuntimeError: the neighbor has ended, or offers something else."""
+        """Raises RuntimeError: the peer has ended, or offers something else."""
         if self._address is None:
-            self._address, num_bytes = self._line.hear(OFFERED, self._tag)
+            self._address, num_bytes = self._channel.receive(OFFERED, self._tag)
             expected = self._num_elements * self._room.itemsize
             if num_bytes != expected:
                 raise RuntimeError(f"process {self._process} offers {num_bytes} bytes, not {expected}")
@@ -182,5 +182,5 @@ class Fetch:
         except OSError as error:
             raise RuntimeError(f"reading the memory of process {self._process}: {error.strerror}") from error
         if stop == self._num_elements:
-            self._line.tell(TAKEN, self._tag)
+            self._channel.send(READ, self._tag)
         return read

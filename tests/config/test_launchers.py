@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from partita.config import LaunchEnvironment, launch_environment
+from partita.config.launchers import LaunchEnvironment, launch_environment
 from partita.errors import ConfigError
 
 TORCHRUN = {

@@ -9,14 +9,12 @@ import torch
 import partita
 from partita import PartitaError
 from partita.comm.collectives import Collectives
-from partita.comm.control import ROOM_BYTES
+from partita.comm.control_message import ROOM_BYTES
 from partita.comm.mesh import Mesh
 from partita.comm.world import Rendezvous
 from partita.plan.mesh_shape import MeshShape
 from tests.local import pool
 from tests.local.training import Stack, rank, square_loss, world
-
-DATA = ("data",)
 
 
 def collectives() -> Collectives:
@@ -26,14 +24,15 @@ def collectives() -> Collectives:
 def of_any_size() -> None:
     """Tensors of every dtype, and objects of other sizes on each rank, in one message or two."""
     made = collectives()
+    group = made.all_ranks
     for num in (0, 1, ROOM_BYTES, ROOM_BYTES + 1, 5000):
         for dtype in (torch.uint8, torch.int64, torch.float64, torch.bool):
-            every, handle = made.exchange(torch.full((num,), rank(), dtype=dtype), DATA, "a call")
+            every, handle = group.exchange(torch.full((num,), rank(), dtype=dtype), "a call")
             handle.wait()
             expected = torch.arange(world()).to(dtype).view(-1, 1).expand(world(), num)
             assert torch.equal(every, expected)
     for num in (0, ROOM_BYTES, 3000):
-        assert made.exchange_objects("x" * num * rank(), DATA, "a call") == ["x" * num * r for r in range(world())]
+        assert group.exchange_objects("x" * num * rank(), "a call") == ["x" * num * r for r in range(world())]
     made.mesh.close()
 
 

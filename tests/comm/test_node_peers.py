@@ -15,9 +15,9 @@ import torch
 
 import partita
 from partita import PartitaError
-from partita.comm import introduction
-from partita.comm.introduction import HELLO, Introduction
-from partita.comm.neighbors import OFFERED, TAKEN, Fetch, Line, Offer, read_memory
+from partita.comm import handshake
+from partita.comm.handshake import HELLO, Handshake
+from partita.comm.node_peers import OFFERED, READ, Channel, Fetch, Offer, read_memory
 from tests.local import pool
 from tests.local.training import PLANS, Recipe, Stack, rank, same, square_loss, train, world
 
@@ -25,34 +25,34 @@ PURPOSES = ("parameters", "gradients")
 
 
 @pytest.fixture
-def lines() -> Iterator[tuple[Line, Line]]:
+def channels() -> Iterator[tuple[Channel, Channel]]:
     one, other = socket.socketpair()
     for connection in (one, other):
         connection.settimeout(5)
-    ends = Line(one), Line(other)
+    ends = Channel(one), Channel(other)
     yield ends
     for end in ends:
         end.close()
 
 
-def fetch(room: torch.Tensor, line: Line, tag: int) -> None:
-    Fetch(room, room.numel(), os.getpid(), line, tag).piece(0, room.numel())
+def fetch(room: torch.Tensor, channel: Channel, tag: int) -> None:
+    Fetch(room, room.numel(), os.getpid(), channel, tag).piece(0, room.numel())
 
 
 # ------------------------------------------------------------------------------------------------- what they tell
 
 
-def test_memory_goes_from_one_to_the_other(lines: tuple[Line, Line]) -> None:
+def test_memory_goes_from_one_to_the_other(channels: tuple[Channel, Channel]) -> None:
     given, room = torch.randn(100_003), torch.empty(100_003)
-    offer = Offer(given, lines[0], 7)
-    fetch(room, lines[1], 7)
+    offer = Offer(given, channels[0], 7)
+    fetch(room, channels[1], 7)
     offer.wait()
     assert torch.equal(room, given)
 
 
-def test_pieces_are_read_one_after_the_other_into_one_place(lines: tuple[Line, Line]) -> None:
+def test_pieces_are_read_one_after_the_other_into_one_place(channels: tuple[Channel, Channel]) -> None:
     given, room = torch.randn(10), torch.empty(4)
-    offer, arriving = Offer(given, lines[0], 0), Fetch(room, 10, os.getpid(), lines[1], 0)
+    offer, arriving = Offer(given, channels[0], 0), Fetch(room, 10, os.getpid(), channels[1], 0)
     for start, stop in ((0, 4), (4, 8), (8, 10)):
         read = arriving.piece(start, stop)
         assert torch.equal(read, given[start:stop])
@@ -60,71 +60,71 @@ def test_pieces_are_read_one_after_the_other_into_one_place(lines: tuple[Line, L
     offer.wait()
 
 
-def test_what_is_offered_is_left_alone_until_it_was_read(lines: tuple[Line, Line]) -> None:
-    offer = Offer(torch.ones(3), lines[0], 0)
+def test_what_is_offered_is_left_alone_until_it_was_read(channels: tuple[Channel, Channel]) -> None:
+    offer = Offer(torch.ones(3), channels[0], 0)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(offer.wait)
         with pytest.raises(TimeoutError):
             waiting.result(0.1)
-        fetch(torch.empty(3), lines[1], 0)
+        fetch(torch.empty(3), channels[1], 0)
         waiting.result(5)
 
 
-def test_an_exchange_takes_no_notice_of_another(lines: tuple[Line, Line]) -> None:
+def test_an_exchange_takes_no_notice_of_another(channels: tuple[Channel, Channel]) -> None:
     """Offers under two tags, fetched in the other order."""
     given = {tag: torch.randn(50) for tag in (1, 2)}
-    offers = [Offer(values, lines[0], tag) for tag, values in given.items()]
+    offers = [Offer(values, channels[0], tag) for tag, values in given.items()]
     for tag in (2, 1):
         room = torch.empty(50)
-        fetch(room, lines[1], tag)
+        fetch(room, channels[1], tag)
         assert torch.equal(room, given[tag])
     for offer in offers:
         offer.wait()
 
 
-def test_threads_wait_for_words_of_their_own(lines: tuple[Line, Line]) -> None:
-    """Each word comes while a thread that wants another is listening."""
+def test_threads_wait_for_messages_of_their_own(channels: tuple[Channel, Channel]) -> None:
+    """Each message comes while a thread that wants another is listening."""
     with ThreadPoolExecutor(4) as threads:
-        heard = [threads.submit(lines[1].hear, OFFERED, tag) for tag in range(4)]
+        received = [threads.submit(channels[1].receive, OFFERED, tag) for tag in range(4)]
         for tag in reversed(range(4)):
-            lines[0].tell(OFFERED, tag, tag, 10 * tag)
-        assert [word.result(5) for word in heard] == [(tag, 10 * tag) for tag in range(4)]
+            channels[0].send(OFFERED, tag, tag, 10 * tag)
+        assert [message.result(5) for message in received] == [(tag, 10 * tag) for tag in range(4)]
 
 
-def test_all_threads_are_told_that_the_other_ended(lines: tuple[Line, Line]) -> None:
+def test_all_threads_are_told_that_the_other_ended(channels: tuple[Channel, Channel]) -> None:
     with ThreadPoolExecutor(3) as threads:
-        heard = [threads.submit(lines[1].hear, OFFERED, tag) for tag in range(3)]
-        lines[0].close()
-        for word in heard:
+        received = [threads.submit(channels[1].receive, OFFERED, tag) for tag in range(3)]
+        channels[0].close()
+        for message in received:
             with pytest.raises(RuntimeError, match="its process has ended"):
-                word.result(5)
+                message.result(5)
 
 
-def test_another_size_is_told(lines: tuple[Line, Line]) -> None:
-    offer = Offer(torch.ones(10), lines[0], 0)
+def test_another_size_is_told(channels: tuple[Channel, Channel]) -> None:
+    offer = Offer(torch.ones(10), channels[0], 0)
     with pytest.raises(RuntimeError, match=f"process {os.getpid()} offers 40 bytes, not 44"):
-        fetch(torch.ones(11), lines[1], 0)
+        fetch(torch.ones(11), channels[1], 0)
     del offer
 
 
-def test_memory_that_is_not_there_is_told(lines: tuple[Line, Line]) -> None:
-    lines[0].tell(OFFERED, 0, address=4096, num_bytes=4)
+def test_memory_that_is_not_there_is_told(channels: tuple[Channel, Channel]) -> None:
+    channels[0].send(OFFERED, 0, address=4096, num_bytes=4)
     with pytest.raises(RuntimeError, match=f"reading the memory of process {os.getpid()}: Bad address"):
-        fetch(torch.ones(1), lines[1], 0)
+        fetch(torch.ones(1), channels[1], 0)
 
 
-def test_whoever_waits_is_told_that_the_other_ended(lines: tuple[Line, Line]) -> None:
-    lines[0].close()
+def test_whoever_waits_is_told_that_the_other_ended(channels: tuple[Channel, Channel]) -> None:
+    channels[0].close()
     with pytest.raises(RuntimeError, match="waiting for a rank of this node: its process has ended"):
-        lines[1].hear(TAKEN, 0)
-    with pytest.raises(RuntimeError, match="telling a rank of this node"):
-        lines[1].tell(TAKEN, 0)
+        channels[1].receive(READ, 0)
+    with pytest.raises(RuntimeError, match="sending to a rank of this node"):
+        channels[1].send(READ, 0)
 
 
-def test_nobody_waits_for_ever(lines: tuple[Line, Line]) -> None:
-    lines[1].set_timeout(0.05)
+def test_nobody_waits_for_ever(channels: tuple[Channel, Channel]) -> None:
+    channels[1].set_timeout(0.05)
     with pytest.raises(RuntimeError, match="timed out"):
-        lines[1].hear(TAKEN, 0)
+        channels[1].receive(READ, 0)
 
 
 # ------------------------------------------------------------------------------------------------------ who may call
@@ -136,42 +136,44 @@ def strangers() -> Iterator[Callable[[str, int], None]]:
     with ExitStack() as opened:
         last = deque[socket.socket]()
 
-        def call(door: str, times: int) -> None:
+        def connect(name: str, times: int) -> None:
             for _ in range(times):
                 last.append(opened.enter_context(socket.socket(socket.AF_UNIX)))
-                last[-1].connect(door)
+                last[-1].connect(name)
                 if len(last) > 100:
                     last.popleft().close()
 
-        yield call
+        yield connect
 
 
-def test_strangers_are_turned_away_unheard(strangers: Callable[[str, int], None]) -> None:
+def test_strangers_are_turned_away_unreceived(strangers: Callable[[str, int], None]) -> None:
     """Only the process of the other rank is listened to; neither silence nor the token helps another."""
-    with Introduction(10.0) as one, socket.socket(socket.AF_UNIX) as knows_token:
-        strangers(one.card.door, 50)
-        knows_token.connect(one.card.door)
-        knows_token.sendall(HELLO.pack(one.card.token, 0))
+    with Handshake(10.0) as one, socket.socket(socket.AF_UNIX) as knows_token:
+        strangers(one.endpoint.socket_name, 50)
+        knows_token.connect(one.endpoint.socket_name)
+        knows_token.sendall(HELLO.pack(one.endpoint.token, 0))
         rank = os.fork()
         if not rank:
-            called = [socket.socket(socket.AF_UNIX) for _ in PURPOSES]
-            for number, calling in enumerate(called):
-                calling.connect(one.card.door)
-                calling.sendall(HELLO.pack(one.card.token, number))
-                Line(calling).tell(OFFERED, number)
-            called[0].recv(1)  # until the other end is closed
+            connections = [socket.socket(socket.AF_UNIX) for _ in PURPOSES]
+            for number, connection in enumerate(connections):
+                connection.connect(one.endpoint.socket_name)
+                connection.sendall(HELLO.pack(one.endpoint.token, number))
+                Channel(connection).send(OFFERED, number)
+            connections[0].recv(1)  # until the other end is closed
             os._exit(0)
-        found = one.connect(0, {1: replace(one.card, process=rank)}, PURPOSES)[1]
-        assert [found.lines[purpose].hear(OFFERED, number) for number, purpose in enumerate(PURPOSES)] == [(0, 0)] * 2
+        found = one.connect(0, {1: replace(one.endpoint, process=rank)}, PURPOSES)[1]
+        assert [found.channels[purpose].receive(OFFERED, number) for number, purpose in enumerate(PURPOSES)] == [
+            (0, 0)
+        ] * 2
         found.close()
         os.waitpid(rank, 0)
 
 
 def test_a_flood_of_strangers_ends_with_the_time(strangers: Callable[[str, int], None]) -> None:
-    with Introduction(0.5) as one, ThreadPoolExecutor(1) as threads:
-        flood = threads.submit(strangers, one.card.door, 100_000)
+    with Handshake(0.5) as one, ThreadPoolExecutor(1) as threads:
+        flood = threads.submit(strangers, one.endpoint.socket_name, 100_000)
         with pytest.raises(TimeoutError):
-            one.connect(0, {1: replace(one.card, process=os.getppid())}, PURPOSES)
+            one.connect(0, {1: replace(one.endpoint, process=os.getppid())}, PURPOSES)
         one.__exit__()
         assert isinstance(flood.exception(), OSError)  # nobody listens any more
 
@@ -179,11 +181,11 @@ def test_a_flood_of_strangers_ends_with_the_time(strangers: Callable[[str, int],
 @pytest.mark.parametrize("user", [None, 4711])
 def test_only_the_ranks_own_socket_is_told_anything(user: int | None) -> None:
     """A socket of its name that another process has, or another user."""
-    with Introduction() as one, Introduction() as other:
+    with Handshake() as one, Handshake() as other:
         process = os.getppid() if user is None else os.getpid()
-        with mock.patch.object(introduction.os, "geteuid", return_value=user) if user else nullcontext():
+        with mock.patch.object(handshake.os, "geteuid", return_value=user) if user else nullcontext():
             with pytest.raises(OSError, match="another process has the socket of a rank"):
-                one.connect(1, {0: replace(other.card, process=process)}, PURPOSES)
+                one.connect(1, {0: replace(other.endpoint, process=process)}, PURPOSES)
 
 
 def test_no_more_is_read_than_there_is_to_fill() -> None:
@@ -199,11 +201,11 @@ def found(**communication: Any) -> list[int]:
     with partita.initialize(Stack(2), {"zero": {"stage": 3}, "communication": communication}) as engine:
         engine.backward(square_loss(engine, rank(), 0))
         assert engine.step().stepped
-        return sorted(engine.mesh.neighbors.get(("data",), {}))
+        return sorted(engine.mesh.transport(("data",)).peers or {})
 
 
 def told(way: str) -> list[int] | str:
-    """The neighbors, or the error."""
+    """The node peers, or the error."""
     try:
         return found(within_node=way)
     except PartitaError as error:
@@ -214,7 +216,7 @@ def refused(*_: Any) -> None:
     raise PermissionError(1, "Operation not permitted")
 
 
-def test_all_ranks_of_a_node_are_neighbors() -> None:
+def test_all_ranks_of_a_node_are_peers() -> None:
     assert pool.run(4, found) == [[other for other in range(4) if other != own] for own in range(4)]
 
 
@@ -223,7 +225,7 @@ def test_over_the_network_where_the_config_says_so() -> None:
 
 
 def on_nodes_of_their_own() -> list[int] | str:
-    with mock.patch.object(introduction, "_node", return_value=rank() // 2):
+    with mock.patch.object(handshake, "_node", return_value=rank() // 2):
         return told("memory")
 
 
@@ -232,14 +234,16 @@ def test_ranks_of_other_nodes_are_none() -> None:
 
 
 def test_without_a_socket_all_goes_over_the_network() -> None:
-    with mock.patch.object(introduction.socket.socket, "bind", side_effect=refused):
-        said = Introduction()
-    with said as one, Introduction() as other:
-        assert one.readable([one.card, replace(other.card, process=1)]) == {1: "[Errno 1] Operation not permitted"}
+    with mock.patch.object(handshake.socket.socket, "bind", side_effect=refused):
+        said = Handshake()
+    with said as one, Handshake() as other:
+        assert one.readable([one.endpoint, replace(other.endpoint, process=1)]) == {
+            1: "[Errno 1] Operation not permitted"
+        }
 
 
 def cannot_be_read(way: str, everywhere: bool) -> list[int] | str:
-    refusing = mock.patch.object(introduction, "read_memory", refused)
+    refusing = mock.patch.object(handshake, "read_memory", refused)
     with refusing if everywhere or rank() == 1 else nullcontext():
         return told(way)
 
@@ -255,7 +259,7 @@ def test_what_the_system_refuses_goes_over_the_network(everywhere: bool) -> None
         assert "set it to network" in said
 
 
-class Unanswered(Introduction):
+class Unanswered(Handshake):
     def connect(self, *_: Any) -> Any:
         raise TimeoutError("timed out")
 
@@ -266,8 +270,8 @@ def test_one_who_does_not_answer_leaves_all_to_the_network() -> None:
 
 def one_does_not_answer() -> list[int] | str:
     with (
-        mock.patch.object(introduction, "Introduction", Unanswered if rank() == 1 else Introduction),
-        mock.patch.object(introduction, "CONNECT_S", 1.0),
+        mock.patch.object(handshake, "Handshake", Unanswered if rank() == 1 else Handshake),
+        mock.patch.object(handshake, "CONNECT_S", 1.0),
     ):
         return found()
 

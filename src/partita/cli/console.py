@@ -1,15 +1,26 @@
-"""How a command ends when the user is to be told something."""
+"""How commands show tables and errors, and how they end."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from partita.errors import PartitaError
 
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+
+
+def show_table(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
+    """Names in bold, and what there is to say of each."""
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def show_error(console: Console, message: str) -> None:

@@ -1,4 +1,4 @@
-"""What this rank does in an order that must be every rank's: a log, and where it parts from the others'.
+"""The collective log: what this rank does in an order that must be every rank's, and where it parts from the others'.
 
 A log is compared when a rank has waited too long; otherwise nothing is sent. What the others have shown may be old, but
 is then the beginning of what their logs are now: a place that is known of two ranks and differs will always differ.
@@ -8,18 +8,56 @@ import json
 from collections import deque
 from collections.abc import Sequence
 
-from partita.comm.board import Board
+from torch.distributed.distributed_c10d import _get_default_store
+
+from partita.errors import PartitaError
 
 STEP = 0
 # Events that are shown. A rank is ahead of another by no more gathers than it has slots for.
 NUM_SHOWN = 256
 
 
-class Order:
+class Board:
+    """The latest note of each of ``num_ranks`` ranks, in the store behind ``torch.distributed``. Posting one waits for
+    nobody, so it suits a rank that cannot know whether the others will ever answer a message.
+
+    Args:
+        topic: tells boards of one store apart.
+    """
+
+    def __init__(self, topic: str, rank: int, num_ranks: int) -> None:
+        self._store = _get_default_store()
+        self._keys = [f"partita/{topic}/{other}" for other in range(num_ranks)]
+        self._own = self._keys[rank]
+        self.post("")
+
+    def post(self, note: str) -> None:
+        """Replace this rank's note (at first: empty)."""
+        try:
+            self._store.set(self._own, note)
+        except RuntimeError as error:
+            raise _gone(error) from error
+
+    def read(self) -> list[str]:
+        """Every rank's note, in rank order; waits for ranks that have not made the board yet."""
+        try:
+            return [note.decode() for note in self._store.multi_get(self._keys)]
+        except RuntimeError as error:
+            raise _gone(error) from error
+
+
+def _gone(error: RuntimeError) -> PartitaError:
+    return PartitaError(
+        "the process group's store, which lives with rank 0 or the launcher, is gone: that process ended; look at its "
+        f"output first. Store: {error}"
+    )
+
+
+class CollectiveLog:
     """The log of a mesh, for all engines on it: events are :data:`STEP`, or numbers of units that are gathered."""
 
     def __init__(self) -> None:
-        self._says = ["is at engine.step()"]
+        self._descriptions = ["is at engine.step()"]
         self._recent: deque[int] = deque(maxlen=NUM_SHOWN)
         self.count = 0
         self.num_micro_batches = 0  # that have ended
@@ -28,8 +66,8 @@ class Order:
 
     def register(self, names: Sequence[str]) -> int:
         """Number the units of an engine; returns the first one's number. The same calls on every rank."""
-        first = len(self._says)
-        self._says += [f"gathers '{name}'" for name in names]
+        first = len(self._descriptions)
+        self._descriptions += [f"gathers '{name}'" for name in names]
         return first
 
     def add(self, event: int) -> None:
@@ -45,7 +83,7 @@ class Order:
 
     def describe(self, event: int) -> str:
         """``event`` as what a rank does."""
-        return self._says[event]
+        return self._descriptions[event]
 
     def difference(self) -> list[int | None] | None:
         """Show this log, and look at those that the others have shown: each rank's event (None: not known yet) at the

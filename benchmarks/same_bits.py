@@ -1,0 +1,100 @@
+"""Do two checkouts compute the same bits, send the same messages and write the same files?
+
+    python -m benchmarks.same_bits BEFORE AFTER           # the interpreters of the two, each with its partita installed
+    python -m benchmarks.same_bits BEFORE AFTER --quick   # one model, few plans, 1 and 2 ranks
+    python -m benchmarks.same_bits BEFORE AFTER --save    # everything, into benchmarks/results/same_bits.md
+
+Every kind of model is trained under every plan (stages, tiers, lean states, accumulation, ...) by both, in processes of
+their own. Compared are losses, gradient norms, weights, optimizer states, counted messages and bytes, checkpoints and
+exports file by file, and where training goes on to from BEFORE's checkpoint. It ends with status 1 where anything
+differs.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks._bits import PLANS, QUICK_PLANS, Digests, Scope
+from benchmarks._common import RESULTS, ROOT, Report
+from benchmarks._ranks import wait
+from tests.local.models import CASES
+
+WORLDS = (1, 2, 4)
+HIERARCHICAL_WORLD = 4
+
+
+def main() -> int:
+    made = argparse.ArgumentParser(description="The bits of two checkouts")
+    own = Path(sys.executable)
+    made.add_argument("before", type=Path, nargs="?", default=own, help="the interpreter of the one (this one)")
+    made.add_argument("after", type=Path, nargs="?", default=own, help="the interpreter of the other (this one)")
+    made.add_argument("--quick", action="store_true", help="one model, few plans, 1 and 2 ranks")
+    made.add_argument("--save", action="store_true", help=f"write the report into {RESULTS.relative_to(ROOT)}/")
+    options = made.parse_args()
+    report = Report("Two checkouts")
+    report.begin()
+    report.write(_TEXT)
+    report.write()
+    cases = ("decoder",) if options.quick else tuple(CASES)
+    worlds = WORLDS[:2] if options.quick else WORLDS
+    rows = (row for world in worlds for row in _rows(report, options, world, cases))
+    report.table(["model", "ranks", "plans", "digests compared", "that differ"], rows)
+    return report.end(options.save)
+
+
+_TEXT = """Every loss, gradient norm, weight, optimizer state, count of messages and bytes, file of a checkpoint and of
+an export, by two versions of the library; then the same for training that goes on from the first one's checkpoint."""
+
+
+def _rows(report: Report, options: argparse.Namespace, world: int, cases: Sequence[str]) -> Iterator[list[str]]:
+    plans = QUICK_PLANS if options.quick else tuple(PLANS)
+    plans = tuple(plan for plan in plans if plan != "hierarchical" or world == HIERARCHICAL_WORLD)
+    for case in cases:
+        with tempfile.TemporaryDirectory() as before, tempfile.TemporaryDirectory() as after:
+            scope = Scope((case,), plans)
+            expected = _train(options.before, world, scope, Path(before), Path(before))
+            found = _train(options.after, world, scope, Path(after), Path(before))
+        pairs = [pair for mine, theirs in zip(found, expected, strict=True) for pair in _pairs(mine, theirs, "")]
+        unlike = [where for where, one, other in pairs if one != other]
+        report.expect(not unlike, f"{case} on {world} ranks: {len(unlike)} differ, the first: {unlike[:3]}")
+        yield [case, str(world), str(len(plans)), str(len(pairs)), str(len(unlike))]
+
+
+def _pairs(found: Any, expected: Any, where: str) -> Iterator[tuple[str, object, object]]:
+    """(where, one, other) of every leaf of two nested results; a key that one of them lacks is a leaf."""
+    if not (isinstance(found, Mapping) and isinstance(expected, Mapping)):
+        yield where, found, expected
+        return
+    for key in found.keys() | expected.keys():
+        yield from _pairs(found.get(key), expected.get(key), f"{where} / {key}" if where else str(key))
+
+
+def _train(python: Path, world: int, scope: Scope, folder: Path, checkpoints: Path) -> list[Digests]:
+    """What every rank computed with the partita of one interpreter."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    meeting = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [str(python), "-m", "benchmarks._bits", json.dumps(asdict(scope)), str(folder), str(checkpoints)]
+    ranks = []
+    for rank in range(world):
+        own = {name: str(value) for name, value in (meeting | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        with Path(folder, f"{rank}.log").open("w") as said:
+            ranks.append(
+                subprocess.Popen(command, cwd=ROOT, env=os.environ | own, stdout=said, stderr=subprocess.STDOUT)
+            )
+    if wait(ranks, str(folder)):
+        raise RuntimeError(f"training with {python} on {world} ranks failed")
+    return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""A group: the ranks that differ from this one only along some axes, and what they do together, counted."""
+
+import pickle
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from partita.comm.collective_log import Board
+from partita.comm.control_message import ControlMessage
+from partita.comm.exchange import Work
+from partita.comm.mesh import Mesh
+from partita.comm.watchdog import Watchdog
+from partita.errors import PartitaError
+from partita.plan.traffic import TrafficKey, TrafficMeter
+
+Explained = Callable[[], AbstractContextManager[None]]
+
+
+class Handle:
+    """A collective under way. :meth:`wait` returns when its result may be used (on CUDA: by the current stream)."""
+
+    def __init__(self, works: Sequence[Work | None], explained: Explained = nullcontext) -> None:
+        self._works, self._explained = works, explained
+
+    def wait_for(self, seconds: float) -> bool:
+        """Wait at most so long, for a :meth:`Group.exchange` only; whether it has ended, well or not."""
+        for work in self._works:
+            if isinstance(work, dist.Work):
+                try:
+                    work.wait(timedelta(seconds=seconds))
+                except RuntimeError:
+                    return work.is_completed()
+        return True
+
+    def wait(self) -> None:
+        works, self._works = self._works, ()
+        with self._explained():
+            for work in works:
+                if work is not None:
+                    work.wait()
+
+
+class Group:
+    """Collectives of the ranks along ``axes``: ``size`` of them, this one at ``index``. Tensors are flat and
+    contiguous; part ``i`` belongs to rank ``i`` of the group. A group of one rank has the same calls.
+
+    Args:
+        axes: as :meth:`MeshShape.named` writes them.
+        meter: counts what is sent.
+    """
+
+    def __init__(self, axes: tuple[str, ...], mesh: Mesh, meter: TrafficMeter) -> None:
+        self.axes, self._mesh, self._meter = axes, mesh, meter
+        self.size, self.index = mesh.shape.group_size(axes), mesh.index(axes)
+
+    @property
+    def keeps_tags_apart(self) -> bool:
+        """Whether ranks that gather under different tags wait for each other, instead of reading the other's data."""
+        return self._mesh.transport(self.axes).keeps_tags_apart
+
+    # ------------------------------------------------------------------ flat tensors
+
+    def all_gather(self, whole: Tensor, part: Tensor, purpose: str = "parameters", tag: int = 0) -> Handle:
+        """Start gathering every rank's ``part`` ``[n]`` into ``whole`` ``[size * n]``.
+
+        Ranks that gather under different tags wait for each other (where the transport keeps them apart), where the
+        same tag with other sizes would end them.
+        """
+        self._count("all_gather", purpose, (self.size - 1) * part.nbytes)
+        explained = partial(self._explained, f"all-gather of {purpose}")
+        with explained():
+            work = self._mesh.transport(self.axes).all_gather(whole, part, purpose, tag)
+        return Handle([work], explained)
+
+    def reduce_scatter(self, out: Tensor, sent: Tensor, received: Tensor, *, accumulate: bool) -> None:
+        """Write the sum over the ranks, in rank order, of their ``sent`` ``[size * n]`` into ``out`` ``[n]`` (or add
+        it).
+
+        ``out`` may be this rank's part of ``sent``; ``received`` is scratch memory of :meth:`received_elements`.
+        """
+        self._count("reduce_scatter", "gradients", (self.size - 1) * sent.nbytes // self.size)
+        with self._explained("reduce-scatter of gradients"):
+            self._mesh.transport(self.axes).reduce_scatter(out, sent, received, accumulate=accumulate)
+
+    def received_elements(self, sent: int, itemsize: int) -> int:
+        """Elements of scratch memory that a reduction of ``sent`` elements of ``itemsize`` bytes needs."""
+        return self._mesh.transport(self.axes).received_elements(sent, itemsize)
+
+    def all_reduce(self, tensor: Tensor, purpose: str = "control") -> Tensor:
+        """Sum ``tensor`` over the ranks, in place. For small or rare tensors: the order of the sum is the backend's."""
+        self._count("all_reduce", purpose, 2 * (self.size - 1) * tensor.nbytes // self.size)
+        with self._explained(f"all-reduce of {purpose}"):
+            self._mesh.transport(self.axes).all_reduce(tensor)
+        return tensor
+
+    def broadcast(self, tensors: Sequence[Tensor], purpose: str) -> None:
+        """Overwrite ``tensors``, of any shape, strides and dtype, with those of the group's first rank."""
+        if self.size == 1:
+            return
+        explained = partial(self._explained, f"broadcast of {purpose}")
+        works, copies = [], [tensor.contiguous().resolve_conj().resolve_neg() for tensor in tensors]
+        for tensor in copies:
+            self._count("broadcast", purpose, (self.size - 1) * tensor.nbytes if self.index == 0 else 0)
+            sent = tensor.view(-1).view(torch.uint8)  # no backend knows every dtype
+            works.append(self._mesh.transport(self.axes).broadcast(sent))
+        Handle(works, explained).wait()
+        for tensor, copy in zip(tensors, copies, strict=True):
+            if copy is not tensor:
+                tensor.copy_(copy)
+
+    # -------------------------------------------------------------- control messages
+
+    def exchange(self, message: Tensor, call: str) -> tuple[Tensor, Handle]:
+        """Start an all-gather of a small host tensor ``[n]``: returns ``[size, n]``, filled once the handle is waited
+        for. Ranks that are at another ``call`` (its name, at most 40 letters) are told so, on all ranks.
+        """
+        every = message.new_empty((self.size, message.numel()))
+        if self.size == 1:
+            every[0] = message
+            return every, Handle(())
+        self._count("all_gather", "control", (self.size - 1) * message.nbytes)
+
+        def land(payloads: list[Tensor]) -> None:
+            for row, payload in zip(every.view(torch.uint8), payloads, strict=True):
+                row.copy_(payload)
+
+        return every, self._send(call, message.view(torch.uint8), land)
+
+    def exchange_objects(self, value: object, call: str) -> list[Any]:
+        """Every rank's ``value``, in rank order; ``call`` as in :meth:`exchange`. For rare, small Python values
+        (reports, names in an error).
+        """
+        if self.size == 1:
+            return [value]
+        every: list[Any] = []
+
+        def land(payloads: list[Tensor]) -> None:
+            every.extend(pickle.loads(bytes(payload.numpy())) for payload in payloads)
+
+        self._send(call, torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8), land).wait()
+        return every
+
+    def _send(self, call: str, payload: Tensor, land: Callable[[list[Tensor]], object]) -> Handle:
+        transport = self._mesh.transport(self.axes)
+
+        def gather(row: Tensor) -> tuple[Tensor, Work | None]:
+            rows = row.new_empty((self.size, row.numel()))
+            return rows, transport.gather_messages(rows, row)
+
+        explained = partial(self._explained, "exchange of control")
+        with explained():
+            message = ControlMessage(call, payload, gather, land)
+        return Handle([message.first, message], explained)
+
+    # -------------------------------------------------------------- beside collectives
+
+    def board(self) -> Board | None:
+        """A new board for notes among the ranks, if there are several; called on all of them."""
+        topic = self._agreed_topic()
+        return Board(topic, self.index, self.size) if self.size > 1 else None
+
+    def watchdog(self) -> Watchdog | None:
+        """What answers for this rank, if there are several; called on all of them."""
+        topic = self._agreed_topic()
+        return Watchdog(topic, self.index, self.size, self._mesh.log) if self.size > 1 else None
+
+    def _agreed_topic(self) -> str:
+        return str(self.exchange_objects(secrets.token_hex(8), "partita.initialize")[0])
+
+    def _count(self, collective: str, purpose: str, sent_bytes: int) -> None:
+        if self.size > 1:
+            self._mesh.log.operation = f"{collective} of {purpose}"
+            self._meter.add(TrafficKey(collective, self.axes, purpose), sent_bytes)
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Name what the backend failed at (gloo does so when it is waited for, and also at once where a peer is gone),
+        and tell what every rank is doing.
+        """
+        try:
+            yield
+        except PartitaError:  # says what it is
+            raise
+        except RuntimeError as error:
+            watchdog = self._mesh.watchdog
+            raise PartitaError(
+                f"rank {self._mesh.rank}: {what} over {','.join(self.axes)} failed: another rank ended, or did not "
+                f"join within the time-out (communication.timeout_s, {self._mesh.timeout_s:g} s). Backend: {error}"
+                + (f"\n{watchdog.accounts()}" if watchdog else "")
+            ) from error

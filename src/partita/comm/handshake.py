@@ -1,0 +1,216 @@
+"""The handshake by which ranks of one node become peers: each shows a token in its memory, and a socket's name, and
+tries those of the others.
+
+Every process of the machine can find that socket. The kernel tells who is at the other end of a connection; whoever is
+no rank of the group is turned away unheard.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import struct
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from partita.comm.admission import admit, withdraw
+from partita.comm.node_peers import Channel, NodePeer, read_memory, receive_bytes
+from partita.errors import PartitaError
+
+_log = logging.getLogger("partita")
+TOKEN_BYTES = 32
+CONNECT_S = 30.0
+MAX_PENDING = 4096  # connections that wait at a time; the system may allow fewer
+# The token of who is connected to, and for which purpose.
+HELLO = struct.Struct(f"<{TOKEN_BYTES}sq")
+# Process, user and group at the other end; seconds and microseconds (unix(7), socket(7)).
+CREDENTIALS, TIME = struct.Struct("iII"), struct.Struct("@ll")
+
+
+def find_node_peers(
+    own: int, exchange: Callable[[object], list[Any]], purposes: Sequence[str], *, timeout_s: float, required: bool
+) -> dict[int, NodePeer]:
+    """The ranks of a group that can read this one's memory and be read, by index; called on all of them.
+
+    Args:
+        own: this rank's index in the group.
+        exchange: tells a value to each rank, and returns every rank's.
+        purposes: of the channels to each peer.
+        timeout_s: how long to wait for a message there.
+        required: all ranks of a node have to be peers.
+
+    Raises:
+        PartitaError: on all ranks, where they are ``required`` to be and cannot.
+    """
+    peers, failed = dict[int, NodePeer](), None
+    with Handshake(min(CONNECT_S, timeout_s / 2)) as handshake:
+        endpoints = exchange(handshake.endpoint)
+        handshake.admit(endpoints)
+        exchange(None)  # nobody tries before all have admitted the others
+        tried = exchange(handshake.readable(endpoints))
+        known = {i: endpoints[i] for i, why in tried[own].items() if why is None and tried[i].get(own, "") is None}
+        try:
+            peers = handshake.connect(own, known, purposes)
+        except OSError as error:
+            failed = str(error)
+        unanswered = [why for why in exchange(failed) if why is not None]
+    problems = [endpoint.problem for endpoint in endpoints if endpoint.problem]
+    problems += [why for row in tried for why in row.values() if why is not None] + unanswered
+    for peer in peers.values():
+        peer.set_timeout(timeout_s)
+        if unanswered or (problems and required):  # some may have channels to ranks that have none
+            peer.close()
+    if problems and required:
+        raise PartitaError(
+            f"communication.within_node memory: ranks cannot read each other's memory ({problems[0]}): on Linux, allow "
+            "process_vm_readv (ptrace) and unix sockets in the container; or set it to network, or to auto"
+        )
+    if problems and own == 0:
+        _log.info("ranks of a node cannot read each other's memory (%s): they use the network", problems[0])
+    return {} if unanswered else peers
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a rank is found: its node and process, the address of a token that proves a reading, the name of the socket
+    that it listens on, and the ``problem`` where it can have no peers.
+    """
+
+    node: str
+    process: int
+    address: int
+    token: bytes
+    socket_name: str
+    problem: str
+
+
+class Handshake:
+    """Finds the peers among the ranks of a group. A context manager: its token and socket are there meanwhile."""
+
+    def __init__(self, wait_s: float = CONNECT_S) -> None:
+        self._wait_s, self._listener, problem = wait_s, None, ""
+        self._admitted: list[int] = []
+        self._token = torch.frombuffer(bytearray(secrets.token_bytes(TOKEN_BYTES)), dtype=torch.uint8)
+        name = f"\0partita-{secrets.token_hex(16)}"  # in no folder
+        node = secrets.token_hex(8)
+        try:
+            node = _node()
+            self._listener = socket.socket(socket.AF_UNIX)
+            self._listener.bind(name)
+            self._listener.listen(MAX_PENDING)
+        except (OSError, AttributeError) as error:  # another system than Linux, or less than all of it
+            problem = str(error)
+        token = bytes(self._token.tolist())
+        self.endpoint = Endpoint(node, os.getpid(), self._token.data_ptr(), token, name, problem)
+
+    def admit(self, endpoints: Sequence[Endpoint]) -> None:
+        """Let the ranks of this node try to read; peers may later, too."""
+        self._admitted = [other.process for other in self._others(endpoints).values()]
+        admit(self._admitted)
+
+    def readable(self, endpoints: Sequence[Endpoint]) -> dict[int, str | None]:
+        """For each other rank of the node: None, or why its memory cannot be read."""
+        problem, others = self.endpoint.problem, self._others(endpoints)
+        return {index: problem or other.problem or _trial(other) for index, other in others.items()}
+
+    def _others(self, endpoints: Sequence[Endpoint]) -> dict[int, Endpoint]:
+        own = self.endpoint
+        return {
+            i: other for i, other in enumerate(endpoints) if other.node == own.node and other.process != own.process
+        }
+
+    def connect(self, own: int, endpoints: Mapping[int, Endpoint], purposes: Sequence[str]) -> dict[int, NodePeer]:
+        """Have channels to the ranks at these endpoints, which do the same.
+
+        Raises:
+            OSError: one does not answer.
+        """
+        channels: dict[int, dict[str, Channel]] = defaultdict(dict)
+        end = time.monotonic() + self._wait_s
+        with contextlib.ExitStack() as opened:
+            for index, other in endpoints.items():
+                for number, purpose in enumerate(purposes) if index < own else ():
+                    connection = opened.enter_context(socket.socket(socket.AF_UNIX))
+                    _connect(connection, other, _left(end))
+                    connection.sendall(HELLO.pack(other.token, number))
+                    channels[index][purpose] = Channel(connection)
+            awaited = {other.process: index for index, other in endpoints.items() if index > own}
+            num_connections = len(purposes) * len(awaited)
+            while num_connections:
+                connection = self._accept(end)
+                source = awaited.get(_who(connection))
+                if source is None:
+                    connection.close()
+                    continue
+                opened.enter_context(connection).settimeout(_left(end))
+                token, number = HELLO.unpack(receive_bytes(connection, HELLO.size))
+                if token != self.endpoint.token:
+                    raise OSError(0, "a rank has connected to another's socket")
+                channels[source][purposes[number]] = Channel(connection)
+                num_connections -= 1
+            opened.pop_all()
+        return {index: NodePeer(other.process, channels[index]) for index, other in endpoints.items()}
+
+    def _accept(self, end: float) -> socket.socket:
+        assert self._listener is not None
+        self._listener.settimeout(_left(end))
+        return self._listener.accept()[0]
+
+    def __enter__(self) -> "Handshake":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        withdraw(self._admitted)
+        if self._listener is not None:
+            self._listener.close()
+
+
+def _connect(connection: socket.socket, other: Endpoint, wait_s: float) -> None:
+    # The kernel then waits for a place among the pending ones, of which strangers can make many. With Python's time-out
+    # it would not.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, TIME.pack(*divmod(int(wait_s * 1e6), 10**6)))
+    connection.connect(other.socket_name)
+    connection.settimeout(wait_s)
+    if _who(connection) != other.process:
+        raise OSError(0, "another process has the socket of a rank")
+
+
+def _who(connection: socket.socket) -> int:
+    """The process at the other end, if it is the same user's; else 0."""
+    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    process, user, _ = CREDENTIALS.unpack(told)
+    return int(process) if user == os.geteuid() else 0
+
+
+def _left(end: float) -> float:
+    """Seconds until then."""
+    left = end - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    return left
+
+
+def _trial(other: Endpoint) -> str | None:
+    room = torch.empty(TOKEN_BYTES, dtype=torch.uint8, device="cpu")
+    try:
+        read_memory(other.process, other.address, room)
+    except OSError as error:
+        return str(error.strerror)
+    return None if bytes(room.tolist()) == other.token else "its process number means another process here"
+
+
+def _node() -> str:
+    """The same for processes that know each other's numbers and sockets, and for no others.
+
+    Raises:
+        OSError: the system does not say.
+    """
+    spaces = (Path("/proc/self/ns", kind).stat().st_ino for kind in ("pid", "net"))
+    return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *map(str, spaces)])

@@ -1,0 +1,256 @@
+"""How flat tensors come from rank to rank: the only file that calls the collectives of ``torch.distributed``.
+
+Over gloo a reduction is a direct exchange and a local sum in rank order: it moves half of what gloo's own
+reduce-scatter moves, and its result does not depend on how a ring would have cut the tensor. An all-gather is a direct
+exchange, too: as many bytes as gloo's own, without its flat copy of the whole. Between ranks of one node these bytes
+need not pass the network (:mod:`partita.comm.node_peers`). Accelerators have backends with all of it (NCCL of CUDA).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from partita.comm.exchange import NUM_AWAITED, PIECE_BYTES, Arriving, Exchange, Receive, Work
+from partita.comm.handshake import find_node_peers
+from partita.comm.node_peers import Fetch, NodePeer, Offer
+
+# Parameter gathers, gradient reductions and control messages have connections of their own, so that no order between
+# them has to be kept. Only what is sent for the first two may be large.
+PURPOSES = ("parameters", "gradients", "control")
+BULK_PURPOSES = PURPOSES[:2]
+
+# torch 2.13 renamed the single-tensor collectives; earlier versions know the former names only.
+Single = Callable[..., Work | None]
+_all_gather_single: Single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Transport(ABC):
+    """Moves flat, contiguous tensors between the ranks of a group; part ``i`` belongs to rank ``i``.
+
+    What is under way has arrived once it is waited for. Where another rank has ended, or does not join in time, that,
+    or the call itself, raises a RuntimeError.
+
+    ``keeps_tags_apart``: ranks that gather under different tags wait for each other. Elsewhere each would take the
+    other's data for its own.
+    """
+
+    keeps_tags_apart: bool
+
+    @abstractmethod
+    def handshake(self, exchange: Callable[[object], list[Any]]) -> None:
+        """Find shorter ways between ranks, once; called on all of them. ``exchange`` tells a value to each of them."""
+
+    @abstractmethod
+    def all_gather(self, whole: Tensor, part: Tensor, purpose: str, tag: int) -> Work | None:
+        """Begin to gather every rank's ``part`` ``[n]`` into ``whole`` ``[size * n]``."""
+
+    @abstractmethod
+    def reduce_scatter(self, out: Tensor, sent: Tensor, received: Tensor, *, accumulate: bool) -> None:
+        """Write the sum of the ranks' ``sent`` ``[size * n]``, of which this rank's part, into ``out`` ``[n]`` (or add
+        it). ``received`` is scratch memory of :meth:`received_elements`.
+        """
+
+    @abstractmethod
+    def received_elements(self, sent: int, itemsize: int) -> int:
+        """Elements of scratch memory that a reduction of ``sent`` elements of ``itemsize`` bytes needs."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum in place, in an order of the backend's."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor) -> Work | None:
+        """Begin to overwrite bytes with those of the group's first rank."""
+
+    @abstractmethod
+    def gather_messages(self, rows: Tensor, row: Tensor) -> Work | None:
+        """Begin to gather bytes ``[n]`` on the host as ``[size, n]``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Called once, when nothing is sent any more."""
+
+
+class Loopback(Transport):
+    """Of a group of one rank."""
+
+    keeps_tags_apart = True
+
+    def handshake(self, exchange: Callable[[object], list[Any]]) -> None:
+        pass
+
+    def all_gather(self, whole: Tensor, part: Tensor, purpose: str, tag: int) -> None:
+        if whole.data_ptr() != part.data_ptr():
+            whole.copy_(part)
+
+    def reduce_scatter(self, out: Tensor, sent: Tensor, received: Tensor, *, accumulate: bool) -> None:
+        land(sent, out, accumulate=accumulate)
+
+    def received_elements(self, sent: int, itemsize: int) -> int:
+        return 0
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        pass
+
+    def broadcast(self, tensor: Tensor) -> None:
+        pass
+
+    def gather_messages(self, rows: Tensor, row: Tensor) -> None:
+        rows[0] = row
+
+    def close(self) -> None:
+        pass
+
+
+class _Backed(Transport):
+    """What all process groups have in common. ``groups``: a process group for each of :data:`PURPOSES`."""
+
+    def __init__(self, index: int, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        self._index, self._size = index, groups["control"].size()
+        self._groups = groups
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=self._groups["gradients"])
+
+    def broadcast(self, tensor: Tensor) -> Work | None:
+        work: Work | None = dist.broadcast(tensor, group=self._groups["parameters"], group_src=0, async_op=True)
+        return work
+
+    def gather_messages(self, rows: Tensor, row: Tensor) -> Work | None:
+        return _all_gather_single(rows.view(-1), row, group=self._groups["control"], async_op=True)
+
+
+class DeviceTransport(_Backed):
+    """Between accelerators, by their own backend (NCCL of CUDA)."""
+
+    keeps_tags_apart = False
+
+    def handshake(self, exchange: Callable[[object], list[Any]]) -> None:
+        pass
+
+    def all_gather(self, whole: Tensor, part: Tensor, purpose: str, tag: int) -> Work | None:
+        return _all_gather_single(whole, part, group=self._groups[purpose], async_op=True)
+
+    def reduce_scatter(self, out: Tensor, sent: Tensor, received: Tensor, *, accumulate: bool) -> None:
+        work = _reduce_scatter_single(received, sent, group=self._groups["gradients"], async_op=True)
+        if work is not None:
+            work.wait()
+        land(received, out, accumulate=accumulate)
+
+    def received_elements(self, sent: int, itemsize: int) -> int:
+        return sent // self._size
+
+    def close(self) -> None:
+        pass
+
+
+class HostTransport(_Backed):
+    """Between hosts by gloo, and between ranks of one node by reading each other's memory.
+
+    Args:
+        within_node: ``network``: gloo for these, too; ``memory``: an error where they cannot read; ``auto``: where they
+            can.
+        timeout_s: how long to wait for a peer of the node.
+    """
+
+    keeps_tags_apart = True
+
+    def __init__(self, index: int, groups: Mapping[str, dist.ProcessGroup], within_node: str, timeout_s: float) -> None:
+        super().__init__(index, groups)
+        self._within_node, self._timeout_s = within_node, timeout_s
+        self.peers: dict[int, NodePeer] | None = None  # by index; None until they are looked for
+
+    def handshake(self, exchange: Callable[[object], list[Any]]) -> None:
+        if self.peers is None and self._within_node != "network":
+            required = self._within_node == "memory"
+            self.peers = find_node_peers(
+                self._index, exchange, BULK_PURPOSES, timeout_s=self._timeout_s, required=required
+            )
+
+    def all_gather(self, whole: Tensor, part: Tensor, purpose: str, tag: int) -> Work:
+        rows = whole.view(self._size, -1)
+        own = rows[self._index]
+        exchange = self._exchange(rows, [part] * self._size, purpose, tag)
+        if own.data_ptr() != part.data_ptr():  # beside the exchange, which reads `part` alone
+            own.copy_(part)
+        return exchange
+
+    def reduce_scatter(self, out: Tensor, sent: Tensor, received: Tensor, *, accumulate: bool) -> None:
+        outgoing, rooms = sent.view(self._size, -1), received.view(self._size - 1, -1)
+        own = outgoing[self._index]
+        rows = [*rooms[: self._index], own, *rooms[self._index :]]
+        for at, parts in self._exchange(rows, outgoing, "gradients", piece_bytes=PIECE_BYTES).pieces():
+            target = out[at]
+            values = _sum(parts, own[at], self._index, parts[0] if accumulate else target)
+            if values is not target:
+                land(values, target, accumulate=accumulate)
+
+    def received_elements(self, sent: int, itemsize: int) -> int:
+        return (self._size - 1) * min(sent // self._size, NUM_AWAITED * PIECE_BYTES // itemsize)
+
+    def _exchange(
+        self,
+        rooms: Sequence[Tensor] | Tensor,
+        parts: Sequence[Tensor] | Tensor,
+        purpose: str,
+        tag: int = 0,
+        piece_bytes: int | None = None,
+    ) -> Exchange:
+        """Begin to send ``parts[i]`` to, and to receive in ``rooms[i]`` what comes from, every other rank ``i``, in
+        pieces of so many bytes (None: at once).
+
+        Receives are posted before sends: where a send is there before, gloo uses a network in one direction at a time.
+        """
+        size, own, group, peers = self._size, self._index, self._groups[purpose], self.peers or {}
+        arriving, leaving = dict[int, Arriving](), list[Work | None]()
+        num_elements = parts[own].numel()
+        piece = num_elements if piece_bytes is None else piece_bytes // parts[own].itemsize
+        for source in ((own - distance) % size for distance in range(1, size)):
+            room = rooms[source]
+            if source in peers:
+                peer = peers[source]
+                arriving[source] = Fetch(room, num_elements, peer.process, peer.channels[purpose], tag)
+            else:
+                post = partial(dist.irecv, group=group, group_src=source, tag=tag)
+                arriving[source] = Receive(post, room, num_elements, piece)
+        for target in ((own + distance) % size for distance in range(1, size)):
+            sent = parts[target]
+            if target in peers:
+                leaving.append(Offer(sent, peers[target].channels[purpose], tag))
+            else:
+                leaving += [dist.isend(part, group=group, group_dst=target, tag=tag) for part in sent.split(piece)]
+        return Exchange([arriving[source] for source in sorted(arriving)], leaving, num_elements, piece)
+
+    def close(self) -> None:
+        for peer in (self.peers or {}).values():
+            peer.close()
+
+
+def land(values: Tensor, out: Tensor, *, accumulate: bool) -> None:
+    """Write ``values`` into ``out``, which may be in another memory, or add them."""
+    if accumulate:
+        out.add_(values.to(out.device))
+    else:
+        out.copy_(values)
+
+
+def _sum(incoming: list[Tensor], own: Tensor, place: int, out: Tensor) -> Tensor:
+    """The sum from first to last of ``incoming`` with ``own`` put in at ``place``: in ``out``, or, of 16-bit tensors,
+    in fp32. ``incoming[0]`` is overwritten.
+    """
+    scratch, parts = incoming[0], [*incoming[:place], own, *incoming[place:]]
+    total = parts[0]
+    if total.dtype.itemsize < 4:
+        total = total.float()
+        for part in parts[1:]:
+            total.add_(part)
+        return total
+    for part in parts[1:-1]:
+        total = torch.add(total, part, out=scratch)
+    return torch.add(total, parts[-1], out=out)

@@ -1,0 +1,225 @@
+"""What is said of a wrong configuration: by key, what it expects, what it got, where it was written, and the remedy.
+
+What a key expects is read from the schema (the same JSON schema that documents it), so the two cannot disagree.
+"""
+
+import difflib
+import re
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, reduce
+from operator import getitem
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from partita.errors import ConfigError
+
+KeyPath = tuple[str, ...]
+Where = Callable[[KeyPath], str]
+
+_MAX_SHOWN = 20
+_LONGEST_KEY = 64
+_SIMPLE_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,79}")
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+_short.maxlevel = 3
+
+
+def dotted(path: KeyPath) -> str:
+    """``zero.offload.path``; a part that is no simple word is quoted."""
+    return ".".join(part if _SIMPLE_KEY.fullmatch(part) else shown(part) for part in path)
+
+
+def shown(value: object) -> str:
+    """A value as a short text for messages, with YAML's words for None and truth values."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    try:
+        return _short.repr(list(value) if isinstance(value, tuple) else value)
+    except Exception:  # a repr is the user's code: it may raise anything, and Python's own does for very long integers
+        return f"<{type(value).__name__}>"
+
+
+# ------------------------------------------------------------------------------------------------------- wrong values
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One wrong key: its path, and a text that begins with the key and may end with a remedy."""
+
+    path: KeyPath
+    text: str
+    fix: str = ""
+
+
+def report(problems: Sequence[Problem], where: Where) -> ConfigError:
+    """All problems in one error. ``where`` says where a path was written (empty text: not known)."""
+    lines = []
+    for problem in problems[:_MAX_SHOWN]:
+        place = where(problem.path)
+        lines.append(problem.text + (f" (from {place})" if place else ""))
+        lines += [f"    fix: {problem.fix}"] if problem.fix else []
+    if len(problems) > _MAX_SHOWN:
+        lines.append(f"... and {len(problems) - _MAX_SHOWN} more")
+    if len(problems) > 1:
+        lines = [f"{len(problems)} problems in the configuration:", *(f"  {line}" for line in lines)]
+    return ConfigError("\n".join(lines))
+
+
+def validation_problems(error: ValidationError, model: type[BaseModel], data: Mapping[str, object]) -> list[Problem]:
+    """What pydantic found in ``data``, one problem per key, in the order of the schema."""
+    keys = set(key_paths(model))
+    problems: dict[KeyPath, Problem] = {}
+    for entry in error.errors(include_url=False, include_context=False, include_input=False):
+        path = tuple(str(part) for part in entry["loc"])
+        if entry["type"] == "extra_forbidden":
+            problem = _unknown_key(model, path)
+        else:
+            path = next(path[:depth] for depth in range(len(path), 0, -1) if path[:depth] in keys)
+            problem = _wrong_value(model, path, reduce(getitem, path, data))  # type: ignore[arg-type]
+        problems.setdefault(path, problem)
+    return list(problems.values())
+
+
+def _unknown_key(model: type[BaseModel], path: KeyPath) -> Problem:
+    section = path[:-1]
+    near = suggest_keys(model, section, path[-1])
+    if near:
+        return Problem(path, f"{dotted(path)}: unknown key; did you mean {' or '.join(near)}?")
+    of = f"of {dotted(section)}" if section else "at the top level"
+    keys = ", ".join(_section_at(model, section).model_fields)
+    return Problem(path, f"{dotted(path)}: unknown key; the keys {of} are {keys}", "remove it")
+
+
+def _wrong_value(model: type[BaseModel], path: KeyPath, value: object) -> Problem:
+    owner = _section_at(model, path[:-1])
+    section = section_of(owner, path[-1])
+    if section is not None:
+        expected, fix = f"a section with the keys {', '.join(section.model_fields)}", "write its keys below it"
+    else:
+        expected = expectation(_key_schemas(owner)[path[-1]])
+        default = shown(owner.model_fields[path[-1]].default)
+        fix = f"write such a value, or leave the key out for its default {default}"
+    return Problem(path, f"{dotted(path)}: expected {expected}; got {shown(value)}", fix)
+
+
+@cache
+def _key_schemas(section: type[BaseModel]) -> dict[str, dict[str, Any]]:
+    schemas: dict[str, dict[str, Any]] = section.model_json_schema()["properties"]
+    return schemas
+
+
+def expectation(schema: Mapping[str, Any]) -> str:
+    """What a JSON schema of the kinds used here accepts, in words."""
+    if "anyOf" in schema:
+        return " or ".join(expectation(choice) for choice in schema["anyOf"])
+    if "const" in schema:
+        return str(schema["const"])
+    if "enum" in schema:
+        return "one of " + ", ".join(str(choice) for choice in schema["enum"])
+    match schema.get("type"):
+        case "boolean":
+            return "true or false"
+        case "integer" | "number":
+            return _number_expectation(schema)
+        case "array" if "prefixItems" in schema:
+            return f"a list of {len(schema['prefixItems'])} values, each {expectation(schema['prefixItems'][0])}"
+        case "array":
+            return f"a list of {'one or more ' if 'minItems' in schema else ''}{expectation(schema['items'])}s"
+        case "null":
+            return "null"
+        case _:
+            return "non-empty text"
+
+
+def _number_expectation(schema: Mapping[str, Any]) -> str:
+    noun = "a whole number" if schema["type"] == "integer" else "a number"
+    bounds = {"minimum": "of at least", "maximum": "at most", "exclusiveMinimum": "above", "exclusiveMaximum": "below"}
+    limits = [f"{words} {schema[key]}" for key, words in bounds.items() if key in schema]
+    examples = f" (such as {schema['examples'][0]})" if "examples" in schema else ""
+    return f"{noun} {' and '.join(limits)}{examples}"
+
+
+# ------------------------------------------------------------------------------------------------------ the keys there
+
+
+def section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """The model of the section that the key ``name`` holds, or None where it holds a value."""
+    annotation = model.model_fields[name].annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _section_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel]:
+    return reduce(lambda section, name: section_of(section, name) or section, path, model)
+
+
+def key_paths(model: type[BaseModel]) -> list[KeyPath]:
+    """Every key below ``model``, sections included, in the order of the schema."""
+    paths: list[KeyPath] = []
+    for name in model.model_fields:
+        section = section_of(model, name)
+        paths.append((name,))
+        paths += [(name, *path) for path in key_paths(section)] if section else []
+    return paths
+
+
+def suggest_keys(root: type[BaseModel], section: KeyPath, key: str) -> list[str]:
+    """Dotted keys the user may have meant by ``key`` inside ``section``, best first; empty where none is near.
+
+    Siblings come first, then the same key in another section, then a similar one.
+    """
+    paths = key_paths(root)
+    sibling = _nearest(key, [path[-1] for path in paths if path[:-1] == section])
+    if sibling:
+        return [".".join((*section, sibling))]
+    leaf = _nearest(key, [path[-1] for path in paths])
+    return [".".join(path) for path in paths if path[-1] == leaf]
+
+
+def _nearest(name: str, candidates: Iterable[str]) -> str | None:
+    """The candidate most like ``name``, whatever its case and dashes; None where none is near."""
+    by_folded = {_folded(candidate): candidate for candidate in candidates}
+    found = difflib.get_close_matches(_folded(name[:_LONGEST_KEY]), by_folded, n=1, cutoff=0.6)
+    return by_folded[found[0]] if found else None
+
+
+def _folded(name: str) -> str:
+    return name.lower().replace("-", "_")
+
+
+# ------------------------------------------------------------------------------------- settings that do not go together
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting: its dotted key, its value, and ``config``, ``default``, ``derived: ...`` or ``number of ranks``."""
+
+    key: str
+    value: object
+    source: str
+
+    @property
+    def text(self) -> str:
+        return self.value if isinstance(self.value, str) else shown(self.value)
+
+
+def setting(config: BaseModel, key: str) -> Any:
+    """The value of a dotted key."""
+    return reduce(getattr, key.split("."), config)
+
+
+def row(config: BaseModel, key: str) -> Row:
+    """The row of a dotted key, as the user gave it or as the default has it."""
+    section, _, name = key.rpartition(".")
+    owner = setting(config, section) if section else config
+    return Row(key, getattr(owner, name), "config" if name in owner.model_fields_set else "default")
+
+
+def conflict(problem: str, rows: Sequence[Row], fix: str) -> ConfigError:
+    """The error for settings that do not go together."""
+    key_width = max(len(r.key) for r in rows)
+    value_width = max(len(r.text) for r in rows)
+    lines = [f"  {r.key:<{key_width}}  {r.text:>{value_width}}  {r.source}" for r in rows]
+    return ConfigError("\n".join([problem, *lines, f"Fix: {fix}."]))

@@ -1,0 +1,400 @@
+"""What the documents and the docstrings name exists: files, names, config keys, commands. Each check is also shown what
+breaks it.
+"""
+
+import ast
+import importlib
+import inspect
+import io
+import re
+import shlex
+import tokenize
+from collections.abc import Iterator
+from functools import cache, reduce
+from pathlib import Path
+
+import pytest
+import typer.main
+import yaml
+from pydantic import BaseModel
+
+from partita.cli.main import app
+from partita.config.load import load_config
+from partita.config.messages import key_paths
+from partita.config.schema import Config
+from partita.engine.engine import Engine
+from partita.errors import ConfigError
+from partita.train.job import Job
+from tests.test_architecture import LAYERS
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "partita"
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")
+
+# What a run leaves, what stands for something else in an example, what is built, and what is another project's.
+OF_A_RUN = re.compile(r"(runs|folder|model)/.*|\w+\.(safetensors|json|jsonl|yaml|png|txt)")
+PLACEHOLDERS = {"benchmarks.name", "benchmarks/name.py", "derived", "ignored", "ErrorType"}
+BUILT = {"partita.kernels._native"}
+FOREIGN = {"PR_SET_PTRACER", "SKBUILD_WHEEL_CMAKE"}
+
+PATH = re.compile(r"\.?[\w*-]+(\.[\w*-]+)*(/[\w.*-]*)+|[\w*]+\.(py|md|hpp|cpp|toml)")
+KEY_AND_VALUE = re.compile(r"([a-z_][\w.]*): (\S.*)")
+VARIABLE = re.compile(r"([A-Z][A-Z0-9_]+)(=\S*)?")
+SPAN = re.compile(r"(?<!`)(?::\w+:)?(`{1,2})(?!`)(.+?)\1(?!`)", re.DOTALL)
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+# ---------------------------------------------------------------------------------------------------- what there is
+
+
+@cache
+def keys(model: type[BaseModel]) -> frozenset[str]:
+    return frozenset(".".join(path) for path in key_paths(model))
+
+
+@cache
+def sections() -> frozenset[str]:
+    return frozenset(key.partition(".")[0] for key in keys(Config) | keys(Job)) - {"engine"}
+
+
+@cache
+def engine_names() -> frozenset[str]:
+    return frozenset(dir(Engine)) | frozenset(re.findall(r"self\.([a-z]\w*)", inspect.getsource(Engine)))
+
+
+@cache
+def known_words() -> frozenset[str]:
+    """Identifiers and names of files, and the words in strings (but of docstrings, and of tests)."""
+    words = FOREIGN | PLACEHOLDERS
+    for path in (path for name in ("src", "benchmarks", "tests") for path in (ROOT / name).rglob("*.py")):
+        if path == Path(__file__):
+            continue
+        text = path.read_text()
+        words.add(path.stem)
+        docs = {
+            ast.get_docstring(node, clean=False) for node in ast.walk(ast.parse(text)) if isinstance(node, DOCUMENTED)
+        }
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.NAME:
+                words.add(token.string)
+            elif (
+                token.type == tokenize.STRING
+                and path.parts[len(ROOT.parts)] != "tests"
+                and token.string.strip('"') not in docs
+            ):
+                words.update(re.findall(r"\w+", token.string))
+    for name in ("Makefile", "CMakeLists.txt", "pyproject.toml", ".ci/run"):
+        words.update(re.findall(r"\w+", (ROOT / name).read_text()))
+    return frozenset(words)
+
+
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+# ------------------------------------------------------------------------------------------------------- the checks
+
+
+def unknown_in(span: str, folder: Path = ROOT) -> Iterator[str]:
+    """What a span of code in a text names that is not there; ``folder`` is that of the text."""
+    if OF_A_RUN.fullmatch(span) or span in PLACEHOLDERS:
+        return
+    first = span.split()[0] if span.split() else ""
+    if first in ("make", "partita", "python"):
+        yield from unknown_command(span)
+    elif PATH.fullmatch(span):
+        yield from unknown_path(span, folder)
+    elif " -> " in span:
+        for part in span.split(" -> "):
+            yield from unknown_in(part, folder)
+    elif match := KEY_AND_VALUE.fullmatch(span):
+        yield from unknown_setting(match[1], match[2])
+    elif match := VARIABLE.fullmatch(span):
+        if match[1] not in known_words():
+            yield f"{match[1]}: nothing has this name"
+    else:
+        yield from unknown_code(span)
+
+
+def unknown_command(text: str) -> Iterator[str]:
+    first, *words = shlex.split(text.replace(" | ", "|"))
+    if first == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        variables = re.findall(r"^(\w+) \?=", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        for word in words:
+            if word.partition("=")[0] not in (variables if "=" in word else targets):
+                yield f"{text}: the Makefile has no {word}"
+    elif first == "python":
+        module = words[1] if words[:1] == ["-m"] else ""
+        if module not in PLACEHOLDERS and module.startswith(("partita", "benchmarks")):
+            yield from unknown_import(module)
+    else:
+        yield from _unknown_cli(text, words)
+
+
+def _unknown_cli(text: str, words: list[str]) -> Iterator[str]:
+    command = typer.main.get_command(app)
+    for word in words:
+        subcommands = getattr(command, "commands", {})
+        if word.strip("[").startswith("--"):
+            if word.strip("[]") not in [option for param in command.params for option in param.opts]:
+                yield f"{text}: there is no option {word}"
+        elif subcommands:
+            names = word.split("|")
+            for name in names:
+                if name not in subcommands:
+                    yield f"{text}: there is no command {name}"
+            command = subcommands.get(names[0])
+
+
+def unknown_path(text: str, folder: Path) -> Iterator[str]:
+    pattern = text.rstrip("/")
+    bases = (folder, ROOT, SOURCE)
+    found = any(next(base.glob(name), None) for base in bases for name in (pattern, f"{pattern}.py"))
+    if "/" not in text:
+        found = found or any(
+            next((ROOT / name).rglob(pattern), None) for name in ("src", "csrc", "tests", "benchmarks")
+        )
+    if not found:
+        yield f"{text}: there is no such file or folder"
+
+
+def unknown_setting(key: str, value: str) -> Iterator[str]:
+    """A key of the configuration with a value, as YAML has it."""
+    paths = [path for path in keys(Config) if f".{path}".endswith(f".{key}")]
+    if not paths and key not in PLACEHOLDERS:
+        yield f"{key}: there is no such key"
+    elif paths and not any(_is_accepted(path, value) for path in paths):
+        yield f"{key}: {value} is not accepted"
+
+
+def _is_accepted(path: str, value: str) -> bool:
+    sections: object = yaml.safe_load(value)
+    for part in reversed(path.split(".")):
+        sections = {part: sections}
+    try:
+        load_config(sections)  # type: ignore[arg-type]
+    except ConfigError:
+        return False
+    return True
+
+
+def unknown_code(text: str) -> Iterator[str]:
+    """Names in a piece of Python: whole dotted ones from partita, torch, the engine and the configuration; of others
+    each word. What stands for an argument may have any name.
+    """
+    try:
+        tree = ast.parse(f"{text} pass" if text.endswith(":") else text.removeprefix("."))
+    except SyntaxError:
+        return
+    arguments = {id(argument) for node in ast.walk(tree) if isinstance(node, ast.Call) for argument in node.args}
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg not in known_words():
+            yield f"{text}: nothing has an argument {node.arg}"
+        elif isinstance(node, ast.Attribute | ast.Name) and id(node) not in arguments | inner:
+            yield from unknown_name(ast.unparse(node), is_called=id(node) in called)
+
+
+def unknown_name(dotted: str, *, is_called: bool = False) -> Iterator[str]:
+    root, _, rest = dotted.partition(".")
+    if root in ("partita", "torch") and rest:
+        yield from unknown_import(dotted)
+    elif root == "engine" and rest:
+        if rest.partition(".")[0] not in engine_names() and dotted not in keys(Job):
+            yield f"{dotted}: the engine has no such attribute, and the configuration no such key"
+    elif root in sections() and rest and not is_called:
+        if dotted not in keys(Config) | keys(Job):
+            yield f"{dotted}: there is no such key"
+    else:
+        for word in re.findall(r"[A-Za-z_]\w*", dotted):
+            if word not in known_words():
+                yield f"{dotted}: nothing is called {word}"
+
+
+def unknown_import(dotted: str) -> Iterator[str]:
+    parts = dotted.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            reduce(getattr, parts[count:], importlib.import_module(".".join(parts[:count])))
+        except (ModuleNotFoundError, AttributeError):
+            continue
+        return
+    if dotted not in BUILT:
+        yield f"{dotted}: cannot be imported"
+
+
+def wrong_block(language: str, text: str) -> Iterator[str]:
+    """What is wrong with a block of code: Python and YAML are whole, and name what there is; so do commands."""
+    if language == "python":
+        try:
+            tree = ast.parse(text)
+        except SyntaxError as error:
+            yield f"not Python: {error}"
+            return
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and re.match(r"(partita|engine)\.\w+$", ast.unparse(node)):
+                yield from unknown_name(ast.unparse(node))
+    elif language == "yaml":
+        try:
+            load_config(yaml.safe_load(text))
+        except (ConfigError, yaml.YAMLError) as error:
+            yield f"not a configuration: {error}"
+    else:
+        for line in text.splitlines():
+            if line.startswith(("make ", "partita ")):
+                yield from unknown_command(line.partition("#")[0])
+
+
+def wrong_link(target: str, folder: Path) -> Iterator[str]:
+    if re.match(r"\w+:", target):
+        return
+    name, _, heading = target.partition("#")
+    path = folder / name
+    if not path.exists():
+        yield f"{target}: there is no such file"
+    elif heading and heading not in _headings(path):
+        yield f"{target}: there is no such heading"
+
+
+def _headings(path: Path) -> list[str]:
+    found = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w-]", "", heading.lower().replace(" ", "-")) for heading in found]
+
+
+def wrong_in_document(text: str, folder: Path) -> Iterator[str]:
+    for language, block in BLOCK.findall(text):
+        yield from wrong_block(language, block)
+    prose = BLOCK.sub("", text)
+    for _, span in SPAN.findall(prose):
+        yield from unknown_in(" ".join(span.split()), folder)
+    for target in LINK.findall(prose):
+        yield from wrong_link(target, folder)
+
+
+def wrong_in_docstrings(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        docstring = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
+        for _, span in SPAN.findall(docstring or ""):
+            yield from unknown_in(" ".join(span.split()).removeprefix("~"))
+
+
+# -------------------------------------------------------------------------------------------------------- they hold
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_what_a_document_names_is_there(name: str) -> None:
+    path = ROOT / name
+    problems = list(wrong_in_document(path.read_text(), path.parent))
+    assert not problems, "\n" + "\n".join(f"{name}: {problem}" for problem in problems)
+
+
+def test_what_docstrings_name_is_there() -> None:
+    problems = [
+        f"{path.relative_to(ROOT)}: {problem}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for problem in wrong_in_docstrings(path.read_text())
+    ]
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def folders_listed(architecture: str) -> list[str]:
+    return re.findall(r"^\| `(\w+)/` \|", architecture, re.MULTILINE)
+
+
+def test_the_table_of_folders_is_whole_and_in_order() -> None:
+    listed = folders_listed((ROOT / "ARCHITECTURE.md").read_text())
+    there = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
+    assert sorted(listed, key=LAYERS.index) == sorted(there, key=LAYERS.index)
+
+
+def layers_listed(contributing: str) -> list[str]:
+    listed = re.search(r"from those listed before it: ([\w,\s]+)\.", contributing)
+    assert listed
+    return ["" if name == "the package root" else name for name in re.split(r",\s+", " ".join(listed[1].split()))]
+
+
+def test_the_layers_listed_are_those_that_are_held() -> None:
+    assert layers_listed((ROOT / "CONTRIBUTING.md").read_text()) == list(LAYERS)
+
+
+# ------------------------------------------------------------------------------------------------- and they can fail
+
+BAD = [
+    "`tests/golden`",
+    "`comm/nowhere`",
+    "`plan/nowhere.py`",
+    "`nowhere.hpp`",
+    "`engine/`, `missing/`",
+    "`zero.offload.parameter`",
+    "`engine.checkpoint.folder`",
+    "`zero.stage: 4`",
+    "`precision.compute: int4`",
+    "`keep_whole: true`",
+    "`partita.load_config`",
+    "`partita.initialise(model)`",
+    "`partita.initialize(model, optimiser=...)`",
+    "`torch.optim.Adamw`",
+    "`engine.train_batches(iterator)`",
+    "`with engine.gather(module):`",
+    "`Executor.publicise`",
+    "`residency -> executer -> collectives`",
+    "`PARTITA_REQUIRE_KERNEL=1`",
+    "`make tests`",
+    "`make test TORCHES=2`",
+    "`partita trian`",
+    "`partita train --process 2`",
+    "`python -m benchmarks.speed`",
+    "[how](NOWHERE.md)",
+    "[how](CONTRIBUTING.md#to-add-z)",
+    "```python\nengine = partita.initialize(\n```\n",
+    "```python\nengine.trains()\n```\n",
+    "```yaml\nzero: {stages: 3}\n```\n",
+    "```yaml\nzero: {stage: 3\n```\n",
+    "```\npartita checkpoint inspect | verfy DIR\n```\n",
+    "```\nmake tests     # all of them\n```\n",
+]
+GOOD = [
+    "`tests/local`, `tests/local/`, `plan/span`, `plan/span.py`, `csrc/level_*.cpp`, `level_*.cpp`, `.ci/run`",
+    "`runs/train_stdlib`, `benchmarks/name.py`",
+    "`zero.offload.parameters`, `engine.checkpoint.dir`, `train.steps`, `model.parameters()`",
+    "`zero.stage: 3`, `keep_gathered: true`, `zero.units: [Block, head]`, `optimizer: host`",
+    "`partita.initialize(model, config, optimizer=...)`, `partita.optim.step`, `torch.optim.Optimizer`",
+    "`engine.train_batch(iterator)`, `with engine.gathered(module):`, `engine.plan`",
+    "`residency -> executor`, `StatePlan`, `PARTITA_REQUIRE_KERNELS=1`, `WORLD_SIZE`",
+    "`make test`, `make clean test TORCH=torch==2.11.0`",
+    "`partita train`, `partita train --processes N`, `python -m benchmarks.gpu.check`, `python -m timeit`",
+    "[how](CONTRIBUTING.md#to-add-x-touch-y), [there](https://example.org/nowhere.md)",
+    "```python\nengine = partita.initialize(model)\nengine.step()\n```\n",
+    "```yaml\nzero: {stage: 3}\n```\n",
+    "```\npartita checkpoint inspect | verify DIR ...\nmake test     # all of them\n```\n",
+    "` `, 3 > 2, `a + b?`",
+]
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_wrong_name_is_found(text: str) -> None:
+    assert len(list(wrong_in_document(text, ROOT))) == 1
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_a_right_name_is_left_alone(text: str) -> None:
+    assert list(wrong_in_document(text, ROOT)) == []
+
+
+def test_docstrings_are_read() -> None:
+    source = (
+        '"""A module."""\n\nclass A:\n    """See :func:`~partita.nowhere` and ``zero.stages``; ``zero.stage`` is."""\n'
+    )
+    assert len(list(wrong_in_docstrings(source))) == 2
+
+
+def test_lists_are_read() -> None:
+    assert folders_listed("| folder | noun |\n|---|---|\n| `plan/` | x |\n| `config/` | y |\n") == ["plan", "config"]
+    assert layers_listed("and from those listed before it: errors, plan,\n  the package root, cli.\n") == [
+        "errors",
+        "plan",
+        "",
+        "cli",
+    ]

@@ -5,7 +5,8 @@
 # make bench    every benchmark, in its quick form; BENCH=name for one
 # make clean    remove what was built, .venv too
 #
-# Everything runs in .venv, made once, and brought up to date when pyproject.toml or the kernels' sources change.
+# Everything runs in .venv, made once, and brought up to date when pyproject.toml or the kernels' sources change, or when
+# files of src/ come, go or move: an editable install knows where each module was.
 # TORCH names the torch to install; another choice, once .venv exists, needs `make clean` first.
 
 TORCH ?= torch==2.13.0
@@ -14,7 +15,7 @@ PYTHON ?= .venv/bin/python
 BENCH ?= $(filter-out _%,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py))) gpu.all
 
 BIN := .venv/bin
-INSTALLED := .venv/.installed
+INSTALLED := .venv/.installed-$(shell find src -name '*.py' | sort | cksum | cut -d ' ' -f 1)
 
 .PHONY: train test lint bench kernels clean
 
@@ -56,4 +57,5 @@ clean:
 
 $(INSTALLED): .venv/.torch pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@rm -f .venv/.installed-*
 	@touch $@

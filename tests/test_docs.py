@@ -280,6 +280,18 @@ def wrong_in_docstrings(source: str) -> Iterator[str]:
             yield from unknown_in(" ".join(span.split()).removeprefix("~"))
 
 
+def wrong_in_messages(source: str) -> Iterator[str]:
+    """Names from partita, of the engine and config keys in sentences that are no docstrings."""
+    tree = ast.parse(source)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    dotted = re.compile(rf"(?<![\w./])((?:partita|engine|{'|'.join(sections())})(?:\.[a-z_]+)+)\b(\(?)(?![*\[{{])")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            for name, call in dotted.findall(node.value if " " in node.value else ""):
+                if not OF_A_RUN.fullmatch(name):
+                    yield from unknown_name(name, is_called=bool(call))
+
+
 # -------------------------------------------------------------------------------------------------------- they hold
 
 
@@ -295,6 +307,15 @@ def test_what_docstrings_name_is_there() -> None:
         f"{path.relative_to(ROOT)}: {problem}"
         for path in sorted(SOURCE.rglob("*.py"))
         for problem in wrong_in_docstrings(path.read_text())
+    ]
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_what_messages_name_is_there() -> None:
+    problems = [
+        f"{path.relative_to(ROOT)}: {problem}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for problem in wrong_in_messages(path.read_text())
     ]
     assert not problems, "\n" + "\n".join(problems)
 
@@ -388,6 +409,13 @@ def test_docstrings_are_read() -> None:
         '"""A module."""\n\nclass A:\n    """See :func:`~partita.nowhere` and ``zero.stages``; ``zero.stage`` is."""\n'
     )
     assert len(list(wrong_in_docstrings(source))) == 2
+
+
+def test_messages_are_read() -> None:
+    wrong = ["make one with partita.load_config", "set zero.stages to 3", "call engine.trains() first"]
+    right = ["partita.random", "set zero.stage to 3", "call model.parameters() first", "in 'model.safetensors' or none"]
+    assert [len(list(wrong_in_messages(repr(text)))) for text in wrong + right] == [0] * 7  # docstrings are apart
+    assert [len(list(wrong_in_messages(f"x = {text!r}"))) for text in wrong + right] == [1, 1, 1, 0, 0, 0, 0]
 
 
 def test_lists_are_read() -> None:

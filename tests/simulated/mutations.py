@@ -62,6 +62,13 @@ MUTATIONS = (
         "optimizer on host",
     ),
     Mutation("memory/streams.py", "                done.record()\n", "", "all on host"),
+    Mutation("memory/tiers.py", "        accelerator.wait_for_all(self._device)\n", "", "all on host"),
+    Mutation(
+        "memory/tiers.py",
+        "            self._staging.finish_copies()\n            written",
+        "            written",
+        "all on disk",
+    ),
     Mutation("sharding/executor.py", "            slot.last_use.wait()\n", "", "stage 3"),
     Mutation(
         "sharding/executor.py",
@@ -71,16 +78,13 @@ MUTATIONS = (
     ),
     Mutation(
         "sharding/executor.py",
-        "            _finish(handles)\n            for lease",
+        "            finish_all(handles)\n            for lease",
         "            for lease",
         "stage 3",
     ),
     Mutation("sharding/executor.py", "        unit.gathered.wait()\n", "", "optimizer on host, stage 1"),
     Mutation(
-        "sharding/executor.py",
-        "give_back(unit.slot, record(self._mesh.device))",
-        "give_back(unit.slot, Event())",
-        "stage 3",
+        "sharding/executor.py", "give_back(unit.slot, record(self.device))", "give_back(unit.slot, Event())", "stage 3"
     ),
     Mutation(
         "sharding/executor.py", "            updated.wait()\n            under_way", "            under_way", "stage 1"
@@ -92,41 +96,19 @@ MUTATIONS = (
         "            work()",
         "optimizer on host, stage 1",
     ),
-    Mutation("sharding/reducer.py", "            bucket.slot.last_use.wait()\n", "", "stage 2"),
-    Mutation("sharding/reducer.py", "for event in (filled, *lent):", "for event in lent:", "stage 2"),
-    Mutation("sharding/reducer.py", "for event in (filled, *lent):", "for event in (filled,):", "in backward"),
+    Mutation("sharding/buckets.py", "        slot.last_use.wait()\n", "", "stage 2"),
+    Mutation("sharding/reducer.py", "awaited = [record(self._device), *(slot", "awaited = [*(slot", "stage 2"),
+    Mutation("sharding/reducer.py", "slot in (receiving, summed) if", "slot in (receiving,) if", "in backward"),
     Mutation("sharding/reducer.py", "        self._launched.wait()\n", "", "stage 2"),
-    Mutation(
-        "sharding/reducer.py", "give_back(bucket.slot, self._launched)", "give_back(bucket.slot, Event())", "stage 2"
-    ),
+    Mutation("sharding/reducer.py", "give_back(sent, self._launched)", "give_back(sent, Event())", "stage 2"),
     Mutation("sharding/reducer.py", "            ready.wait()\n", "", "stage 0"),
     Mutation("sharding/reducer.py", "self._stream.run(gather).wait()", "self._stream.run(gather)", "stage 0"),
     Mutation("optim/hidden.py", "        job.ready.wait()\n", "", "in backward"),
+    Mutation("checkpoint/format/file.py", "        finish(self._device)\n", "", "stage 3", saves=True),
+    Mutation("checkpoint/format/file.py", "            finish(device)\n", "", "saved while training waits", saves=True),
+    Mutation("comm/transport.py", "async_op=True).wait()\n        land", "async_op=True)\n        land", "stage 2"),
     Mutation(
-        "memory/tiers.py",
-        "            self._staging.finish_copies()\n            written",
-        "            written",
-        "all on disk",
-    ),
-    Mutation(
-        "checkpoint/file.py",
-        "        _put(memory, layout.others())\n        finish(self._device)",
-        "        _put(memory, layout.others())",
-        "stage 3",
-        saves=True,
-    ),
-    Mutation("checkpoint/file.py", "            finish(device)\n", "", "saved while training waits", saves=True),
-    Mutation(
-        "comm/transport.py",
-        "            work.wait()\n        land(received",
-        "            pass\n        land(received",
-        "stage 2",
-    ),
-    Mutation(
-        "checkpoint/whole.py",
-        "segment.plan.master.shard_axes).all_gather(whole, part).wait()",
-        "segment.plan.master.shard_axes).all_gather(whole, part)",
-        "bf16, optimizer on host",
+        "inspection/whole.py", ".all_gather(whole, part).wait()", ".all_gather(whole, part)", "bf16, optimizer on host"
     ),
 )
 

@@ -9,14 +9,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from partita.checkpoint.export import export
-from partita.checkpoint.load import Restored
+from partita.checkpoint.load import Restored, Wanted
 from partita.comm.mesh import Mesh
 from partita.config.resolve import Resolved
 from partita.engine.batches import call, draw, is_scalar, loss_of
 from partita.engine.build import Given, build
 from partita.errors import PartitaError
 from partita.estimate.memory import model_state_bytes
+from partita.huggingface.export import export
 from partita.memory.ledger import MemoryReport
 from partita.memory.shortage import explained
 from partita.optim.step import StepUpdater
@@ -105,7 +105,7 @@ class Engine:
 
     def _begin_micro_batch(self, number: int) -> None:
         self._micro = number
-        self._runtime.reducer.reduce_now = number + 1 == self._accumulate
+        self._runtime.reducer.begin_micro_batch(is_last=number + 1 == self._accumulate)
 
     @explained("train_batch")
     def train_batch(self, iterator: Iterator[Any] | Sequence[Any]) -> Tensor:
@@ -145,12 +145,8 @@ class Engine:
         """
         self._check_open()
         self._check_gradients_rest("engine.no_sync")
-        reducer = self._runtime.reducer
-        before, reducer.synchronize = reducer.synchronize, False
-        try:
+        with self._runtime.reducer.no_sync():
             yield
-        finally:
-            reducer.synchronize = before
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Clip the batch's gradients, in the next :meth:`step`, to a global norm (in place of ``clip_grad_norm``).
@@ -284,14 +280,13 @@ class Engine:
         self._check_open()
         self._updater.zero()
         self._begin_micro_batch(0)
-        return self._checkpoints.load(folder, only_model=only_model, strict=strict, prefix=prefix)
+        return self._checkpoints.load(folder, Wanted(only_model, strict, prefix))
 
     def each(self, value: Tensor | float) -> list[float]:
         """A number of every data-parallel rank, in rank order, on all of them."""
         self._check_open()
         mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().view(1)
-        every, handle = self._collectives.group(BATCH_AXES).exchange(mine, "a number of every rank")
-        handle.wait()
+        every = self._collectives.group(BATCH_AXES).exchange(mine, "a number of every rank").wait()
         return [float(number) for number in every.view(-1).tolist()]
 
     def mean(self, value: Tensor | float) -> Tensor:

@@ -74,10 +74,16 @@ def new_event(device: torch.device) -> torch.Event:
     return torch.Event(device=device)
 
 
-def synchronize(device: torch.device) -> None:
+def wait_for_stream(device: torch.device) -> None:
     """Hold the caller until all is done that the current stream has been given."""
     if not is_host(device):
         torch.accelerator.current_stream(device).synchronize()
+
+
+def wait_for_all(device: torch.device) -> None:
+    """Hold the caller until all is done that any stream has been given."""
+    if not is_host(device):
+        torch.accelerator.synchronize(device)
 
 
 # ----------------------------------------------------------------------------------------------------------- memory

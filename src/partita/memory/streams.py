@@ -61,7 +61,7 @@ def record(device: torch.device) -> Event:
 
 def finish(device: torch.device) -> None:
     """Hold the caller until all is done that the current stream has been given, so that the host may touch it."""
-    accelerator.synchronize(device)
+    accelerator.wait_for_stream(device)
 
 
 class Stream:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from partita.memory import accelerator
 from partita.memory.allocate import allocate, allocate_host, over
+from partita.memory.buffer_pool import Slot
 from partita.memory.disk import ALIGNMENT, Disk, DiskReport, Region
 from partita.memory.ledger import Ledger
-from partita.memory.ring import Slot
 from partita.memory.streams import Event, finish
 from partita.plan.residence import Tier
 
@@ -225,6 +225,7 @@ class StateMemory:
         return self._disk.report() if self._disk is not None else None
 
     def close(self) -> None:
-        """Let go of the disk tier; what is on it is lost."""
+        """Let go of the disk tier; what is on it is lost. Host memory may be dropped then: no copy is under way."""
+        accelerator.wait_for_all(self._device)
         if self._disk is not None:
             self._disk.close()

@@ -34,7 +34,6 @@ from partita.sharding.casts import keep_fp32_modules
 from partita.sharding.dtypes import encoding_of
 from partita.sharding.group_units import Holding, find_holdings, group_units
 from partita.sharding.initialize import initialize_module
-from partita.sharding.stretch import stretch_of
 from partita.sharding.unit import Segment, Unit, check_apart, check_supported
 
 
@@ -271,7 +270,7 @@ class Assembly:
     def _comes_in_parts(self, unit: Unit) -> bool:
         """Whether each rank can read what it keeps, and nothing else."""
         has_all = all(self._has(*member.holding.fqns) for member in unit.members)
-        return has_all and unit.travels and all(segment.keeps_one_part for segment in unit.segments)
+        return has_all and not unit.rests_whole and all(segment.keeps_one_part for segment in unit.segments)
 
     def _fill_alone(self, unit: Unit) -> None:
         """Bring the model's own values into a unit's buffers."""
@@ -299,9 +298,9 @@ class Assembly:
             member = members[span.fqn]
             name = self._source.find(member.holding.fqns)
             assert name is not None
-            flat, stretch = values[span.offset :][: span.num_elements], stretch_of(member, span.start, span.stop)
-            for box, place in stretch.boxes():
-                stretch.shaped(flat[place], box).copy_(self._source.read(name, box))
+            flat, elements = values[span.offset :][: span.num_elements], member.elements(span.start, span.stop)
+            for box, place in elements.boxes():
+                elements.shaped(flat[place], box).copy_(self._source.read(name, box))
         return values
 
     def fill_buffers(self) -> None:

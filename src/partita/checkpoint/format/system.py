@@ -1,0 +1,158 @@
+"""Files and folders: what lasts when a call returns, who still writes, and errors that name the file and the remedy."""
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+
+import torch
+import xxhash
+
+from partita.errors import PartitaError
+
+REMEDIES = {
+    errno.ENOSPC: "make room there, lower checkpoint.keep, or name a folder on a larger disk",
+    errno.EDQUOT: "make room in this user's quota, or name a folder on another disk",
+    errno.EACCES: "name a folder in which this user may write",
+    errno.EPERM: "name a folder in which this user may write",
+    errno.EROFS: "name a folder on a filesystem that is not read-only",
+    errno.ENOTDIR: "name a folder",
+    errno.EEXIST: "another run writes into the folder: give each run one of its own",
+    errno.ENOENT: "it was removed: keep others out of the folder, or load an earlier checkpoint",
+}
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """System errors as errors of a checkpoint's file.
+
+    Raises:
+        PartitaError: names the file, what the system says and what to do.
+    """
+    try:
+        yield
+    except OSError as error:
+        remedy = REMEDIES.get(error.errno or 0, "see the system's log (`dmesg`), or name a folder on another disk")
+        raise PartitaError(f"checkpoint: '{path}': {error.strerror or error}; {remedy}") from error
+
+
+def damaged(path: Path) -> PartitaError:
+    return PartitaError(f"checkpoint: '{path}' is damaged: it is not what was written; load an earlier checkpoint")
+
+
+def inside(folder: Path, name: str) -> str:
+    """A file's name that an index gives.
+
+    Raises:
+        PartitaError: it leads out of the checkpoint's folder.
+    """
+    if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+        raise PartitaError(
+            f"checkpoint: the index of '{folder}' names '{name}', which is outside the folder: nothing of it was "
+            "loaded; use checkpoints of those whom you trust"
+        )
+    return name
+
+
+def checksum(content: bytes | memoryview) -> str:
+    """Of a record, or of a small file."""
+    return xxhash.xxh3_64(content).hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder last."""
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def write_small(path: Path, content: bytes) -> None:
+    """A new small file, which is there whole or not at all, and lasts when this returns."""
+    aside = path.with_name(f"{path.name}.new")
+    with explained(path):
+        with open(aside, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.rename(path)
+
+
+def read_small(path: Path) -> bytes:
+    with explained(path):
+        return path.read_bytes()
+
+
+def open_direct(path: Path, flags: int) -> tuple[int, bool]:
+    """Open a file past the page cache; returns it, and whether the filesystem can do that."""
+    try:
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666), hasattr(os, "O_DIRECT")
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    if flags & os.O_CREAT:  # made all the same
+        path.unlink(missing_ok=True)
+    return os.open(path, flags, 0o666), False
+
+
+def read_range(path: Path, offset: int, num_bytes: int) -> memoryview:
+    """Bytes of a file.
+
+    Raises:
+        PartitaError: there are fewer.
+    """
+    into: memoryview = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy().data
+    with explained(path), open(path, "rb", buffering=0) as file:
+        read_into(into, num_bytes, file.fileno(), path, offset)
+    return into
+
+
+def read_into(memory: memoryview, num_bytes: int, file: int, path: Path, offset: int) -> None:
+    """Read at least ``num_bytes`` from a place in an open file. Raises as :func:`read_range` does."""
+    done = 0
+    while done < num_bytes:
+        moved = os.preadv(file, [memory[done:]], offset + done)
+        if not moved:
+            raise PartitaError(
+                f"checkpoint: '{path}' ends at byte {offset + done} of at least {offset + num_bytes}: it was cut off; "
+                "load an earlier checkpoint"
+            )
+        done += moved
+
+
+class Lock:
+    """A new file that is locked until :meth:`release`, or until the process ends, however it ends (over NFS as well).
+
+    Where the filesystem has no locks, it counts as locked for as long as it is there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with explained(path):
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def release(self) -> None:
+        """Let go of it, also for processes that were forked meanwhile; the file stays."""
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        os.close(self._file)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock, or nothing is known of that. False if there is no such file."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(file)

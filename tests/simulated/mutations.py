@@ -103,7 +103,7 @@ MUTATIONS = (
     Mutation("sharding/reducer.py", "give_back(sent, self._launched)", "give_back(sent, Event())", "stage 2"),
     Mutation("sharding/reducer.py", "            ready.wait()\n", "", "stage 0"),
     Mutation("sharding/reducer.py", "self._stream.run(gather).wait()", "self._stream.run(gather)", "stage 0"),
-    Mutation("optim/hidden.py", "        job.ready.wait()\n", "", "in backward"),
+    Mutation("optim/updates.py", "        ready.wait()\n", "", "in backward"),
     Mutation("checkpoint/format/file.py", "        finish(self._device)\n", "", "stage 3", saves=True),
     Mutation("checkpoint/format/file.py", "            finish(device)\n", "", "saved while training waits", saves=True),
     Mutation("comm/transport.py", "async_op=True).wait()\n        land", "async_op=True)\n        land", "stage 2"),

@@ -14,9 +14,9 @@ from rich.console import Console
 from partita.cli.console import show_table
 from partita.config.resolve import resolve
 from partita.config.schema import Config
-from partita.estimate.figures import format_bytes
 from partita.memory import accelerator
 from partita.memory.capacity import host_memory, usable_cores
+from partita.planner.figures import format_bytes
 
 # What is lost without each package that is not required.
 OPTIONAL_PACKAGES = {

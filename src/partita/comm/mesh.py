@@ -76,7 +76,7 @@ class Mesh:
                     group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_s), backend=backend)
                     if self.rank in ranks:
                         own[purpose] = group
-        self._process_groups += own.values()
+                        self._process_groups.append(group)
         if accelerator.is_host(self.device):
             return HostTransport(self.index(axes), size, own, self._within_node, self.timeout_s)
         return DeviceTransport(self.index(axes), size, own)

@@ -150,7 +150,7 @@ class Whole:
         for unit in units:
             self._group.broadcast([segment.full for segment in unit.segments], "parameters")
             for segment in unit.segments:
-                if not segment.planned.rests_whole(segment.mesh):
+                if not segment.planned.rests_whole:
                     segment.rest.store(segment.part(segment.full, segment.plan.param_rest))
                 if segment.master is not None and not segment.master_is_parameter:
                     segment.master.set(segment.part(segment.full, segment.plan.master), names)

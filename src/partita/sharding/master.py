@@ -10,7 +10,7 @@ from partita.kernels.quantize import join
 from partita.memory.tiers import Kept, Lease, StateMemory
 from partita.plan.residence import SPLIT, Residence
 from partita.plan.span import Span
-from partita.sharding.dtypes import dtype_of
+from partita.planner.dtypes import dtype_of
 
 
 class MasterWeights:

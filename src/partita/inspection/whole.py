@@ -23,7 +23,7 @@ class Whole:
     """
 
     def __init__(self, runtime: Runtime, updater: Updater) -> None:
-        self._runtime, self._views, self._optimizer = runtime, updater.views, updater.optimizer
+        self._runtime, self._views = runtime, updater.views
         self._hidden, self._settle = updater.hidden, updater.settle
         self._take_written = updater.take_written
         self._collectives: Collectives = runtime.collectives

@@ -23,9 +23,7 @@ class Whole:
     """
 
     def __init__(self, runtime: Runtime, updater: Updater) -> None:
-        self._runtime, self._views = runtime, updater.views
-        self._hidden, self._settle = updater.hidden, updater.settle
-        self._take_written = updater.take_written
+        self._runtime, self._updater = runtime, updater
         self._collectives: Collectives = runtime.collectives
         self._group = runtime.gradient_group
         self.num_gathered = 0  # blocks of gathered that are open
@@ -46,7 +44,7 @@ class Whole:
 
     def gradient(self, name: str, scale: float) -> Tensor | None:
         """The mean gradient of a parameter so far, divided by the loss ``scale``, in fp32; None if no rank has one."""
-        self._settle()
+        self._updater.wait_for_updates()
         member = self.member(name)
         reducer = self._runtime.reducer
         bucket = reducer.bucket_of(member)
@@ -62,10 +60,10 @@ class Whole:
         """The optimizer's state of a parameter, tensors whole and in the parameter's shape; empty before its first
         update.
         """
-        self._settle()
+        self._updater.wait_for_updates()
         member = self.member(name)
-        view = self._views.of(member.param)
-        state = self._hidden.state_of(view) if view is not None else {}
+        view = self._updater.views.of(member.param)
+        state = self._updater.states.of(view) if view is not None else {}
         own = {key: _spread_dtype(value) for key, value in state.items()}
         dtypes = dict[str, torch.dtype | None]()
         for of_rank in self._group.exchange_objects(own, "engine.optimizer_state"):
@@ -76,7 +74,7 @@ class Whole:
         if dtype is None:
             every = self._group.exchange_objects(value, "engine.optimizer_state")
             return torch.as_tensor(next(item for item in every if item is not None)).clone()
-        view = self._views.of(member.param)
+        view = self._updater.views.of(member.param)
         assert view is not None
         if isinstance(value, Tensor) and member.segment.holds_whole_master and value.shape != member.shape:
             return value.clone()
@@ -105,7 +103,7 @@ class Whole:
     @contextmanager
     def gathered(self, items: tuple[nn.Module | nn.Parameter, ...], modify: bool) -> Iterator[None]:
         """Hold the units of the given modules and parameters whole (see :meth:`Engine.gathered`)."""
-        self._take_written()
+        self._updater.take_written()
         wanted = self._parameters_of(items)
         units = [unit for unit in self._runtime.units if any(id(m.param) in wanted for m in unit.members)]
         sharded = [unit for unit in units if not unit.rests_whole]
@@ -162,7 +160,7 @@ class Whole:
         Args:
             master: the values that the optimizer updates, where they have more digits than those in compute.
         """
-        self._take_written()
+        self._updater.take_written()
         for unit in self._runtime.units:
             sharded = [] if unit.rests_whole else [unit]
             self._runtime.residency.hold(sharded)

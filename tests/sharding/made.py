@@ -14,6 +14,7 @@ from partita.memory.tiers import StateMemory
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import FP32
+from partita.plan.slots import PlannedPool
 from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import Tiers, preset
 from partita.planner.parameters import find_holdings
@@ -124,8 +125,8 @@ def made(
     memory = StateMemory(mesh.device, ledger, lambda: pytest.fail("nothing rests on disk here"))
     units = units_of(blocks(num_units), name, mesh.shape, mesh.rank, tiers)
     sharded, loan, agreement = [unit for unit in units if not unit.rests_whole], Loan(), Agreeing()
-    sizes = [unit.planned.num_bytes for unit in sharded]
-    pool = BufferPool("buffer_pool", sizes, depth, ledger, mesh.device, backed=loan.swap)
+    sizes = tuple(unit.planned.num_bytes for unit in sharded)
+    pool = BufferPool("buffer_pool", PlannedPool(sizes, depth), ledger, mesh.device, backed=loan.swap)
     executor = Executor(collectives, pool, loan)
     residency = Residency(sharded, executor, agreement, prefetch_bytes)
     result = Made(units, executor, residency, agreement, pool, memory, collectives)

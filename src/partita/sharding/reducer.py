@@ -104,10 +104,7 @@ class GradientReducer:
 
     def _received_bytes(self, bucket: Bucket) -> int:
         """Scratch memory that the bucket's reduction needs."""
-        return self._received_elements(bucket) * bucket.dtype.itemsize
-
-    def _received_elements(self, bucket: Bucket) -> int:
-        return self._movement.scratch_elements(bucket.steps, bucket.layout.num_elements, bucket.dtype.itemsize)
+        return self._movement.scratch_bytes(bucket.steps, bucket.layout.num_elements, bucket.dtype.itemsize)
 
     # -------------------------------------------------------------- what a wave does
 
@@ -178,10 +175,11 @@ class GradientReducer:
         self.scales.add(factor_under_way())
         bucket = self._bucket_of[id(member)]
         in_wave = not bucket.in_place and (self._synchronizes or bucket.rests_whole)
+        if in_wave:
+            self.backward_began()
         bucket.note(member, in_wave=in_wave)
         if not in_wave:
             return
-        self.backward_began()
         if bucket.rests_whole:
             bucket.reopen()
             bucket.collect(member)
@@ -273,7 +271,8 @@ class GradientReducer:
         receiving = self._receiving.borrow(num_bytes) if num_bytes else None
         sums = None if bucket.sums_pass is None else self._summed[bucket.sums_pass]
         summed = None if sums is None else sums.borrow(bucket.shard_bytes)
-        received = None if receiving is None else over(receiving.storage, bucket.dtype, self._received_elements(bucket))
+        num_received = num_bytes // bucket.dtype.itemsize
+        received = None if receiving is None else over(receiving.storage, bucket.dtype, num_received)
         reduce = bucket.launch(self._movement, received, summed)
         awaited = [record(self._device), *(slot.last_use for slot in (receiving, summed) if slot is not None)]
 

@@ -12,13 +12,14 @@ from partita.memory.ledger import Ledger
 from partita.memory.streams import Event
 from partita.memory.tiers import StateMemory
 from partita.plan.mesh_shape import MeshShape
+from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import FP32
 from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import Tiers, preset
+from partita.planner.parameters import find_holdings
 from partita.sharding import resting
 from partita.sharding.buckets import Bucket, make_buckets
 from partita.sharding.executor import Executor
-from partita.sharding.group_units import UnitSpec, find_holdings
 from partita.sharding.reducer import GradientReducer
 from partita.sharding.residency import Residency
 from partita.sharding.unit import Member, Segment, Unit
@@ -45,9 +46,10 @@ def units_of(model: nn.Sequential, name: str, mesh: MeshShape, rank: int, tiers:
         for holding in holdings:
             holding.fqns = [f"{number}.{fqn}" for fqn in holding.fqns]
         entries = [Entry(holding.fqns[0], tuple(holding.param.shape), FP32, True) for holding in holdings]
-        layout = lay_out(str(number), entries, mesh.group_size(row.summed_axes))
-        segments = [Segment(segment, row, mesh, rank) for segment in layout.segments]
-        units.append(Unit(UnitSpec(str(number), layer, holdings), layout, segments, number))
+        layout = lay_out(entries, mesh.group_size(row.summed_axes))
+        segments = tuple(PlannedSegment(segment, row, mesh) for segment in layout)
+        named = {holding.fqns[0]: holding for holding in holdings}
+        units.append(Unit(PlannedUnit(str(number), segments), layer, named, number, rank))
     return units
 
 
@@ -106,12 +108,10 @@ class Made:
 
     def reducer(self, accumulate: int = 1) -> tuple[GradientReducer, User]:
         """The reducer of all units' gradients, last unit first, each in a bucket of its own."""
-        mesh, buckets = self.collectives.mesh, list[Bucket]()
-        for unit in reversed(self.units):
-            groups = [(segment, unit.members) for segment in unit.segments]
-            buckets += make_buckets(groups, mesh.shape, accumulate, self.memory.ledger)
+        planned = [unit.planned.segments for unit in reversed(self.units)]
+        buckets = make_buckets(planned, self.units, accumulate, self.memory.ledger)
         for bucket in buckets:
-            bucket.allocate(mesh.index(bucket.plan.summed_axes), self.memory)
+            bucket.allocate(self.collectives.mesh.index(bucket.plan.summed_axes), self.memory)
         reducer, user = GradientReducer(buckets, self.collectives, self.memory.ledger), User()
         reducer.connect(user)
         return reducer, user

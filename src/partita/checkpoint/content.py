@@ -20,7 +20,6 @@ from partita.errors import PartitaError
 from partita.kernels.state import num_blocks
 from partita.memory.collector import collector_paused
 from partita.optim.fused import BLOCK_STATES
-from partita.optim.moments import Moments
 from partita.optim.updater import Updater
 from partita.optim.views import View
 from partita.plan.box import Box, FlatRange
@@ -209,8 +208,8 @@ class Content:
     @contextmanager
     def _lent(self, segment: Segment) -> Iterator[Tensor]:
         """This rank's part of a segment's weights, with its optimizer states in the optimizer."""
-        moments = self._moments_of(segment)
-        leases = moments.lend() if moments is not None else {}
+        on_disk = self.updater.states.on_disk(segment) if segment.trains else None
+        leases = on_disk.lend() if on_disk is not None else {}
         rest = segment.rest.lend()
         own = None if segment.master_is_parameter else segment.master
         master = own.lend() if own is not None else None
@@ -218,19 +217,15 @@ class Content:
             weights = self._part(segment, rest.wait())
             if own is not None and master is not None:
                 weights = own.joined(weights, self._part(segment, master.wait()))
-            if moments is not None:
-                moments.connect(leases)
+            if on_disk is not None:
+                on_disk.connect(leases)
             yield weights
         finally:
-            if moments is not None:
-                moments.put_back(leases, changed=False)
+            if on_disk is not None:
+                on_disk.put_back(leases, changed=False)
             rest.end(changed=False)
             if master is not None:
                 master.end(changed=False)
-
-    def _moments_of(self, segment: Segment) -> Moments | None:
-        on_disk = segment.trains and segment.plan.moments.tier is Tier.DISK
-        return self.updater.hidden.moments_of(segment) if on_disk else None
 
     def _part(self, segment: Segment, values: Tensor) -> Tensor:
         """This rank's part of what it may hold whole."""

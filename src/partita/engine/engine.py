@@ -302,7 +302,7 @@ class Engine:
 
     def memory_report(self) -> MemoryReport:
         """Bytes held by this rank now and at their peak, by state and tier, and what its disk tier has moved."""
-        self._updater.settle()
+        self._updater.wait_for_updates()
         return self._parts.ledger.report(self.mesh.device, self._parts.memory.disk_report())
 
     @property
@@ -312,7 +312,7 @@ class Engine:
 
     def traffic_report(self) -> TrafficReport:
         """Bytes sent by this rank and calls so far, by collective, axis and purpose."""
-        self._updater.settle()
+        self._updater.wait_for_updates()
         return self._collectives.meter.report()
 
     # ----------------------------------------------------------------------- end
@@ -320,7 +320,7 @@ class Engine:
     def close(self) -> None:
         """Take the hooks off, and end the process groups that were started here."""
         if not self._closed:
-            self._updater.settle()
+            self._updater.wait_for_updates()
             self._runtime.reducer.drain()
             try:
                 self._checkpoints.wait()

@@ -23,7 +23,8 @@ class Whole:
 
     def __init__(self, runtime: Runtime, updater: Updater) -> None:
         self._runtime, self._views, self._optimizer = runtime, updater.views, updater.optimizer
-        self._hidden, self._settle = updater.hidden, updater.settle
+        self._states = updater.states
+        self._wait_for_updates = updater.wait_for_updates
         self._take_written = updater.take_written
         self._collectives: Collectives = runtime.collectives
         self._group = runtime.gradient_group
@@ -47,7 +48,7 @@ class Whole:
 
     def gradient(self, name: str, scale: float) -> Tensor | None:
         """The mean gradient of a parameter so far, divided by the loss ``scale``, in fp32; None if no rank has one."""
-        self._settle()
+        self._wait_for_updates()
         member = self.member(name)
         reducer = self._runtime.reducer
         bucket = reducer.bucket_of(member)
@@ -65,10 +66,10 @@ class Whole:
         """The optimizer's state of a parameter, tensors whole and in the parameter's shape; empty before its first
         update.
         """
-        self._settle()
+        self._wait_for_updates()
         member = self.member(name)
         view = self._views.of(member.param)
-        state = self._hidden.state_of(view) if view is not None else {}
+        state = self._states.of(view) if view is not None else {}
         described = self._group.exchange_objects(
             {key: _spread_dtype(value) for key, value in state.items()},
             "engine.optimizer_state",

@@ -548,7 +548,7 @@ def test_a_full_disk_is_an_error_on_every_rank(background: bool, call: str, tmp_
 def dies_while_it_writes(folder: str) -> None:
     with partita.initialize(Stack(1)) as engine:
         losses_of(engine, 0, 1)
-        saver = engine._checkpoints._saver
+        saver = engine._parts.checkpoints._saver
         if rank() == 1:
             mock.patch.object(saver, "_write_own", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL)).start()
         engine.save(folder)

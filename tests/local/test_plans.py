@@ -102,7 +102,7 @@ def whole_at_a_time() -> None:
     """Never more units whole than one beside the root, and one ahead."""
     most = 0
     with partita.initialize(Stack(8), {"zero": {"stage": 3}}) as engine:
-        units = engine._runtime.residency.units
+        units = engine._parts.runtime.residency.units
 
         def count(*_: Any) -> None:
             nonlocal most

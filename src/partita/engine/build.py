@@ -56,9 +56,6 @@ class Parts:
 
     optimizer: Optimizer
     scheduler: LRScheduler
-    ledger: Ledger
-    collectives: Collectives
-    memory: StateMemory
     units: list[PlannedUnit]
     num_moments: int
     shortages: Shortages
@@ -111,7 +108,4 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
         memory.close()
         raise
     weights = source.folder if source is not None else None
-    return Parts(
-        optimizer, scheduler, ledger, collectives, memory, planned, num_moments, shortages, runtime, updater, whole,
-        checkpoints, weights,
-    )  # fmt: skip
+    return Parts(optimizer, scheduler, planned, num_moments, shortages, runtime, updater, whole, checkpoints, weights)

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from benchmarks._common import Report, megabytes, parser, run
 from benchmarks._work import Work
-from partita.checkpoint.weights import INDEX
+from partita.huggingface.weights import INDEX
 
 MODES = ("partita 3, on host, from meta", "partita 3, on host, from files")
 WORK = Work(layers=60, width=512, heads=8, ffn_width=1408, batch=4, sequence=16, steps=3, warmup=1)

@@ -7,8 +7,7 @@ from unittest import mock
 
 import pytest
 
-from partita.checkpoint.folder import (
-    SEQUENCE,
+from partita.checkpoint.format.folder import (
     chosen,
     complete,
     next_sequence,
@@ -17,8 +16,8 @@ from partita.checkpoint.folder import (
     publish,
     start_partial,
 )
-from partita.checkpoint.lock import Lock, is_locked
-from partita.checkpoint.stored import MANIFEST
+from partita.checkpoint.format.lock import Lock, is_locked
+from partita.checkpoint.format.manifest import MANIFEST, SEQUENCE
 
 _tokens = itertools.count()
 
@@ -65,7 +64,7 @@ def test_what_was_just_saved_stays(keep: int, tmp_path: Path) -> None:
     """Whatever the others say of themselves."""
     save(tmp_path, 8, 9)
     manifest = tmp_path / "step-9" / MANIFEST
-    with mock.patch("partita.checkpoint.folder.next_sequence", return_value=0):
+    with mock.patch("partita.checkpoint.format.folder.next_sequence", return_value=0):
         partial = begin(tmp_path, 1)
         (partial / MANIFEST).write_text("{}")
         publish(partial, 1, keep)

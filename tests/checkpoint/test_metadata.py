@@ -17,9 +17,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from partita import PartitaError
-from partita.checkpoint.file import checksum
-from partita.checkpoint.reading import Reading
-from partita.checkpoint.stored import MANIFEST, METADATA, Chunk, Stored, StoredTensor, manifest_bytes, open_stored
+from partita.checkpoint.backend import Chunk, StoredTensor
+from partita.checkpoint.format.manifest import MANIFEST, sealed
+from partita.checkpoint.format.metadata import METADATA
+from partita.checkpoint.format.stored import StoredFiles, open_stored
+from partita.checkpoint.format.system import checksum
 from partita.plan.box import Box
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64)
@@ -115,14 +117,14 @@ def test_classes_of_the_process_stay_as_they_are(place: str, tmp_path: Path) -> 
 
 
 def test_files_of_the_same_name_in_two_folders(tmp_path: Path) -> None:
-    stored, values = Stored(tmp_path), [torch.full((4,), float(number)) for number in range(2)]
+    stored, values = StoredFiles(tmp_path), [torch.full((4,), float(number)) for number in range(2)]
     for number, value in enumerate(values):
         (tmp_path / str(number)).mkdir()
         torch.save(value, path := tmp_path / str(number) / "same.distcp")
         chunk = Chunk(str(number), Box((0,), (4,)), f"{number}/same.distcp", 0, path.stat().st_size)
         stored.tensors[str(number)] = StoredTensor((4,), torch.float32, [chunk])
-    with Reading(stored, list(stored.chunks())) as reading:
-        assert [reading.next().tolist() for _ in values] == [value.tolist() for value in values]
+    with stored.read(list(stored.chunks())) as tensors:
+        assert [next(tensors).tolist() for _ in values] == [value.tolist() for value in values]
 
 
 TABLE: dict[str, Any] = {
@@ -147,6 +149,6 @@ def test_manifests_of_another_kind(name: str, tmp_path: Path) -> None:
     content = json.dumps(TABLE | table).encode()
     (tmp_path / "t.json").write_bytes(content)
     manifest = {"format": 1, "tables": {"t.json": checksum(content)}, "aliases": {}} | changed
-    (tmp_path / MANIFEST).write_bytes(manifest_bytes(manifest))
+    (tmp_path / MANIFEST).write_bytes(sealed(manifest))
     with pytest.raises(PartitaError, match=said):
         open_stored(tmp_path)

@@ -8,16 +8,17 @@ import pytest
 import torch
 
 from partita import PartitaError
+from partita.checkpoint.backend import Stored, StoredTensor
+from partita.checkpoint.format.stored import StoredFiles
 from partita.checkpoint.names import Names, model_keys
-from partita.checkpoint.stored import KeyPath, Stored, StoredTensor
 
 WEIGHTS = ("first.weight", "blocks.0.weight", "blocks.0.norm.weight", "norm.weight")
 ADAM = ("exp_avg", "exp_avg_sq")
 
 
-def stored(*keys: str, paths: dict[str, KeyPath] | None = None) -> Stored:
+def stored(*keys: str, paths: dict[str, tuple[str | int, ...]] | None = None) -> Stored:
     tensor = StoredTensor((1,), torch.float32)
-    return Stored(Path("folder"), dict.fromkeys(keys, tensor), paths=paths or {})
+    return StoredFiles(Path("folder"), dict.fromkeys(keys, tensor), paths=paths or {})
 
 
 def below(prefix: str, names: Iterable[str] = WEIGHTS) -> list[str]:
@@ -28,7 +29,7 @@ def states(optimizer: str, names: Iterable[str] = WEIGHTS) -> list[str]:
     return [f"{optimizer}.state.{name}.{state}" for name in names for state in ADAM]
 
 
-def nested(*copies: str) -> dict[str, KeyPath]:
+def nested(*copies: str) -> dict[str, tuple[str | int, ...]]:
     """Where the weights are that were saved as {copy: state dict}."""
     return {f"{copy}.{name}": (copy, name) for copy in copies for name in WEIGHTS}
 

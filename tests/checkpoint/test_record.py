@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from partita import PartitaError
+from partita.checkpoint.backend import Chunk
+from partita.checkpoint.format.record import frame_of, read_tensor
+from partita.checkpoint.format.stored import StoredFiles
 from partita.checkpoint.offline import verify
-from partita.checkpoint.record import frame_of, object_bytes, plain, read_object, read_tensor
-from partita.checkpoint.stored import Chunk, Stored
+from partita.checkpoint.plain import object_bytes, plain, read_object
 
 
 class Color(enum.IntEnum):
@@ -76,7 +78,7 @@ def test_a_framed_tensor_is_one_that_torch_loads(dtype: torch.dtype, sizes: tupl
 @pytest.mark.parametrize("record", [object_bytes(Path("a")), object_bytes(1)[:40], b"x"], ids=["class", "cut", "other"])
 def test_what_cannot_be_loaded_is_found(record: bytes, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(record)
-    stored = Stored(tmp_path, values={"scheduler": Chunk("scheduler", None, "file", 0, len(record))})
+    stored = StoredFiles(tmp_path, values={"scheduler": Chunk("scheduler", None, "file", 0, len(record))})
     said = f"checkpoint: 'scheduler' in '{tmp_path}/file' cannot be loaded"
     assert [problem.startswith(said) for problem in verify(stored)] == [True]
     with pytest.raises(PartitaError, match=re.escape(said)):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from partita.checkpoint.folder import complete
+from partita.checkpoint.format.folder import complete
 from partita.cli import worker
 from partita.cli.launch import _show_failure, _variables
 from partita.errors import PartitaError

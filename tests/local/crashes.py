@@ -17,9 +17,9 @@ import torch
 
 import partita
 from partita import PartitaError
-from partita.checkpoint.folder import complete
+from partita.checkpoint.format.folder import complete
+from partita.checkpoint.format.stored import open_stored
 from partita.checkpoint.offline import verify
-from partita.checkpoint.stored import open_stored
 from tests.local import pool
 from tests.local.training import ADAMW, WIDTH, Stack, rank
 

@@ -23,10 +23,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import partita
 from partita import ConfigError, PartitaError
-from partita.checkpoint import file as checkpoint_file
-from partita.checkpoint.folder import complete
-from partita.checkpoint.offline import export_weights
-from partita.checkpoint.stored import open_stored
+from partita.checkpoint.format import file as checkpoint_file
+from partita.checkpoint.format.backend import FileDraft
+from partita.checkpoint.format.folder import complete
+from partita.checkpoint.format.stored import open_stored
+from partita.huggingface.export import export_checkpoint
 from tests.local import pool
 from tests.local.training import ADAMW, WIDTH, Stack, rank, square_loss, whole_weights, world
 
@@ -373,7 +374,7 @@ def keeps_extra_states(folder: str) -> None:
 def test_extra_states_and_shapes_of_buffers(ranks: int, tmp_path: Path) -> None:
     pool.run(ranks, keeps_extra_states, str(tmp_path))
     with pytest.warns(UserWarning, match=r"extra state of 'model\.counter' is left out"):
-        export_weights(open_stored(tmp_path / "step-2"), tmp_path / "offline", None, None)
+        export_checkpoint(open_stored(tmp_path / "step-2"), tmp_path / "offline", None, None)
 
 
 # ----------------------------------------------------------------------------------------------- folders of checkpoints
@@ -548,11 +549,10 @@ def test_a_full_disk_is_an_error_on_every_rank(background: bool, call: str, tmp_
 def dies_while_it_writes(folder: str) -> None:
     with partita.initialize(Stack(1)) as engine:
         losses_of(engine, 0, 1)
-        saver = engine._parts.checkpoints._saver
         if rank() == 1:
-            mock.patch.object(saver, "_write_own", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL)).start()
+            mock.patch.object(FileDraft, "write", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL)).start()
         engine.save(folder)
-        saver._join()
+        engine._parts.checkpoints._saver._join()
 
 
 @pytest.mark.filterwarnings("ignore:the checkpoint was not saved")

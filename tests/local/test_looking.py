@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import partita
 from partita import PartitaError
-from partita.checkpoint import export as export_module
 from partita.estimate.memory import model_state_bytes
+from partita.huggingface import export as export_module
 from tests.local import pool
 from tests.local.models import CASES
 from tests.local.test_visits import Tied, freeze

@@ -21,7 +21,7 @@ from torch import nn
 
 import partita
 from partita import PartitaError
-from partita.checkpoint.weights import Weights
+from partita.huggingface.weights import Weights
 from partita.memory.disk import Disk
 from partita.sharding import agreement
 from tests.local import pool

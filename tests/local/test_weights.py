@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import partita
 from partita import ConfigError
-from partita.checkpoint.weights import Weights
+from partita.huggingface.weights import Weights
 from partita.plan.box import Box
 from partita.plan.span import QUANTUM
 from tests.local import pool

@@ -10,7 +10,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from partita.checkpoint.checkpoints import Checkpoints
-from partita.checkpoint.folder import complete
+from partita.checkpoint.format.folder import complete
 from partita.engine import engine
 from partita.errors import ConfigError, PartitaError
 from partita.observe.metrics import METRICS_FILE, read_metrics

@@ -1,1 +1,1 @@
-"""Whole tensors again: looking at states by name, and weights in files."""
+"""Checkpoints: what is saved, in global coordinates, and loaded under any other plan."""

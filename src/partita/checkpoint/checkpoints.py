@@ -9,10 +9,12 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from partita.checkpoint.beside import Beside
+from partita.checkpoint.backend import Request
 from partita.checkpoint.content import Content
-from partita.checkpoint.load import Loader, Restored
-from partita.checkpoint.save import Order, Saver
+from partita.checkpoint.format.backend import FileBackend
+from partita.checkpoint.load import Restored, Wanted, load
+from partita.checkpoint.save import Saver
+from partita.checkpoint.training_state import TrainingState
 from partita.config.schema import Config
 from partita.errors import ConfigError, PartitaError
 from partita.optim.updater import StepResult, Updater
@@ -27,10 +29,11 @@ class Checkpoints:
 
     def __init__(self, model: nn.Module, runtime: Runtime, updater: Updater, scheduler: LRScheduler, config: Config):
         self._updater, self._config, self._mesh = updater, config, runtime.collectives.mesh
+        self._backend = FileBackend(self._mesh)
         self._content = Content(runtime, updater)
-        self._beside = Beside(model, updater, scheduler, self._mesh)
-        self._saver = Saver(self._content, self._beside)
-        self.extra = self._beside.extra
+        self._training = TrainingState(model, updater, scheduler, self._mesh)
+        self._saver = Saver(self._content, self._training, self._backend)
+        self.extra = self._training.extra
         # One folder for the whole run, wherever the process goes meanwhile.
         self._dir = Path(config.checkpoint.dir).absolute() if config.checkpoint.dir is not None else None
         # The furthest step that was not finite, and how often training went back from there or before.
@@ -63,7 +66,7 @@ class Checkpoints:
             )
         self._rewinds += 1
         try:
-            restored = self._load(None)
+            restored = self._load(None, Wanted())
         except PartitaError as error:
             raise PartitaError(f"{said}; training cannot go back (precision.nonfinite: rewind): {error}") from error
         warnings.warn(f"{said}; training goes back to step {restored.step}", stacklevel=5)
@@ -72,33 +75,32 @@ class Checkpoints:
     def save(self, folder: str | Path | None) -> Path:
         """See :meth:`Engine.save`."""
         section = self._config.checkpoint
-        folder = Path(folder).absolute() if folder else self._dir
-        if folder is None:
-            raise ConfigError("engine.save: name a folder, or set checkpoint.dir")
+        folder = self._folder(folder, "engine.save").absolute()
         self._updater.take_written()
         about = {
             "versions": {"partita": _version(), "torch": torch.__version__},
             "ranks": self._mesh.num_ranks,
             "config": self._config.model_dump(mode="json"),
         }
-        order = Order(folder, self._updater.steps, section.keep, section.background, about)
-        return self._saver.save(order)
+        steps, aliases = self._updater.steps, self._content.aliases()
+        return self._saver.save(Request(folder, steps, section.keep, section.background, about, aliases))
 
-    def load(self, folder: str | Path | None, *, only_model: bool, strict: bool, prefix: str | None = None) -> Restored:
+    def load(self, folder: str | Path | None, wanted: Wanted) -> Restored:
         """See :meth:`Engine.load`."""
         self._furthest, self._rewinds = -1, 0
-        return self._load(folder, only_model=only_model, strict=strict, prefix=prefix)
+        return self._load(folder, wanted)
 
-    def _load(
-        self, folder: str | Path | None, *, only_model: bool = False, strict: bool = True, prefix: str | None = None
-    ) -> Restored:
+    def _load(self, folder: str | Path | None, wanted: Wanted) -> Restored:
         self._saver.wait()
         self._updater.take_written()
-        folder = Path(folder) if folder else self._dir
-        if folder is None:
-            raise ConfigError("engine.load: name a folder, or set checkpoint.dir")
-        loader = Loader(self._content, self._beside, folder)
-        return loader.load(only_model=only_model, strict=strict, prefix=prefix)
+        folder = self._folder(folder, "engine.load")
+        return load(self._content, self._training, self._backend, folder, wanted)
+
+    def _folder(self, folder: str | Path | None, call: str) -> Path:
+        found = Path(folder) if folder else self._dir
+        if found is None:
+            raise ConfigError(f"{call}: name a folder, or set checkpoint.dir")
+        return found
 
     def wait(self) -> None:
         """Wait until what is written in the background is visible."""

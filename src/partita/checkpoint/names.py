@@ -1,20 +1,27 @@
-"""Which stored keys belong to which parameters, whatever prefix the writer's state dict gave them."""
+"""Keys of values: those that partita gives, and which of a checkpoint's belong to which parameters, whatever prefix its
+writer gave them.
+
+A key is that of torch.distributed.checkpoint for a nested state dict: ``model.<parameter>``,
+``optimizer.state.<parameter>.<state>``.
+"""
 
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
-from partita.checkpoint.stored import Stored
-from partita.checkpoint.whole import EXTRA_STATE
+from partita.checkpoint.backend import Stored
 from partita.errors import PartitaError
+from partita.inspection.modules import is_extra_state
 
+MODEL, OPTIMIZER = "model.", "optimizer."
+STATE, GROUPS = OPTIMIZER + "state.", OPTIMIZER + "param_groups."
 # What precedes the first component that an optimizer's state dict begins with.
 _BEGINNING = re.compile(r"((?:[^.]+\.)*?)(?:state|param_groups)\.")
 # As get_optimizer_state_dict nests (or flattens) them: state.<parameter>.<state>.
 _STATE = re.compile(r"state\.(.+)\.([^.]+)")
-# The optimizer's prefix, the model's: taken where a checkpoint has several.
-USUAL_OPTIMIZERS, USUAL = ("optimizer.", "optim."), "model."
+# Taken where a checkpoint has several.
+USUAL_OPTIMIZERS = (OPTIMIZER, "optim.")
 MOST_NAMED = 5
 
 
@@ -23,6 +30,17 @@ def some_of(names: Iterable[str]) -> str:
     every = list(names)
     more = f" and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
     return ", ".join(every[:MOST_NAMED]) + more
+
+
+def path_of(key: str) -> tuple[str | int, ...]:
+    """Where one of partita's own keys is in the nested state dict."""
+    if key.startswith(STATE):
+        param, _, state = key.removeprefix(STATE).rpartition(".")
+        return ("optimizer", "state", param, state)
+    if key.startswith(GROUPS):
+        number, _, setting = key.removeprefix(GROUPS).partition(".")
+        return ("optimizer", "param_groups", int(number), setting)
+    return ("model", key.removeprefix(MODEL)) if key.startswith(MODEL) else (key,)
 
 
 def optimizer_prefixes(keys: Iterable[str]) -> list[str]:
@@ -43,10 +61,6 @@ def _is_optimizer(prefix: str, keys: list[str]) -> bool:
     return named and all(rest.startswith(("state.", "param_groups.")) for rest in inside)
 
 
-def _is_usual(prefix: str) -> bool:
-    return f".{prefix}".endswith(f".{USUAL}")
-
-
 def model_keys(stored: Stored, prefix: str | None = None) -> dict[str, str]:
     """The keys of a checkpoint's model by their names in it, where no engine says what the names are.
 
@@ -59,10 +73,7 @@ def model_keys(stored: Stored, prefix: str | None = None) -> dict[str, str]:
     keys = _without_optimizers(stored, stored.tensors)
     holders = {key: _holder(stored, key) for key in keys}
     copies = sorted(set(holders.values()))
-    if prefix is None:
-        chosen = _choose(stored, copies)
-    else:
-        chosen = _written(prefix)
+    chosen = _choose(stored, copies, prefix)
     own = {key.removeprefix(chosen): key for key in keys if holders[key] == chosen}
     below = own or {key.removeprefix(chosen): key for key in keys if key.startswith(chosen)}
     if not below:
@@ -72,22 +83,24 @@ def model_keys(stored: Stored, prefix: str | None = None) -> dict[str, str]:
 
 def _holder(stored: Stored, key: str) -> str:
     """The prefix of the state dict that a key is in."""
-    path = stored.path(key)[:-1]
+    path = (stored.paths.get(key) or path_of(key))[:-1]
     if "model" in path:
         path = path[: path.index("model") + 1]
     return "".join(f"{part}." for part in path)
 
 
 def _without_optimizers(stored: Stored, keys: Iterable[str]) -> list[str]:
-    prefixes = tuple(optimizer_prefixes([*stored.tensors, *stored.values]))
+    prefixes = tuple(optimizer_prefixes(stored.keys))
     return [key for key in keys if not key.startswith(prefixes)]
 
 
-def _choose(stored: Stored, copies: Sequence[str]) -> str:
-    """The prefix of the copy that is meant where none was named."""
-    usual = [prefix for prefix in copies if _is_usual(prefix)]
-    if USUAL in copies or not copies:
-        return USUAL
+def _choose(stored: Stored, copies: Sequence[str], prefix: str | None) -> str:
+    """What the keys of the copy that is meant begin with."""
+    if prefix is not None:
+        return f"{prefix.rstrip('.')}." if prefix else ""
+    usual = [prefix for prefix in copies if f".{prefix}".endswith(f".{MODEL}")]
+    if MODEL in copies or not copies:
+        return MODEL
     if len(copies) > 1 and len(usual) != 1:
         raise PartitaError(
             f"checkpoint: '{stored.folder}' holds {len(copies)} copies of the weights, under "
@@ -100,11 +113,6 @@ def _choose(stored: Stored, copies: Sequence[str]) -> str:
 def _nothing_there(stored: Stored, prefix: str, copies: Sequence[str]) -> PartitaError:
     expected = f": expected {some_of(map(_shown, copies))}" if copies else ""
     return PartitaError(f"checkpoint: '{stored.folder}' has no weights of the model under {_shown(prefix)}{expected}")
-
-
-def _written(prefix: str) -> str:
-    """A prefix as keys begin with it."""
-    return f"{prefix.rstrip('.')}." if prefix else ""
 
 
 def _shown(prefix: str) -> str:
@@ -126,12 +134,13 @@ class Names:
         self.known, self._stored = set(names), stored
         keys = _without_optimizers(stored, [*stored.tensors, *filter(is_extra_state, stored.values)])
         copies = self._copies(keys)
-        chosen = _choose(stored, copies) if prefix is None else _written(prefix)
+        chosen = _choose(stored, copies, prefix)
         self._model = {key.removeprefix(chosen): key for key in keys if key.startswith(chosen)}
         if prefix is not None and not self._model.keys() & self.known:
             raise _nothing_there(stored, chosen, copies)
         others = tuple(copy for copy in copies if copy and not chosen)
-        self._strange = sorted(name for name in self._model.keys() - self.known if not name.startswith(others))
+        # Stored names of the model that the engine's has not.
+        self.strange = sorted(name for name in self._model.keys() - self.known if not name.startswith(others))
 
     def _copies(self, keys: Sequence[str]) -> list[str]:
         """The prefixes under which (most of) the model's names are."""
@@ -165,7 +174,7 @@ class Names:
 
     @cached_property
     def _states(self) -> dict[str, dict[str, str]]:
-        keys = [*self._stored.tensors, *self._stored.values]
+        keys = self._stored.keys
         by_prefix = dict[str, dict[str, dict[str, str]]]()
         for prefix in optimizer_prefixes(keys):
             states = defaultdict[str, dict[str, str]](dict)
@@ -188,15 +197,5 @@ class Names:
         return by_prefix[usual]
 
     @property
-    def strange(self) -> list[str]:
-        """Stored names of the model that the engine's has not."""
-        return self._strange
-
-    @property
     def has_states(self) -> bool:
         return bool(self._states)
-
-
-def is_extra_state(name: str) -> bool:
-    """Whether a name is that of what a module's ``get_extra_state`` returned."""
-    return name.rpartition(".")[2] == EXTRA_STATE

@@ -9,13 +9,13 @@ import torch
 import typer
 from rich.console import Console
 
-from partita.checkpoint.folder import chosen
+from partita.checkpoint.format.stored import StoredFiles, open_stored
 from partita.checkpoint.names import optimizer_prefixes
-from partita.checkpoint.offline import differences, export_weights, verify
-from partita.checkpoint.stored import Stored, open_stored
+from partita.checkpoint.offline import differences, verify
 from partita.cli.console import FAILURE, show_error, show_table, user_errors
 from partita.errors import ConfigError
 from partita.estimate.figures import format_bytes
+from partita.huggingface.export import export_checkpoint
 from partita.plan.residence import ENCODINGS
 from partita.sharding.dtypes import dtype_of
 
@@ -32,14 +32,14 @@ def inspect(
     """Show what a checkpoint is of, and what it holds."""
     console = Console()
     with user_errors():
-        stored = open_stored(chosen(folder))
+        stored = open_stored(folder)
     show_table(console, str(stored.folder), _content(stored))
     if every:
         for key, tensor in sorted(stored.tensors.items()):
             console.print(f"{key}  {list(tensor.shape)} {tensor.dtype} in {len(tensor.chunks)} pieces", highlight=False)
 
 
-def _content(stored: Stored) -> Iterator[tuple[str, str]]:
+def _content(stored: StoredFiles) -> Iterator[tuple[str, str]]:
     if stored.manifest:
         versions = ", ".join(f"{name} {number}" for name, number in stored.manifest["versions"].items())
         yield "step", str(stored.manifest["step"])
@@ -47,7 +47,7 @@ def _content(stored: Stored) -> Iterator[tuple[str, str]]:
     else:
         yield "saved by", "torch.distributed.checkpoint; it has no checksums"
     sizes, numbers = Counter[str](), Counter[str]()
-    optimizers = tuple(optimizer_prefixes([*stored.tensors, *stored.values]))
+    optimizers = tuple(optimizer_prefixes(stored.keys))
     for key, tensor in stored.tensors.items():
         kind = "optimizer" if key.startswith(optimizers) else "model"
         numbers[kind] += 1
@@ -61,7 +61,7 @@ def _content(stored: Stored) -> Iterator[tuple[str, str]]:
 def verify_command(folder: Folder) -> None:
     """Read all of a checkpoint and hold it against its checksums; exit code 1 where something is wrong."""
     with user_errors():
-        stored = open_stored(chosen(folder))
+        stored = open_stored(folder)
         problems = list(verify(stored))
     for problem in problems:
         show_error(Console(stderr=True), problem)
@@ -84,7 +84,7 @@ def export(
         if dtype != "stored" and dtype not in ENCODINGS:
             raise ConfigError(f"--dtype: expected stored, {', '.join(ENCODINGS)}; got {dtype}")
         wanted = None if dtype == "stored" else dtype_of(ENCODINGS[dtype])
-        num = export_weights(open_stored(chosen(folder)), out, wanted, config, prefix)
+        num = export_checkpoint(open_stored(folder), out, wanted, config, prefix)
     typer.echo(f"{num} tensors are in {out}")
 
 
@@ -94,7 +94,7 @@ def diff(
 ) -> None:
     """Show what differs between two checkpoints; exit code 1 where anything does."""
     with user_errors():
-        found = list(differences(open_stored(chosen(one)), open_stored(chosen(other))))
+        found = list(differences(open_stored(one), open_stored(other)))
     for key, how in found:
         typer.echo(f"{key}: {how}")
     if found:

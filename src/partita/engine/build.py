@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from partita.checkpoint.checkpoints import Checkpoints
-from partita.checkpoint.weights import Weights
-from partita.checkpoint.whole import Whole
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
 from partita.comm.together import check_settings_alike, together
 from partita.config.resolve import Resolved
 from partita.estimate.remedies import Situation
+from partita.huggingface.weights import Weights
+from partita.inspection.whole import Whole
 from partita.memory.disk import open_disk
 from partita.memory.ledger import Ledger
 from partita.memory.shortage import Shortages

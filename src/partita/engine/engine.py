@@ -9,14 +9,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from partita.checkpoint.export import export
-from partita.checkpoint.load import Restored
+from partita.checkpoint.load import Restored, Wanted
 from partita.comm.mesh import Mesh
 from partita.config.resolve import Resolved
 from partita.engine.batches import call, draw, is_scalar, loss_of
 from partita.engine.build import Given, Parts, build
 from partita.errors import PartitaError
 from partita.estimate.memory import model_state_bytes
+from partita.huggingface.export import export
 from partita.memory.ledger import MemoryReport
 from partita.memory.shortage import explained
 from partita.optim.step import StepUpdater
@@ -278,7 +278,7 @@ class Engine:
         """
         self._open().updater.zero()
         self._begin_micro_batch(0)
-        return self._parts.checkpoints.load(folder, only_model=only_model, strict=strict, prefix=prefix)
+        return self._parts.checkpoints.load(folder, Wanted(only_model, strict, prefix))
 
     def each(self, value: Tensor | float) -> list[float]:
         """A number of every data-parallel rank, in rank order, on all of them."""

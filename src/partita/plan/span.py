@@ -9,7 +9,7 @@ tiers and checkpoint.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from partita.plan.box import Box
 from partita.plan.residence import BLOCK, Encoding
@@ -21,7 +21,8 @@ QUANTUM = BLOCK
 class Span:
     """Elements ``[start, stop)`` of a parameter's local tensor (in its own stride order) at ``offset`` of a segment.
 
-    ``box`` is the piece of the global parameter that the local tensor is.
+    ``box`` is the piece of the global parameter that the local tensor is; ``shape`` is that of the global parameter
+    (None: the box is all of it).
     """
 
     fqn: str
@@ -29,10 +30,16 @@ class Span:
     start: int
     stop: int
     offset: int
+    shape: tuple[int, ...] | None = None
 
     @property
     def num_elements(self) -> int:
         return self.stop - self.start
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """The shape of the global parameter."""
+        return self.box.sizes if self.shape is None else self.shape
 
     def within(self, begin: int, end: int) -> "Span | None":
         """What of this span lies in ``[begin, end)`` of the segment, its offset counted from ``begin``."""
@@ -40,7 +47,7 @@ class Span:
         if low >= high:
             return None
         start = self.start + low - self.offset
-        return Span(self.fqn, self.box, start, start + high - low, low - begin)
+        return replace(self, start=start, stop=start + high - low, offset=low - begin)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ from partita.sharding.casts import keep_fp32_modules
 from partita.sharding.dtypes import encoding_of
 from partita.sharding.group_units import Holding, find_holdings, group_units
 from partita.sharding.initialize import initialize_module
-from partita.sharding.stretch import stretch_of
 from partita.sharding.unit import Segment, Unit, check_apart, check_supported
 
 
@@ -299,9 +298,9 @@ class Assembly:
             member = members[span.fqn]
             name = self._source.find(member.holding.fqns)
             assert name is not None
-            flat, stretch = values[span.offset :][: span.num_elements], stretch_of(member, span.start, span.stop)
-            for box, place in stretch.boxes():
-                stretch.shaped(flat[place], box).copy_(self._source.read(name, box))
+            flat, elements = values[span.offset :][: span.num_elements], member.elements(span.start, span.stop)
+            for box, place in elements.boxes():
+                elements.shaped(flat[place], box).copy_(self._source.read(name, box))
         return values
 
     def fill_buffers(self) -> None:

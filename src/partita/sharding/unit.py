@@ -20,6 +20,7 @@ from partita.memory.allocate import over
 from partita.memory.ring import Slot
 from partita.memory.streams import Event
 from partita.memory.tiers import InMemory, Kept, StateMemory
+from partita.plan.box import FlatRange, memory_order
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import SPLIT, Residence
@@ -90,6 +91,10 @@ class Member:
         grad = self.param.grad
         if isinstance(grad, Collected):
             self.param.grad, grad.added = grad.added, None
+
+    def elements(self, start: int, stop: int) -> FlatRange:
+        """Elements ``[start, stop)`` in this parameter's stride order, as a piece of the global parameter."""
+        return FlatRange(self.span.global_shape, self.span.box, memory_order(self.stride), start, stop)
 
     def shaped(self, flat: Tensor) -> Tensor:
         """A view of ``flat`` ``[numel]`` (in this parameter's stride order) with this parameter's shape."""

@@ -17,7 +17,7 @@ import yaml
 from rich.console import Console
 from torch import Tensor
 
-from partita.checkpoint.folder import complete
+from partita.checkpoint.format.folder import complete
 from partita.config.resolve import resolve
 from partita.engine.engine import Engine
 from partita.engine.start import initialize

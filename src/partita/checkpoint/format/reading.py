@@ -8,7 +8,7 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from partita.checkpoint.stored import Chunk, Stored
-from partita.checkpoint.system import cut_off, explained
+from partita.checkpoint.backend import Chunk
+from partita.checkpoint.format.system import explained, read_into
 from partita.memory.allocate import allocate
 
 NUM_THREADS, RUN_BYTES, BYTES_AHEAD = 4, 8 * 2**20, 96 * 2**20
@@ -35,6 +35,10 @@ class _Run:
     stop: int
     chunks: list[Chunk] = field(default_factory=list)
 
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
     def takes(self, chunk: Chunk) -> bool:
         """Whether a chunk is near enough, and there is room for it."""
         begin, end = _pages(chunk)
@@ -45,45 +49,54 @@ class _Run:
         self.chunks.append(chunk)
         self.stop = _pages(chunk)[1]
 
+    def parts(self, content: memoryview) -> Iterator[tuple[Chunk, memoryview]]:
+        """Each chunk with its bytes, out of those of the run."""
+        for chunk in self.chunks:
+            begin = chunk.offset - self.start
+            yield chunk, content[begin : begin + chunk.num_bytes]
+
 
 def _pages(chunk: Chunk) -> tuple[int, int]:
     return chunk.offset // PAGE * PAGE, -(-(chunk.offset + chunk.num_bytes) // PAGE) * PAGE
 
 
 class Reading:
-    """The values of ``chunks``, in their order. A context manager, which lets go of files and threads."""
+    """The values of ``chunks`` of the files in a folder, in their order. A context manager, which lets go of files and
+    threads.
 
-    def __init__(self, stored: Stored, chunks: Sequence[Chunk]) -> None:
-        self._stored, self._files, self._lock = stored, dict[Path, int](), threading.Lock()
+    Args:
+        check: raises where a chunk's bytes are not those that were written.
+        decode: a chunk's values out of its bytes, in the shape of its box.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        chunks: Sequence[Chunk],
+        check: Callable[[Chunk, memoryview], None],
+        decode: Callable[[Chunk, memoryview], Tensor],
+    ) -> None:
+        self._folder, self._check, self._decode = folder, check, decode
+        self._files, self._lock = dict[Path, int](), threading.Lock()
         self._memory = list[Tensor]()  # that nobody reads into or from
         self._pool = ThreadPoolExecutor(NUM_THREADS, "partita load")
         self._tensors = self._ahead(_runs(chunks))
-
-    def next(self) -> Tensor:
-        """The values of the next chunk, in the shape of its box.
-
-        Raises:
-            PartitaError: its file is missing or damaged.
-        """
-        return next(self._tensors)
 
     def _ahead(self, runs: Iterator[_Run]) -> Iterator[Tensor]:
         under_way, num_bytes = deque[tuple[_Run, Future[Tensor]]](), 0
         for run in runs:
             under_way.append((run, self._pool.submit(self._read, run)))
-            num_bytes += run.stop - run.start
+            num_bytes += run.num_bytes
             while num_bytes > BYTES_AHEAD:
-                num_bytes -= under_way[0][0].stop - under_way[0][0].start
+                num_bytes -= under_way[0][0].num_bytes
                 yield from self._take(*under_way.popleft())
         while under_way:
             yield from self._take(*under_way.popleft())
 
     def _take(self, run: _Run, reading: Future[Tensor]) -> Iterator[Tensor]:
         memory = reading.result()
-        content = memory.numpy().data
-        for chunk in run.chunks:
-            begin = chunk.offset - run.start
-            yield self._stored.decoded(chunk, content[begin : begin + chunk.num_bytes])
+        for chunk, content in run.parts(memory.numpy().data):
+            yield self._decode(chunk, content)
         self._memory.append(memory)
 
     def _borrow(self, num_bytes: int) -> Tensor:
@@ -96,19 +109,13 @@ class Reading:
 
     def _read(self, run: _Run) -> Tensor:
         """A run's bytes, each chunk held against its checksum."""
-        path, wanted = self._stored.folder / run.file, run.chunks[-1].offset + run.chunks[-1].num_bytes - run.start
+        path, last = self._folder / run.file, run.chunks[-1]
         with explained(path):
-            borrowed = self._borrow(run.stop - run.start)
-            memory = borrowed.numpy().data[: run.stop - run.start]
-            file, done = self._open(path), 0
-            while done < wanted:
-                moved = os.preadv(file, [memory[done:]], run.start + done)
-                if not moved:
-                    raise cut_off(path, run.start + done, run.start + wanted)
-                done += moved
-        for chunk in run.chunks:
-            begin = chunk.offset - run.start
-            self._stored.check(chunk, memory[begin : begin + chunk.num_bytes])
+            borrowed = self._borrow(run.num_bytes)
+            memory = borrowed.numpy().data[: run.num_bytes]
+            read_into(memory, last.offset + last.num_bytes - run.start, self._open(path), path, run.start)
+        for chunk, content in run.parts(memory):
+            self._check(chunk, content)
         return borrowed
 
     def _open(self, path: Path) -> int:
@@ -122,8 +129,8 @@ class Reading:
                     self._files[path] = os.open(path, os.O_RDONLY)
             return self._files[path]
 
-    def __enter__(self) -> "Reading":
-        return self
+    def __enter__(self) -> Iterator[Tensor]:
+        return self._tensors
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Weights read from safetensors files, tensor by tensor, or piece by piece."""
+"""Weights read from safetensors files, tensor by tensor, or box by box."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,13 +44,12 @@ class Weights:
         return self._found[name][1]
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """A tensor, or the piece of it that ``box`` says; nothing else of the file is touched."""
+        """A tensor, or the ``box`` of it; nothing else of the file is touched."""
         with safe_open(self._found[name][0], framework="pt") as opened:
             if box is None or not box.sizes:
                 tensor = opened.get_tensor(name)
             else:
-                places = (slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
-                tensor = opened.get_slice(name)[tuple(places)]
+                tensor = opened.get_slice(name)[box.slices]
         assert isinstance(tensor, torch.Tensor)
         return tensor
 

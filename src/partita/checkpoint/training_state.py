@@ -13,25 +13,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from partita.checkpoint.content import MODEL, OPTIMIZER
-from partita.checkpoint.layout import Value, most_elements
-from partita.checkpoint.record import plain
+from partita.checkpoint.backend import Stored, Value, saved_boxes
+from partita.checkpoint.names import GROUPS, MODEL
+from partita.checkpoint.plain import plain
 from partita.checkpoint.settings import Change, Settings, apply, changes, configured
-from partita.checkpoint.stored import Stored, narrowed
-from partita.checkpoint.whole import extra_states, persistent_buffers
 from partita.comm.mesh import Mesh
 from partita.errors import PartitaError
+from partita.inspection.modules import extra_states, persistent_buffers
 from partita.optim.updater import Updater
-from partita.sharding.stretch import SCALAR, Stretch
+from partita.plan.box import Box, FlatRange
 
-GROUPS = OPTIMIZER + "param_groups."
 SCHEDULER, ENGINE, RANDOM, EXTRA = "scheduler", "partita.engine", "partita.random.", "partita.extra"
 CONFIGURED = "partita.configured"
 
 
 @dataclass
-class Beside:
-    """The rest of an engine's state. The first rank saves what all share."""
+class TrainingState:
+    """All of an engine's state but parameters and what the optimizer keeps of them. The first rank saves what all
+    share.
+    """
 
     model: nn.Module
     updater: Updater
@@ -43,13 +43,22 @@ class Beside:
     def __post_init__(self) -> None:
         self._configured = configured(self.updater.optimizer.param_groups)
 
+    def _buffer_boxes(self) -> Iterator[tuple[str, Tensor, Box]]:
+        """What this rank saves of buffers."""
+        for name, buffer in persistent_buffers(self.model) if self.mesh.is_first_replica() else ():
+            for box, _ in saved_boxes(FlatRange.row_major(buffer.shape), buffer.dtype):
+                yield name, buffer.detach(), box
+
     def boxes(self) -> list[Value]:
         """What this rank saves of buffers, in the order of :meth:`batches`."""
         return [
-            Value(MODEL + name, tuple(buffer.shape), buffer.dtype, box)
-            for name, buffer in (persistent_buffers(self.model) if self.mesh.is_first_replica() else ())
-            for box, _ in _all_of(buffer).boxes(most_elements(buffer.dtype))
+            Value(MODEL + name, tuple(buffer.shape), buffer.dtype, box) for name, buffer, box in self._buffer_boxes()
         ]
+
+    def batches(self) -> Iterator[list[Tensor]]:
+        """The values of the buffers' boxes, flat, one at a time."""
+        for _, buffer, box in self._buffer_boxes():
+            yield [buffer[box.slices].contiguous().view(-1)]
 
     def values(self) -> list[Value]:
         """What else this rank saves.
@@ -58,56 +67,50 @@ class Beside:
             PartitaError: there is something in it that could not be loaded again.
         """
         values = [Value(f"{RANDOM}{self.mesh.rank}", value=random_state(self.mesh.device))]
-        if not self.mesh.is_first_replica():
-            return values
-        for name, module in extra_states(self.model):
-            values.append(Value(MODEL + name, value=plain(module.get_extra_state(), f"the model's '{name}'")))
-        for number, group in enumerate(self.updater.groups_by_name()):
-            for key, value in group.items():
-                where = f"'{key}' of the optimizer's group {number}"
-                values.append(Value(f"{GROUPS}{number}.{key}", value=plain(value, where)))
-        values.append(Value(SCHEDULER, value=plain(self.scheduler.state_dict(), "the scheduler's state")))
-        values.append(Value(CONFIGURED, value=plain(self._configured, "what is configured of the optimizer's groups")))
-        values.append(Value(ENGINE, value=self.updater.counters()))
-        values.append(Value(EXTRA, value=plain(self.extra, "engine.extra")))
+
+        def add(key: str, value: Any, where: str) -> None:
+            values.append(Value(key, value=plain(value, where)))
+
+        if self.mesh.is_first_replica():
+            for name, module in extra_states(self.model):
+                add(MODEL + name, module.get_extra_state(), f"the model's '{name}'")
+            for number, group in enumerate(self.updater.groups_by_name()):
+                for key, value in group.items():
+                    add(f"{GROUPS}{number}.{key}", value, f"'{key}' of the optimizer's group {number}")
+            add(SCHEDULER, self.scheduler.state_dict(), "the scheduler's state")
+            add(CONFIGURED, self._configured, "what is configured of the optimizer's groups")
+            values.append(Value(ENGINE, value=self.updater.counters()))
+            add(EXTRA, self.extra, "engine.extra")
         return values
 
-    def batches(self) -> Iterator[list[Tensor]]:
-        """The values of the buffers' boxes, flat, one at a time."""
-        if self.mesh.is_first_replica():
-            for _, buffer in persistent_buffers(self.model):
-                for box, _ in _all_of(buffer).boxes(most_elements(buffer.dtype)):
-                    yield [narrowed(buffer.detach(), box).contiguous().view(-1)]
-
     def restore(self, stored: Stored, *, strict: bool) -> list[str]:
-        """Take back all but buffers; returns the keys that are not there.
+        """Take back all but buffers and extra states; returns the keys that are not there.
 
         Raises:
             PartitaError: (with ``strict``) the optimizer's groups are others.
         """
-        missing = list[str]()
-        if (state := self._value(stored, SCHEDULER, missing)) is not None:
-            self.scheduler.load_state_dict(state)
-        if (counters := self._value(stored, ENGINE, missing)) is not None:
-            self.updater.restore_counters(counters)
-        self._restore_groups(stored, missing, strict=strict)
-        if (extra := self._value(stored, EXTRA, missing)) is not None:
+        missing = [key for key in (SCHEDULER, ENGINE) if key not in stored.values]
+        if SCHEDULER in stored.values:
+            self.scheduler.load_state_dict(stored.value(SCHEDULER))
+        if ENGINE in stored.values:
+            self.updater.restore_counters(stored.value(ENGINE))
+        missing += self._restore_groups(stored, strict=strict)
+        if EXTRA in stored.values:
             self.extra.clear()
-            self.extra.update(extra)
+            self.extra.update(stored.value(EXTRA))
+        else:
+            missing.append(EXTRA)
         key = f"{RANDOM}{self.mesh.rank}"
         if key in stored.values:  # a rank that was not there has none
             set_random_state(stored.value(key), self.mesh.device)
         return missing
 
-    def _value(self, stored: Stored, key: str, missing: list[str]) -> Any:
-        if key not in stored.values:
-            missing.append(key)
-            return None
-        return stored.value(key)
-
-    def _restore_groups(self, stored: Stored, missing: list[str], *, strict: bool) -> None:
-        """Give each group the settings of the stored one with the same parameters, but for what is configured anew."""
-        before, changed = stored.value(CONFIGURED) if CONFIGURED in stored.values else [], list[Change]()
+    def _restore_groups(self, stored: Stored, *, strict: bool) -> list[str]:
+        """Give each group the settings of the stored one with the same parameters, but for what is configured anew;
+        returns the keys that are not there.
+        """
+        before = stored.value(CONFIGURED) if CONFIGURED in stored.values else []
+        changed, missing = list[Change](), list[str]()
         for number, group in enumerate(self.updater.groups_by_name()):
             prefix = f"{GROUPS}{number}."
             found = {key.removeprefix(prefix): stored.value(key) for key in stored.values if key.startswith(prefix)}
@@ -133,13 +136,7 @@ class Beside:
                 "configured with",
                 stacklevel=2,
             )
-
-
-def _all_of(buffer: Tensor) -> Stretch:
-    if not buffer.dim():
-        return SCALAR
-    dims = tuple(range(buffer.dim()))
-    return Stretch(tuple(buffer.shape), dims, 0, buffer.numel())
+        return missing
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

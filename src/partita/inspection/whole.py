@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
 from partita.errors import PartitaError
+from partita.inspection.modules import extra_states, persistent_buffers
 from partita.kernels.quantize import join
 from partita.optim.updater import Updater
 from partita.plan.residence import SPLIT
 from partita.plan.steps import steps
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member, Segment, Unit
-
-EXTRA_STATE = "_extra_state"
 
 
 class Whole:
@@ -229,20 +228,3 @@ class Whole:
 def _spread(value: object, view: object) -> bool:
     """Whether a state is a tensor with an element for each of the parameter's."""
     return isinstance(value, Tensor) and value.dim() > 0
-
-
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that belong to a state dict, by name."""
-    for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield (f"{path}.{name}" if path else name), buffer
-
-
-def extra_states(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules with states that are no parameters and no buffers (``get_extra_state``), by the name of these in a
-    state dict.
-    """
-    for path, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            yield (f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE), module

@@ -15,8 +15,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from partita.checkpoint.layout import FileLayout, Placing, Record
-from partita.checkpoint.system import explained
+from partita.checkpoint.format.layout import BoxLayout, FileLayout, Part, Record
+from partita.checkpoint.format.system import explained
 from partita.memory.allocate import allocate_host
 from partita.memory.collector import collector_paused
 from partita.memory.disk import ALIGNMENT as PAGE_BYTES
@@ -35,7 +35,7 @@ class Snapshots:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._memory = device, torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._placing: Placing | None = None  # what stands around the values in the memory
+        self._boxes: BoxLayout | None = None  # whose frames stand in the memory
         self._places = list[Tensor]()  # where the values are
 
     @property
@@ -52,10 +52,10 @@ class Snapshots:
         if self._memory.numel() < layout.num_bytes:
             self._memory, self._places = self._memory.new_empty(0), []  # given back before more is asked for
             self._memory = allocate_host(layout.num_bytes + SPARE_BYTES, torch.uint8, self._device)
-            self._placing = None
+            self._boxes = None
         memory = self._memory[: layout.num_bytes]
-        if layout.placing is not self._placing:
-            self._placing, self._places = None, [_place(memory, record) for record in layout.placing.records]
+        if layout.boxes is not self._boxes:
+            self._boxes, self._places = None, [_place(memory, record) for record in layout.boxes.records]
             _put(memory, layout.around())
         num_copied = 0
         for tensors in filter(None, batches):
@@ -63,9 +63,9 @@ class Snapshots:
             torch._foreach_copy_(places, tensors, non_blocking=True)
             num_copied += len(tensors)
         assert num_copied == len(self._places), f"{num_copied} values for {len(self._places)} places"
-        _put(memory, layout.others())
+        _put(memory, layout.others)
         finish(self._device)
-        self._placing = layout.placing
+        self._boxes = layout.boxes
         return memory
 
 
@@ -77,7 +77,7 @@ def _place(memory: Tensor, record: Record) -> Tensor:
     return memory[begin : begin + num_bytes].view(record.value.dtype)
 
 
-def _put(memory: Tensor, parts: Iterable[tuple[int, Tensor]]) -> None:
+def _put(memory: Tensor, parts: Iterable[Part]) -> None:
     for offset, content in parts:
         memory[offset : offset + content.numel()] = content
 
@@ -139,11 +139,6 @@ class _Sums:
             self.digests.append(self._hash.hexdigest())
             self._hash.reset()
             self._number += 1
-
-
-def checksum(content: bytes | memoryview) -> str:
-    """Of a record, or of a small file."""
-    return xxhash.xxh3_64(content).hexdigest()
 
 
 class _Writer:

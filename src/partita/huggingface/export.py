@@ -16,16 +16,19 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from partita.checkpoint.lock import Lock, is_locked
-from partita.checkpoint.names import some_of
-from partita.checkpoint.system import sync_folder, write_small
-from partita.checkpoint.weights import INDEX, SINGLE, read_index
-from partita.checkpoint.whole import EXTRA_STATE, Whole, extra_states, persistent_buffers
+from partita.checkpoint.backend import Stored
+from partita.checkpoint.format.lock import Lock, is_locked
+from partita.checkpoint.format.system import sync_folder, write_small
+from partita.checkpoint.names import model_keys, some_of
 from partita.errors import PartitaError
+from partita.huggingface.weights import INDEX, SINGLE, read_index
+from partita.inspection.modules import EXTRA_STATE, extra_states, is_extra_state, persistent_buffers
+from partita.inspection.whole import Whole
 
 FILE_BYTES = 4 * 2**30
 # In the folder that files are written into, while the process that writes them runs.
@@ -61,6 +64,33 @@ def export(
             say_left_out(name for name, _ in extra_states(model))
             writer.finish(beside, [getattr(model, "config", None), getattr(model, "generation_config", None)])
     whole.raise_together(writer.problem if writer is not None else None)
+
+
+def export_checkpoint(
+    stored: Stored, folder: Path, dtype: torch.dtype | None, config: Path | None, prefix: str | None = None
+) -> int:
+    """Write the weights in a checkpoint into ``folder``; returns how many tensors.
+
+    Args:
+        dtype: of floating-point tensors; None: as they are stored.
+        config: a folder whose configuration and tokenizer are copied, as ``from_pretrained`` looks for them.
+        prefix: what the keys of the weights begin with; None: ``model``, or the only one there is.
+
+    Raises:
+        PartitaError: the folder cannot be written, the checkpoint is damaged, or it takes ``prefix`` to choose a copy.
+    """
+    names = model_keys(stored, prefix)
+    aliases = {other for others in stored.manifest.get("aliases", {}).values() for other in others}
+    own = {name: key for name, key in names.items() if key not in aliases}
+    with WeightsWriter(folder) as writer:
+        for name, key in own.items():
+            value = stored.value(key)
+            writer.add(name, value.to(dtype) if dtype is not None and value.is_floating_point() else value)
+        say_left_out(name for name in stored.values if is_extra_state(name))
+        writer.finish(config)
+    if writer.problem is not None:
+        raise PartitaError(writer.problem)
+    return len(own)
 
 
 def say_left_out(names: Iterable[str]) -> None:

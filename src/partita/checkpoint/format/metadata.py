@@ -1,4 +1,4 @@
-"""The index of a checkpoint of torch.distributed.checkpoint (``.metadata``), read without running what is in it.
+"""The index of torch.distributed.checkpoint (``.metadata``): written, and read without running what is in it.
 
 The index is a pickle, which can name any function to be called with any arguments. Those that
 torch.distributed.checkpoint writes name its own classes and a few of torch's: no other name is looked up.
@@ -7,6 +7,7 @@ torch.distributed.checkpoint writes name its own classes and a few of torch's: n
 import io
 import pickle
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
@@ -14,10 +15,23 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor import metadata as sharded_tensor
 from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from partita.checkpoint.system import read_small
+from partita.checkpoint.backend import Chunk, Stored, StoredTensor
+from partita.checkpoint.format.system import inside, read_small
+from partita.checkpoint.names import path_of
 from partita.errors import PartitaError
+from partita.plan.box import Box
+
+METADATA = ".metadata"
 
 
 class _Sealed(type):
@@ -98,3 +112,46 @@ def read_metadata(path: Path) -> Metadata:
             f"checkpoint: '{path}' holds a {type(found).__name__}: expected an index of torch.distributed.checkpoint"
         )
     return found
+
+
+def add_metadata(stored: Stored, metadata: Metadata) -> None:
+    """Take up what an index says."""
+    stored.paths = dict(metadata.planner_data or {})
+    sizes_at = {
+        (key, tuple(chunk.offsets)): tuple(chunk.sizes)
+        for key, found in metadata.state_dict_metadata.items()
+        if isinstance(found, TensorStorageMetadata)
+        for chunk in found.chunks
+    }
+    for index, place in metadata.storage_data.items():
+        found = metadata.state_dict_metadata[index.fqn]
+        at = (inside(stored.folder, place.relative_path), place.offset, place.length)
+        if isinstance(found, BytesStorageMetadata):
+            stored.values[index.fqn] = Chunk(index.fqn, None, *at)
+            continue
+        shape = tuple(found.size)
+        offsets = tuple(index.offset) if index.offset is not None else (0,) * len(shape)
+        box = Box(offsets, sizes_at[index.fqn, offsets])
+        tensor = stored.tensors.setdefault(index.fqn, StoredTensor(shape, found.properties.dtype))
+        tensor.chunks.append(Chunk(index.fqn, box, *at))
+
+
+def metadata_of(stored: Stored) -> bytes:
+    """The index of partita's own, as torch.distributed.checkpoint reads it."""
+    # Equal parts are one object, which pickle writes once.
+    properties, size = lru_cache(maxsize=None)(TensorProperties), lru_cache(maxsize=None)(torch.Size)
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for key, found in stored.tensors.items():
+        chunks = []
+        for chunk in found.chunks:
+            assert chunk.box is not None
+            offsets = size(chunk.box.offsets)
+            chunks.append(ChunkStorageMetadata(offsets, size(chunk.box.sizes)))
+            places[MetadataIndex(key, offsets)] = _StorageInfo(chunk.file, chunk.offset, chunk.num_bytes)
+        described[key] = TensorStorageMetadata(properties(found.dtype), size(found.shape), chunks)
+    for key, chunk in stored.values.items():
+        described[key] = BytesStorageMetadata()
+        places[MetadataIndex(key)] = _StorageInfo(chunk.file, chunk.offset, chunk.num_bytes)
+    nested = {key: path_of(key) for key in described}
+    return pickle.dumps(Metadata(described, planner_data=nested, storage_data=places))

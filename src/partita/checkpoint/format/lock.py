@@ -8,7 +8,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from partita.checkpoint.system import explained
+from partita.checkpoint.format.system import explained
 
 
 class Lock:

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from partita import PartitaError
-from partita.checkpoint import export as export_module
-from partita.checkpoint.export import WeightsWriter
-from partita.checkpoint.weights import INDEX, SINGLE, Weights
+from partita.huggingface import export as export_module
+from partita.huggingface.export import WeightsWriter
+from partita.huggingface.weights import INDEX, SINGLE, Weights
 
 NAMES = ("a", "b", "c", "d")
 
@@ -78,7 +78,7 @@ def test_an_export_that_fails_leaves_the_one_before(one: int, error: BaseExcepti
     assert values(tmp_path) == {1.0}
 
 
-@pytest.mark.parametrize("num_renames", range(5))
+@pytest.mark.parametrize("num_renames", range(6))
 @pytest.mark.parametrize(("one", "other"), WAYS)
 def test_an_export_that_is_killed_at_its_end_mixes_nothing(
     one: int, other: int, num_renames: int, tmp_path: Path

@@ -15,14 +15,13 @@ import secrets
 import shutil
 from pathlib import Path
 
-from partita.checkpoint.lock import is_locked
-from partita.checkpoint.stored import MANIFEST, METADATA
-from partita.checkpoint.system import explained, sync_folder
+from partita.checkpoint.format.lock import is_locked
+from partita.checkpoint.format.manifest import MANIFEST, SEQUENCE
+from partita.checkpoint.format.metadata import METADATA
+from partita.checkpoint.format.system import explained, sync_folder
 from partita.errors import PartitaError
 
 LOCK_SUFFIX = ".lock"
-# In a manifest: one more than that of any checkpoint that was in the folder before.
-SEQUENCE = "sequence"
 
 _STEP = re.compile(r"step-(\d+)")
 _ASIDE = re.compile(r"\.step-(\d+)\.[\w-]+\.replaced")

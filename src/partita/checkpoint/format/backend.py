@@ -1,0 +1,184 @@
+"""Checkpoints as folders of files, which torch.distributed.checkpoint reads as well.
+
+Every rank writes one file, and beside it a table of what is in it. Ranks tell each other by these that they are done,
+so nothing is communicated in the background; the first makes the checkpoint visible when all files last.
+"""
+
+import contextlib
+import itertools
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from partita.checkpoint.backend import Backend, Draft, Request, Value
+from partita.checkpoint.format.file import Snapshots, stream_file, write_snapshot
+from partita.checkpoint.format.folder import (
+    LOCK_SUFFIX,
+    discard,
+    next_sequence,
+    notice,
+    partial_of,
+    publish,
+    start_partial,
+)
+from partita.checkpoint.format.layout import BoxLayout, FileLayout
+from partita.checkpoint.format.lock import Lock, is_locked
+from partita.checkpoint.format.manifest import FORMAT, MANIFEST, SEQUENCE, add_aliases, add_table, sealed, table_of
+from partita.checkpoint.format.metadata import METADATA, metadata_of
+from partita.checkpoint.format.stored import StoredFiles, open_stored
+from partita.checkpoint.format.system import checksum, explained, read_small, write_small
+from partita.comm.mesh import Mesh
+from partita.errors import PartitaError
+from partita.memory.collector import collector_paused
+
+POLL_S = 0.02
+FAILED_SUFFIX = ".failed"
+
+
+class FileBackend(Backend):
+    """The checkpoints of one engine, of which one at a time is made."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.snapshots = mesh, Snapshots(mesh.device)
+        self._boxes = BoxLayout([])
+        self._noticed = False
+
+    def draft(self, request: Request, token: str) -> "FileDraft":
+        return FileDraft(self, request, token)
+
+    def open(self, folder: Path) -> StoredFiles:
+        return open_stored(folder)
+
+    def lay_out(self, boxes: Sequence[Value]) -> BoxLayout:
+        """The same layout for as long as the boxes are the same."""
+        if self._boxes.values != boxes:
+            self._boxes = BoxLayout(boxes)
+        return self._boxes
+
+    def notice(self, request: Request) -> None:
+        """Warn, once, of what else is in the folder."""
+        said = notice(request.folder, request.step) if not self._noticed else None
+        if said is not None:
+            self._noticed = True
+            warnings.warn(said, stacklevel=7)
+
+
+class FileDraft(Draft):
+    """A hidden folder, with a lock file of each rank that writes."""
+
+    def __init__(self, backend: FileBackend, request: Request, token: str) -> None:
+        self._backend, self._request = backend, request
+        self._rank, self._num_ranks = backend.mesh.rank, backend.mesh.num_ranks
+        self._partial = partial_of(request.folder, request.step, token)
+        self._layout: FileLayout
+        self._memory: Tensor
+        self._lock: Lock | None = None
+        self._seen = set[int]()  # ranks that were seen to write
+
+    def begin(self, boxes: Sequence[Value], others: Sequence[Value]) -> None:
+        self._layout = FileLayout(self._backend.lay_out(boxes), others)
+        if self._rank == 0:
+            self._backend.notice(self._request)
+            start_partial(self._partial)
+
+    def join(self) -> None:
+        self._lock = Lock(self._partial / _lock_name(self._rank))
+
+    @property
+    def snapshot_bytes(self) -> int:
+        return max(0, self._layout.num_bytes - self._backend.snapshots.num_bytes)
+
+    def snapshot(self, batches: Iterable[list[Tensor]]) -> None:
+        if self._rank == 0:  # before any rank goes on, and may die
+            self._seen = {rank for rank in range(self._num_ranks) if is_locked(self._partial / _lock_name(rank))}
+        self._memory = self._backend.snapshots.take(self._layout, batches)
+
+    def write(self, batches: Iterable[list[Tensor]] | None = None) -> None:
+        name = _file_name(self._rank)
+        if batches is None:
+            sums = write_snapshot(self._partial / name, self._layout, self._memory)
+        else:
+            tensors = itertools.chain.from_iterable(batches)
+            sums = stream_file(self._partial / name, self._layout, tensors, self._backend.mesh.device)
+        table = table_of(name, self._layout.records, sums, self._layout.num_bytes)
+        write_small(self._partial / _table_name(self._rank), table)
+
+    def fail(self, error: Exception) -> None:
+        with contextlib.suppress(PartitaError):  # where this cannot be written either, the lock tells
+            write_small(self._partial / f"__{self._rank}{FAILED_SUFFIX}", str(error).encode())
+
+    def commit(self) -> None:
+        self._await_tables()
+        self._publish()
+
+    @collector_paused()
+    def _publish(self) -> None:
+        """Write index and manifest, and make the checkpoint visible."""
+        stored, tables, files = StoredFiles(self._partial), dict[str, str](), dict[str, int]()
+        for rank in range(self._num_ranks):
+            table = read_small(self._partial / _table_name(rank))
+            tables[_table_name(rank)] = checksum(table)
+            files[_file_name(rank)] = add_table(stored, table)
+        add_aliases(stored, self._request.aliases)
+        index = metadata_of(stored)
+        write_small(self._partial / METADATA, index)
+        manifest = {
+            "format": FORMAT,
+            SEQUENCE: next_sequence(self._request.folder),
+            "step": self._request.step,
+            **self._request.about,
+            "tables": tables,
+            "files": files,
+            "metadata": checksum(index),
+            "aliases": self._request.aliases,
+        }
+        write_small(self._partial / MANIFEST, sealed(manifest))
+        publish(self._partial, self._request.step, self._request.keep)
+
+    def _await_tables(self) -> None:
+        """Wait for the other ranks' files."""
+        partial, timeout_s = self._partial, self._backend.mesh.timeout_s
+        end = time.monotonic() + timeout_s
+        left = set(range(self._num_ranks))
+        while left:
+            gone = {rank for rank in left & self._seen if not is_locked(partial / _lock_name(rank))}
+            with explained(partial):  # after the locks: what a rank wrote before it let go is seen
+                there = {path.name: path for path in partial.iterdir()}
+            for failed in (path for path in there.values() if path.suffix == FAILED_SUFFIX):
+                raise PartitaError(f"rank {failed.stem.strip('_')} could not write: {read_small(failed).decode()}")
+            left = {rank for rank in left if _table_name(rank) not in there}
+            if gone & left:
+                raise PartitaError(
+                    f"checkpoint: rank {min(gone & left)} ended before its file in '{partial}' was written: look at "
+                    "its output first"
+                )
+            if left and time.monotonic() > end:
+                raise PartitaError(
+                    f"checkpoint: rank {min(left)} has not written its file in '{partial}' within {timeout_s:g} s "
+                    "(communication.timeout_s): look at its output; all ranks need the folder"
+                )
+            time.sleep(POLL_S if left else 0)
+
+    def leave(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
+
+    def discard(self) -> None:
+        with contextlib.suppress(OSError):  # the next save clears what is left
+            discard(self._partial)
+
+
+def _file_name(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def _table_name(rank: int) -> str:
+    return f"__{rank}_0.json"
+
+
+def _lock_name(rank: int) -> str:
+    return f"__{rank}{LOCK_SUFFIX}"

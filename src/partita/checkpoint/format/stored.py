@@ -1,0 +1,116 @@
+"""What a checkpoint's folder holds, whoever wrote it: tensors in global coordinates, cut into chunks, and plain values.
+
+Of partita's own the chunks' places and checksums are in a table beside each rank's file; of any other checkpoint of
+torch.distributed.checkpoint they are in its ``.metadata``, without checksums.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partita.checkpoint.backend import Chunk, Stored
+from partita.checkpoint.format.folder import chosen
+from partita.checkpoint.format.manifest import MANIFEST, read_manifest
+from partita.checkpoint.format.metadata import METADATA, add_metadata, read_metadata
+from partita.checkpoint.format.reading import Reading
+from partita.checkpoint.format.record import read_tensor
+from partita.checkpoint.format.system import checksum, damaged, read_range
+from partita.checkpoint.plain import read_object
+from partita.errors import PartitaError
+
+
+class StoredFiles(Stored):
+    """Everything in one folder."""
+
+    def value(self, key: str) -> Any:
+        if key in self.values:
+            return self.loaded(self.values[key], self.record(self.values[key]))
+        found = self.tensors[key]
+        whole = torch.empty(found.shape, dtype=found.dtype, device="cpu")
+        for chunk in found.chunks:
+            assert chunk.box is not None
+            whole[chunk.box.slices].copy_(self.decoded(chunk, self.record(chunk)))
+        return whole
+
+    def read(self, chunks: Sequence[Chunk]) -> Reading:
+        return Reading(self.folder, chunks, self.check, self.decoded)
+
+    def record(self, chunk: Chunk) -> memoryview:
+        """A chunk's bytes.
+
+        Raises:
+            PartitaError: the file is missing or shorter, or the bytes are not those that were written.
+        """
+        content = read_range(self.folder / chunk.file, chunk.offset, chunk.num_bytes)
+        self.check(chunk, content)
+        return content
+
+    def check(self, chunk: Chunk, content: memoryview) -> None:
+        """Hold a chunk's bytes against its checksum. Raises as :meth:`record` does."""
+        if chunk.checksum is not None and checksum(content) != chunk.checksum:
+            raise PartitaError(
+                f"checkpoint: '{self.folder / chunk.file}' is damaged: bytes {chunk.offset} to "
+                f"{chunk.offset + chunk.num_bytes} ('{chunk.key}') are not those that were written (checksum "
+                f"{checksum(content)}, expected {chunk.checksum}); load an earlier checkpoint"
+            )
+
+    def loaded(self, chunk: Chunk, content: memoryview) -> Any:
+        """What a chunk's bytes are that anything may be.
+
+        Raises:
+            PartitaError: it is not of the classes that are loaded, or damaged.
+        """
+        try:
+            return read_object(content)
+        except Exception as error:  # bytes that are no archive, or name any class, raise anything
+            reason = next(iter(str(error).strip().splitlines()), "")
+            raise PartitaError(
+                f"checkpoint: '{chunk.key}' in '{self.folder / chunk.file}' cannot be loaded, as it is damaged or "
+                f"holds more than numbers, text, tensors and containers of them ({type(error).__name__}: {reason}); "
+                "load an earlier checkpoint, or this one's weights alone with only_model=True"
+            ) from error
+
+    def decoded(self, chunk: Chunk, content: memoryview) -> Tensor:
+        """A tensor's chunk in the shape of its box: a view of the bytes where they are partita's own."""
+        if chunk.head_bytes is None or chunk.box is None:
+            loaded = self.loaded(chunk, content)
+            assert isinstance(loaded, Tensor)
+            return loaded
+        return read_tensor(content, chunk.head_bytes, self.tensors[chunk.key].dtype, chunk.box.sizes)
+
+    def problem(self, chunk: Chunk) -> str | None:
+        """What is wrong with a chunk: it is missing, cut off, damaged, or cannot be loaded."""
+        try:
+            content = self.record(chunk)
+            if chunk.box is None or chunk.head_bytes is None:
+                self.loaded(chunk, content)
+        except PartitaError as error:
+            return str(error)
+        return None
+
+    def chunks(self) -> Iterator[Chunk]:
+        for found in self.tensors.values():
+            yield from found.chunks
+        yield from self.values.values()
+
+
+def open_stored(folder: Path) -> StoredFiles:
+    """The checkpoint (partita's, or one that torch.distributed.checkpoint wrote) that ``folder`` is, or the one in it
+    that was saved last.
+
+    Raises:
+        PartitaError: there is none, or its index is damaged or names what no index does.
+    """
+    stored = StoredFiles(chosen(folder))
+    index = stored.folder / (MANIFEST if (stored.folder / MANIFEST).exists() else METADATA)
+    try:
+        if index.name == MANIFEST:
+            read_manifest(stored)
+        else:
+            add_metadata(stored, read_metadata(index))
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise damaged(index) from error
+    return stored

@@ -1,0 +1,66 @@
+"""Plain values: what a checkpoint can give back beside tensors of the model, and the bytes that stand for it."""
+
+import io
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from partita.errors import PartitaError
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor)
+_EXPECTED = "expected numbers, text, tensors, or lists and dictionaries of them"
+
+
+def object_bytes(value: Any) -> bytes:
+    """A value as ``torch.save`` writes it."""
+    written = io.BytesIO()
+    torch.save(value, written)
+    return written.getvalue()
+
+
+def read_object(content: bytes | memoryview) -> Any:
+    """What :func:`object_bytes` was given; of plain values, containers and tensors only."""
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def plain(value: Any, where: str) -> Any:
+    """``value`` as a checkpoint can give it back: mappings as dictionaries, numpy's numbers as Python's.
+
+    Raises:
+        PartitaError: ``where``, or something in it, is of a class that cannot be read back.
+    """
+    try:
+        return _plain(value, where)
+    except RecursionError:
+        raise PartitaError(f"checkpoint: {where} is nested too deeply, or holds itself: {_EXPECTED}") from None
+
+
+def _plain(value: Any, where: str) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, numpy.generic) and type(value.item()) in _PLAIN:
+        return value.item()
+    if isinstance(value, Mapping):
+        found = {_plain(key, f"a key of {where}"): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        return Counter(found) if isinstance(value, Counter) else found
+    if isinstance(value, list | tuple | set):
+        kind = type(value) if type(value) in (list, tuple, set) else list
+        return kind(_plain(item, f"{where}[{place}]") for place, item in enumerate(value))
+    if not _is_readable(value):
+        raise PartitaError(
+            f"checkpoint: {where} is of {type(value).__module__}.{type(value).__qualname__}, which could not be loaded "
+            f"again: {_EXPECTED}"
+        )
+    return value
+
+
+def _is_readable(value: Any) -> bool:
+    try:
+        read_object(object_bytes(value))
+    except Exception:  # whatever the value's class or torch raise, it is refused
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Whole tensors by name, put together from what the ranks hold."""

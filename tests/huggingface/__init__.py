@@ -1,0 +1,1 @@
+"""Tests of weights in files that need one process."""

@@ -122,7 +122,7 @@ class Rank:
     def _messages(self) -> None:
         """One beside each gather of a step."""
         for _ in range(NUM_MESSAGES):
-            self.group.exchange(self.message, "a benchmark")[1].wait()
+            self.group.exchange(self.message, "a benchmark").wait()
 
     def _products(self) -> None:
         for _ in range(self.size.num_products):

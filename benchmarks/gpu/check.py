@@ -35,13 +35,11 @@ def check_collectives(device: torch.device) -> None:
     """All-gather and reduce-scatter over NCCL, each written into poisoned memory."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29577", RANK="0", WORLD_SIZE="1")
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    transport = NcclTransport(0, {purpose: dist.new_group([0], backend="nccl") for purpose in PURPOSES})
+    transport = NcclTransport(0, 1, {purpose: dist.new_group([0], backend="nccl") for purpose in PURPOSES})
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         part = torch.randn(1 << 22, device=device).to(dtype)
         whole = torch.full_like(part, torch.nan)
-        gathering = transport.all_gather(whole, part, "parameters", 0)
-        assert gathering is not None
-        gathering.wait()
+        transport.all_gather(whole, part, "parameters", 0).wait()
         assert torch.equal(whole, part), f"all-gather in {dtype}"
         received, out = torch.full_like(part, torch.nan), torch.ones_like(part)
         transport.reduce_scatter(out, part, received, accumulate=True)

@@ -29,7 +29,7 @@ from partita.kernels import native, reference
 from partita.kernels.quantize import split
 from partita.kernels.state import AdamRule, Moments, Weights, num_blocks
 from partita.kernels.update import adam_
-from partita.memory import ring
+from partita.memory import buffer_pool
 from partita.memory.allocate import allocate_host
 from partita.train.decoder import Decoder, DecoderShape
 
@@ -248,12 +248,14 @@ def check_loans(report: Report, device: torch.device) -> None:
     """The ways to lend memory: what this torch has, and resizing."""
     expected, offload = None, {"parameters": "host", "optimizer": "host"}
     for swap in (True, False):
-        patched = nullcontext() if swap else mock.patch.object(ring, "storage_swap_available", return_value=False)
+        patched = (
+            nullcontext() if swap else mock.patch.object(buffer_pool, "storage_swap_available", return_value=False)
+        )
         with patched:
             losses = train(device, 3, offload, PRECISIONS["fp32"])
         expected = expected or losses
         report.expect(losses == expected, f"losses are the same with storages {'swapped' if swap else 'resized'}")
-    has = "swaps the memory of storages" if ring.storage_swap_available() else "can only resize storages"
+    has = "swaps the memory of storages" if buffer_pool.storage_swap_available() else "can only resize storages"
     report.write(f"Lending: this torch {has}; the losses with resized ones were compared.")
     report.write()
 

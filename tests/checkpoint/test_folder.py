@@ -16,8 +16,8 @@ from partita.checkpoint.format.folder import (
     publish,
     start_partial,
 )
-from partita.checkpoint.format.lock import Lock, is_locked
 from partita.checkpoint.format.manifest import MANIFEST, SEQUENCE
+from partita.checkpoint.format.system import Lock, is_locked
 
 _tokens = itertools.count()
 

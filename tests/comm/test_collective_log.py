@@ -6,19 +6,7 @@ from typing import Any
 import pytest
 
 from partita.comm.collective_log import NUM_SHOWN, STEP, CollectiveLog
-
-
-class Notes:
-    """A board that the ranks of one process share."""
-
-    def __init__(self, rank: int, notes: list[str]) -> None:
-        self._rank, self._notes = rank, notes
-
-    def post(self, note: str) -> None:
-        self._notes[self._rank] = note
-
-    def read(self) -> list[str]:
-        return list(self._notes)
+from tests.fakes import Notes
 
 
 def ranks(num: int) -> list[CollectiveLog]:

@@ -27,8 +27,7 @@ def of_any_size() -> None:
     group = made.all_ranks
     for num in (0, 1, ROOM_BYTES, ROOM_BYTES + 1, 5000):
         for dtype in (torch.uint8, torch.int64, torch.float64, torch.bool):
-            every, handle = group.exchange(torch.full((num,), rank(), dtype=dtype), "a call")
-            handle.wait()
+            every = group.exchange(torch.full((num,), rank(), dtype=dtype), "a call").wait()
             expected = torch.arange(world()).to(dtype).view(-1, 1).expand(world(), num)
             assert torch.equal(every, expected)
     for num in (0, ROOM_BYTES, 3000):

@@ -48,7 +48,7 @@ def test_pieces_arrive_from_all_ranks(num_elements: int, piece: int, room: int) 
     senders = [Sender(each, piece) for each in values]
     arriving = [Receive(sender.post, torch.full((room,), torch.nan), num_elements, piece) for sender in senders]
     leaving, seen = Leaving(), torch.empty(3, num_elements)
-    for at, parts in Exchange(arriving, [leaving, None], num_elements, piece).pieces():
+    for at, parts in Exchange(arriving, [leaving], num_elements, piece).pieces():
         assert not leaving.left
         seen[:, at] = torch.stack(parts)
     assert torch.equal(seen, torch.stack(values))

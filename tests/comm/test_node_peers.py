@@ -27,9 +27,7 @@ PURPOSES = ("parameters", "gradients")
 @pytest.fixture
 def channels() -> Iterator[tuple[Channel, Channel]]:
     one, other = socket.socketpair()
-    for connection in (one, other):
-        connection.settimeout(5)
-    ends = Channel(one), Channel(other)
+    ends = Channel(one, 5), Channel(other, 5)
     yield ends
     for end in ends:
         end.close()
@@ -121,10 +119,10 @@ def test_whoever_waits_is_told_that_the_other_ended(channels: tuple[Channel, Cha
         channels[1].send(READ, 0)
 
 
-def test_nobody_waits_for_ever(channels: tuple[Channel, Channel]) -> None:
-    channels[1].set_timeout(0.05)
-    with pytest.raises(RuntimeError, match="timed out"):
-        channels[1].receive(READ, 0)
+def test_nobody_waits_for_ever() -> None:
+    one, other = socket.socketpair()
+    with one, other, pytest.raises(RuntimeError, match="timed out"):
+        Channel(other, 0.05).receive(READ, 0)
 
 
 # ------------------------------------------------------------------------------------------------------ who may call
@@ -148,7 +146,7 @@ def strangers() -> Iterator[Callable[[str, int], None]]:
 
 def test_strangers_are_turned_away_unreceived(strangers: Callable[[str, int], None]) -> None:
     """Only the process of the other rank is listened to; neither silence nor the token helps another."""
-    with Handshake(10.0) as one, socket.socket(socket.AF_UNIX) as knows_token:
+    with Handshake(20.0) as one, socket.socket(socket.AF_UNIX) as knows_token:
         strangers(one.endpoint.socket_name, 50)
         knows_token.connect(one.endpoint.socket_name)
         knows_token.sendall(HELLO.pack(one.endpoint.token, 0))
@@ -158,7 +156,7 @@ def test_strangers_are_turned_away_unreceived(strangers: Callable[[str, int], No
             for number, connection in enumerate(connections):
                 connection.connect(one.endpoint.socket_name)
                 connection.sendall(HELLO.pack(one.endpoint.token, number))
-                Channel(connection).send(OFFERED, number)
+                Channel(connection, 5).send(OFFERED, number)
             connections[0].recv(1)  # until the other end is closed
             os._exit(0)
         found = one.connect(0, {1: replace(one.endpoint, process=rank)}, PURPOSES)[1]
@@ -170,7 +168,7 @@ def test_strangers_are_turned_away_unreceived(strangers: Callable[[str, int], No
 
 
 def test_a_flood_of_strangers_ends_with_the_time(strangers: Callable[[str, int], None]) -> None:
-    with Handshake(0.5) as one, ThreadPoolExecutor(1) as threads:
+    with Handshake(1.0) as one, ThreadPoolExecutor(1) as threads:
         flood = threads.submit(strangers, one.endpoint.socket_name, 100_000)
         with pytest.raises(TimeoutError):
             one.connect(0, {1: replace(one.endpoint, process=os.getppid())}, PURPOSES)
@@ -181,7 +179,7 @@ def test_a_flood_of_strangers_ends_with_the_time(strangers: Callable[[str, int],
 @pytest.mark.parametrize("user", [None, 4711])
 def test_only_the_ranks_own_socket_is_told_anything(user: int | None) -> None:
     """A socket of its name that another process has, or another user."""
-    with Handshake() as one, Handshake() as other:
+    with Handshake(60.0) as one, Handshake(60.0) as other:
         process = os.getppid() if user is None else os.getpid()
         with mock.patch.object(handshake.os, "geteuid", return_value=user) if user else nullcontext():
             with pytest.raises(OSError, match="another process has the socket of a rank"):
@@ -235,8 +233,8 @@ def test_ranks_of_other_nodes_are_none() -> None:
 
 def test_without_a_socket_all_goes_over_the_network() -> None:
     with mock.patch.object(handshake.socket.socket, "bind", side_effect=refused):
-        said = Handshake()
-    with said as one, Handshake() as other:
+        said = Handshake(60.0)
+    with said as one, Handshake(60.0) as other:
         assert one.readable([one.endpoint, replace(other.endpoint, process=1)]) == {
             1: "[Errno 1] Operation not permitted"
         }

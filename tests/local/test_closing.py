@@ -74,7 +74,7 @@ def freed(config: Config[str, Any], close: bool) -> None:
         engine,
         model,
         runtime,
-        runtime.ring,
+        runtime.pool,
         runtime.residency,
         runtime.reducer,
         engine.optimizer,

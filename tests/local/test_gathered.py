@@ -42,10 +42,10 @@ def reads() -> None:
 
 def costs_no_memory_afterwards() -> None:
     with partita.initialize(Stack(8), {"zero": {"stage": 3}}) as engine:
-        before = engine.memory_report().held["ring", "device"]
+        before = engine.memory_report().held["buffer_pool", "device"]
         with engine.gathered():
-            assert engine.memory_report().held["ring", "device"] > before
-        assert engine.memory_report().held["ring", "device"] == before
+            assert engine.memory_report().held["buffer_pool", "device"] > before
+        assert engine.memory_report().held["buffer_pool", "device"] == before
 
 
 def writes() -> None:

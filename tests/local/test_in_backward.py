@@ -154,7 +154,7 @@ def bytes_of(offload: dict[str, str]) -> float:
         assert not any(state == "gradients" for state, _ in states)
         working = working_bytes(engine.units, engine.mesh.shape, "auto", 2)
         for tier in (Tier.DEVICE, Tier.HOST):
-            passing = sum(report.peak.get((kind, tier.value), 0) for kind in ("ring", "buckets", "staging"))
+            passing = sum(report.peak.get((kind, tier.value), 0) for kind in ("buffer_pool", "buckets", "staging"))
             assert passing <= working[tier], (tier, report.peak, working)
         return sum(engine.each(sum(states.values()))) / (20 * 64 * 64)
 

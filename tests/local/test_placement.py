@@ -173,7 +173,10 @@ def as_the_table_says(stage: str, offload: dict[str, str]) -> list[str]:
                 assert planned == engine.planned_bytes
                 at_most = working_bytes(engine.units, engine.mesh.shape, "auto", 2)
                 extra = {key: num for key, num in report.peak.items() if key[0] not in STATES}
-                assert extra.get(("ring", "device"), 0) + extra.get(("buckets", "device"), 0) <= at_most[Tier.DEVICE]
+                assert (
+                    extra.get(("buffer_pool", "device"), 0) + extra.get(("buckets", "device"), 0)
+                    <= at_most[Tier.DEVICE]
+                )
                 assert extra.get(("staging", "host"), 0) <= at_most[Tier.HOST]
         finally:
             log.removeHandler(handler)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import partita
 from partita import PartitaError
-from partita.memory import ring
+from partita.memory import buffer_pool
 from partita.sharding.resting import Resting, is_resting
 from tests.local import pool
 from tests.local.training import PLANS, WIDTH, Recipe, Stack, check, inputs, quiet, rank, same, square_loss, train
@@ -195,11 +195,11 @@ class ReadsChild(Stack):
 
 
 def reads_child() -> None:
-    check(Recipe(ReadsChild, ignored="parameter .* is read outside|'ring' .* grows"))
+    check(Recipe(ReadsChild, ignored="parameter .* is read outside|'buffer_pool' .* grows"))
 
 
 def reads_child_says_so() -> None:
-    with quiet("'ring' .* grows"), partita.initialize(ReadsChild(), SHARDED) as engine:
+    with quiet("'buffer_pool' .* grows"), partita.initialize(ReadsChild(), SHARDED) as engine:
         with pytest.warns(UserWarning, match=r"'blocks.1.down.weight' is read outside .* 'blocks.1', .* zero.units"):
             engine.backward(square_loss(engine, rank(), 0))
         engine.step()
@@ -316,7 +316,7 @@ def resized_storage() -> None:
     """Where torch cannot swap storages they are resized: the same numbers."""
     recipe = Recipe(Stack)
     expected = train(recipe, PLANS["3"])
-    with mock.patch.object(ring, "storage_swap_available", return_value=False):
+    with mock.patch.object(buffer_pool, "storage_swap_available", return_value=False):
         for name in ("3", "3-kept"):
             same(train(recipe, PLANS[name]), expected, f"plan {name} with resized storages")
 

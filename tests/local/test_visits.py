@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.local import pool
 from tests.local.training import PLANS, WIDTH, Block, Recipe, Stack, backward, check, inputs, module_of, square_loss
 
-GROWS = "'ring' .* grows"
+GROWS = "'buffer_pool' .* grows"
 
 
 class Tied(nn.Module):
@@ -344,7 +344,7 @@ RECIPES: dict[str, Recipe] = {
     "shared module": Recipe(SharedModule),
     "parametrized": Recipe(Parametrized, plain=False),
     "lists": Recipe(Lists),
-    "other method": Recipe(OtherMethod, ignored="parameter .* is read outside|'ring' .* grows"),
+    "other method": Recipe(OtherMethod, ignored="parameter .* is read outside|'buffer_pool' .* grows"),
     "units in units": Recipe(Inner, config={"zero": {"units": ["Outer", "Block"]}}),
     "siamese": Recipe(Stack, siamese),
     "one of two forwards": Recipe(Stack, second_first),

@@ -11,7 +11,7 @@ from partita.plan.residence import Tier
 
 CPU = torch.device("cpu")
 CHANGES = st.lists(
-    st.tuples(st.sampled_from([*STATES, "ring"]), st.sampled_from(Tier), st.integers(-50, 50)), max_size=40
+    st.tuples(st.sampled_from([*STATES, "buffer_pool"]), st.sampled_from(Tier), st.integers(-50, 50)), max_size=40
 )
 
 

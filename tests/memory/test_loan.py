@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from partita.memory import ring
+from partita.memory import buffer_pool
+from partita.memory.buffer_pool import BufferPool, Loan, Slot
 from partita.memory.ledger import Ledger
-from partita.memory.ring import Loan, Ring, Slot
 from partita.memory.streams import Event
 
 CPU = torch.device("cpu")
@@ -15,7 +15,7 @@ WAYS = pytest.mark.parametrize("swap", [True, False], ids=["swap", "resize"])
 
 
 def slots(loan: Loan, num: int) -> list[Slot]:
-    made = Ring("ring", [NUM_BYTES] * num, num, Ledger(), CPU, backed=loan.swap)
+    made = BufferPool("buffer_pool", [NUM_BYTES] * num, num, Ledger(), CPU, backed=loan.swap)
     return [made.borrow(NUM_BYTES) for _ in range(num)]
 
 
@@ -64,7 +64,7 @@ def test_what_autograd_saved_stays_an_alias(swap: bool) -> None:
 def test_swapping_moves_nothing() -> None:
     loan = Loan()
     if not loan.swap:
-        assert not ring.storage_swap_available()
+        assert not buffer_pool.storage_swap_available()
         return
     (slot,) = slots(loan, 1)
     address, storage = slot.storage.data_ptr(), torch.UntypedStorage(0)
@@ -77,9 +77,9 @@ def test_swapping_moves_nothing() -> None:
 
 
 def test_the_storage_is_resized_where_torch_cannot_swap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "storage_swap_available", lambda: False)
+    monkeypatch.setattr(buffer_pool, "storage_swap_available", lambda: False)
     assert not Loan().swap
-    monkeypatch.setattr(ring, "storage_swap_available", lambda: True)
+    monkeypatch.setattr(buffer_pool, "storage_swap_available", lambda: True)
     assert Loan().swap
     assert not Loan(swap=False).swap
 
@@ -87,7 +87,7 @@ def test_the_storage_is_resized_where_torch_cannot_swap(monkeypatch: pytest.Monk
 @WAYS
 def test_the_event_is_kept_by_the_slot(swap: bool) -> None:
     loan, event = Loan(swap), Event()
-    made = Ring("ring", [NUM_BYTES], 1, Ledger(), CPU, backed=loan.swap)
+    made = BufferPool("buffer_pool", [NUM_BYTES], 1, Ledger(), CPU, backed=loan.swap)
     slot, storage = made.borrow(NUM_BYTES), torch.UntypedStorage(0)
     loan.lend(storage, slot)
     loan.take_back(storage, slot)

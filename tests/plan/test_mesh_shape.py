@@ -105,3 +105,34 @@ def test_an_unknown_axis_is_named() -> None:
     for ask in (lambda mesh: mesh.size("expert"), lambda mesh: mesh.coordinate(0, "expert")):
         with pytest.raises(ConfigError, match=message):
             ask(MeshShape())
+
+
+@pytest.mark.parametrize(
+    ("axes", "named"),
+    [
+        (("data",), ("data",)),
+        (("node", "local"), ("data",)),
+        (("local", "node"), ("local", "node")),
+        (("local",), ("local",)),
+        (("sequence", "tensor"), ("tensor",)),
+        (("pipeline", "data", "sequence", "tensor"), ("data", "tensor")),
+        (("pipeline",), ()),
+    ],
+)
+def test_axes_that_mean_the_same_have_one_name(axes: tuple[str, ...], named: tuple[str, ...]) -> None:
+    mesh = MeshShape(data=4, tensor=2, node=2)
+    assert mesh.named(axes) == named == mesh.named(mesh.named(axes))
+    assert mesh.groups(axes) == mesh.groups(named)
+
+
+def test_a_part_of_data_that_is_all_of_it_is_data() -> None:
+    assert MeshShape(data=4).named(("local",)) == ("data",)
+    assert MeshShape(data=4, node=4).named(("node",)) == ("data",)
+    assert MeshShape(data=4, node=4).named(("local",)) == ()
+
+
+@given(mesh_shapes(), st.sampled_from([(), ("data",), ("local",), ("data", "tensor"), ("pipeline", "node")]))
+def test_each_part_of_a_state_has_one_first_replica(mesh: MeshShape, shard_axes: tuple[str, ...]) -> None:
+    first = [rank for rank in range(mesh.num_ranks) if mesh.is_first_replica(rank, shard_axes)]
+    assert [mesh.group_index(rank, shard_axes) for rank in first] == list(range(mesh.group_size(shard_axes)))
+    assert first[0] == 0

@@ -174,3 +174,14 @@ def test_gradients_are_summed_once(name: str) -> None:
     row, mesh = preset(name, MIXED), MeshShape(data=4, node=2)
     path = steps(row.grad_arrival, row.grad_between, mesh) + steps(row.grad_between, row.grad_step, mesh)
     assert sum(isinstance(op, ReduceScatter | AllReduce) for op in path) == 1
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_groups_are_those_of_the_moves_and_of_all_ranks(name: str) -> None:
+    """Every step that a row can come to take has its group, and there is none that no step needs."""
+    local = [("local",)] if name == "hierarchical" else []
+    assert preset(name).groups(MeshShape()) == ()
+    assert preset(name).groups(MeshShape(data=4)) == (("data",),)
+    assert preset(name).groups(MeshShape(data=4, node=4)) == (("data",),)
+    assert preset(name).groups(MeshShape(data=4, node=2)) == (("data",), *local)
+    assert preset(name).groups(MeshShape(data=4, node=2, tensor=2)) == (("data", "tensor"), ("data",), *local)

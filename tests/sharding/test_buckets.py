@@ -10,15 +10,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from partita.memory.allocate import over
+from partita.memory.buffer_pool import Slot
 from partita.memory.ledger import Ledger
-from partita.memory.tiers import StateMemory
+from partita.memory.tiers import InMemory, StateMemory
 from partita.plan.box import Box
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import BUCKET_BYTES, PlannedSegment, share_buckets
 from partita.plan.residence import BF16, FP32, Encoding, Tier
 from partita.plan.span import QUANTUM, Entry, SegmentLayout, Span, lay_out
 from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
-from partita.plan.steps import AllReduce, ReduceScatter
+from partita.plan.steps import AllGather, Copy, ReduceScatter
+from partita.sharding.bucket_layout import BucketLayout
 from partita.sharding.buckets import Bucket, make_buckets
 from partita.sharding.group_units import Holding
 from partita.sharding.unit import Member, Segment
@@ -51,11 +54,18 @@ def segment_of(
     return segment, members
 
 
+def new_bucket(segments: Sequence[Segment], members: Sequence[Member], mesh: MeshShape) -> Bucket:
+    """A bucket whose gradients are added up as they are."""
+    bucket = Bucket(BucketLayout(segments, members), mesh, 1, Ledger())
+    bucket.divisor = 1
+    return bucket
+
+
 def bucket_of(
     shapes: Shapes, mesh: MeshShape, name: str, encodings: Encodings = PLAIN, tiers: Tiers = ON_DEVICE
 ) -> Bucket:
     made = [segment_of(number, group, mesh, name, encodings, tiers) for number, group in enumerate(shapes)]
-    return Bucket(0, [segment for segment, _ in made], [member for _, members in made for member in members], mesh)
+    return new_bucket([segment for segment, _ in made], [member for _, members in made for member in members], mesh)
 
 
 def state_memory() -> StateMemory:
@@ -93,11 +103,16 @@ def filled(bucket: Bucket, seed: int = 0, scale: float = 1.0) -> dict[int, Tenso
     return grads
 
 
-def with_whole(bucket: Bucket) -> Bucket:
-    """Give the bucket memory that holds nothing yet."""
-    bucket.whole = torch.full((bucket.num_rows, bucket.columns), math.nan, dtype=bucket.dtype)
-    bucket.clear_gaps()
-    return bucket
+def with_room(bucket: Bucket, row: int = 0) -> Tensor:
+    """Give the bucket memory, lent where nothing rests, that holds nothing yet; returns its ``whole``."""
+    bucket.allocate(row, state_memory())
+    if bucket.rests_whole:
+        assert isinstance(bucket.shard, InMemory)
+        storage = bucket.shard.tensor.untyped_storage()
+    else:
+        storage = torch.full((bucket.layout.num_elements,), math.nan, dtype=bucket.dtype).untyped_storage()
+        bucket.borrow(Slot(storage, bucket.num_bytes))
+    return over(storage, bucket.dtype, bucket.layout.num_elements).view(bucket.layout.num_rows, -1)
 
 
 # -------------------------------------------------------------------------------------------------- where things lie
@@ -106,16 +121,16 @@ def with_whole(bucket: Bucket) -> Bucket:
 @given(SHAPES, st.integers(1, 6), st.sampled_from(list(PRESETS)))
 def test_pieces_are_where_the_layout_says(shapes: Shapes, num_ranks: int, name: str) -> None:
     bucket = bucket_of(shapes, MeshShape(data=num_ranks), name)
-    assert bucket.num_rows == num_ranks
-    assert bucket.columns == sum(segment.layout.part_elements for segment in bucket.segments)
-    assert bucket.num_elements == sum(segment.layout.padded for segment in bucket.segments)
+    assert bucket.layout.num_rows == num_ranks
+    assert bucket.layout.num_columns == sum(segment.layout.part_elements for segment in bucket.segments)
+    assert bucket.layout.num_elements == sum(segment.layout.padded for segment in bucket.segments)
     for member in bucket.members:
         lying = [
             (piece.row, piece.column + index)
-            for piece in bucket.pieces[id(member)]
+            for piece in bucket.layout.pieces[id(member)]
             for index in range(piece.stop - piece.start)
         ]
-        elements = [element for piece in bucket.pieces[id(member)] for element in range(piece.start, piece.stop)]
+        elements = [element for piece in bucket.layout.pieces[id(member)] for element in range(piece.start, piece.stop)]
         assert elements == list(range(member.span.num_elements))
         assert lying == places(bucket, member)
 
@@ -123,11 +138,11 @@ def test_pieces_are_where_the_layout_says(shapes: Shapes, num_ranks: int, name: 
 @given(SHAPES, st.integers(1, 6))
 def test_gaps_are_what_no_parameter_covers(shapes: Shapes, num_ranks: int) -> None:
     bucket = bucket_of(shapes, MeshShape(data=num_ranks), "zero2")
-    covered = torch.zeros(bucket.num_rows, bucket.columns, dtype=torch.int64)
+    covered = torch.zeros(bucket.layout.num_rows, bucket.layout.num_columns, dtype=torch.int64)
     for member in bucket.members:
         for row, column in places(bucket, member):
             covered[row, column] += 1
-    for row, begin, end in bucket.gaps:
+    for row, begin, end in bucket.layout.gaps:
         assert begin < end
         covered[row, begin:end] += 1
     assert bool((covered == 1).all())
@@ -141,19 +156,20 @@ def test_what_rests(name: str) -> None:
     for mesh in (MeshShape(data=2), MeshShape(data=4, node=2)):
         bucket = bucket_of(shapes, mesh, name)
         assert (bucket.in_place, bucket.rests_whole) == (False, name in WHOLE)
-        assert [type(op) for op in bucket.reduces] == [AllReduce if name == "ddp" else ReduceScatter]
+        assert [type(op) for op in bucket.steps] == [ReduceScatter]
+        assert [type(op) for op in bucket.spreading] == ([AllGather] if name == "ddp" else [])
         num_bytes = allocated(bucket, 1)
         assert num_bytes == bucket.num_bytes // (1 if name in WHOLE else mesh.data)
         assert num_bytes == sum(s.plan.grad_between.num_bytes(s.layout.padded, mesh) for s in bucket.segments)
         assert bucket.shard is not None
-        assert bucket.shard.load().shape == (bucket.columns,)
+        assert bucket.shard.load().shape == (bucket.layout.num_columns,)
         assert bucket.shard.dtype == torch.float32
-        assert (bucket.whole is None) == (name in SHARDED)
+        assert bucket.lacks_memory == (name in SHARDED)
         assert allocated(bucket, 1) == 0, "only once"
     alone = bucket_of(shapes, MeshShape(), name)
-    assert (alone.in_place, alone.travels, alone.reduces, allocated(alone, 0)) == (True, False, [], 0)
+    assert (alone.in_place, alone.moves, alone.steps, allocated(alone, 0)) == (True, False, (), 0)
     encoded = bucket_of(shapes, MeshShape(), name, mixed)
-    assert (encoded.in_place, encoded.rests_whole, encoded.travels, encoded.reduces) == (False, True, False, [])
+    assert (encoded.in_place, encoded.rests_whole, encoded.moves, encoded.steps) == (False, True, False, ())
     assert allocated(encoded, 0) == encoded.num_bytes
 
 
@@ -162,10 +178,11 @@ def test_what_leaves_the_device(name: str) -> None:
     """Partial sums wait on the device for the other ranks'; all else is sent off as soon as it is there."""
     tiers = Tiers(gradients=Tier.HOST)
     split = bucket_of([[(300,)]], MeshShape(data=2), name, tiers=tiers)
-    assert (split.rests_whole, split.travels) == (name in WHOLE, True)
+    assert (split.rests_whole, split.moves) == (name in WHOLE, True)
     assert split.plan.grad_step.tier is (Tier.DEVICE if name in WHOLE else Tier.HOST)
     alone = bucket_of([[(300,)]], MeshShape(), name, tiers=tiers)
-    assert (alone.in_place, alone.rests_whole, alone.travels, alone.reduces) == (False, False, True, [])
+    assert (alone.in_place, alone.rests_whole, alone.moves) == (False, False, True)
+    assert alone.steps == (Copy(Tier.HOST),)
     memory = state_memory()
     alone.allocate(0, memory)
     assert memory.ledger.report(CPU).held == {("gradients", "host"): alone.num_bytes}
@@ -176,46 +193,45 @@ def test_what_leaves_the_device(name: str) -> None:
 
 @given(SHAPES, st.integers(1, 4), st.sampled_from(["zero2", "zero1"]), st.sampled_from([1, 2, 4]))
 def test_gradients_are_added_up_in_their_places(shapes: Shapes, num_ranks: int, name: str, divisor: int) -> None:
-    bucket = with_whole(bucket_of(shapes, MeshShape(data=num_ranks), name))
-    expected = torch.zeros(bucket.num_rows, bucket.columns)
+    bucket = bucket_of(shapes, MeshShape(data=num_ranks), name)
+    bucket.divisor = divisor
+    whole, expected = with_room(bucket), torch.zeros(bucket.layout.num_rows, bucket.layout.num_columns)
     for seed in range(3):
         grads = filled(bucket, seed)
         for member in bucket.members:
-            bucket.absorb(member, divisor)
+            bucket.collect(member)
             assert member.param.grad is None
             flat = grads[id(member)].flatten()
             for (row, column), value in zip(places(bucket, member), flat.tolist(), strict=True):
                 expected[row, column] += value / divisor
-    assert bucket.whole is not None
-    assert torch.equal(bucket.whole, expected)
-    assert bucket.arrived == bucket.used == {id(member) for member in bucket.members}
+    assert torch.equal(whole, expected)
+    assert bucket.used == {id(member) for member in bucket.members}
+    bucket.fill_up()
+    assert torch.equal(whole, expected), "all have arrived"
 
 
 def test_what_did_not_come_is_zero() -> None:
-    bucket = with_whole(bucket_of([[(300,), (40, 20)], [(7,)]], MeshShape(data=3), "zero2"))
-    first, *others = bucket.members
+    bucket = bucket_of([[(300,), (40, 20)], [(7,)]], MeshShape(data=3), "zero2")
+    whole, first = with_room(bucket), bucket.members[0]
     first.param.grad = torch.ones(300)
-    for member in bucket.members:
-        bucket.absorb(member, 1)
-    for member in others:
-        bucket.clear(member)
-    assert bucket.whole is not None
-    assert bucket.whole.sum() == 300
+    bucket.fill_up()
+    assert whole.sum() == bucket.total() == 300
     assert bucket.used == {id(first)}
 
 
 @pytest.mark.parametrize("divisor", [1, 3])
 def test_gradients_take_the_encoding_of_the_row(divisor: int) -> None:
     """Converted first, then divided: nothing is lost to the smaller float."""
-    bucket = with_whole(bucket_of([[(300,)]], MeshShape(data=2), "zero2", Encodings(BF16, FP32, FP32)))
+    bucket = bucket_of([[(300,)]], MeshShape(data=2), "zero2", Encodings(BF16, FP32, FP32))
+    bucket.divisor = divisor
+    whole = with_room(bucket)
     (member,) = bucket.members
     member.param.data = member.param.data.bfloat16()
     values = torch.arange(256.0).bfloat16()
     member.param.grad = torch.cat([values, values[:44]])
-    bucket.absorb(member, divisor)
-    assert bucket.whole is not None
-    assert bucket.whole.dtype == torch.float32
-    assert torch.equal(bucket.whole.view(-1)[:256], torch.arange(256.0) * (1.0 / divisor))
+    bucket.collect(member)
+    assert whole.dtype == torch.float32
+    assert torch.equal(whole.view(-1)[:256], torch.arange(256.0) * (1.0 / divisor))
 
 
 def test_a_gradient_of_other_strides() -> None:
@@ -223,12 +239,12 @@ def test_a_gradient_of_other_strides() -> None:
     layout = lay_out("unit", [Entry("w", (4, 3, 2, 2), FP32, True)], 2).segments[0]
     segment = Segment(layout, preset("zero2"), MeshShape(data=2), 0)
     member = Member(Holding(nn.Parameter(values), ["w"]), layout.spans[0], segment)
-    bucket = with_whole(Bucket(0, [segment], [member], MeshShape(data=2)))
+    bucket = new_bucket([segment], [member], MeshShape(data=2))
+    whole = with_room(bucket)
     grad = torch.randn(4, 3, 2, 2)
     member.param.grad = grad.clone()
-    bucket.absorb(member, 1)
-    assert bucket.whole is not None
-    assert torch.equal(member.shaped(bucket.whole.view(-1)[: grad.numel()]), grad)
+    bucket.collect(member)
+    assert torch.equal(member.shaped(whole.view(-1)[: grad.numel()]), grad)
 
 
 # ---------------------------------------------------------------------------------------------------------- reduced
@@ -241,21 +257,18 @@ def test_what_the_optimizer_sees(shapes: Shapes, num_ranks: int, name: str) -> N
     shared = shapes[:1] if name == "ddp" else shapes  # what the optimizer sees whole shares no bucket
     buckets = [bucket_of(shared, mesh, name) for _ in range(num_ranks)]
     sums: list[Tensor] = []
+    wholes = [with_room(bucket, rank) for rank, bucket in enumerate(buckets)]
     for rank, bucket in enumerate(buckets):
-        bucket.allocate(rank, state_memory())
-        if bucket.whole is None:
-            with_whole(bucket)
         grads = list(filled(bucket, seed=rank).values())
         sums = [a + b for a, b in zip(sums, grads, strict=True)] if sums else grads
         for member in bucket.members:
-            bucket.absorb(member, 1)
-    total = torch.stack([bucket.whole for bucket in buckets if bucket.whole is not None]).sum(0)
+            bucket.collect(member)
+    total = torch.stack(wholes).sum(0)
     for rank, bucket in enumerate(buckets):
         assert bucket.shard is not None
         bucket.shard.store(total[rank])
         if name == "ddp":
-            assert bucket.whole is not None
-            bucket.whole.copy_(total)
+            wholes[rank].copy_(total)
     for number, expected in enumerate(sums):
         owned = []
         for rank, bucket in enumerate(buckets):
@@ -317,8 +330,8 @@ def test_buckets_of_a_model(name: str) -> None:
         segment_of(number, shapes, mesh, name)
         for number, shapes in enumerate([[(10,)], [(20,), (5,)], [(large,)], [(3,)]])
     ]
-    buckets = make_buckets(made, mesh)
-    assert [bucket.index for bucket in buckets] == list(range(len(buckets)))
+    buckets = make_buckets(made, mesh, 3, Ledger())
+    assert {bucket.divisor for bucket in buckets} == {2 * 3}
     expected = (
         [["0.0"], ["1.0", "1.1"], ["2.0"], ["3.0"]] if name == "ddp" else [["0.0", "1.0", "1.1"], ["2.0"], ["3.0"]]
     )

@@ -76,10 +76,6 @@ class Draft(ABC):
         """Write this rank's part, from the snapshot, or streamed from ``batches``. It lasts when this returns."""
 
     @abstractmethod
-    def fail(self, error: Exception) -> None:
-        """Let the first rank know, if that can be, that this one could not write."""
-
-    @abstractmethod
     def commit(self) -> None:
         """Wait for the other ranks' parts, and make the checkpoint visible. By the first rank alone.
 
@@ -88,8 +84,8 @@ class Draft(ABC):
         """
 
     @abstractmethod
-    def leave(self) -> None:
-        """This rank writes no more."""
+    def leave(self, error: Exception | None = None) -> None:
+        """This rank writes no more: because of an ``error``, of which the first rank learns, if that can be."""
 
     @abstractmethod
     def discard(self) -> None:

@@ -7,7 +7,7 @@ whole, an equal part), whatever stage or tier they rest in: master weights, and 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import itemgetter
 
 import torch
@@ -24,7 +24,7 @@ from partita.optim.fused import BLOCK_STATES
 from partita.optim.moments import Moments
 from partita.optim.updater import Updater
 from partita.optim.views import View
-from partita.plan.box import FlatRange
+from partita.plan.box import Box, FlatRange
 from partita.plan.residence import BLOCK, FP32, SPLIT, Tier
 from partita.plan.span import Span
 from partita.sharding.runtime import Runtime
@@ -39,7 +39,7 @@ def blocks_of(member: Member, start: int, stop: int) -> FlatRange:
     Raises:
         PartitaError: the parameter is a part of a larger one, whose blocks are others.
     """
-    if tuple(member.shape) != member.span.global_shape:
+    if member.span.is_part:
         raise PartitaError(
             f"checkpoint: '{member.fqn}' is a part of a larger parameter, of which 8-bit states have no place in a "
             "checkpoint: set precision.moments to fp32"
@@ -49,49 +49,49 @@ def blocks_of(member: Member, start: int, stop: int) -> FlatRange:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A value that is saved. That of a box is at ``place`` of what ``take`` gets out of this rank's weights of the
-    segment (or out of the optimizer): of ``elements``, flat.
+    """A box that is saved: at ``place`` of what ``take`` gets out of this rank's weights of the segment (or out of the
+    optimizer), which is ``elements``, flat.
     """
 
-    value: Value
-    elements: FlatRange = ONE_NUMBER
-    place: slice = field(default_factory=lambda: slice(0, 1))
-    take: Callable[[Tensor], Tensor] = lambda weights: weights
+    key: str
+    dtype: torch.dtype
+    elements: FlatRange
+    box: Box
+    place: slice
+    take: Callable[[Tensor], Tensor]
+
+    @property
+    def value(self) -> Value:
+        return Value(self.key, self.elements.shape, self.dtype, self.box)
 
     def of(self, weights: Tensor) -> Tensor:
         """The box's values, flat, in the order of its own coordinates; a view where they lie so in memory."""
-        assert self.value.box is not None
         flat = self.take(weights)[self.place]
         if not self.elements.is_row_major:
-            flat = self.elements.shaped(flat, self.value.box).contiguous().view(-1)
-        return flat.to(self.value.dtype)
+            flat = self.elements.shaped(flat, self.box).contiguous().view(-1)
+        return flat.to(self.dtype)
 
 
 def _pieces(key: str, dtype: torch.dtype, elements: FlatRange, take: Callable[[Tensor], Tensor]) -> Iterator[_Piece]:
     for box, place in saved_boxes(elements, dtype):
-        yield _Piece(Value(key, elements.shape, dtype, box), elements, place, take)
+        yield _Piece(key, dtype, elements, box, place, take)
 
 
 @dataclass
 class SegmentContent:
     """What is saved of one segment, as long as ``seen`` (what its states are, and where in memory) is the same.
 
-    ``views``: the boxes' values, where they lie in memory as they are saved. (States that the optimizer replaces by
-    others are kept alive by them until the next save finds it out.)
+    ``boxes``: with values in ``pieces``; ``others``: plain values. ``views``: the boxes' values, where they lie in
+    memory as they are saved. (States that the optimizer replaces by others are kept alive by them until the next save
+    finds it out.)
     """
 
     segment: Segment
     seen: object
     pieces: list[_Piece]
+    boxes: list[Value]
+    others: list[Value]
     views: list[Tensor] | None = None
-
-    @property
-    def boxes(self) -> list[Value]:
-        return [piece.value for piece in self.pieces if piece.value.box is not None]
-
-    @property
-    def others(self) -> list[Value]:
-        return [piece.value for piece in self.pieces if piece.value.box is None]
 
 
 class Content:
@@ -125,8 +125,7 @@ class Content:
             if content.views is None:
                 with self._lent(content.segment) as weights:
                     for piece in content.pieces:
-                        if piece.value.box is not None:
-                            yield [piece.of(weights)]
+                        yield [piece.of(weights)]
             else:
                 yield content.views
 
@@ -137,7 +136,10 @@ class Content:
         seen = (segment.trains, places)
         known = self._known.get(id(segment))
         if known is None or known.seen != seen:
-            known = SegmentContent(segment, seen, list(self._new_pieces(unit, segment)))
+            found = list(self._new_content(unit, segment))
+            pieces = [piece for piece in found if isinstance(piece, _Piece)]
+            others = [value for value in found if isinstance(value, Value)]
+            known = SegmentContent(segment, seen, pieces, [piece.value for piece in pieces], others)
             self._known[id(segment)] = known
             if _stays_in_memory(segment) and all(piece.elements.is_row_major for piece in known.pieces):
                 known.views = self._views(known, [state for _, state in kept if isinstance(state, Tensor)])
@@ -146,11 +148,11 @@ class Content:
     def _views(self, content: SegmentContent, states: Sequence[Tensor]) -> list[Tensor] | None:
         """Views of what is saved; None where some of it has to be copied to lie as it is saved."""
         with self._lent(content.segment) as weights:
-            found = [piece.of(weights) for piece in content.pieces if piece.value.box is not None]
+            found = [piece.of(weights) for piece in content.pieces]
             places = {tensor.untyped_storage().data_ptr() for tensor in (weights, *states)}
         return found if all(view.untyped_storage().data_ptr() in places for view in found) else None
 
-    def _new_pieces(self, unit: Unit, segment: Segment) -> Iterator[_Piece]:
+    def _new_content(self, unit: Unit, segment: Segment) -> Iterator[_Piece | Value]:
         members = {member.fqn: member for member in unit.members if member.segment is segment}
         is_master = segment.trains and segment.plan.master.encoding in (FP32, SPLIT)
         dtype = torch.float32 if is_master else segment.dtype
@@ -159,14 +161,14 @@ class Content:
         if self._index == 0:  # what has no elements is in no rank's part
             spans += tuple(span for span in segment.layout.spans if not span.num_elements)
         for span in spans:
-            if span.box.sizes == span.global_shape and not is_first:
+            if not span.is_part and not is_first:
                 continue  # another rank saves the same
             place = slice(span.offset, span.offset + span.num_elements)
             elements = members[span.fqn].elements(span.start, span.stop)
             yield from _pieces(MODEL + span.fqn, dtype, elements, itemgetter(place))
-            yield from self._state_pieces(members[span.fqn], span)
+            yield from self._states_of(members[span.fqn], span)
 
-    def _state_pieces(self, member: Member, span: Span) -> Iterator[_Piece]:
+    def _states_of(self, member: Member, span: Span) -> Iterator[_Piece | Value]:
         """Of the optimizer's states of one parameter. On disk they are in the optimizer only while they are lent."""
         view = self.updater.views.of(member.param)
         if view is None or not view.num_elements:
@@ -176,7 +178,7 @@ class Content:
             name, take = f"{STATE}{span.fqn}.{key}", self._state_of(view, span, key)
             if not isinstance(state, Tensor):
                 if has_first:
-                    yield _Piece(Value(name, value=plain(state, f"the optimizer's state '{key}' of '{member.fqn}'")))
+                    yield Value(name, value=plain(state, f"the optimizer's state '{key}' of '{member.fqn}'"))
             elif key in BLOCK_STATES:
                 yield from _pieces(name, state.dtype, blocks_of(member, span.start, span.stop), take)
             elif not state.dim() or _has_own_shape(view, state):

@@ -118,7 +118,7 @@ class _Target:
 
 def _kept(segment: Segment) -> Kept:
     """What holds the values that the optimizer updates, or that rest."""
-    return segment.master if segment.master is not None else segment.rest
+    return segment.master.state if segment.master is not None else segment.rest
 
 
 class Loading:

@@ -84,10 +84,9 @@ class Saver:
                 draft.commit()
         except Exception as error:
             self._error = error
-            if not self._is_first:
-                draft.fail(error)
+            draft.leave(error)
             warnings.warn(f"the checkpoint was not saved: {error}", stacklevel=1)
-        finally:
+        else:
             draft.leave()
 
     def wait(self) -> None:

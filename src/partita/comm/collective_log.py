@@ -89,8 +89,7 @@ class CollectiveLog:
         """Show this log, and look at those that the others have shown: each rank's event (None: not known yet) at the
         first place where two differ; None if there is no such place.
         """
-        if self.board is None:  # there is no other rank: what takes long is the disk
-            return None
+        assert self.board is not None, "there is no other rank"
         self.board.post(json.dumps([self.count, list(self._recent)]))
         logs: list[tuple[int, list[int]]] = [json.loads(note) if note else (0, []) for note in self.board.read()]
         firsts = [count - len(events) for count, events in logs]

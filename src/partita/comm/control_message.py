@@ -4,8 +4,12 @@ engine are told so, where messages of different sizes would end the process in t
 
 import struct
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from partita.comm.exchange import Work
@@ -17,35 +21,59 @@ HEAD = struct.Struct("<40sq")
 ROW_BYTES = 512
 ROOM_BYTES = ROW_BYTES - HEAD.size
 
-Gather = Callable[[Tensor], tuple[Tensor, Work | None]]
+T = TypeVar("T")
+Gather = Callable[[Tensor], tuple[Tensor, Work]]
+Explained = Callable[[], AbstractContextManager[None]]
 
 
-class ControlMessage:
+class ControlMessage(Generic[T]):
     """A message of every rank, under way.
 
     Args:
         call: what this rank is doing, at most 40 letters; the same on all ranks.
-        payload: of this rank, bytes ``[n]``; ``n`` may differ between the ranks unless ``land`` wants it the same.
-        gather: begins to gather a row of bytes of every rank, ``[m]``, as ``[ranks, m]``.
-        land: takes every rank's bytes when they are there.
+        payload: of this rank, bytes ``[n]``; ``n`` may differ between the ranks unless ``read`` wants it the same.
+        gather: begins to gather a row of bytes of every rank, ``[m]``, as ``[ranks, m]``; None: there is one rank.
+        read: makes what :meth:`wait` returns of every rank's bytes.
+        explained: names what failed.
     """
 
-    def __init__(self, call: str, payload: Tensor, gather: Gather, land: Callable[[list[Tensor]], object]) -> None:
-        self._payload, self._gather, self._land = payload, gather, land
-        row = torch.zeros(ROW_BYTES, dtype=torch.uint8, device="cpu")
-        head = HEAD.pack(call.encode()[:40], payload.numel())
-        row[: HEAD.size] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        row[HEAD.size :][: payload.numel()] = payload[:ROOM_BYTES]
-        self._rows, self.first = gather(row)
+    def __init__(
+        self,
+        call: str,
+        payload: Tensor,
+        gather: Gather | None,
+        read: Callable[[list[Tensor]], T],
+        explained: Explained,
+    ) -> None:
+        self._payload, self._gather, self._read, self._explained = payload, gather, read, explained
+        if gather is not None:
+            row = torch.zeros(ROW_BYTES, dtype=torch.uint8, device="cpu")
+            head = HEAD.pack(call.encode()[:40], payload.numel())
+            row[: HEAD.size] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+            row[HEAD.size :][: payload.numel()] = payload[:ROOM_BYTES]
+            with explained():
+                self._rows, self._first = gather(row)
 
-    def wait(self) -> None:
-        """Until all messages are there.
+    def wait_for(self, seconds: float) -> bool:
+        """Wait at most so long; whether the first row has come, or failed."""
+        if self._gather is not None and isinstance(self._first, dist.Work):
+            try:
+                self._first.wait(timedelta(seconds=seconds))
+            except RuntimeError:
+                return self._first.is_completed()
+        return True
+
+    def wait(self) -> T:
+        """What all ranks sent; called once.
 
         Raises:
-            PartitaError: the ranks are at different calls.
+            PartitaError: the ranks are at different calls, or one of them does not send in time.
         """
-        if self.first is not None:
-            self.first.wait()
+        with self._explained():
+            return self._read([self._payload] if self._gather is None else self._payloads(self._gather))
+
+    def _payloads(self, gather: Gather) -> list[Tensor]:
+        self._first.wait()
         heads = [HEAD.unpack(bytes(row[: HEAD.size].tolist())) for row in self._rows]
         calls, sizes = [head[0].rstrip(b"\0").decode() for head in heads], [head[1] for head in heads]
         if len(set(calls)) > 1:
@@ -58,11 +86,10 @@ class ControlMessage:
             rest = torch.zeros(max(sizes) - ROOM_BYTES, dtype=torch.uint8, device="cpu")
             if self._payload.numel() > ROOM_BYTES:
                 rest[: self._payload.numel() - ROOM_BYTES] = self._payload[ROOM_BYTES:]
-            rests, work = self._gather(rest)
-            if work is not None:
-                work.wait()
+            rests, second = gather(rest)
+            second.wait()
             payloads = [
                 torch.cat([first, more[: max(0, size - ROOM_BYTES)]])
                 for first, more, size in zip(payloads, rests, sizes, strict=True)
             ]
-        self._land(payloads)
+        return payloads

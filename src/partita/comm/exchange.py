@@ -39,11 +39,11 @@ class Receive:
         post: begins to receive a message.
     """
 
-    def __init__(self, post: Callable[[Tensor], Work | None], room: Tensor, num_elements: int, piece: int) -> None:
+    def __init__(self, post: Callable[[Tensor], Work], room: Tensor, num_elements: int, piece: int) -> None:
         self._post, self._num_elements, self._piece = post, num_elements, piece
         self._places = room.split(piece)
         self._posted = 0
-        self._awaited = deque[tuple[Tensor, Work | None]]()
+        self._awaited = deque[tuple[Tensor, Work]]()
         for _ in self._places:
             self._await_next()
 
@@ -58,8 +58,7 @@ class Receive:
         if start:  # the piece before is done with, and its place is free
             self._await_next()
         place, work = self._awaited.popleft()
-        if work is not None:
-            work.wait()
+        work.wait()
         return place
 
 
@@ -68,9 +67,7 @@ class Exchange:
     what is ``leaving`` for them.
     """
 
-    def __init__(
-        self, arriving: Sequence[Arriving], leaving: Sequence[Work | None], num_elements: int, piece: int
-    ) -> None:
+    def __init__(self, arriving: Sequence[Arriving], leaving: Sequence[Work], num_elements: int, piece: int) -> None:
         self._arriving, self._leaving = arriving, leaving
         self._starts, self._num_elements, self._piece = range(0, num_elements, piece), num_elements, piece
 
@@ -82,8 +79,7 @@ class Exchange:
             stop = min(start + self._piece, self._num_elements)
             yield slice(start, stop), [part.piece(start, stop) for part in self._arriving]
         for work in self._leaving:
-            if work is not None:
-                work.wait()
+            work.wait()
 
     def wait(self) -> None:
         """Until everything has arrived, and what left is with the others."""

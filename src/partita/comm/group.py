@@ -3,48 +3,33 @@
 import pickle
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from partita.comm.collective_log import Board
-from partita.comm.control_message import ControlMessage
+from partita.comm.control_message import ControlMessage, Explained
 from partita.comm.exchange import Work
 from partita.comm.mesh import Mesh
 from partita.comm.watchdog import Watchdog
 from partita.errors import PartitaError
 from partita.plan.traffic import TrafficKey, TrafficMeter
 
-Explained = Callable[[], AbstractContextManager[None]]
+T = TypeVar("T")
 
 
 class Handle:
     """A collective under way. :meth:`wait` returns when its result may be used (on CUDA: by the current stream)."""
 
-    def __init__(self, works: Sequence[Work | None], explained: Explained = nullcontext) -> None:
-        self._works, self._explained = works, explained
-
-    def wait_for(self, seconds: float) -> bool:
-        """Wait at most so long, for a :meth:`Group.exchange` only; whether it has ended, well or not."""
-        for work in self._works:
-            if isinstance(work, dist.Work):
-                try:
-                    work.wait(timedelta(seconds=seconds))
-                except RuntimeError:
-                    return work.is_completed()
-        return True
+    def __init__(self, work: Work, explained: Explained) -> None:
+        self._work, self._explained = work, explained
 
     def wait(self) -> None:
-        works, self._works = self._works, ()
         with self._explained():
-            for work in works:
-                if work is not None:
-                    work.wait()
+            self._work.wait()
 
 
 class Group:
@@ -77,7 +62,7 @@ class Group:
         explained = partial(self._explained, f"all-gather of {purpose}")
         with explained():
             work = self._mesh.transport(self.axes).all_gather(whole, part, purpose, tag)
-        return Handle([work], explained)
+        return Handle(work, explained)
 
     def reduce_scatter(self, out: Tensor, sent: Tensor, received: Tensor, *, accumulate: bool) -> None:
         """Write the sum over the ranks, in rank order, of their ``sent`` ``[size * n]`` into ``out`` ``[n]`` (or add
@@ -95,6 +80,8 @@ class Group:
 
     def all_reduce(self, tensor: Tensor, purpose: str = "control") -> Tensor:
         """Sum ``tensor`` over the ranks, in place. For small or rare tensors: the order of the sum is the backend's."""
+        if self.size == 1:
+            return tensor
         self._count("all_reduce", purpose, 2 * (self.size - 1) * tensor.nbytes // self.size)
         with self._explained(f"all-reduce of {purpose}"):
             self._mesh.transport(self.axes).all_reduce(tensor)
@@ -104,34 +91,27 @@ class Group:
         """Overwrite ``tensors``, of any shape, strides and dtype, with those of the group's first rank."""
         if self.size == 1:
             return
-        explained = partial(self._explained, f"broadcast of {purpose}")
         works, copies = [], [tensor.contiguous().resolve_conj().resolve_neg() for tensor in tensors]
-        for tensor in copies:
-            self._count("broadcast", purpose, (self.size - 1) * tensor.nbytes if self.index == 0 else 0)
-            sent = tensor.view(-1).view(torch.uint8)  # no backend knows every dtype
-            works.append(self._mesh.transport(self.axes).broadcast(sent))
-        Handle(works, explained).wait()
+        with self._explained(f"broadcast of {purpose}"):
+            for tensor in copies:
+                self._count("broadcast", purpose, (self.size - 1) * tensor.nbytes if self.index == 0 else 0)
+                sent = tensor.view(-1).view(torch.uint8)  # no backend knows every dtype
+                works.append(self._mesh.transport(self.axes).broadcast(sent))
+            for work in works:
+                work.wait()
         for tensor, copy in zip(tensors, copies, strict=True):
             if copy is not tensor:
                 tensor.copy_(copy)
 
     # -------------------------------------------------------------- control messages
 
-    def exchange(self, message: Tensor, call: str) -> tuple[Tensor, Handle]:
-        """Start an all-gather of a small host tensor ``[n]``: returns ``[size, n]``, filled once the handle is waited
-        for. Ranks that are at another ``call`` (its name, at most 40 letters) are told so, on all ranks.
+    def exchange(self, message: Tensor, call: str) -> ControlMessage[Tensor]:
+        """Start an all-gather of a small host tensor ``[n]``; its ``wait`` returns ``[size, n]``. Ranks that are at
+        another ``call`` (its name, at most 40 letters) are told so, on all ranks.
         """
-        every = message.new_empty((self.size, message.numel()))
-        if self.size == 1:
-            every[0] = message
-            return every, Handle(())
         self._count("all_gather", "control", (self.size - 1) * message.nbytes)
-
-        def land(payloads: list[Tensor]) -> None:
-            for row, payload in zip(every.view(torch.uint8), payloads, strict=True):
-                row.copy_(payload)
-
-        return every, self._send(call, message.view(torch.uint8), land)
+        shape = (self.size, message.numel())
+        return self._send(call, message.view(torch.uint8), lambda rows: torch.cat(rows).view(message.dtype).view(shape))
 
     def exchange_objects(self, value: object, call: str) -> list[Any]:
         """Every rank's ``value``, in rank order; ``call`` as in :meth:`exchange`. For rare, small Python values
@@ -139,25 +119,16 @@ class Group:
         """
         if self.size == 1:
             return [value]
-        every: list[Any] = []
+        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        return self._send(call, payload, lambda rows: [pickle.loads(bytes(row.numpy())) for row in rows]).wait()
 
-        def land(payloads: list[Tensor]) -> None:
-            every.extend(pickle.loads(bytes(payload.numpy())) for payload in payloads)
-
-        self._send(call, torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8), land).wait()
-        return every
-
-    def _send(self, call: str, payload: Tensor, land: Callable[[list[Tensor]], object]) -> Handle:
-        transport = self._mesh.transport(self.axes)
-
-        def gather(row: Tensor) -> tuple[Tensor, Work | None]:
-            rows = row.new_empty((self.size, row.numel()))
-            return rows, transport.gather_messages(rows, row)
-
+    def _send(self, call: str, payload: Tensor, read: Callable[[list[Tensor]], T]) -> ControlMessage[T]:
         explained = partial(self._explained, "exchange of control")
-        with explained():
-            message = ControlMessage(call, payload, gather, land)
-        return Handle([message.first, message], explained)
+        return ControlMessage(call, payload, self._gather if self.size > 1 else None, read, explained)
+
+    def _gather(self, row: Tensor) -> tuple[Tensor, Work]:
+        rows = row.new_empty((self.size, row.numel()))
+        return rows, self._mesh.transport(self.axes).gather_messages(rows, row)
 
     # -------------------------------------------------------------- beside collectives
 

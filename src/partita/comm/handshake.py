@@ -50,7 +50,7 @@ def find_node_peers(
         PartitaError: on all ranks, where they are ``required`` to be and cannot.
     """
     peers, failed = dict[int, NodePeer](), None
-    with Handshake(min(CONNECT_S, timeout_s / 2)) as handshake:
+    with Handshake(timeout_s) as handshake:
         endpoints = exchange(handshake.endpoint)
         handshake.admit(endpoints)
         exchange(None)  # nobody tries before all have admitted the others
@@ -63,9 +63,8 @@ def find_node_peers(
         unanswered = [why for why in exchange(failed) if why is not None]
     problems = [endpoint.problem for endpoint in endpoints if endpoint.problem]
     problems += [why for row in tried for why in row.values() if why is not None] + unanswered
-    for peer in peers.values():
-        peer.set_timeout(timeout_s)
-        if unanswered or (problems and required):  # some may have channels to ranks that have none
+    if unanswered or (problems and required):  # some may have channels to ranks that have none
+        for peer in peers.values():
             peer.close()
     if problems and required:
         raise PartitaError(
@@ -92,10 +91,14 @@ class Endpoint:
 
 
 class Handshake:
-    """Finds the peers among the ranks of a group. A context manager: its token and socket are there meanwhile."""
+    """Finds the peers among the ranks of a group. A context manager: its token and socket are there meanwhile.
 
-    def __init__(self, wait_s: float = CONNECT_S) -> None:
-        self._wait_s, self._listener, problem = wait_s, None, ""
+    Args:
+        timeout_s: of the channels; half of it, at most ``CONNECT_S``, is what connecting may take.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s, self._listener, problem = timeout_s, None, ""
         self._admitted: list[int] = []
         self._token = torch.frombuffer(bytearray(secrets.token_bytes(TOKEN_BYTES)), dtype=torch.uint8)
         name = f"\0partita-{secrets.token_hex(16)}"  # in no folder
@@ -133,14 +136,14 @@ class Handshake:
             OSError: one does not answer.
         """
         channels: dict[int, dict[str, Channel]] = defaultdict(dict)
-        end = time.monotonic() + self._wait_s
+        end = time.monotonic() + min(CONNECT_S, self._timeout_s / 2)
         with contextlib.ExitStack() as opened:
             for index, other in endpoints.items():
                 for number, purpose in enumerate(purposes) if index < own else ():
                     connection = opened.enter_context(socket.socket(socket.AF_UNIX))
                     _connect(connection, other, _left(end))
                     connection.sendall(HELLO.pack(other.token, number))
-                    channels[index][purpose] = Channel(connection)
+                    channels[index][purpose] = Channel(connection, self._timeout_s)
             awaited = {other.process: index for index, other in endpoints.items() if index > own}
             num_connections = len(purposes) * len(awaited)
             while num_connections:
@@ -153,7 +156,7 @@ class Handshake:
                 token, number = HELLO.unpack(receive_bytes(connection, HELLO.size))
                 if token != self.endpoint.token:
                     raise OSError(0, "a rank has connected to another's socket")
-                channels[source][purposes[number]] = Channel(connection)
+                channels[source][purposes[number]] = Channel(connection, self._timeout_s)
                 num_connections -= 1
             opened.pop_all()
         return {index: NodePeer(other.process, channels[index]) for index, other in endpoints.items()}

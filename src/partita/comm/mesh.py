@@ -14,7 +14,7 @@ import torch.distributed as dist
 from partita.comm import world
 from partita.comm.collective_log import CollectiveLog
 from partita.comm.forks import connections_kept_from_children
-from partita.comm.transport import BULK_PURPOSES, PURPOSES, HostTransport, Loopback, NcclTransport, Transport
+from partita.comm.transport import BULK_PURPOSES, PURPOSES, HostTransport, NcclTransport, Transport
 from partita.comm.watchdog import Watchdog
 from partita.comm.world import Rendezvous
 from partita.errors import PartitaError
@@ -35,7 +35,8 @@ class Mesh:
     def __init__(self, shape: MeshShape, device: torch.device, rendezvous: Rendezvous) -> None:
         self.shape, self.device = shape, device
         self.timeout_s, self._within_node = rendezvous.timeout_s, rendezvous.within_node
-        self.transports: dict[tuple[str, ...], Transport] = {(): Loopback()}
+        self._alone = HostTransport(0, 1, {}, self._within_node, self.timeout_s)  # along no axis
+        self.transports: dict[tuple[str, ...], Transport] = {(): self._alone}
         self._process_groups: list[dist.ProcessGroup] = []
         # Engines that share the mesh share these: on one group, every rank must post in one order.
         self._streams = {purpose: Stream(device, purpose) for purpose in BULK_PURPOSES}
@@ -65,9 +66,10 @@ class Mesh:
 
     def _connect(self, axes: tuple[str, ...]) -> Transport:
         own = dict[str, dist.ProcessGroup]()
-        on_host = self.device.type == "cpu"
+        size, on_host = self.shape.group_size(axes), self.device.type == "cpu"
         with connections_kept_from_children():
             for ranks in self.shape.groups(axes):
+                assert ranks == sorted(ranks), f"axes out of the mesh's order, in which torch numbers ranks: {axes}"
                 for purpose in PURPOSES:
                     backend = "gloo" if purpose == "control" or on_host else "nccl"
                     group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_s), backend=backend)
@@ -75,8 +77,8 @@ class Mesh:
                         own[purpose] = group
         self._process_groups += own.values()
         if on_host:
-            return HostTransport(self.index(axes), own, self._within_node, self.timeout_s)
-        return NcclTransport(self.index(axes), own)
+            return HostTransport(self.index(axes), size, own, self._within_node, self.timeout_s)
+        return NcclTransport(self.index(axes), size, own)
 
     def transport(self, axes: tuple[str, ...]) -> Transport:
         """What moves tensors over ``axes``, named as :meth:`MeshShape.named` does.
@@ -128,7 +130,7 @@ class Mesh:
         """
         if self._closed:
             return
-        transports, self.transports, self._closed = self.transports, {(): Loopback()}, True
+        transports, self.transports, self._closed = self.transports, {(): self._alone}, True
         for stream in self._streams.values():
             stream.close()
         for transport in transports.values():

@@ -59,17 +59,16 @@ def read_memory(process: int, address: int, into: Tensor) -> None:
 
 
 class Channel:
-    """Messages to and from one peer, for one purpose. Several threads may wait for messages of their own."""
+    """Messages to and from one peer, for one purpose, each waited for at most ``timeout_s``. Several threads may wait
+    for messages of their own.
+    """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+        connection.settimeout(timeout_s)
         self._socket = connection
         keep_from_children(connection.fileno())  # or it would not end with this process
         self._received: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(deque)
         self._listening, self._changed = False, threading.Condition()  # one thread listens, for all
-
-    def set_timeout(self, seconds: float) -> None:
-        """How long to wait for a message."""
-        self._socket.settimeout(seconds)
 
     def send(self, kind: int, tag: int, address: int = 0, num_bytes: int = 0) -> None:
         try:
@@ -135,10 +134,6 @@ class NodePeer:
 
     def __post_init__(self) -> None:
         admit([self.process])
-
-    def set_timeout(self, seconds: float) -> None:
-        for channel in self.channels.values():
-            channel.set_timeout(seconds)
 
     def close(self) -> None:
         """Called once: the peer may not read any more."""

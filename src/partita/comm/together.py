@@ -30,8 +30,7 @@ def together(group: Group, undo: Callable[[], None] = lambda: None) -> Iterator[
         yield
     except Exception as raised:
         error = raised
-    failed, exchanged = group.exchange(torch.tensor([error is not None], device="cpu"), CALL)
-    exchanged.wait()
+    failed = group.exchange(torch.tensor([error is not None], device="cpu"), CALL).wait()
     if bool(failed.any()):
         said = group.exchange_objects(None if error is None else f"{type(error).__name__}: {error}", CALL)
         undo()

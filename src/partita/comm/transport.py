@@ -9,7 +9,7 @@ need not pass the network (:mod:`partita.comm.node_peers`). NCCL has all of it n
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,10 @@ PURPOSES = ("parameters", "gradients", "control")
 BULK_PURPOSES = PURPOSES[:2]
 
 # torch 2.13 renamed the single-tensor collectives; earlier versions know the former names only.
-Single = Callable[..., Work | None]
-_all_gather_single: Single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single: Single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+Start = Callable[..., Work]  # each returns None on ranks outside the group only
+_all_gather: Start = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Start = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_broadcast, _send, _receive = cast(Start, dist.broadcast), cast(Start, dist.isend), cast(Start, dist.irecv)
 
 
 class Transport(ABC):
@@ -47,7 +48,7 @@ class Transport(ABC):
         """Find shorter ways between ranks, once; called on all of them. ``exchange`` tells a value to each of them."""
 
     @abstractmethod
-    def all_gather(self, whole: Tensor, part: Tensor, purpose: str, tag: int) -> Work | None:
+    def all_gather(self, whole: Tensor, part: Tensor, purpose: str, tag: int) -> Work:
         """Begin to gather every rank's ``part`` ``[n]`` into ``whole`` ``[size * n]``."""
 
     @abstractmethod
@@ -65,11 +66,11 @@ class Transport(ABC):
         """Sum in place, in an order of the backend's."""
 
     @abstractmethod
-    def broadcast(self, tensor: Tensor) -> Work | None:
+    def broadcast(self, tensor: Tensor) -> Work:
         """Begin to overwrite bytes with those of the group's first rank."""
 
     @abstractmethod
-    def gather_messages(self, rows: Tensor, row: Tensor) -> Work | None:
+    def gather_messages(self, rows: Tensor, row: Tensor) -> Work:
         """Begin to gather bytes ``[n]`` on the host as ``[size, n]``."""
 
     @abstractmethod
@@ -77,53 +78,20 @@ class Transport(ABC):
         """Called once, when nothing is sent any more."""
 
 
-class Loopback(Transport):
-    """Of a group of one rank."""
-
-    keeps_tags_apart = True
-
-    def handshake(self, exchange: Callable[[object], list[Any]]) -> None:
-        pass
-
-    def all_gather(self, whole: Tensor, part: Tensor, purpose: str, tag: int) -> None:
-        if whole.data_ptr() != part.data_ptr():
-            whole.copy_(part)
-
-    def reduce_scatter(self, out: Tensor, sent: Tensor, received: Tensor, *, accumulate: bool) -> None:
-        land(sent, out, accumulate=accumulate)
-
-    def received_elements(self, sent: int, itemsize: int) -> int:
-        return 0
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        pass
-
-    def broadcast(self, tensor: Tensor) -> None:
-        pass
-
-    def gather_messages(self, rows: Tensor, row: Tensor) -> None:
-        rows[0] = row
-
-    def close(self) -> None:
-        pass
-
-
 class _Backed(Transport):
     """What gloo and NCCL have in common. ``groups``: a process group for each of :data:`PURPOSES`."""
 
-    def __init__(self, index: int, groups: Mapping[str, dist.ProcessGroup]) -> None:
-        self._index, self._size = index, groups["control"].size()
-        self._groups = groups
+    def __init__(self, index: int, size: int, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        self._index, self._size, self._groups = index, size, groups
 
     def all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self._groups["gradients"])
 
-    def broadcast(self, tensor: Tensor) -> Work | None:
-        work: Work | None = dist.broadcast(tensor, group=self._groups["parameters"], group_src=0, async_op=True)
-        return work
+    def broadcast(self, tensor: Tensor) -> Work:
+        return _broadcast(tensor, group=self._groups["parameters"], group_src=0, async_op=True)
 
-    def gather_messages(self, rows: Tensor, row: Tensor) -> Work | None:
-        return _all_gather_single(rows.view(-1), row, group=self._groups["control"], async_op=True)
+    def gather_messages(self, rows: Tensor, row: Tensor) -> Work:
+        return _all_gather(rows.view(-1), row, group=self._groups["control"], async_op=True)
 
 
 class NcclTransport(_Backed):
@@ -134,13 +102,11 @@ class NcclTransport(_Backed):
     def handshake(self, exchange: Callable[[object], list[Any]]) -> None:
         pass
 
-    def all_gather(self, whole: Tensor, part: Tensor, purpose: str, tag: int) -> Work | None:
-        return _all_gather_single(whole, part, group=self._groups[purpose], async_op=True)
+    def all_gather(self, whole: Tensor, part: Tensor, purpose: str, tag: int) -> Work:
+        return _all_gather(whole, part, group=self._groups[purpose], async_op=True)
 
     def reduce_scatter(self, out: Tensor, sent: Tensor, received: Tensor, *, accumulate: bool) -> None:
-        work = _reduce_scatter_single(received, sent, group=self._groups["gradients"], async_op=True)
-        if work is not None:
-            work.wait()
+        _reduce_scatter(received, sent, group=self._groups["gradients"], async_op=True).wait()
         land(received, out, accumulate=accumulate)
 
     def received_elements(self, sent: int, itemsize: int) -> int:
@@ -161,8 +127,10 @@ class HostTransport(_Backed):
 
     keeps_tags_apart = True
 
-    def __init__(self, index: int, groups: Mapping[str, dist.ProcessGroup], within_node: str, timeout_s: float) -> None:
-        super().__init__(index, groups)
+    def __init__(
+        self, index: int, size: int, groups: Mapping[str, dist.ProcessGroup], within_node: str, timeout_s: float
+    ) -> None:
+        super().__init__(index, size, groups)
         self._within_node, self._timeout_s = within_node, timeout_s
         self.peers: dict[int, NodePeer] | None = None  # by index; None until they are looked for
 
@@ -208,7 +176,7 @@ class HostTransport(_Backed):
         Receives are posted before sends: where a send is there before, gloo uses a network in one direction at a time.
         """
         size, own, group, peers = self._size, self._index, self._groups[purpose], self.peers or {}
-        arriving, leaving = dict[int, Arriving](), list[Work | None]()
+        arriving, leaving = dict[int, Arriving](), list[Work]()
         num_elements = parts[own].numel()
         piece = num_elements if piece_bytes is None else piece_bytes // parts[own].itemsize
         for source in ((own - distance) % size for distance in range(1, size)):
@@ -217,14 +185,14 @@ class HostTransport(_Backed):
                 peer = peers[source]
                 arriving[source] = Fetch(room, num_elements, peer.process, peer.channels[purpose], tag)
             else:
-                post = partial(dist.irecv, group=group, group_src=source, tag=tag)
+                post = partial(_receive, group=group, group_src=source, tag=tag)
                 arriving[source] = Receive(post, room, num_elements, piece)
         for target in ((own + distance) % size for distance in range(1, size)):
             sent = parts[target]
             if target in peers:
                 leaving.append(Offer(sent, peers[target].channels[purpose], tag))
             else:
-                leaving += [dist.isend(part, group=group, group_dst=target, tag=tag) for part in sent.split(piece)]
+                leaving += [_send(part, group=group, group_dst=target, tag=tag) for part in sent.split(piece)]
         return Exchange([arriving[source] for source in sorted(arriving)], leaving, num_elements, piece)
 
     def close(self) -> None:

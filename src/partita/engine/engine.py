@@ -105,7 +105,7 @@ class Engine:
 
     def _begin_micro_batch(self, number: int) -> None:
         self._micro = number
-        self._parts.runtime.reducer.reduce_now = number + 1 == self._accumulate
+        self._parts.runtime.reducer.begin_micro_batch(is_last=number + 1 == self._accumulate)
 
     @explained("train_batch")
     def train_batch(self, iterator: Iterator[Any] | Sequence[Any]) -> Tensor:
@@ -145,11 +145,8 @@ class Engine:
         """
         reducer = self._open().runtime.reducer
         self._check_gradients_rest("engine.no_sync")
-        before, reducer.synchronize = reducer.synchronize, False
-        try:
+        with reducer.no_sync():
             yield
-        finally:
-            reducer.synchronize = before
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Clip the batch's gradients, in the next :meth:`step`, to a global norm (in place of ``clip_grad_norm``).
@@ -284,8 +281,7 @@ class Engine:
         """A number of every data-parallel rank, in rank order, on all of them."""
         collectives = self._open().runtime.collectives
         mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().view(1)
-        every, handle = collectives.group(BATCH_AXES).exchange(mine, "a number of every rank")
-        handle.wait()
+        every = collectives.group(BATCH_AXES).exchange(mine, "a number of every rank").wait()
         return [float(number) for number in every.view(-1).tolist()]
 
     def mean(self, value: Tensor | float) -> Tensor:

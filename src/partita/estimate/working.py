@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import BUCKET_BYTES, PlannedSegment, PlannedUnit
 from partita.plan.residence import Tier
-from partita.plan.slots import CLASS_SHARE, RECEIVING, SENDING, SUMMED, Passing, bytes_ahead, ring_depth, slot_counts
+from partita.plan.slots import CLASS_SHARE, RECEIVING, SENDING, SUMMED, Passing, bytes_ahead, pool_depth, slot_counts
 from partita.plan.steps import AllGather, AllReduce, ReduceScatter, steps
 
 # Tensors of one kind that are on their way between disk and host at a time: of a unit that is updated, of the one that
@@ -26,7 +26,7 @@ def working_bytes(
     """Bytes by tier. ``prefetch`` is ``zero.prefetch_bytes``."""
     needed = Counter[Tier]()
     needed[Tier.DEVICE] = (
-        _ring_bytes(units, mesh, prefetch) + _gradient_bytes(units, mesh) + _publish_bytes(units, mesh)
+        _pool_bytes(units, mesh, prefetch) + _gradient_bytes(units, mesh) + _publish_bytes(units, mesh)
     )
     needed[Tier.HOST] = _staging_bytes(units, mesh, num_moments) + _update_bytes(units, mesh)
     for tier in needed:
@@ -39,8 +39,8 @@ def unit_bytes(unit: PlannedUnit) -> int:
     return sum(s.layout.padded * s.layout.encoding.itemsize for s in unit.segments)
 
 
-def _ring_bytes(units: Sequence[PlannedUnit], mesh: MeshShape, prefetch: int | str) -> int:
-    """The ring of gathered units, as the runtime sizes it."""
+def _pool_bytes(units: Sequence[PlannedUnit], mesh: MeshShape, prefetch: int | str) -> int:
+    """The buffer pool of gathered units, as the runtime sizes it."""
     moving = [u for u in units if steps(u.segments[0].row.param_rest, u.segments[0].row.param_compute, mesh)]
     names = {unit.name for unit in moving}
     outer = {""} | {name[:end] for name in names for end in range(len(name)) if name[end] == "."}
@@ -53,7 +53,7 @@ def _ring_bytes(units: Sequence[PlannedUnit], mesh: MeshShape, prefetch: int | s
         )
         for unit in moving
     ]
-    depth = ring_depth(passing, bytes_ahead(prefetch, passing))
+    depth = pool_depth(passing, bytes_ahead(prefetch, passing))
     lasting = [unit.num_bytes for unit in passing if unit.is_outer]
     return _total(slot_counts([unit.num_bytes for unit in passing], depth, lasting))
 

@@ -22,8 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from partita.checkpoint.backend import Stored
-from partita.checkpoint.format.lock import Lock, is_locked
-from partita.checkpoint.format.system import sync_folder, write_small
+from partita.checkpoint.format.system import Lock, is_locked, sync_folder, write_small
 from partita.checkpoint.names import model_keys, some_of
 from partita.errors import PartitaError
 from partita.huggingface.weights import INDEX, SINGLE, read_index

@@ -14,7 +14,6 @@ from partita.inspection.modules import extra_states, persistent_buffers
 from partita.kernels.quantize import join
 from partita.optim.updater import Updater
 from partita.plan.residence import SPLIT
-from partita.plan.steps import steps
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member, Segment, Unit
 
@@ -53,24 +52,14 @@ class Whole:
         self._settle()
         member = self.member(name)
         reducer = self._runtime.reducer
-        bucket = next((b for b in reducer.buckets if any(m is member for m in b.members)), None)
+        bucket = reducer.bucket_of(member)
         if bucket is None:
             return None
         reducer.join()
         reducer.drain()
-        flat = torch.zeros(member.span.num_elements + 1, dtype=torch.float32, device=self._collectives.mesh.device)
-        values, flat[-1] = flat[:-1], float(id(member) in bucket.used)
-        reduced = bucket.reduced.load().to(flat.device) if bucket.reduced is not None else None
-        for piece in bucket.pieces[id(member)]:
-            if piece.row == self._group.index and reduced is not None:
-                values[piece.start : piece.stop] += reduced[piece.column :][: piece.stop - piece.start]
-            if id(member) in bucket.arrived and bucket.whole is not None:
-                values[piece.start : piece.stop] += bucket.whole[piece.row, piece.column :][: piece.stop - piece.start]
-        if (grad := member.grad) is not None:
-            values.add_(
-                member.flat(grad.detach()).float(),
-                alpha=1.0 if reducer.collected else 1.0 / reducer.divisor,
-            )
+        values = bucket.held_of(member, self._group.index, self._collectives.mesh.device)
+        flat = torch.cat([values, values.new_tensor([id(member) in bucket.used])])
+        values = flat[:-1]
         self._group.all_reduce(flat)
         return self._shaped(member, values.div_(scale)) if flat[-1] > 0 else None
 
@@ -83,7 +72,7 @@ class Whole:
         view = self._views.of(member.param)
         state = self._hidden.state_of(view) if view is not None else {}
         described = self._group.exchange_objects(
-            {key: value.dtype if _spread(value, view) else None for key, value in state.items()} if view else {},
+            {key: _spread_dtype(value) for key, value in state.items()},
             "engine.optimizer_state",
         )
         whole: dict[str, Tensor] = {}
@@ -109,9 +98,18 @@ class Whole:
             )
         return self._shaped(member, self._group.all_reduce(values))
 
-    @staticmethod
-    def _shaped(member: Member, flat: Tensor) -> Tensor:
-        return member.shaped(flat.clone()).contiguous()
+    def _shaped(self, member: Member, flat: Tensor) -> Tensor:
+        return self._global(member, member.shaped(flat.clone()).contiguous())
+
+    def _global(self, member: Member, local: Tensor) -> Tensor:
+        """The global tensor of which ``local`` is this rank's box, and that of all whose gradients it sums with."""
+        if not member.span.is_part:
+            return local
+        whole = local.new_zeros(member.span.global_shape)
+        if self._group.index == 0:
+            whole[member.span.box.slices] = local
+        self._collectives.all_ranks.all_reduce(whole.view(-1))
+        return whole
 
     # ---------------------------------------------------------------- parameters
 
@@ -121,7 +119,7 @@ class Whole:
         self._take_written()
         wanted = self._parameters_of(items)
         units = [unit for unit in self._runtime.units if any(id(m.param) in wanted for m in unit.members)]
-        sharded = [unit for unit in units if unit.travels]
+        sharded = [unit for unit in units if not unit.rests_whole]
         self._runtime.residency.hold(sharded)
         self.num_gathered += 1
         members = [member for unit in units for member in unit.members]
@@ -168,10 +166,10 @@ class Whole:
 
     @staticmethod
     def _refill(segment: Segment, names: AbstractSet[str]) -> None:
-        if steps(segment.plan.param_rest, segment.plan.param_compute, segment.mesh):
+        if not segment.planned.rests_whole(segment.mesh):
             segment.rest.store(segment.part(segment.full, segment.plan.param_rest))
         if segment.master is not None and not segment.master_is_parameter:
-            segment.set_master(segment.part(segment.full, segment.plan.master), names)
+            segment.master.set(segment.part(segment.full, segment.plan.master), names)
 
     def weights(self, *, master: bool) -> Iterator[tuple[Member, Tensor]]:
         """Every parameter once, whole, unit by unit: valid until the next one is asked for.
@@ -181,7 +179,7 @@ class Whole:
         """
         self._take_written()
         for unit in self._runtime.units:
-            sharded = [unit] if unit.travels else []
+            sharded = [] if unit.rests_whole else [unit]
             self._runtime.residency.hold(sharded)
             separate = {id(s): self._master_of(s) for s in unit.segments if master and not s.master_is_parameter}
             try:
@@ -189,10 +187,8 @@ class Whole:
                     full = separate.get(id(member.segment))
                     if full is None:
                         full = member.segment.full
-                    yield (
-                        member,
-                        member.shaped(full[member.span.offset : member.span.offset + member.span.num_elements]),
-                    )
+                    local = member.shaped(full[member.span.offset :][: member.span.num_elements])
+                    yield member, self._global(member, local)
             finally:
                 self._runtime.residency.let_go(sharded)
 
@@ -201,7 +197,7 @@ class Whole:
         if segment.master is None:
             return None
         device = self._collectives.mesh.device
-        whole = part = segment.master.load().to(device)
+        whole = part = segment.master.state.load().to(device)
         if not segment.holds_whole_master:
             whole = part.new_empty(segment.layout.padded)
             self._collectives.group(segment.plan.master.shard_axes).all_gather(whole, part).wait()
@@ -225,6 +221,6 @@ class Whole:
         return ordered
 
 
-def _spread(value: object, view: object) -> bool:
-    """Whether a state is a tensor with an element for each of the parameter's."""
-    return isinstance(value, Tensor) and value.dim() > 0
+def _spread_dtype(value: object) -> torch.dtype | None:
+    """The dtype of a state that is a tensor with an element for each of the parameter's; None of any other."""
+    return value.dtype if isinstance(value, Tensor) and value.dim() > 0 else None

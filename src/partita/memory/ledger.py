@@ -18,8 +18,8 @@ class MemoryReport:
     """Bytes of this rank, by state and tier, now and at their peak.
 
     ``held`` and ``peak`` are keyed by (state, tier): the model states ``parameters``, ``gradients``, ``master`` (only
-    where it is not the parameter itself) and ``moments``, the ``ring`` that lends memory to gathered parameters, the
-    ``buckets`` that gradients travel in. ``process_bytes`` is the resident set of the process (its peak:
+    where it is not the parameter itself) and ``moments``, the ``buffer_pool`` that lends memory to gathered parameters,
+    the ``buckets`` that gradients travel in. ``process_bytes`` is the resident set of the process (its peak:
     ``process_peak_bytes``), ``device_bytes`` and ``device_peak_bytes`` what the CUDA allocator says (0 on CPU).
     ``disk`` is what the disk tier has moved so far (None: nothing rests there).
     """

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from partita.memory.allocate import allocate, allocate_host, over
+from partita.memory.buffer_pool import Slot
 from partita.memory.disk import ALIGNMENT, Disk, DiskReport, Region
 from partita.memory.ledger import Ledger
-from partita.memory.ring import Slot
 from partita.memory.streams import Event, finish
 from partita.plan.residence import Tier
 

@@ -62,7 +62,6 @@ class BackwardUpdater(Updater):
         self._queued = list[_Queued]()
         self._gradients = runtime.collectives.mesh.stream("gradients")
         self._unit_of = {id(segment): unit for unit in runtime.units for segment in unit.segments}
-        self._reducer.use = self._queue
 
     def update(self) -> StepResult:
         """Wait until every gradient of the batch is judged; updates may still go on."""
@@ -123,7 +122,7 @@ class BackwardUpdater(Updater):
         self.views.attach(self.optimizer)
         self.hidden.note_settings()
 
-    def _queue(self, bucket: Bucket) -> Event:
+    def use(self, bucket: Bucket) -> Event:
         """Queue the update of a bucket whose reduction is queued; returns when its sums are used up."""
         if not self._queued:
             self.begin()
@@ -136,7 +135,7 @@ class BackwardUpdater(Updater):
         for job, following in zip(jobs, [*jobs[1:], None], strict=True):
             job.ready = queued.judged
             queued.updated = self.hidden.queue(job, following)
-            if job.unit.travels:
+            if not job.unit.rests_whole:
                 self._runtime.executor.await_update(job.unit, queued.updated)
         if len(self._queued) == len(self._buckets):  # backward needs no parameter any more
             self._await_updates()

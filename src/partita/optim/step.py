@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from partita.errors import PartitaError
+from partita.memory.streams import Event
 from partita.optim.updater import Agreed, StepResult, Updater
 from partita.plan.residence import Tier
 from partita.sharding.buckets import Bucket, square
@@ -35,6 +36,10 @@ class StepUpdater(Updater):
             )
         self._check_kept()
         self.settle()
+
+    def use(self, bucket: Bucket) -> Event:
+        """Never called: gradients rest until the step."""
+        raise AssertionError(f"gradients of {bucket.members[0].fqn} rest")
 
     def give_up(self) -> None:
         self._measured = self._clip_once = None
@@ -108,7 +113,7 @@ class StepUpdater(Updater):
         if any(agreed.leftovers):
             self._reducer.launch(agreed.leftovers)
         self._reducer.drain()
-        self._reducer.collect_unreduced()
+        self._reducer.complete_unreduced()
 
     def _norm(self) -> float:
         """The global norm of the (still scaled) gradients; the same number on every rank."""
@@ -116,8 +121,7 @@ class StepUpdater(Updater):
         if len({part.device for part in parts}) > 1:
             parts = [part.cpu() for part in parts]
         mine = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device="cpu")
-        every, handle = self._group.exchange(mine.cpu().view(1), "the norm of engine.step")
-        handle.wait()
+        every = self._group.exchange(mine.cpu().view(1), "the norm of engine.step").wait()
         total = 0.0
         for part in every.view(-1).tolist():
             total += part
@@ -125,7 +129,7 @@ class StepUpdater(Updater):
 
     def _squares(self, bucket: Bucket) -> list[Tensor]:
         if bucket.plan.grad_step.tier is Tier.DISK:
-            return bucket.squares if bucket.filled else []
+            return bucket.squares
         return [square(grad) for grad in self._owned(bucket)]
 
     def _owned(self, bucket: Bucket) -> list[Tensor]:
@@ -167,7 +171,7 @@ class StepUpdater(Updater):
         self.culprit = culprit = self._culprit()
         before = self.scale.value
         self._forget()
-        self._reducer.trace = True
+        self._reducer.trace()
         if scale == before:
             self.scale.overflowed(culprit)
         lowered = f"; loss scale {before:g} -> {self.scale.value:g}" if self.scale.value != before else ""

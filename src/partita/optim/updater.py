@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from partita.errors import PartitaError
+from partita.memory.streams import Event
 from partita.optim.counted import copies
 from partita.optim.guard import Guard
 from partita.optim.hidden import HiddenUpdates
@@ -22,8 +23,9 @@ from partita.optim.loss_scale import LossScale
 from partita.optim.shadow import run_step
 from partita.optim.views import Views
 from partita.plan.residence import Tier
+from partita.sharding.buckets import Bucket
 from partita.sharding.runtime import Runtime
-from partita.sharding.unit import Member
+from partita.sharding.unit import Member, Segment
 
 # torch.nn.utils.clip_grad_norm_ adds this to the norm that it divides by.
 CLIP_EPS = 1e-6
@@ -82,19 +84,27 @@ class Updater(ABC):
         self._buckets = self._reducer.buckets
         self.steps = 0
         self.culprit = ""  # why the last update that was left out was
-        self._reducer.trace = scale.dynamic
+        if scale.dynamic:
+            self._reducer.trace()
         self._num_states = -1
         self._told_unscaled = False
         self.views = Views(runtime.units, runtime.memory)
         self.views.attach(optimizer)
-        runtime.on_unfreeze = self.views.unfreeze
         self.hidden = HiddenUpdates(runtime, self.views, optimizer, counted)
-        self._reducer.before_backward = self.begin
-        self._guard = Guard(optimizer, self._holds_batch)
+        self._reducer.connect(self)
+        self._guard = Guard(optimizer, lambda: self._reducer.holds_batch)
 
     @abstractmethod
     def begin(self) -> None:
         """Before the first gradient of a backward."""
+
+    @abstractmethod
+    def use(self, bucket: Bucket) -> Event:
+        """Update with gradients that rest nowhere, whose reduction is queued; returns when they are used up."""
+
+    def unfreeze(self, segment: Segment) -> None:
+        """A segment begins to train."""
+        self.views.unfreeze(segment)
 
     @abstractmethod
     def update(self) -> StepResult:
@@ -149,17 +159,12 @@ class Updater(ABC):
 
     # ------------------------------------------------------------------ for both
 
-    def _holds_batch(self) -> bool:
-        """Whether this rank has gradients of a batch's last micro-batch."""
-        return self._reducer.reduce_now and any(bucket.used for bucket in self._buckets)
-
     def _agree(self, call: str = "engine.step") -> Agreed:
         """Exchange which parameters were used and what is left to reduce, in one small message, at ``call``."""
         used = [id(member) in bucket.used for bucket in self._buckets for member in bucket.members]
         header = struct.pack(HEADER, self._reducer.waves, self._runtime.written.digest, self._own_scale)
         message = header + bytes([*self._reducer.leftovers(), *used])
-        every, handle = self._group.exchange(torch.frombuffer(bytearray(message), dtype=torch.uint8), call)
-        handle.wait()
+        every = self._group.exchange(torch.frombuffer(bytearray(message), dtype=torch.uint8), call).wait()
         rows = [bytes(row.tolist()) for row in every]
         waves, digests, scales = zip(*(struct.unpack_from(HEADER, row) for row in rows), strict=True)
         if any(digests):

@@ -1,8 +1,8 @@
 """Pieces of a global parameter: rectangles in its own coordinates, and the flat ranges that ranks hold as rectangles.
 
 A rank holds elements ``[start, stop)`` of a tensor in the order in which they lie in memory. In the tensor's own
-coordinates that is a part of a row, whole rows, and a part of a row, and so on inwards: fewer boxes than twice its
-dimensions, each of them contiguous in the range. So nothing that is written down about a state needs to know of ranks.
+coordinates that is a part of a row, whole rows, and a part of a row, and so on inwards: of n dimensions at most 2n - 1
+boxes, each of which is contiguous in the range. So nothing that is written down about a state needs to know of ranks.
 """
 
 import math

@@ -1,6 +1,6 @@
 """How many slots lend memory to what passes through the device: units that are gathered, gradients on their way.
 
-The rings (:mod:`partita.memory.ring`) are built from these numbers, and the estimates are computed from them.
+Buffer pools (:mod:`partita.memory.buffer_pool`) are built from these numbers, and the estimates computed from them.
 """
 
 from collections.abc import Sequence
@@ -56,8 +56,8 @@ def bytes_ahead(setting: int | str, units: Sequence[Passing]) -> int:
     return max(sizes, default=0)
 
 
-def ring_depth(units: Sequence[Passing], ahead: int) -> int:
-    """Slots in a class of the ring of gathered units, beside those of units that others lie inside of.
+def pool_depth(units: Sequence[Passing], ahead: int) -> int:
+    """Slots in a class of the pool of gathered units, beside those of units that others lie inside of.
 
     In backward a unit is opened before the one that follows it in forward is closed: two at the least.
     """

@@ -41,6 +41,11 @@ class Span:
         """The shape of the global parameter."""
         return self.box.sizes if self.shape is None else self.shape
 
+    @property
+    def is_part(self) -> bool:
+        """Whether the local tensor is not all of the global parameter."""
+        return self.box.sizes != self.global_shape
+
     def within(self, begin: int, end: int) -> "Span | None":
         """What of this span lies in ``[begin, end)`` of the segment, its offset counted from ``begin``."""
         low, high = max(self.offset, begin), min(self.offset + self.num_elements, end)

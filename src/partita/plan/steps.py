@@ -6,6 +6,7 @@ destination's tier, write to disk. Axes of size 1 take part in nothing: there a 
 operations is empty.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby, takewhile
@@ -67,6 +68,17 @@ class Write:
 
 
 Step = AllGather | ReduceScatter | AllReduce | Slice | Encode | Copy | Read | Write
+
+
+def in_phases(ops: Iterable[Step]) -> tuple[Step, ...]:
+    """``ops`` with each all-reduce as the two that it consists of: every rank sums up its part, then gathers all.
+
+    Between them a part can be measured and scaled where it is summed; the result is the same.
+    """
+    phases = list[Step]()
+    for op in ops:
+        phases += [ReduceScatter(op.axes), AllGather(op.axes)] if isinstance(op, AllReduce) else [op]
+    return tuple(phases)
 
 
 @cache

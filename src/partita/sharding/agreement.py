@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 
 from partita.comm.collective_log import STEP, CollectiveLog
-from partita.comm.group import Group, Handle
+from partita.comm.control_message import ControlMessage
+from partita.comm.group import Group
 from partita.comm.mesh import Mesh
 from partita.errors import PartitaError
 from partita.memory.streams import Event
@@ -41,11 +42,8 @@ def agree(group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> Agreement:
     """The way that suits the group of all ranks of a mesh. Called on every rank."""
     if mesh.watchdog is None:
         mesh.watchdog = group.watchdog()
-    if not group.keeps_tags_apart:
-        return Announcements(group, mesh.log, on_stall)
-    if mesh.log.board is None:
-        mesh.log.board = group.board()
-    return ComparedLogs(group, mesh.log, on_stall)
+    kind = ComparedLogs if group.keeps_tags_apart else Announcements
+    return kind(group, mesh, on_stall)
 
 
 class ComparedLogs:
@@ -53,13 +51,18 @@ class ComparedLogs:
     its log for the others, and looks for what they have left.
     """
 
-    def __init__(self, group: Group, log: CollectiveLog, on_stall: Callable[[], None]) -> None:
-        self._group, self._log, self._on_stall = group, log, on_stall
+    def __init__(self, group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> None:
+        self._group, self._log, self._on_stall = group, mesh.log, on_stall
+        if self._log.board is None:
+            self._log.board = group.board()
 
     def gathers(self, number: int) -> None:
         self._log.add(number)
 
     def wait(self, gathered: Event) -> None:
+        if self._group.size == 1:  # what takes long is the disk
+            gathered.wait()
+            return
         found: list[int | None] | None = None
         try:
             while not gathered.wait_for(PATIENCE_S):
@@ -77,9 +80,9 @@ class ComparedLogs:
 
     def step(self) -> None:
         self._log.add(STEP)
-        every, handle = self._group.exchange(torch.tensor([self._log.count], device="cpu"), "engine.step")
-        self.wait(Event(handle.wait, wait_for=handle.wait_for))
-        if len(set(every.view(-1).tolist())) > 1:
+        message, counts = self._group.exchange(torch.tensor([self._log.count], device="cpu"), "engine.step"), set[int]()
+        self.wait(Event(lambda: counts.update(message.wait().view(-1).tolist()), wait_for=message.wait_for))
+        if len(counts) > 1:
             raise PartitaError(
                 f"rank {self._group.index} is at engine.step(), and another rank is not: call the engine's methods in "
                 "the same order on every rank"
@@ -91,9 +94,9 @@ class Announcements:
     the control group. The exchange is asynchronous and is read when the gathered unit is opened.
     """
 
-    def __init__(self, group: Group, log: CollectiveLog, on_stall: Callable[[], None]) -> None:
-        self._group, self._log, self._on_stall = group, log, on_stall
-        self._pending: deque[tuple[torch.Tensor, Handle]] = deque()
+    def __init__(self, group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> None:
+        self._group, self._log, self._on_stall = group, mesh.log, on_stall
+        self._pending: deque[ControlMessage[torch.Tensor]] = deque()
 
     def gathers(self, number: int) -> None:
         self._pending.append(self._group.exchange(torch.tensor([number], device="cpu"), "a gather"))
@@ -109,11 +112,10 @@ class Announcements:
     def _verify(self) -> None:
         """Compare everything said so far."""
         while self._pending:
-            every, handle = self._pending.popleft()
-            while not handle.wait_for(PATIENCE_S):
+            message = self._pending.popleft()
+            while not message.wait_for(PATIENCE_S):
                 self._on_stall()
-            handle.wait()
-            events = every.view(-1).tolist()
+            events = message.wait().view(-1).tolist()
             if len(set(events)) > 1:
                 raise _different(self._log, events)
 

@@ -270,7 +270,7 @@ class Assembly:
     def _comes_in_parts(self, unit: Unit) -> bool:
         """Whether each rank can read what it keeps, and nothing else."""
         has_all = all(self._has(*member.holding.fqns) for member in unit.members)
-        return has_all and unit.travels and all(segment.keeps_one_part for segment in unit.segments)
+        return has_all and not unit.rests_whole and all(segment.keeps_one_part for segment in unit.segments)
 
     def _fill_alone(self, unit: Unit) -> None:
         """Bring the model's own values into a unit's buffers."""

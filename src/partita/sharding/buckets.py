@@ -1,193 +1,302 @@
 """Where gradients are collected and reduced: buckets of constant order, of one large or several small segments.
 
-Names: a bucket's ``whole`` is ``[group size, columns]``, a row for each rank that will own its sum; ``shard`` is this
-rank's row of the reduced gradient, ``[columns]``, kept in the table's tier. Where the table keeps gradients whole on
-the device between micro-batches, ``whole`` rests and ``shard`` is a row of it; elsewhere ``whole`` is a slot borrowed
-from a ring while one backward fills and sends it, and where gradients rest nowhere ``shard`` is one, too. Where no step
+Names: a bucket's ``whole`` is ``[num_rows, num_columns]``, a row for each rank that will own its sum; ``shard`` is this
+rank's row of the reduced gradient, ``[num_columns]``, kept in the table's tier. Where the table keeps gradients whole
+on the device between micro-batches, ``whole`` rests and ``shard`` is a row of it; elsewhere ``whole`` is a slot of a
+buffer pool while one backward fills and sends it, and where gradients rest nowhere ``shard`` is one, too. Where no step
 leads from autograd's gradient to the optimizer's, there is neither: the gradient stays where autograd put it.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from partita.memory.ring import Slot
+from partita.errors import PartitaError
+from partita.memory.allocate import over
+from partita.memory.buffer_pool import Slot
+from partita.memory.ledger import Ledger
 from partita.memory.streams import Event
 from partita.memory.tiers import InMemory, Kept, StateMemory
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import share_buckets
 from partita.plan.residence import Tier
-from partita.plan.steps import AllReduce, ReduceScatter, steps
+from partita.sharding.bucket_layout import BucketLayout
 from partita.sharding.dtypes import dtype_of
+from partita.sharding.movement import Movement, finish_all
 from partita.sharding.unit import Member, Segment
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements ``[start, stop)`` of a parameter's gradient at column ``column`` of row ``row`` of a bucket."""
-
-    row: int
-    column: int
-    start: int
-    stop: int
 
 
 class BucketState(Enum):
     OPEN = "open"  # takes gradients
-    REDUCED = "reduced"  # launched: the shard holds the sum once ``reduced_at`` has passed
+    REDUCED = "reduced"  # launched: the shard holds the sum once ``reduced`` has passed; in place: these are means
 
 
 class Bucket:
-    """Segments whose gradients are reduced together.
+    """Segments whose gradients are collected and reduced together.
 
-    ``arrived``: members whose gradients lie in ``whole``; ``fresh``: those that brought one in this wave; ``expected``:
-    those it waits for, learned from the last two waves; ``used``: those that brought one since the last update.
+    Attributes: ``in_place``, ``rests_whole``, ``passes`` as the plan says
+    (:class:`~partita.plan.planned.PlannedSegment`); ``moves``: gradients leave where they are collected, for other
+    ranks or another memory; ``sums_pass``: the tier of the buffer pool that sums go through (None: they rest);
+    ``steps`` to the sums, and ``spreading`` what follows at the step; ``divisor``: ranks times micro-batches.
     """
 
-    def __init__(self, index: int, segments: Sequence[Segment], members: Sequence[Member], mesh: MeshShape) -> None:
-        self.index, self.segments, self.members, self.mesh = index, segments, members, mesh
-        self.plan = segments[0].plan
+    def __init__(self, layout: BucketLayout, mesh: MeshShape, accumulate: int, ledger: Ledger) -> None:
+        self.layout, self.segments, self.members = layout, layout.segments, layout.members
+        planned = layout.segments[0].planned
+        self.plan = planned.row
         self.dtype = dtype_of(self.plan.grad_step.encoding)
-        self.num_rows = segments[0].layout.num_parts
-        self.first_column = dict[int, int]()
-        self.columns = 0
-        for segment in segments:
-            self.first_column[id(segment)] = self.columns
-            self.columns += segment.layout.part_elements
-        self.pieces = {id(member): self._pieces(member) for member in members}
-        self.gaps = self._gaps()
-        self.rests = self.plan.gradients_rest
-        self.in_place = self.rests and not steps(self.plan.grad_arrival, self.plan.grad_step, mesh)
-        between = self.plan.grad_between
-        is_whole = mesh.group_size(between.shard_axes) == 1 and between.tier is Tier.DEVICE
-        self.rests_whole = self.rests and not self.in_place and is_whole
-        self.reduces = [
-            op
-            for op in steps(self.plan.grad_arrival, self.plan.grad_step, mesh)
-            if isinstance(op, AllReduce | ReduceScatter)
-        ]
-        self.axes = self.reduces[0].axes if self.reduces else ()  # of the group that it is reduced over
-        self.travels = bool(self.reduces) or not (self.in_place or self.rests_whole)
-        self.state = BucketState.OPEN
-        self.whole: Tensor | None = None
-        self.shard: Kept | None = None
-        self.squares: list[Tensor] = []  # of a shard on disk: the sums of squares of its segments
-        self.carry: Tensor | None = None
-        self.filled = False
-        self.reduced_at = Event()
-        self.slot: Slot | None = None  # whose memory ``whole`` is, where it is borrowed
-        self.arrived: set[int] = set()
-        self.fresh: set[int] = set()
-        self.previously: set[int] = set()
-        self.expected = {id(member) for member in members}
-        self.used: set[int] = set()
-
-    def _pieces(self, member: Member) -> tuple[Piece, ...]:
-        layout, first = member.segment.layout, self.first_column[id(member.segment)]
-        found = []
-        for row in range(layout.num_parts):
-            begin = row * layout.part_elements
-            span = member.span.within(begin, begin + layout.part_elements)
-            if span is not None:
-                found.append(Piece(row, first + span.offset, span.start, span.stop))
-        return tuple(found)
+        self.num_bytes = layout.num_elements * self.dtype.itemsize
+        self.shard_bytes = layout.num_columns * self.dtype.itemsize
+        self.in_place = planned.gradient_in_place(mesh)
+        self.rests_whole = planned.gradient_rests_whole(mesh)
+        self.passes = planned.gradient_passes(mesh)
+        self.moves = self.passes or planned.gradient_is_reduced(mesh)
+        self.sums_pass = None if self.plan.gradients_rest else self.plan.grad_step.tier
+        self.steps, self.spreading = planned.gradient_phases(mesh)
+        self.divisor = mesh.group_size(self.plan.summed_axes) * accumulate
+        self._sees_whole = mesh.group_size(self.plan.grad_step.shard_axes) == 1
+        self._ledger = ledger
+        self._state = BucketState.OPEN
+        self._reduced = Event()
+        self._whole: Tensor | None = None
+        self._slot: Slot | None = None  # whose memory ``whole`` is, where it is borrowed
+        self._shard: Kept | None = None
+        self._carry: Tensor | None = None  # of what rests whole: the sum so far, while more is collected
+        self._squares = list[Tensor]()
+        self._versions = dict[int, int]()  # of gradients in place, as backward left them
+        self._bytes_in_place = 0
+        self._arrived = set[int]()  # members whose gradients lie in ``whole``
+        self._fresh = set[int]()  # that brought one in this wave
+        self._previously = set[int]()  # in the last wave
+        self._expected = {id(member) for member in self.members}  # it waits for these, learned from the last two waves
+        self._used = set[int]()
 
     @property
-    def num_elements(self) -> int:
-        return self.num_rows * self.columns
+    def shard(self) -> Kept | None:
+        """This rank's row of the reduced gradient."""
+        return self._shard
 
     @property
-    def num_bytes(self) -> int:
-        return self.num_elements * self.dtype.itemsize
+    def used(self) -> AbstractSet[int]:
+        """Ids of the members that brought a gradient since the last update."""
+        return self._used
 
     @property
-    def complete(self) -> bool:
-        return self.expected <= self.fresh
+    def is_fresh(self) -> bool:
+        """Whether any member brought a gradient in this wave."""
+        return bool(self._fresh)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this wave has brought all that is expected."""
+        return self._expected <= self._fresh
+
+    @property
+    def is_left_over(self) -> bool:
+        """Whether there are gradients that no wave has taken."""
+        return self.moves and (bool(self._arrived) or bool(self.waiting))
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether it has to be lent a slot to collect in."""
+        return self._whole is None
+
+    @property
+    def waiting(self) -> list[Member]:
+        """Members whose gradients are still with their parameters."""
+        with torch._C.DisableTorchFunctionSubclass():  # resting parameters answer through Python
+            return [member for member in self.members if member.grad is not None]
+
+    # ---------------------------------------------------------------- collecting
 
     def allocate(self, row: int, memory: StateMemory) -> None:
         """Have memory for the gradients that rest here. ``row`` is this rank's."""
-        if self.in_place or self.shard is not None or not self.rests:
+        if self.in_place or self._shard is not None or not self.plan.gradients_rest:
             return
         tier = self.plan.grad_between.tier
         if self.rests_whole:
-            self.whole = (
-                memory.keep("gradients", self.num_elements, self.dtype, tier).lend().tensor.view(self.num_rows, -1)
-            )
-            self.shard = InMemory(self.whole[row], tier)
+            room = memory.keep("gradients", self.layout.num_elements, self.dtype, tier)
+            self._whole = room.lend().tensor.view(self.layout.num_rows, -1)
+            self._shard = InMemory(self._whole[row], tier)
         else:
-            self.shard = memory.keep("gradients", self.columns, self.dtype, tier)
+            self._shard = memory.keep("gradients", self.layout.num_columns, self.dtype, tier)
 
-    def absorb(self, member: Member, divisor: int) -> None:
+    def borrow(self, slot: Slot) -> None:
+        """Collect in a slot of ``num_bytes`` until the launch."""
+        slot.last_use.wait()
+        self._slot = slot
+        self._whole = over(slot.storage, self.dtype, self.layout.num_elements).view(self.layout.num_rows, -1)
+        for row, begin, end in self.layout.gaps:  # padding adds nothing to norms
+            self._whole[row, begin:end].zero_()
+
+    def note(self, member: Member, *, in_wave: bool) -> None:
+        """A member's gradient has come; ``in_wave``: to be reduced with this backward's."""
+        self._used.add(id(member))
+        if in_wave:
+            self._fresh.add(id(member))
+        if self.in_place and (grad := member.grad) is not None:
+            if id(member) not in self._versions:
+                self._bytes_in_place += grad.nbytes
+                self._ledger.add("gradients", grad.nbytes)
+            self._versions[id(member)] = grad._version
+
+    def collect(self, member: Member) -> None:
         """Move a parameter's gradient, divided, into ``whole``: copied if it is its first, else added."""
         grad = member.grad
         if grad is None:
             return
-        assert self.whole is not None
-        flat, first = member.flat(grad.detach()), id(member) not in self.arrived
-        for piece in self.pieces[id(member)]:
-            target = self.whole[piece.row, piece.column : piece.column + piece.stop - piece.start]
-            source = flat[piece.start : piece.stop]
+        assert self._whole is not None
+        flat, first = member.flat(grad.detach()), id(member) not in self._arrived
+        for piece in self.layout.pieces[id(member)]:
+            target, source = piece.of(self._whole[piece.row]), flat[piece.start : piece.stop]
             if not first:
-                target.add_(source, alpha=1.0 / divisor)
-            elif divisor == 1:
+                target.add_(source, alpha=1.0 / self.divisor)
+            elif self.divisor == 1:
                 target.copy_(source)
             elif target.dtype == source.dtype:
-                torch.mul(source, 1.0 / divisor, out=target)
+                torch.mul(source, 1.0 / self.divisor, out=target)
             else:
-                target.copy_(source).mul_(1.0 / divisor)
-        self.arrived.add(id(member))
-        self.used.add(id(member))
+                target.copy_(source).mul_(1.0 / self.divisor)
+        self._arrived.add(id(member))
+        self._used.add(id(member))
         member.param.grad = None
 
-    @property
-    def reduced(self) -> Kept | None:
-        """This rank's row of the sums over the ranks so far, ``[columns]``; what was collected since is not in it."""
-        if not self.rests:
-            return None
-        if self.carry is not None:
-            return InMemory(self.carry, Tier.DEVICE)
-        return self.shard if self.state is BucketState.REDUCED or (self.filled and not self.rests_whole) else None
+    def fill_up(self) -> None:
+        """Collect what is still with the parameters; zeros in place of gradients that did not come."""
+        for member in self.waiting:
+            self.collect(member)
+        assert self._whole is not None
+        for member in self.members:
+            if id(member) not in self._arrived:
+                for piece in self.layout.pieces[id(member)]:
+                    piece.of(self._whole[piece.row]).zero_()
+
+    def divide(self) -> None:
+        """OPEN to REDUCED, in place: sums over the micro-batches become means.
+
+        Raises:
+            PartitaError: one was changed since backward.
+        """
+        for member in self.waiting:
+            grad = member.param.grad
+            assert grad is not None
+            if self._versions.get(id(member), grad._version) != grad._version:
+                raise PartitaError(
+                    f"the .grad of '{member.fqn}' was changed between backward and step (by "
+                    "torch.nn.utils.clip_grad_norm_?): on several ranks, and in other precisions, there is none to "
+                    "change. Set clip_grad_norm in the config, or call engine.clip_grad_norm(max_norm) before "
+                    "engine.step()"
+                )
+            if self.divisor != 1:
+                grad.mul_(1.0 / self.divisor)
+        self._state = BucketState.REDUCED
+
+    def reopen(self) -> None:
+        """REDUCED to OPEN, where gradients rest whole and take more: this rank's sum is put aside."""
+        if self._state is BucketState.REDUCED:
+            assert self._shard is not None
+            self._reduced.wait()
+            self._carry = self._shard.load()
+            self._ledger.add("gradients", self._carry.nbytes)
+            self._state = BucketState.OPEN
+
+    # ------------------------------------------------------------------ reducing
+
+    def total(self) -> Tensor:
+        """The sum of all that was collected: not finite where an element is not."""
+        assert self._whole is not None
+        return self._whole.sum(dtype=torch.float32)
+
+    def launch(self, movement: Movement, received: Tensor | None, sums: Slot | None) -> Callable[[], None]:
+        """The work that brings the sum of what is collected now into ``shard``, to be run beside the caller's.
+
+        Args:
+            received: scratch memory that ``steps`` need.
+            sums: where the sum is, if it rests nowhere.
+        """
+        if sums is not None:
+            row = over(sums.storage, self.dtype, self.layout.num_columns)
+            self._shard = InMemory(row, self.plan.grad_step.tier)
+        assert self._whole is not None
+        assert self._shard is not None
+        sent, kept, carry, used = self._whole.view(-1), self._shard, self._carry, frozenset(self._used)
+        adds = self._state is BucketState.REDUCED and sums is None
+        self._squares = squares = list[Tensor]()
+
+        def reduce() -> None:
+            replaces = received is None and not adds and carry is None
+            if replaces and (writing := kept.write_from(sent)) is not None:
+                squares.extend(square(part) for part in self.parts(sent, used))
+                with contextlib.suppress(PartitaError):  # whoever reads it is told
+                    writing.wait()
+                return
+            lease = kept.lend(read=adds)
+            shard = lease.wait()
+            movement.begin(self.steps, sent, shard, purpose="gradients", accumulate=adds, received=received)
+            if carry is not None:
+                shard.add_(carry)
+            if kept.tier is Tier.DISK:
+                squares.extend(square(part) for part in self.parts(shard, used))
+            lease.end(changed=True)
+
+        return reduce
+
+    def launched(self, reduced: Event) -> Slot | None:
+        """To REDUCED: ``shard`` has the sum when ``reduced`` has passed. Returns the slot that is free then."""
+        if self.plan.gradients_rest:  # where they do not, what came too late would have no place to wait
+            self._expected = self._fresh | self._previously or self._expected
+        self._previously = set(self._fresh)
+        self._arrived.clear()
+        self._reduced, self._state = reduced, BucketState.REDUCED
+        return self._let_go()
+
+    def end_wave(self) -> None:
+        """What comes from now on is of another backward."""
+        self._fresh.clear()
+
+    def spread(self, movement: Movement) -> None:
+        """Bring the sums to where the optimizer works on more than this rank's row."""
+        assert self._whole is not None
+        assert self._shard is not None
+        row = self._shard.lend().tensor
+        finish_all(movement.begin(self.spreading, row, self._whole.view(-1), purpose="gradients"))
+
+    def clear(self) -> Slot | None:
+        """To OPEN: drop all gradients. Returns the slot that is free now, where a backward did not end."""
+        for member in self.waiting:
+            member.param.grad = None
+        self._ledger.remove("gradients", self._bytes_in_place)
+        self._bytes_in_place = 0
+        for forgotten in (self._arrived, self._fresh, self._used, self._versions):
+            forgotten.clear()
+        self._state = BucketState.OPEN
+        return self._let_go()
+
+    def _let_go(self) -> Slot | None:
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            self._whole = None
+        if self._carry is not None:
+            self._ledger.remove("gradients", self._carry.nbytes)
+            self._carry = None
+        return slot
+
+    # ------------------------------------------------------------------- reduced
 
     @property
-    def shard_bytes(self) -> int:
-        """Of what the reduction leaves on this rank."""
-        return self.columns * self.dtype.itemsize
-
-    def clear(self, member: Member) -> None:
-        """Zeros in place of a gradient that did not come."""
-        assert self.whole is not None
-        for piece in self.pieces[id(member)]:
-            self.whole[piece.row, piece.column : piece.column + piece.stop - piece.start].zero_()
-
-    def clear_gaps(self) -> None:
-        """Zeros in the padding, so that it adds nothing to norms."""
-        assert self.whole is not None
-        for row, begin, end in self.gaps:
-            self.whole[row, begin:end].zero_()
-
-    def _gaps(self) -> list[tuple[int, int, int]]:
-        covered: list[list[tuple[int, int]]] = [[] for _ in range(self.num_rows)]
-        for pieces in self.pieces.values():
-            for piece in pieces:
-                covered[piece.row].append((piece.column, piece.column + piece.stop - piece.start))
-        found = []
-        for row, ranges in enumerate(covered):
-            at = 0
-            for begin, end in [*sorted(ranges), (self.columns, self.columns)]:
-                if begin > at:
-                    found.append((row, at, begin))
-                at = max(at, end)
-        return found
+    def squares(self) -> list[Tensor]:
+        """Of a shard on disk: the sums of squares of its :meth:`parts`, so that nobody has to read it."""
+        return self._squares if self._state is BucketState.REDUCED else []
 
     def parts(self, shard: Tensor, used: AbstractSet[int]) -> list[Tensor]:
         """The shard's values as the norm adds them up: segment by segment, or, where a rank owns all, parameter by
         parameter (as those that autograd left in place), of those that are ``used``.
         """
-        if self.num_rows > 1:
+        if self.layout.num_rows > 1:
             return list(shard.split([segment.layout.part_elements for segment in self.segments]))
         owned = (self.owned_of(member, 0, shard) for member in self.members if id(member) in used)
         return [part for part in owned if part is not None]
@@ -199,17 +308,33 @@ class Bucket:
         """
         if shard is None:
             return member.param.grad
-        for piece in self.pieces[id(member)]:
-            if piece.row == row:
-                return shard[piece.column : piece.column + piece.stop - piece.start]
-        return None
+        return next((piece.of(shard) for piece in self.layout.pieces[id(member)] if piece.row == row), None)
 
     def grad_of(self, member: Member, row: int, shard: Tensor | None) -> Tensor | None:
         """The gradient the optimizer sees: this rank's piece, or all of it where gradients end up whole."""
-        if shard is None or self.mesh.group_size(self.plan.grad_step.shard_axes) > 1:
+        if shard is None or not self._sees_whole:
             return self.owned_of(member, row, shard)
-        whole, offset = shard if self.whole is None else self.whole.view(-1), member.span.offset
+        whole, offset = shard if self._whole is None else self._whole.view(-1), member.span.offset
         return member.shaped(whole[offset : offset + member.span.num_elements])
+
+    def held_of(self, member: Member, row: int, device: torch.device) -> Tensor:
+        """What this rank holds of a member's mean gradient, ``[numel]`` in fp32: its row of the sums so far, and what
+        came since. The ranks' add up to the gradient.
+        """
+        values = torch.zeros(member.span.num_elements, dtype=torch.float32, device=device)
+        is_reduced = self._state is BucketState.REDUCED
+        sums = self._carry
+        if sums is None and is_reduced and self.plan.gradients_rest and self._shard is not None:
+            sums = self._shard.load().to(device)
+        for piece in self.layout.pieces[id(member)]:
+            if piece.row == row and sums is not None:
+                values[piece.start : piece.stop] += piece.of(sums)
+            if id(member) in self._arrived and self._whole is not None:
+                values[piece.start : piece.stop] += piece.of(self._whole[piece.row])
+        if (grad := member.grad) is not None:
+            is_mean = self.in_place and is_reduced
+            values.add_(member.flat(grad.detach()).float(), alpha=1.0 if is_mean else 1.0 / self.divisor)
+        return values
 
 
 def square(grad: Tensor) -> Tensor:
@@ -218,11 +343,13 @@ def square(grad: Tensor) -> Tensor:
     return norm.double().square()
 
 
-def make_buckets(segments: Sequence[tuple[Segment, Sequence[Member]]], mesh: MeshShape) -> list[Bucket]:
+def make_buckets(
+    segments: Sequence[tuple[Segment, Sequence[Member]]], mesh: MeshShape, accumulate: int, ledger: Ledger
+) -> list[Bucket]:
     """The buckets of the given segments and their members, in the order in which they will be reduced."""
     buckets = []
-    for index, positions in enumerate(share_buckets([segment.planned for segment, _ in segments], mesh)):
+    for positions in share_buckets([segment.planned for segment, _ in segments], mesh):
         group = [segments[position] for position in positions]
         members = [member for _, members in group for member in members]
-        buckets.append(Bucket(index, [segment for segment, _ in group], members, mesh))
+        buckets.append(Bucket(BucketLayout([segment for segment, _ in group], members), mesh, accumulate, ledger))
     return buckets

@@ -30,11 +30,14 @@ class Holding:
 
 @dataclass
 class UnitSpec:
-    """A unit to be: its module and its parameters in the model's order. The root unit is called ``""``."""
+    """A unit to be: its module and its parameters in the model's order. The root unit is called ``""``; ``aliases`` are
+    the other names of a module that is used in several places.
+    """
 
     name: str
     module: nn.Module
     holdings: list[Holding] = field(default_factory=list)
+    aliases: list[str] = field(default_factory=list)
 
 
 def group_units(model: nn.Module, choice: str | Sequence[str] = "auto") -> list[UnitSpec]:
@@ -50,6 +53,9 @@ def group_units(model: nn.Module, choice: str | Sequence[str] = "auto") -> list[
     chosen = {id(model), *(id(module) for module in modules)}
     units = {id(module): UnitSpec(name, module) for name, module in model.named_modules() if id(module) in chosen}
     at = {path: id(module) for path, module in _paths(model) if id(module) in chosen}
+    for path, key in at.items():
+        if path != units[key].name:
+            units[key].aliases.append(path)
     for holding in find_holdings(model):
         around = [[at[path] for path in _outer_paths(fqn) if path in at] for fqn in holding.fqns]
         inside = [unit for unit in around[0] if all(unit in others for others in around)]

@@ -1,14 +1,14 @@
-"""The hooks on the user's modules: they turn calls and gradients into visits, and change nothing that is computed."""
+"""The hooks on the user's modules: they turn calls and gradients into events, and change nothing that is computed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from partita.sharding.events import Backwards, Subscriber, Visit
 from partita.sharding.nested import map_tensors, tensors_in
-from partita.sharding.residency import Residency, Visit
 from partita.sharding.unit import Unit
 
 
@@ -30,72 +30,73 @@ def _nothing(*args: Any) -> None:
 
 
 class UnitHooks:
-    """All visits of one unit.
+    """All visits of one unit; hooks are put on modules only as its subscribers need them.
 
     The unit's own module opens and closes it. The modules inside that own its parameters only mark their outputs, so
-    that a backward that does not come through the unit's output (an auxiliary loss on an inner value) finds it whole,
+    that a backward that does not come through the unit's output (an auxiliary loss on an inner value) finds it open,
     too. The root unit's owners open and close it as well: methods other than ``forward`` run them directly.
     """
 
-    def __init__(self, unit: Unit, residency: Residency, is_root: bool) -> None:
-        self._unit, self._residency = unit, residency
-        self._stack: list[Visit] = []
-        self._handles: list[RemovableHandle] = []
-        owners = {id(m): m for member in unit.members for m, _ in member.holding.owners}
-        owners.pop(id(unit.module), None)
-        self._visit(unit.module)
-        for module in owners.values():
-            if is_root:
-                self._visit(module)
-            else:
-                self._handles.append(module.register_forward_hook(Hook(self._mark_inner)))
+    def __init__(self, unit: Unit, backwards: Backwards) -> None:
+        self._unit, self._backwards = unit, backwards
+        self._subscribers = list[Subscriber]()
+        self._follows = False
+        self._stack = list[Visit]()
+        self._handles = list[RemovableHandle]()
+        owners = {id(m): m for member in unit.members for m, _ in member.holding.owners if m is not unit.module}
+        self._inner = list(owners.values()) if unit.name else []
+        self._visited = [unit.module] if unit.name else [unit.module, *owners.values()]
+        for module in self._visited:
+            enter = Hook(self._enter)
+            self._handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Tell one more of this unit's visits."""
+        self._subscribers.append(subscriber)
+        if not (self._follows or subscriber.only_opens):
+            self._follows = True
+            leave, mark = Hook(self._leave), Hook(self._mark_inner)
+            self._handles += [module.register_forward_hook(leave, always_call=True) for module in self._visited]
+            self._handles += [module.register_forward_hook(mark) for module in self._inner]
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _visit(self, module: nn.Module) -> None:
-        self._handles += [
-            module.register_forward_pre_hook(Hook(self._enter), prepend=True, with_kwargs=True),
-            module.register_forward_hook(Hook(self._leave), always_call=True),
-        ]
-
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        visit = Visit(self._unit, self._residency.version)
-        self._stack.append(visit)
-        self._residency.open(self._unit)
-        if torch.is_grad_enabled():
+        visit = Visit(self._unit, self._subscribers)
+        if self._follows:
+            self._stack.append(visit)
+        for subscriber in self._subscribers:
+            subscriber.opened(visit)
+        if self._follows and torch.is_grad_enabled():
             for tensor in tensors_in((args, kwargs)):
                 visit.inputs.append(tensor)
                 # A leaf's gradient is accumulated as soon as it is ready, before the rest of the unit's backward.
                 if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(lambda _: self._residency.close_backward(visit))
+                    tensor.register_hook(lambda _: self._backwards.close(visit))
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self._stack:
             return None
-        visit, graph = self._stack.pop(), False
-        base = self._unit.storage.data_ptr()
-
-        def own(tensor: Tensor) -> Tensor:
-            return tensor.clone() if _lies_at(tensor, base) else tensor
-
-        if any(_lies_at(tensor, base) for tensor in tensors_in(output)):
-            output = map_tensors(output, own)
+        visit, has_graph = self._stack.pop(), False
+        if not self._unit.rests_whole:
+            output = _without_views_of(self._unit.storage.data_ptr(), output)
         if torch.is_grad_enabled():
             passed = {id(tensor) for tensor in visit.inputs}
             for tensor in tensors_in(output):
                 if id(tensor) not in passed:
-                    graph |= self._mark(tensor, visit)
+                    has_graph |= self._mark(tensor, visit)
         visit.inputs.clear()
-        self._residency.close(self._unit, between=graph)
+        for subscriber in reversed(self._subscribers):
+            subscriber.closed(visit, has_graph)
         return output
 
     def _mark(self, tensor: Tensor, visit: Visit) -> bool:
         if tensor.requires_grad:
-            tensor.register_hook(lambda _: self._residency.open_backward(visit))
+            tensor.register_hook(lambda _: self._backwards.open(visit))
         return tensor.requires_grad
 
     def _mark_inner(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -105,23 +106,31 @@ class UnitHooks:
             self._mark(tensor, self._stack[-1])
 
 
-class UpdateHooks:
-    """For a unit that rests whole while its update may run beside the caller: ``finish(unit)`` before it is used."""
+class UnitEvents:
+    """Subscriptions to the visits of units. A unit that nobody subscribed to has no hooks."""
 
-    def __init__(self, unit: Unit, finish: Callable[[Unit], None]) -> None:
-        self._unit, self._finish = unit, finish
-        modules = {id(m): m for member in unit.members for m, _ in member.holding.owners} | {
-            id(unit.module): unit.module
-        }
-        self._handles = [m.register_forward_pre_hook(Hook(self._enter), prepend=True) for m in modules.values()]
+    def __init__(self) -> None:
+        self._hooks = dict[int, UnitHooks]()
+        self.backwards = Backwards()
+
+    def subscribe(self, units: Iterable[Unit], subscriber: Subscriber) -> None:
+        """Have ``subscriber`` called at the events of these units."""
+        for unit in units:
+            if id(unit) not in self._hooks:
+                self._hooks[id(unit)] = UnitHooks(unit, self.backwards)
+            self._hooks[id(unit)].subscribe(subscriber)
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        """Take all hooks off."""
+        for hooks in self._hooks.values():
+            hooks.remove()
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
-    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._finish(self._unit)
+
+def _without_views_of(address: int, output: Any) -> Any:
+    """A unit's output without views of its parameters, whose memory is about to go."""
+    if not any(_lies_at(tensor, address) for tensor in tensors_in(output)):
+        return output
+    return map_tensors(output, lambda tensor: tensor.clone() if _lies_at(tensor, address) else tensor)
 
 
 def _lies_at(tensor: Tensor, address: int) -> bool:

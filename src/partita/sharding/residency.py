@@ -8,29 +8,21 @@ backward, or gradients of inputs alone.
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from partita.errors import PartitaError
 from partita.sharding.agreement import Agreement
+from partita.sharding.events import Subscriber, Visit
 from partita.sharding.executor import Executor
 from partita.sharding.unit import Unit, UnitState
 
 
-@dataclass(eq=False)
-class Visit:
-    """One forward through a unit whose graph may come back in backward; ``inputs`` are held while it runs."""
-
-    unit: Unit
-    version: int
-    opened: bool = False
-    inputs: list[Tensor] = field(default_factory=list)
-
-
 class Residency:
     """Opens and closes units; the only caller of the executor's gathers and releases.
+
+    Attributes: ``subscriber`` to the events of its units; ``version``: how often parameters were changed.
 
     Args:
         units: all units that do not rest whole, in the model's order.
@@ -45,12 +37,27 @@ class Residency:
         self._recorded: list[tuple[Unit, bool]] = []
         self._position = 0
         self._records = True
-        self._backward: dict[int, list[Visit]] = {}
         self._warned: set[str] = set()
-        self.forward_depth = 0
+        self._forward_depth = 0
         self.version = 0
+        self.subscriber = Subscriber(
+            self._opened, self._closed, self._opened_backward, lambda visit: self.close(visit.unit), self._rest_idle
+        )
 
-    # ------------------------------------------------------------------ forward
+    # -------------------------------------------------------------------- visits
+
+    def _opened(self, visit: Visit) -> None:
+        visit.version = self.version
+        self.open(visit.unit)
+
+    def _closed(self, visit: Visit, has_graph: bool) -> None:
+        self.close(visit.unit, between=has_graph)
+
+    def _opened_backward(self, visit: Visit) -> None:
+        self.check_version(visit.version, f"unit '{visit.unit.title}'")
+        self.open(visit.unit)
+        if torch.is_grad_enabled():  # create_graph: a backward of this one may come
+            visit.unit.pinned = True
 
     def open(self, unit: Unit) -> None:
         """Make a unit whole and keep it so until the matching :meth:`close`."""
@@ -86,27 +93,6 @@ class Residency:
         """The units in the order in which the last step's forward opened them first."""
         return list(dict.fromkeys(unit for unit, in_backward in self._order if not in_backward))
 
-    # ----------------------------------------------------------------- backward
-
-    def open_backward(self, visit: Visit) -> None:
-        """The gradient of a unit's output has come.
-
-        Raises:
-            PartitaError: the parameters were updated since the forward that this backward belongs to.
-        """
-        if visit.opened:
-            return
-        self.check_version(visit.version, f"unit '{visit.unit.title}'")
-        visit.opened = True
-        task = torch._C._current_graph_task_id()
-        if task not in self._backward:
-            self._backward[task] = []
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
-        self._backward[task].append(visit)
-        self.open(visit.unit)
-        if torch.is_grad_enabled():
-            visit.unit.pinned = True
-
     def check_version(self, version: int, what: str) -> None:
         """A backward has reached the graph of a forward.
 
@@ -119,25 +105,13 @@ class Residency:
                 "engine.gathered): run the forward again before this backward"
             )
 
-    def close_backward(self, visit: Visit) -> None:
-        """The gradient of a unit's input is complete."""
-        if visit.opened:
-            visit.opened = False
-            self.close(visit.unit)
-
-    def _end_backward(self, task: int) -> None:
-        for visit in self._backward.pop(task, []):
-            self.close_backward(visit)
-        if not self._backward:
-            self._rest_idle()
-
     # ---------------------------------------------------------------- otherwise
 
     def touched(self, param: nn.Parameter, what: str) -> None:
         """A resting parameter's data is asked for (see :class:`~partita.sharding.resting.Guardian`)."""
         unit = self._owner[id(param)]
         fqn = next(member.fqn for member in unit.members if member.param is param)
-        if not self.forward_depth:
+        if not self._forward_depth:
             raise PartitaError(
                 f"parameter '{fqn}' is at rest: its data is split over the ranks between uses ({what} needs it); "
                 f"read or write it inside `with engine.gathered(...)`"
@@ -154,7 +128,7 @@ class Residency:
         unit.visits -= 1
 
     def hold(self, units: Sequence[Unit]) -> None:
-        """Make units whole outside of any forward, in memory beyond the ring's, until the matching :meth:`let_go`."""
+        """Make units whole outside of any forward, in memory beyond the pool's, until the matching :meth:`let_go`."""
         for unit in units:
             unit.holds += 1
             if unit.state is UnitState.RESTING:
@@ -175,9 +149,12 @@ class Residency:
         if not self._records or not self._recorded:
             self._position = 0
 
+    def forwards_under_way(self, num: int) -> None:
+        """So many forwards of the whole model are under way (it may call itself)."""
+        self._forward_depth = num
+
     def reset(self) -> None:
         """Close what an exception left open. Called when no forward and no backward is under way."""
-        self._backward.clear()
         for unit in self.units:
             unit.visits = 0
         self._rest_idle()
@@ -213,7 +190,7 @@ class Residency:
     # ----------------------------------------------------------------- prefetch
 
     def _gather(self, unit: Unit, *, must: bool, spare: bool = False) -> bool:
-        """Start a gather; where the ring is full, idle units make room first if it ``must`` be, and ``spare`` memory
+        """Start a gather; where the pool is full, idle units make room first if it ``must`` be, and ``spare`` memory
         may serve.
         """
         if must and not self._executor.can_gather(unit):

@@ -11,23 +11,25 @@ from torch import Tensor, nn
 from partita.comm.collectives import Collectives
 from partita.comm.together import together
 from partita.estimate.memory import model_state_bytes
-from partita.memory.ring import Loan, Ring
+from partita.memory.buffer_pool import BufferPool, Loan
 from partita.memory.tiers import StateMemory
 from partita.plan.residence import Tier
-from partita.plan.slots import Passing, bytes_ahead, ring_depth
+from partita.plan.slots import Passing, bytes_ahead, pool_depth
 from partita.sharding import resting
 from partita.sharding.agreement import agree
 from partita.sharding.assemble import Assembly, Blueprint, Source
+from partita.sharding.bucket_layout import BucketLayout
 from partita.sharding.buckets import Bucket, make_buckets
 from partita.sharding.buffers import BufferSync
 from partita.sharding.casts import cast_borders, keep_fp32_modules, map_floats
 from partita.sharding.dtypes import dtype_of
+from partita.sharding.events import Subscriber
 from partita.sharding.executor import Executor
-from partita.sharding.hooks import ForwardHooks, UnitHooks, UpdateHooks
+from partita.sharding.hooks import ForwardHooks, UnitEvents
 from partita.sharding.reducer import GradientReducer
 from partita.sharding.residency import Residency
 from partita.sharding.structure import Structure
-from partita.sharding.unit import Member, Segment, Unit, UnitState
+from partita.sharding.unit import Member, Unit, UnitState
 from partita.sharding.written import Written
 
 _log = logging.getLogger("partita")
@@ -59,43 +61,47 @@ class Runtime:
     ) -> None:
         self.model, self.memory, self.collectives = model, memory, collectives
         self.gradient_group = collectives.group(units[0].segments[0].plan.summed_axes)  # that sums gradients
-        ledger = memory.ledger
-        self._device, config = collectives.mesh.device, blueprint.config
+        ledger, mesh, config = memory.ledger, collectives.mesh, blueprint.config
         kept = keep_fp32_modules(model, config.precision.keep_fp32)
         self.units = units
         self._provide_disk(blueprint.num_moments)
-        sharded = [unit for unit in self.units if unit.travels]
+        sharded = [unit for unit in self.units if not unit.rests_whole]
         self.loan = Loan(swap)
+        planned = [unit.planned for unit in sharded]
         passing = [
-            Passing(unit.layout.num_bytes, not unit.name, unit.is_outer(sharded), unit.stays_whole) for unit in sharded
+            Passing(unit.num_bytes, not unit.name, any(map(unit.contains, planned)), unit.stays_whole(mesh.shape))
+            for unit in planned
         ]
         ahead = bytes_ahead(config.zero.prefetch_bytes, passing)
         sizes, outer = [unit.num_bytes for unit in passing], [unit.num_bytes for unit in passing if unit.is_outer]
-        depth = ring_depth(passing, ahead)
+        depth = pool_depth(passing, ahead)
         with together(collectives.all_ranks):
-            self.ring = Ring("ring", sizes, depth, ledger, self._device, lasting=outer, backed=self.loan.swap)
-        self.executor = Executor(collectives, self.ring, self.loan)
-        first = collectives.mesh.log.register([unit.title for unit in self.units])
+            self.pool = BufferPool(
+                "buffer_pool", sizes, depth, ledger, mesh.device, lasting=outer, backed=self.loan.swap
+            )
+        self.executor = Executor(collectives, self.pool, self.loan)
+        first = mesh.log.register([unit.title for unit in self.units])
         for unit in self.units:
             unit.number += first
         agreement = agree(collectives.all_ranks, collectives.mesh, lambda: self.reducer.release_held_back())
         self.residency = Residency(sharded, self.executor, agreement, ahead)
         self._wait_in_threads()
         self._hooks: list[Any] = []
+        self._accumulate = accumulate
         self._compute = dtype_of(blueprint.compute)
-        self.on_unfreeze: Callable[[Segment], None] = lambda segment: None
         self._own_buffers = [(module, dict(module._buffers)) for module in model.modules()]
         try:
             self._assemble(Assembly(model, collectives, memory, source, self.give_back))
-            divisor = self.gradient_group.size * accumulate
-            self.reducer = GradientReducer(self._make_buckets(), collectives, ledger, divisor)
+            self.reducer = GradientReducer(self._make_buckets(), collectives, ledger)
             self._own_buffers.clear()
             self._structure = Structure(model, self.units)
             self.written = Written(self.units)
             self._buffers = BufferSync(model, collectives, config.communication.buffers == "broadcast")
             self._hooks += cast_borders(model, self._compute, kept)
-            self._hooks += [UnitHooks(unit, self.residency, not unit.name) for unit in sharded]
-            self._hooks.append(ForwardHooks(model, self._prepare, self._depth_changed, self._graph_of_now))
+            self.events = UnitEvents()
+            self.events.subscribe(sharded, self.residency.subscriber)
+            count = self.residency.forwards_under_way
+            self._hooks += [self.events, ForwardHooks(model, self._prepare, count, self._graph_of_now)]
             self._unit_of = {id(member.param): unit for unit, member in self.members()}
             self._refresh()
         except BaseException:
@@ -126,7 +132,7 @@ class Runtime:
             assembly.fill(unit, self.executor.lay)
             for member in unit.members:
                 resting.claim(member.param, member.fqn, self)
-            if unit.travels:
+            if not unit.rests_whole:
                 self.executor.release(unit)
         assembly.fill_buffers()
 
@@ -164,7 +170,7 @@ class Runtime:
             for segment in unit.segments
             if segment.trains
         ]
-        buckets = make_buckets(groups, self.collectives.mesh.shape)
+        buckets = make_buckets(groups, self.collectives.mesh.shape, self._accumulate, self.memory.ledger)
         with together(self.collectives.all_ranks, self.give_back):
             for bucket in buckets:
                 bucket.allocate(self.gradient_group.index, self.memory)
@@ -175,6 +181,7 @@ class Runtime:
     def _prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before every forward of the whole model."""
         if torch._C._current_graph_task_id() == -1:
+            self.events.backwards.forget()
             self.residency.begin_forward()
         self._refresh()
         self._buffers.before_forward()
@@ -190,9 +197,6 @@ class Runtime:
 
         return began
 
-    def _depth_changed(self, depth: int) -> None:
-        self.residency.forward_depth = depth
-
     def _refresh(self) -> None:
         """Notice what the user did to parameters since the last forward: unfrozen, replaced, moved."""
         self._structure.check()
@@ -207,31 +211,33 @@ class Runtime:
         if not segment.trains:
             segment.trains = True
             members = [m for unit in self.units for m in unit.members if m.segment is segment]
-            bucket = Bucket(len(self.reducer.buckets), [segment], members, self.collectives.mesh.shape)
+            mesh = self.collectives.mesh.shape
+            bucket = Bucket(BucketLayout([segment], members), mesh, self._accumulate, self.memory.ledger)
             bucket.allocate(self.gradient_group.index, self.memory)
             self.reducer.add(bucket)
-            self.on_unfreeze(segment)
         self._hooks.append(member.param.register_post_accumulate_grad_hook(_announce(member, self.reducer)))
         member.hooked = True
 
     # ----------------------------------------------------------------- otherwise
 
     def wait_for_updates(self, units: Sequence[Unit]) -> None:
-        """These units' updates run beside the caller: their forward waits for them."""
-        self._hooks += [UpdateHooks(unit, self.executor.finish_update) for unit in units if not unit.travels]
+        """These units' updates run beside the caller: their forward waits for them (gathers do so by themselves)."""
+        waits = Subscriber(opened=lambda visit: self.executor.finish_update(visit.unit))
+        self.events.subscribe([unit for unit in units if unit.rests_whole], waits)
 
     def touched(self, param: nn.Parameter, what: str) -> None:
         """See :class:`~partita.sharding.resting.Guardian`."""
         unit = self._unit_of[id(param)]
-        if unit.travels:
-            self.residency.touched(param, what)
-        else:
+        if unit.rests_whole:
             self.executor.finish_update(unit)
+        else:
+            self.residency.touched(param, what)
 
     def end_micro_batch(self) -> None:
         """All ranks have come to the end of a micro-batch."""
         self.collectives.mesh.log.num_micro_batches += 1
         self.reducer.end_micro_batch()
+        self.events.backwards.forget()
         self.residency.end_micro_batch()
         self._buffers.end_micro_batch()
 

@@ -8,7 +8,6 @@ the values that the optimizer updates, and is ``rest``, or a part of it, whereve
 
 from collections import defaultdict
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -17,20 +16,20 @@ from torch import Tensor, nn
 
 from partita.errors import ConfigError
 from partita.memory.allocate import over
-from partita.memory.ring import Slot
+from partita.memory.buffer_pool import Slot
 from partita.memory.streams import Event
 from partita.memory.tiers import InMemory, Kept, StateMemory
 from partita.plan.box import FlatRange, memory_order
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit
-from partita.plan.residence import SPLIT, Residence
+from partita.plan.residence import Residence
 from partita.plan.span import SegmentLayout, Span, UnitLayout
 from partita.plan.state_plan import StatePlan
-from partita.plan.steps import steps
 from partita.sharding import resting
 from partita.sharding.collected import Collected
 from partita.sharding.dtypes import dtype_of
 from partita.sharding.group_units import Holding, UnitSpec
+from partita.sharding.master import MasterWeights
 
 
 class UnitState(Enum):
@@ -56,8 +55,11 @@ class Member:
 
     def __post_init__(self) -> None:
         param = self.holding.param
-        self.kind, self.shape, self.stride = type(param), param.shape, dense_stride(param)
-        self.own_dtype, self.own_device = param.dtype, param.device
+        self.kind = type(param)
+        self.shape = param.shape
+        self.stride = dense_stride(param)
+        self.own_dtype = param.dtype
+        self.own_device = param.device
 
     @property
     def fqn(self) -> str:
@@ -124,22 +126,20 @@ class Segment:
     """One flat buffer of a unit and what rests of it. ``plan`` is its row of the table."""
 
     def __init__(self, layout: SegmentLayout, plan: StatePlan, mesh: MeshShape, rank: int) -> None:
-        self.layout, self.plan = layout, plan
-        self.mesh, self._rank = mesh, rank
+        self.layout = layout
+        self.plan = plan
+        self.planned = PlannedSegment(layout, plan)
+        self.mesh = mesh
+        self._rank = rank
         self.full: Tensor
         self.rest: Kept
-        self.master: Kept | None = None
+        self.master: MasterWeights | None = None
         self.second: Kept | None = None
         self.trains = layout.trainable
 
     @property
     def dtype(self) -> torch.dtype:
         return dtype_of(self.layout.encoding)
-
-    @property
-    def planned(self) -> PlannedSegment:
-        """What the plan says of it."""
-        return PlannedSegment(self.layout, self.plan)
 
     @property
     def holds_whole_master(self) -> bool:
@@ -170,10 +170,10 @@ class Segment:
         row = self.plan
         if part is not None:
             self.rest = memory.keep_values("parameters", part, self.dtype, row.param_rest.tier)
-        elif steps(row.param_rest, row.param_compute, self.mesh):
-            self.rest = self._keep_part(row.param_rest, memory)
-        else:
+        elif self.planned.rests_whole(self.mesh):
             self.rest = memory.adopt("parameters", self.full)
+        else:
+            self.rest = self._keep_part(row.param_rest, memory)
         if self.planned.has_second(self.mesh):
             self.second = self._keep_part(row.param_between, memory)
         if self.master_is_parameter or self.layout.trainable:
@@ -187,20 +187,19 @@ class Segment:
         """Whether the master weights are the parameters at rest (or this rank's part of them)."""
         return self.planned.master_is_parameter(self.mesh)
 
-    def make_master(self, memory: StateMemory) -> Kept:
+    def make_master(self, memory: StateMemory) -> MasterWeights:
         """Have master weights with the values that rest: the same memory where the table says so, else their own."""
-        row = self.plan
-        same = self.rest.num_elements == row.master.num_elements(self.layout.padded, self.mesh)
-        if self.master_is_parameter and same:
-            self.master = self.rest
+        residence = self.plan.master
+        num_elements = residence.num_elements(self.layout.padded, self.mesh)
+        if self.master_is_parameter and self.rest.num_elements == num_elements:
+            self.master = MasterWeights(self.rest, residence, self.master_spans)
             return self.master
         lease = self.rest.lend()
         values = self.part_of_rest(lease.wait())
         if self.master_is_parameter:
-            self.master = InMemory(values, self.rest.tier)
+            self.master = MasterWeights(InMemory(values, self.rest.tier), residence, self.master_spans)
         else:
-            self.master = memory.keep("master", values.numel(), dtype_of(row.master.encoding), row.master.tier)
-            self.master.store(torch.zeros_like(values) if row.master.encoding == SPLIT else values)
+            self.master = MasterWeights.apart(values, residence, self.master_spans, memory)
         lease.end(changed=False)
         return self.master
 
@@ -209,40 +208,27 @@ class Segment:
         same = values.numel() == self.plan.master.num_elements(self.layout.padded, self.mesh)
         return values if same else self.part(values, self.plan.master)
 
-    def set_master(self, values: Tensor, names: AbstractSet[str]) -> None:
-        """Overwrite the master weights of the named parameters by their ``values``, this rank's part of all."""
-        assert self.master is not None
-        lease = self.master.lend()
-        master = lease.wait()
-        values = values.to(master.device)
-        for span in self.master_spans:
-            if span.fqn in names:
-                place = slice(span.offset, span.offset + span.num_elements)
-                if self.plan.master.encoding == SPLIT:
-                    master[place] = 0
-                else:  # where a value is the master's own, rounded, the master keeps its digits
-                    own = master[place].to(values.dtype) == values[place]
-                    master[place] = torch.where(own, master[place], values[place].to(master))
-        lease.end(changed=True)
-
 
 class Unit:
     """The parameters of one module (without those of units inside it), and their state.
 
-    A unit is RESTING until it is gathered, WHOLE while anyone has it open, and goes back through the ring's slot. Where
-    its residence at rest is whole it is WHOLE for ever.
+    A unit is RESTING until it is gathered, WHOLE while anyone has it open, and then gives its slot of the buffer pool
+    back. One that rests whole is WHOLE for ever, but while an update of it is under way.
     """
 
     def __init__(self, spec: UnitSpec, layout: UnitLayout, segments: list[Segment], number: int) -> None:
-        self.name, self.module, self.layout, self.segments = spec.name, spec.module, layout, segments
+        self.name = spec.name
+        self.module = spec.module
+        self.layout = layout
+        self.segments = segments
+        self.planned = PlannedUnit(spec.name, tuple(segment.planned for segment in segments), tuple(spec.aliases))
         self.number = number  # among all units of a mesh, once it is under one
         holdings = {holding.fqns[0]: holding for holding in spec.holdings}
         self.members = [
             Member(holdings[span.fqn], span, segment) for segment in segments for span in segment.layout.spans
         ]
-        first = segments[0]
-        self.travels = bool(steps(first.plan.param_rest, first.plan.param_compute, first.mesh))
-        self.stays_whole = not steps(first.plan.param_compute, first.plan.param_between, first.mesh)
+        self.rests_whole = self.planned.rests_whole(segments[0].mesh)
+        self.stays_whole = self.planned.stays_whole(segments[0].mesh)
         self.state = UnitState.WHOLE
         self.visits = 0  # open forwards and backwards
         self.holds = 0  # blocks of engine.gathered
@@ -255,11 +241,6 @@ class Unit:
         self.storage = torch.UntypedStorage(0)  # until it is laid out
 
     @property
-    def planned(self) -> PlannedUnit:
-        """What the plan says of it."""
-        return PlannedUnit(self.name, tuple(segment.planned for segment in self.segments))
-
-    @property
     def trained(self) -> list[Segment]:
         """The segments that the optimizer updates."""
         return [segment for segment in self.segments if segment.trains and segment.master is not None]
@@ -269,15 +250,29 @@ class Unit:
         """Whether the unit must stay whole."""
         return self.visits > 0 or self.holds > 0 or self.pinned
 
-    def is_outer(self, units: "Sequence[Unit]") -> bool:
-        """Whether one of ``units`` lies inside this one, which then is open while they come and go."""
-        inside = {id(module) for module in self.module.modules()} - {id(self.module)}
-        return any(id(unit.module) in inside for unit in units)
-
     @property
     def title(self) -> str:
         """The unit's name in messages."""
         return self.name or f"{type(self.module).__name__} (root)"
+
+    def put_to_rest(self) -> None:
+        """To RESTING: the parameters have no data from here on."""
+        for member in self.members:
+            resting.rest(member.param)
+        self.state = UnitState.RESTING
+
+    def begin_gather(self, gathered: Event) -> None:
+        """RESTING to GATHERING: the data is there when ``gathered`` has passed."""
+        assert self.state is UnitState.RESTING
+        self.gathered = gathered
+        self.state = UnitState.GATHERING
+
+    def end_gather(self) -> None:
+        """GATHERING to WHOLE: the parameters have their data."""
+        assert self.state is UnitState.GATHERING
+        for member in self.members:
+            resting.wake(member.param, member.kind)
+        self.state = UnitState.WHOLE
 
     def lay(self, storage: torch.UntypedStorage) -> None:
         """Lay ``full`` of every segment, one after the other, into a storage that has memory for now."""

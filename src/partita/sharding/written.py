@@ -23,7 +23,7 @@ class Written:
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        whole = [unit for unit in units if not unit.travels]
+        whole = [unit for unit in units if unit.rests_whole]
         self._watched = [m for unit in whole for m in unit.members if not m.segment.master_is_parameter]
         self.note()
         self.agreed()
@@ -51,7 +51,8 @@ class Written:
                 written[id(member.segment)].append(member)
         for members in written.values():
             segment = members[0].segment
-            segment.set_master(segment.part(segment.full, segment.plan.master), {member.fqn for member in members})
+            assert segment.master is not None
+            segment.master.set(segment.part(segment.full, segment.plan.master), {member.fqn for member in members})
             for member in members:
                 self._add(member)
         self._versions = versions

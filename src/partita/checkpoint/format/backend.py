@@ -24,12 +24,11 @@ from partita.checkpoint.format.folder import (
     publish,
     start_partial,
 )
-from partita.checkpoint.format.layout import BoxLayout, FileLayout
-from partita.checkpoint.format.lock import Lock, is_locked
 from partita.checkpoint.format.manifest import FORMAT, MANIFEST, SEQUENCE, add_aliases, add_table, sealed, table_of
 from partita.checkpoint.format.metadata import METADATA, metadata_of
+from partita.checkpoint.format.record import BoxLayout, FileLayout
 from partita.checkpoint.format.stored import StoredFiles, open_stored
-from partita.checkpoint.format.system import checksum, explained, read_small, write_small
+from partita.checkpoint.format.system import Lock, checksum, explained, is_locked, read_small, write_small
 from partita.comm.mesh import Mesh
 from partita.errors import PartitaError
 from partita.memory.collector import collector_paused
@@ -106,10 +105,6 @@ class FileDraft(Draft):
         table = table_of(name, self._layout.records, sums, self._layout.num_bytes)
         write_small(self._partial / _table_name(self._rank), table)
 
-    def fail(self, error: Exception) -> None:
-        with contextlib.suppress(PartitaError):  # where this cannot be written either, the lock tells
-            write_small(self._partial / f"__{self._rank}{FAILED_SUFFIX}", str(error).encode())
-
     def commit(self) -> None:
         self._await_tables()
         self._publish()
@@ -162,7 +157,10 @@ class FileDraft(Draft):
                 )
             time.sleep(POLL_S if left else 0)
 
-    def leave(self) -> None:
+    def leave(self, error: Exception | None = None) -> None:
+        if error is not None and self._rank:
+            with contextlib.suppress(PartitaError):  # where this cannot be written either, the lock tells
+                write_small(self._partial / f"__{self._rank}{FAILED_SUFFIX}", str(error).encode())
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()

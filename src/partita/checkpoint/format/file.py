@@ -15,8 +15,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from partita.checkpoint.format.layout import BoxLayout, FileLayout, Part, Record
-from partita.checkpoint.format.system import explained
+from partita.checkpoint.format.record import BoxLayout, FileLayout, Part, Record
+from partita.checkpoint.format.system import explained, open_direct
 from partita.memory.allocate import allocate_host
 from partita.memory.collector import collector_paused
 from partita.memory.disk import ALIGNMENT as PAGE_BYTES
@@ -84,27 +84,23 @@ def _put(memory: Tensor, parts: Iterable[Part]) -> None:
 
 def write_snapshot(path: Path, layout: FileLayout, memory: Tensor) -> list[str]:
     """Write a file from memory; returns each record's checksum when all of it is on the disk."""
-    with _Writer(path, layout.num_bytes) as writer:
-        sums = _Sums(layout.records)
-        for start in range(0, layout.num_bytes, BLOCK_BYTES):
-            block = memory[start : start + BLOCK_BYTES]
-            sums.feed(start, block)
-            writer.write(start, block)
-        return sums.digests
+    with _Writer(path, layout) as writer:
+        for block in memory.split(BLOCK_BYTES):
+            writer.write(block)
+        return writer.sums.digests
 
 
 def stream_file(path: Path, layout: FileLayout, tensors: Iterator[Tensor], device: torch.device) -> list[str]:
     """The same from the states themselves, through a few blocks of memory."""
     blocks = [allocate_host(BLOCK_BYTES, torch.uint8, device) for _ in range(NUM_BLOCKS)]
     used = [Event() for _ in blocks]
-    with _Writer(path, layout.num_bytes) as writer:
-        sums, number = _Sums(layout.records), 0
+    with _Writer(path, layout) as writer:
+        number = 0
 
         def flush(until: int) -> None:
             finish(device)
             block = blocks[number % NUM_BLOCKS][: until - number * BLOCK_BYTES]
-            sums.feed(number * BLOCK_BYTES, block)
-            used[number % NUM_BLOCKS] = writer.write(number * BLOCK_BYTES, block)
+            used[number % NUM_BLOCKS] = writer.write(block)
 
         for begin, content in layout.parts(tensors):
             offset, values = begin, content
@@ -118,7 +114,7 @@ def stream_file(path: Path, layout: FileLayout, tensors: Iterator[Tensor], devic
                 blocks[number % NUM_BLOCKS][at : at + num].copy_(values[:num], non_blocking=True)
                 offset, values = offset + num, values[num:]
         flush(layout.num_bytes)
-        return sums.digests
+        return writer.sums.digests
 
 
 class _Sums:
@@ -142,25 +138,29 @@ class _Sums:
 
 
 class _Writer:
-    """A new file of known size. Leaving the block makes it last; an error in the block leaves what there is."""
+    """A new file, written in blocks that follow each other. Leaving the block of code makes it last; an error in it
+    leaves what there is.
+    """
 
-    def __init__(self, path: Path, num_bytes: int) -> None:
-        self._path, self._num_bytes = path, num_bytes
+    def __init__(self, path: Path, layout: FileLayout) -> None:
+        self._path, self._num_bytes = path, layout.num_bytes
+        self._offset, self.sums = 0, _Sums(layout.records)
         with explained(path):
-            self._file, self._direct = _create(path)
+            self._file, self._direct = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
-                _reserve(self._file, num_bytes)
+                _reserve(self._file, self._num_bytes)
             except OSError:
                 os.close(self._file)
                 raise
         self._workers = Workers("checkpoint", NUM_THREADS)
         self._events = list[Event]()
 
-    def write(self, offset: int, block: Tensor) -> Event:
+    def write(self, block: Tensor) -> Event:
         """Begin to write a block, of whole pages but for the last one; its memory is left alone until the event."""
-        event = self._workers.run(offset, [partial(self._write, block, offset)])
-        self._events.append(event)
-        return event
+        offset, self._offset = self._offset, self._offset + block.numel()
+        self.sums.feed(offset, block)
+        self._events.append(self._workers.run(offset, [partial(self._write, block, offset)]))
+        return self._events[-1]
 
     def _write(self, block: Tensor, offset: int) -> None:
         view = block.numpy().data
@@ -186,17 +186,6 @@ class _Writer:
         finally:
             self._workers.close()
             os.close(self._file)
-
-
-def _create(path: Path) -> tuple[int, bool]:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    try:
-        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666), hasattr(os, "O_DIRECT")
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    path.unlink(missing_ok=True)
-    return os.open(path, flags, 0o666), False
 
 
 def _reserve(file: int, num_bytes: int) -> None:

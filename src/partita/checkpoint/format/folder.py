@@ -15,10 +15,9 @@ import secrets
 import shutil
 from pathlib import Path
 
-from partita.checkpoint.format.lock import is_locked
 from partita.checkpoint.format.manifest import MANIFEST, SEQUENCE
 from partita.checkpoint.format.metadata import METADATA
-from partita.checkpoint.format.system import explained, sync_folder
+from partita.checkpoint.format.system import explained, is_locked, sync_folder
 from partita.errors import PartitaError
 
 LOCK_SUFFIX = ".lock"

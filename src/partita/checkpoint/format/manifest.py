@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from partita.checkpoint.backend import Chunk, Stored, StoredTensor
-from partita.checkpoint.format.layout import Record
+from partita.checkpoint.format.record import Record
 from partita.checkpoint.format.system import checksum, damaged, inside, read_small
 from partita.errors import PartitaError
 from partita.memory.collector import collector_paused

@@ -3,7 +3,6 @@
 The order is known before the first request, so the disk is kept busy with a bounded number of bytes under way.
 """
 
-import errno
 import mmap
 import os
 import threading
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from partita.checkpoint.backend import Chunk
-from partita.checkpoint.format.system import explained, read_into
+from partita.checkpoint.format.system import explained, open_direct, read_into
 from partita.memory.allocate import allocate
 
 NUM_THREADS, RUN_BYTES, BYTES_AHEAD = 4, 8 * 2**20, 96 * 2**20
@@ -121,12 +120,7 @@ class Reading:
     def _open(self, path: Path) -> int:
         with self._lock:
             if path not in self._files:
-                try:
-                    self._files[path] = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
-                except OSError as error:
-                    if error.errno != errno.EINVAL:
-                        raise
-                    self._files[path] = os.open(path, os.O_RDONLY)
+                self._files[path], _ = open_direct(path, os.O_RDONLY)
             return self._files[path]
 
     def __enter__(self) -> Iterator[Tensor]:

@@ -1,9 +1,10 @@
-"""Files and folders of a checkpoint: what lasts when a call returns, and errors that name the file and the remedy."""
+"""Files and folders: what lasts when a call returns, who still writes, and errors that name the file and the remedy."""
 
+import contextlib
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path, PurePath
 
 import torch
@@ -23,7 +24,7 @@ REMEDIES = {
 }
 
 
-@contextmanager
+@contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
     """System errors as errors of a checkpoint's file.
 
@@ -39,14 +40,6 @@ def explained(path: Path) -> Iterator[None]:
 
 def damaged(path: Path) -> PartitaError:
     return PartitaError(f"checkpoint: '{path}' is damaged: it is not what was written; load an earlier checkpoint")
-
-
-def cut_off(path: Path, num_bytes: int, expected: int) -> PartitaError:
-    """A file that ends too soon."""
-    return PartitaError(
-        f"checkpoint: '{path}' ends at byte {num_bytes} of at least {expected}: it was cut off; load an earlier "
-        "checkpoint"
-    )
 
 
 def inside(folder: Path, name: str) -> str:
@@ -93,6 +86,18 @@ def read_small(path: Path) -> bytes:
         return path.read_bytes()
 
 
+def open_direct(path: Path, flags: int) -> tuple[int, bool]:
+    """Open a file past the page cache; returns it, and whether the filesystem can do that."""
+    try:
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666), hasattr(os, "O_DIRECT")
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    if flags & os.O_CREAT:  # made all the same
+        path.unlink(missing_ok=True)
+    return os.open(path, flags, 0o666), False
+
+
 def read_range(path: Path, offset: int, num_bytes: int) -> memoryview:
     """Bytes of a file.
 
@@ -111,5 +116,43 @@ def read_into(memory: memoryview, num_bytes: int, file: int, path: Path, offset:
     while done < num_bytes:
         moved = os.preadv(file, [memory[done:]], offset + done)
         if not moved:
-            raise cut_off(path, offset + done, offset + num_bytes)
+            raise PartitaError(
+                f"checkpoint: '{path}' ends at byte {offset + done} of at least {offset + num_bytes}: it was cut off; "
+                "load an earlier checkpoint"
+            )
         done += moved
+
+
+class Lock:
+    """A new file that is locked until :meth:`release`, or until the process ends, however it ends (over NFS as well).
+
+    Where the filesystem has no locks, it counts as locked for as long as it is there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with explained(path):
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def release(self) -> None:
+        """Let go of it, also for processes that were forked meanwhile; the file stays."""
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        os.close(self._file)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock, or nothing is known of that. False if there is no such file."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(file)

@@ -1,8 +1,8 @@
-"""A ring of slots: memory that is lent for a while and never allocated or freed in a step.
+"""A buffer pool: memory in slots that is lent for a while and never allocated or freed in a step.
 
 A slot comes back with the event of the last work that touched it; whoever borrows it next waits for that event on the
 stream that will write. Slots come in a few size classes (an embedding is not a block), each with as many slots as were
-asked for; when all of a class are lent the ring grows by one, with a ledger entry and one warning.
+asked for; when all of a class are lent the pool grows by one, with a ledger entry and one warning.
 
 Source: constant-size buffers and defragmentation of ZeRO-R (Rajbhandari et al., 2020, sections 6.2 and 6.3).
 """
@@ -28,7 +28,7 @@ class Slot:
     spare: bool = False
 
 
-class Ring:
+class BufferPool:
     """Slots for tensors of the given sizes.
 
     Args:
@@ -71,7 +71,7 @@ class Ring:
         """A slot of at least ``num_bytes``; its ``last_use`` must be waited for before it is written.
 
         Where none is free, ``spare`` asks for memory that is given up when the slot comes back, instead of a larger
-        ring.
+        pool.
         """
         free = self._free[self._class_of(num_bytes)]
         if free:

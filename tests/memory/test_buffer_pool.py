@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from partita.memory.buffer_pool import BufferPool, Slot
 from partita.memory.ledger import Ledger
-from partita.memory.ring import Ring, Slot
 from partita.memory.streams import Event
 from partita.plan.slots import CLASS_SHARE
 
@@ -17,14 +17,14 @@ CPU = torch.device("cpu")
 BLOCK, EMBEDDING = 4096, 40960
 
 
-def held(ledger: Ledger, name: str = "ring") -> int:
+def held(ledger: Ledger, name: str = "buffer_pool") -> int:
     return ledger.report(CPU).held.get((name, "device"), 0)
 
 
-def lend_all(ring: Ring, num_bytes: int) -> list[Slot]:
+def lend_all(pool: BufferPool, num_bytes: int) -> list[Slot]:
     slots = []
-    while ring.available(num_bytes):
-        slots.append(ring.borrow(num_bytes))
+    while pool.available(num_bytes):
+        slots.append(pool.borrow(num_bytes))
     return slots
 
 
@@ -33,32 +33,32 @@ def lend_all(ring: Ring, num_bytes: int) -> list[Slot]:
 
 def test_an_embedding_is_not_a_block() -> None:
     ledger = Ledger()
-    ring = Ring("ring", [EMBEDDING, *[BLOCK] * 6], 2, ledger, CPU)
+    pool = BufferPool("buffer_pool", [EMBEDDING, *[BLOCK] * 6], 2, ledger, CPU)
     assert held(ledger) == EMBEDDING + 2 * BLOCK, "the one embedding has one slot, six blocks share two"
-    assert [slot.num_bytes for slot in lend_all(ring, EMBEDDING)] == [EMBEDDING]
-    assert [slot.num_bytes for slot in lend_all(ring, BLOCK)] == [BLOCK] * 2
+    assert [slot.num_bytes for slot in lend_all(pool, EMBEDDING)] == [EMBEDDING]
+    assert [slot.num_bytes for slot in lend_all(pool, BLOCK)] == [BLOCK] * 2
 
 
 def test_nearly_equal_sizes_share_slots() -> None:
     ledger, near = Ledger(), int(CLASS_SHARE * BLOCK)
-    ring = Ring("ring", [near, BLOCK, near - 1], 2, ledger, CPU)
+    pool = BufferPool("buffer_pool", [near, BLOCK, near - 1], 2, ledger, CPU)
     assert held(ledger) == 2 * BLOCK + near - 1
-    first, second = ring.borrow(near), ring.borrow(BLOCK)
+    first, second = pool.borrow(near), pool.borrow(BLOCK)
     assert first.num_bytes == second.num_bytes == BLOCK
-    assert ring.borrow(near - 1).num_bytes == near - 1
+    assert pool.borrow(near - 1).num_bytes == near - 1
 
 
 def test_a_tensor_that_lasts_has_a_slot_beside_the_others() -> None:
     ledger = Ledger()
-    ring = Ring("ring", [BLOCK] * 5, 2, ledger, CPU, lasting=[BLOCK])
-    assert len(lend_all(ring, BLOCK)) == 3
-    ring = Ring("ring", [BLOCK] * 5, 2, Ledger(), CPU, lasting=[BLOCK] * 5)
-    assert len(lend_all(ring, BLOCK)) == 5, "never more than there are tensors"
+    pool = BufferPool("buffer_pool", [BLOCK] * 5, 2, ledger, CPU, lasting=[BLOCK])
+    assert len(lend_all(pool, BLOCK)) == 3
+    pool = BufferPool("buffer_pool", [BLOCK] * 5, 2, Ledger(), CPU, lasting=[BLOCK] * 5)
+    assert len(lend_all(pool, BLOCK)) == 5, "never more than there are tensors"
 
 
 def test_without_memory_of_their_own() -> None:
     ledger = Ledger()
-    slot = Ring("ring", [BLOCK], 1, ledger, CPU, backed=False).borrow(BLOCK)
+    slot = BufferPool("buffer_pool", [BLOCK], 1, ledger, CPU, backed=False).borrow(BLOCK)
     assert (slot.storage.nbytes(), slot.num_bytes) == (0, BLOCK)
     assert held(ledger) == BLOCK, "the tensor that it is lent to takes the memory"
 
@@ -66,61 +66,61 @@ def test_without_memory_of_their_own() -> None:
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.integers(1, 4))
 def test_classes_waste_little(sizes: list[int], depth: int) -> None:
     ledger = Ledger()
-    ring = Ring("ring", sizes, depth, ledger, CPU)
+    pool = BufferPool("buffer_pool", sizes, depth, ledger, CPU)
     for size in sizes:
-        assert ring.available(size)
-        slot = ring.borrow(size)
+        assert pool.available(size)
+        slot = pool.borrow(size)
         assert CLASS_SHARE * slot.num_bytes <= size <= slot.num_bytes == slot.storage.nbytes()
-        ring.give_back(slot, Event())
+        pool.give_back(slot, Event())
     assert held(ledger) <= depth * sum(set(sizes))
 
 
 # ---------------------------------------------------------------------------------------------------------- growing
 
 
-def test_the_ring_grows_with_one_warning() -> None:
+def test_the_pool_grows_with_one_warning() -> None:
     ledger = Ledger()
-    ring = Ring("buckets", [3_000_000, 3_000_000], 1, ledger, CPU)
-    first = ring.borrow(3_000_000)
-    assert not ring.available(3_000_000)
+    pool = BufferPool("buckets", [3_000_000, 3_000_000], 1, ledger, CPU)
+    first = pool.borrow(3_000_000)
+    assert not pool.available(3_000_000)
     with pytest.warns(UserWarning, match=r"'buckets' .* grows by 3\.0 MB") as warned:
-        slots = [ring.borrow(3_000_000), ring.borrow(3_000_000)]
+        slots = [pool.borrow(3_000_000), pool.borrow(3_000_000)]
     assert len(warned) == 1
     assert held(ledger, "buckets") == 9_000_000
     for slot in [first, *slots]:
-        ring.give_back(slot, Event())
-    assert {id(slot) for slot in lend_all(ring, 3_000_000)} == {id(first), *map(id, slots)}, "each slot stays"
+        pool.give_back(slot, Event())
+    assert {id(slot) for slot in lend_all(pool, 3_000_000)} == {id(first), *map(id, slots)}, "each slot stays"
 
 
 def test_spare_memory_is_given_up() -> None:
     ledger = Ledger()
-    ring = Ring("ring", [BLOCK], 1, ledger, CPU)
-    kept, spare = ring.borrow(BLOCK, spare=True), ring.borrow(100, spare=True)
+    pool = BufferPool("buffer_pool", [BLOCK], 1, ledger, CPU)
+    kept, spare = pool.borrow(BLOCK, spare=True), pool.borrow(100, spare=True)
     assert (kept.num_bytes, spare.num_bytes) == (BLOCK, 100), "a free slot is taken first"
     assert held(ledger) == BLOCK + 100
-    ring.give_back(spare, Event())
+    pool.give_back(spare, Event())
     assert held(ledger) == BLOCK
-    assert not ring.available(BLOCK)
-    ring.give_back(kept, Event())
-    assert ring.borrow(BLOCK) is kept
+    assert not pool.available(BLOCK)
+    pool.give_back(kept, Event())
+    assert pool.borrow(BLOCK) is kept
 
 
 def test_a_size_that_was_not_planned() -> None:
-    ring = Ring("ring", [BLOCK], 1, Ledger(), CPU)
-    assert not ring.available(2 * BLOCK)
-    with pytest.warns(UserWarning, match=r"'ring' .* grows by 0\.0 MB"):
-        slot = ring.borrow(2 * BLOCK)
+    pool = BufferPool("buffer_pool", [BLOCK], 1, Ledger(), CPU)
+    assert not pool.available(2 * BLOCK)
+    with pytest.warns(UserWarning, match=r"'buffer_pool' .* grows by 0\.0 MB"):
+        slot = pool.borrow(2 * BLOCK)
     assert slot.num_bytes == 2 * BLOCK
-    ring.give_back(slot, Event())
-    assert ring.borrow(2 * BLOCK) is slot
-    assert ring.available(BLOCK)
+    pool.give_back(slot, Event())
+    assert pool.borrow(2 * BLOCK) is slot
+    assert pool.available(BLOCK)
 
 
 def test_a_slot_comes_with_the_event_of_its_last_use() -> None:
-    ring, event = Ring("ring", [BLOCK], 1, Ledger(), CPU), Event()
-    slot = ring.borrow(BLOCK)
-    ring.give_back(slot, event)
-    assert ring.borrow(BLOCK).last_use is event
+    pool, event = BufferPool("buffer_pool", [BLOCK], 1, Ledger(), CPU), Event()
+    slot = pool.borrow(BLOCK)
+    pool.give_back(slot, event)
+    assert pool.borrow(BLOCK).last_use is event
 
 
 # ---------------------------------------------------------------------------------------------- any order of borrowing
@@ -132,18 +132,18 @@ class Borrowing(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.ledger, self.num_warnings = Ledger(), 0
-        self.ring = Ring("ring", [100, 80, 30, 30, 30, 9], 2, self.ledger, CPU, lasting=[30])
+        self.pool = BufferPool("buffer_pool", [100, 80, 30, 30, 30, 9], 2, self.ledger, CPU, lasting=[30])
         self.out: list[Slot] = []
-        self.owned = {id(slot): slot for size in (100, 30, 9) for slot in lend_all(self.ring, size)}
+        self.owned = {id(slot): slot for size in (100, 30, 9) for slot in lend_all(self.pool, size)}
         for slot in self.owned.values():
-            self.ring.give_back(slot, Event())
+            self.pool.give_back(slot, Event())
 
     @rule(num_bytes=st.integers(1, 120), spare=st.booleans())
     def borrow(self, num_bytes: int, spare: bool) -> None:
-        free = self.ring.available(num_bytes)
+        free = self.pool.available(num_bytes)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            slot = self.ring.borrow(num_bytes, spare)
+            slot = self.pool.borrow(num_bytes, spare)
         self.num_warnings += len(warned)
         assert slot.num_bytes >= num_bytes
         assert all(slot is not other for other in self.out), "lent twice"
@@ -158,7 +158,7 @@ class Borrowing(RuleBasedStateMachine):
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:
         slot = self.out.pop(data.draw(st.integers(0, len(self.out) - 1)))
-        self.ring.give_back(slot, Event())
+        self.pool.give_back(slot, Event())
 
     @invariant()
     def the_ledger_knows_every_byte(self) -> None:

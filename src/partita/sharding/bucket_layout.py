@@ -1,0 +1,62 @@
+"""Where each element of some gradients lies in the bucket that they share; nothing in it ever changes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from partita.sharding.unit import Member, Segment
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``[start, stop)`` of a parameter's gradient at column ``column`` of row ``row`` of a bucket."""
+
+    row: int
+    column: int
+    start: int
+    stop: int
+
+    def of(self, row: Tensor) -> Tensor:
+        """The piece's elements of its row ``[num_columns]``; a view."""
+        return row[self.column : self.column + self.stop - self.start]
+
+
+class BucketLayout:
+    """``[num_rows, num_columns]``: a row for each rank that will own its sum, with its part of each segment.
+
+    Attributes: ``pieces`` of each member, by its id; ``gaps``: (row, first column, end) of what is padding.
+    """
+
+    def __init__(self, segments: Sequence[Segment], members: Sequence[Member]) -> None:
+        self.segments, self.members = segments, members
+        self.num_rows = segments[0].layout.num_parts
+        self.num_columns = 0
+        first_column = dict[int, int]()
+        for segment in segments:
+            first_column[id(segment)] = self.num_columns
+            self.num_columns += segment.layout.part_elements
+        self.num_elements = self.num_rows * self.num_columns
+        self.pieces = {id(member): _pieces(member, first_column[id(member.segment)]) for member in members}
+        self.gaps = self._gaps()
+
+    def _gaps(self) -> list[tuple[int, int, int]]:
+        covered: list[list[tuple[int, int]]] = [[] for _ in range(self.num_rows)]
+        for pieces in self.pieces.values():
+            for piece in pieces:
+                covered[piece.row].append((piece.column, piece.column + piece.stop - piece.start))
+        found = []
+        for row, ranges in enumerate(covered):
+            at = 0
+            for begin, end in [*sorted(ranges), (self.num_columns, self.num_columns)]:
+                if begin > at:
+                    found.append((row, at, begin))
+                at = max(at, end)
+        return found
+
+
+def _pieces(member: Member, first_column: int) -> tuple[Piece, ...]:
+    layout = member.segment.layout
+    begins = [row * layout.part_elements for row in range(layout.num_parts)]
+    spans = [member.span.within(begin, begin + layout.part_elements) for begin in begins]
+    return tuple(Piece(row, first_column + s.offset, s.start, s.stop) for row, s in enumerate(spans) if s is not None)

@@ -1,0 +1,87 @@
+"""Events of units: opened and closed, in forward and in backward; at every stage, for whoever subscribes to them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from partita.sharding.unit import Unit
+
+
+def _ignore(*args: object) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Subscriber:
+    """What is called at the events of some units, in the order of subscription (where units close, in the reverse).
+
+    ``opened`` before a unit's forward; ``closed`` after it, also where it failed, with whether it made a graph;
+    ``opened_backward`` when the gradient of the unit's output has come; ``closed_backward`` when that of its input is
+    complete, at the latest when the backward ends; ``backward_ended`` when none is under way any more.
+    """
+
+    opened: "Callable[[Visit], object]" = _ignore
+    closed: "Callable[[Visit, bool], object]" = _ignore
+    opened_backward: "Callable[[Visit], object]" = _ignore
+    closed_backward: "Callable[[Visit], object]" = _ignore
+    backward_ended: Callable[[], object] = _ignore
+
+    @property
+    def only_opens(self) -> bool:
+        """Whether nothing but ``opened`` is ever called."""
+        return {self.closed, self.opened_backward, self.closed_backward, self.backward_ended} == {_ignore}
+
+
+@dataclass(eq=False)
+class Visit:
+    """One forward through a unit whose graph may come back in backward.
+
+    ``inputs`` are held while it runs; ``version`` is for the subscriber that watches for changed parameters.
+    """
+
+    unit: Unit
+    subscribers: Sequence[Subscriber]
+    inputs: list[Tensor] = field(default_factory=list)
+    version: int = 0
+    in_backward: bool = False
+
+
+class Backwards:
+    """The backwards under way, and the visits that they have opened."""
+
+    def __init__(self) -> None:
+        self._opened: dict[int, list[Visit]] = {}
+
+    def open(self, visit: Visit) -> None:
+        """The gradient of a visit's output has come."""
+        if visit.in_backward:
+            return
+        for subscriber in visit.subscribers:
+            subscriber.opened_backward(visit)
+        visit.in_backward = True
+        task = torch._C._current_graph_task_id()
+        if task not in self._opened:
+            self._opened[task] = []
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
+        self._opened[task].append(visit)
+
+    def close(self, visit: Visit) -> None:
+        """The gradient of a visit's input is complete."""
+        if visit.in_backward:
+            visit.in_backward = False
+            for subscriber in reversed(visit.subscribers):
+                subscriber.closed_backward(visit)
+
+    def _end(self, task: int) -> None:
+        visits = self._opened.pop(task, [])
+        for visit in visits:
+            self.close(visit)
+        if not self._opened:
+            for subscriber in {id(s): s for visit in visits for s in visit.subscribers}.values():
+                subscriber.backward_ended()
+
+    def forget(self) -> None:
+        """Those that were under way have failed: nothing is closed for them any more."""
+        self._opened.clear()

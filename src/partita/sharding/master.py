@@ -1,0 +1,56 @@
+"""The master weights of a segment: the values that the optimizer updates."""
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+
+import torch
+from torch import Tensor
+
+from partita.memory.tiers import Kept, Lease, StateMemory
+from partita.plan.residence import SPLIT, Residence
+from partita.plan.span import Span
+from partita.sharding.dtypes import dtype_of
+
+
+class MasterWeights:
+    """This rank's part of a segment's master weights.
+
+    They are the parameters at rest (or this rank's part of them), or a state of their own. A split state has the low
+    halves of fp32 values whose high halves are the bf16 parameters at rest.
+
+    Args:
+        state: where they are kept.
+        residence: the row's.
+        spans: of the parameters, with offsets in ``state``.
+    """
+
+    def __init__(self, state: Kept, residence: Residence, spans: Sequence[Span]) -> None:
+        self.state = state
+        self._splits = residence.encoding == SPLIT
+        self._spans = spans
+
+    @classmethod
+    def apart(cls, values: Tensor, residence: Residence, spans: Sequence[Span], memory: StateMemory) -> "MasterWeights":
+        """A state of their own, with the ``values`` of this rank's part of the parameters."""
+        state = memory.keep("master", values.numel(), dtype_of(residence.encoding), residence.tier)
+        state.store(torch.zeros_like(values) if residence.encoding == SPLIT else values)
+        return cls(state, residence, spans)
+
+    def lend(self) -> Lease:
+        """The weights in memory."""
+        return self.state.lend()
+
+    def set(self, values: Tensor, names: AbstractSet[str]) -> None:
+        """Overwrite the weights of the named parameters by their ``values``, this rank's part of all."""
+        lease = self.lend()
+        master = lease.wait()
+        values = values.to(master.device)
+        for span in self._spans:
+            if span.fqn in names:
+                place = slice(span.offset, span.offset + span.num_elements)
+                if self._splits:
+                    master[place] = 0
+                else:  # where a value is the master's own, rounded, the master keeps its digits
+                    own = master[place].to(values.dtype) == values[place]
+                    master[place] = torch.where(own, master[place], values[place].to(master))
+        lease.end(changed=True)

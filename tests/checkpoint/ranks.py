@@ -1,0 +1,126 @@
+"""Ranks without processes: what checkpoints see of each, where parameters are boxes of larger ones."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from partita.checkpoint.backend import Backend, Request, Stored
+from partita.checkpoint.content import Content
+from partita.checkpoint.load import Loading, Wanted
+from partita.memory.ledger import Ledger
+from partita.memory.tiers import StateMemory
+from partita.optim.views import Views
+from partita.plan.box import Box
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.residence import FP32
+from partita.plan.span import Entry, lay_out
+from partita.plan.state_plan import Encodings, Tiers, preset
+from partita.sharding.group_units import Holding
+from partita.sharding.unit import Member, Segment
+
+CPU = torch.device("cpu")
+STATES = ("exp_avg", "exp_avg_sq")
+SHAPES = {"rows": (6, 150), "columns": (3, 700), "images": (8, 4, 3, 3), "norm": (5,), "scale": ()}
+# The dimension along which each is cut over tensor; the others are on every rank.
+Cut = Mapping[str, int]
+BY_ROWS: Cut = {"rows": 0, "columns": 1, "images": 0}
+BY_COLUMNS: Cut = {"rows": 1, "columns": 1, "images": 1}
+
+
+def box_of(name: str, cut: Cut, index: int, num: int) -> Box:
+    """The box of rank ``index`` of ``num`` along tensor."""
+    whole = Box.whole(SHAPES[name])
+    if name not in cut:
+        return whole
+    offsets, sizes, dim = list(whole.offsets), list(whole.sizes), cut[name]
+    sizes[dim] //= num
+    offsets[dim] = index * sizes[dim]
+    return Box(tuple(offsets), tuple(sizes))
+
+
+@dataclass
+class Rank:
+    """What checkpoints see of a rank."""
+
+    content: Content
+    mesh: Any
+    optimizer: torch.optim.Optimizer
+
+
+def rank_of(number: int, mesh: MeshShape, cut: Cut, values: Mapping[str, Tensor], stage: str = "zero3") -> Rank:
+    """``values``: global parameters, and their states as ``<parameter> <state>``."""
+    boxes = {name: box_of(name, cut, mesh.coordinate(number, "tensor"), mesh.tensor) for name in SHAPES}
+    held = {key: value[boxes[key.split()[0]].slices].clone() for key, value in values.items()}
+    layout = lay_out("unit", [Entry(name, box.sizes, FP32, True) for name, box in boxes.items()], mesh.data).segments[0]
+    spans = tuple(replace(span, box=boxes[span.fqn], shape=SHAPES[span.fqn]) for span in layout.spans)
+    segment = Segment(replace(layout, spans=spans), preset(stage, Encodings(), Tiers(), mesh), mesh, number)
+    members = []
+    segment.full = torch.zeros(layout.padded)
+    for span in spans:
+        local = held[span.fqn]
+        if span.fqn == "images":
+            local = local.contiguous(memory_format=torch.channels_last)
+        members.append(Member(Holding(nn.Parameter(local), [span.fqn]), span, segment))
+        segment.full[span.offset :][: span.num_elements] = members[-1].flat(local)
+    memory = StateMemory(CPU, Ledger(), lambda: pytest.fail("nothing rests on disk here"))
+    segment.keep_rest(memory)
+    unit: Any = SimpleNamespace(segments=[segment], members=members, travels=False)
+    optimizer = torch.optim.AdamW([member.param for member in members])
+    for member in members:
+        states = {state: held[f"{member.fqn} {state}"] for state in STATES if f"{member.fqn} {state}" in held}
+        if states:
+            optimizer.state[member.param] = {"step": torch.tensor(3.0), **states}
+    views = Views([unit], memory)
+    views.attach(optimizer)
+    at: Any = SimpleNamespace(shape=mesh, rank=number, num_ranks=mesh.num_ranks, device=CPU, timeout_s=1.0)
+    at.is_first_replica = lambda axes=(): mesh.is_first_replica(number, axes)
+    collectives = SimpleNamespace(mesh=at, all_ranks=SimpleNamespace())
+    runtime: Any = SimpleNamespace(units=[unit], model=nn.Module(), collectives=collectives)
+    runtime.residency = SimpleNamespace(hold=lambda units: None, let_go=lambda units: None)
+    runtime.gradient_group = SimpleNamespace(index=mesh.group_index(number, ("data",)))
+    runtime.members = lambda: [(unit, member) for member in members]
+    runtime.executor = SimpleNamespace(deliver=lambda *_: None)  # nothing looks at what rests
+    updater: Any = SimpleNamespace(views=views, optimizer=optimizer, hidden=None)
+    updater.settle = updater.take_written = lambda: None
+    return Rank(Content(runtime, updater), at, optimizer)
+
+
+def random_values() -> dict[str, Tensor]:
+    torch.manual_seed(torch.seed())
+    names = [*SHAPES, *(f"{name} {state}" for name in SHAPES for state in STATES)]
+    return {name: torch.randn(SHAPES[name.split()[0]]) for name in names}
+
+
+def save(ranks: Sequence[Rank], backends: Sequence[Backend], folder: Path) -> None:
+    """As the ranks' savers do, without a background."""
+    request = Request(folder, step=3, keep=1, background=False, about={}, aliases={})
+    drafts = [backend.draft(request, "one") for backend in backends]
+    contents = [rank.content.segments() for rank in ranks]
+    for draft, found in zip(drafts, contents, strict=True):
+        boxes = [box for content in found for box in content.boxes]
+        draft.begin(boxes, [value for content in found for value in content.others])
+    for draft in drafts:
+        draft.join()
+    for rank, draft, found in zip(ranks, drafts, contents, strict=True):
+        draft.write(rank.content.batches(found))
+    drafts[0].commit()
+    for draft in drafts:
+        draft.leave()
+
+
+def check_loaded(rank: Rank, expected: Rank, stored: Stored) -> None:
+    """Load into a rank, and compare weights and states with those of one that has them."""
+    loading = Loading(rank.content, None, stored, Wanted())  # type: ignore[arg-type]
+    loading.check()
+    assert loading.fill_segments(loading.plan()) is None
+    for mine, theirs in zip(rank.content.updater.views, expected.content.updater.views, strict=True):
+        assert torch.equal(mine.tensor, theirs.tensor), mine.member.fqn
+        state, right = rank.optimizer.state[mine.tensor], expected.optimizer.state[theirs.tensor]
+        assert state.keys() == right.keys()
+        assert all(torch.equal(state[key].view(-1), right[key].view(-1)) for key in state), mine.member.fqn

@@ -1,0 +1,168 @@
+"""Ranks in threads of this process: the real groups and collectives on a mesh that needs no process group."""
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from partita.comm.collective_log import CollectiveLog
+from partita.comm.collectives import Collectives
+from partita.comm.transport import Transport, land
+from partita.memory.streams import Stream
+from partita.plan.mesh_shape import MeshShape
+
+T = TypeVar("T")
+TIMEOUT_S = 10.0
+
+
+def on_ranks(shape: MeshShape, work: Callable[[Collectives], T], *axes: tuple[str, ...]) -> list[T]:
+    """What ``work`` returns on every rank of a mesh, in rank order, with groups open over these axes and over all.
+
+    Raises:
+        Exception: what the first rank met that met anything.
+    """
+    network = Network(shape.num_ranks)
+    collectives = [Collectives(FakeMesh(shape, rank, network)) for rank in range(shape.num_ranks)]
+    for each in collectives:
+        each.open(axes)
+    with ThreadPoolExecutor(shape.num_ranks) as threads:
+        results = [threads.submit(work, each) for each in collectives]
+    return [result.result() for result in results]
+
+
+class Network:
+    """What the ranks have sent, by operation; and the notes that they share."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.notes = [""] * num_ranks
+        self._sent: dict[object, dict[int, Any]] = defaultdict(dict)
+        self._changed = threading.Condition()
+
+    def send(self, operation: object, index: int, value: object) -> None:
+        with self._changed:
+            self._sent[operation][index] = value
+            self._changed.notify_all()
+
+    def receive(self, operation: object, num: int) -> list[Any]:
+        """What all ``num`` ranks have sent.
+
+        Raises:
+            RuntimeError: not all of them send.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._sent[operation]) == num, TIMEOUT_S):
+                raise RuntimeError(f"only ranks {sorted(self._sent[operation])} of {num} do {operation}")
+            return [self._sent[operation][index] for index in range(num)]
+
+
+class Notes:
+    """A board that the ranks of one process share."""
+
+    def __init__(self, rank: int, notes: list[str]) -> None:
+        self._rank, self._notes = rank, notes
+
+    def post(self, note: str) -> None:
+        self._notes[self._rank] = note
+
+    def read(self) -> list[str]:
+        return list(self._notes)
+
+
+class UnderWay:
+    """Ends when it is waited for."""
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self.wait = wait
+
+
+class FakeTransport(Transport):
+    """Between ranks of one process. Whoever does an operation waits for the others, which must do the same as the same
+    one of its kind.
+    """
+
+    keeps_tags_apart = True
+
+    def __init__(self, network: Network, ranks: list[int], index: int) -> None:
+        self._network, self._ranks, self._index, self._size = network, tuple(ranks), index, len(ranks)
+        self._numbers = Counter[str]()
+
+    def _exchange(self, kind: str, value: Tensor) -> Callable[[], list[Tensor]]:
+        operation = (self._ranks, kind, self._numbers[kind])
+        self._numbers[kind] += 1
+        self._network.send(operation, self._index, value.clone())
+        return lambda: self._network.receive(operation, self._size)
+
+    def handshake(self, exchange: Callable[[object], list[Any]]) -> None:
+        pass
+
+    def all_gather(self, whole: Tensor, part: Tensor, purpose: str, tag: int) -> UnderWay:
+        receive = self._exchange(f"{purpose} {tag}", part)
+        return UnderWay(lambda: whole.copy_(torch.cat(receive())))
+
+    def reduce_scatter(self, out: Tensor, sent: Tensor, received: Tensor, *, accumulate: bool) -> None:
+        parts = [whole.view(self._size, -1)[self._index] for whole in self._exchange("gradients", sent)()]
+        land(in_rank_order(parts), out, accumulate=accumulate)
+
+    def received_elements(self, sent: int, itemsize: int) -> int:
+        return sent // self._size
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        tensor.copy_(in_rank_order(self._exchange("all-reduce", tensor)()))
+
+    def broadcast(self, tensor: Tensor) -> UnderWay:
+        receive = self._exchange("broadcast", tensor)
+        return UnderWay(lambda: tensor.copy_(receive()[0]))
+
+    def gather_messages(self, rows: Tensor, row: Tensor) -> UnderWay:
+        receive = self._exchange("messages", row)
+        return UnderWay(lambda: rows.copy_(torch.stack(receive())))
+
+    def close(self) -> None:
+        pass
+
+
+def in_rank_order(parts: list[Tensor]) -> Tensor:
+    """The sum from the first to the last, of 16-bit tensors in fp32."""
+    total = parts[0].float() if parts[0].dtype.itemsize < 4 else parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+class FakeMesh:
+    """What groups and engines ask a :class:`~partita.comm.mesh.Mesh` for."""
+
+    def __init__(self, shape: MeshShape, rank: int, network: Network) -> None:
+        self.shape, self.rank, self.num_ranks, self.timeout_s = shape, rank, shape.num_ranks, TIMEOUT_S
+        self.device = torch.device("cpu")
+        self.log = CollectiveLog()
+        board: Any = Notes(rank, network.notes)
+        self.log.board = board
+        self.watchdog = SimpleNamespace(accounts=lambda: "nobody watches", close=lambda: None)
+        self._network = network
+        self.transports: dict[tuple[str, ...], Transport] = {}
+        self.open([(), shape.all_axes])
+        self._streams = {purpose: Stream(self.device, purpose) for purpose in ("parameters", "gradients")}
+
+    def open(self, combinations: Iterable[tuple[str, ...]]) -> None:
+        for axes in map(self.shape.named, combinations):
+            if axes not in self.transports:
+                ranks = next(group for group in self.shape.groups(axes) if self.rank in group)
+                self.transports[axes] = FakeTransport(self._network, ranks, self.index(axes))
+
+    def transport(self, axes: tuple[str, ...]) -> Transport:
+        return self.transports[axes]
+
+    def index(self, axes: tuple[str, ...]) -> int:
+        return self.shape.group_index(self.rank, axes)
+
+    def is_first_replica(self, shard_axes: tuple[str, ...] = ()) -> bool:
+        return self.shape.is_first_replica(self.rank, shard_axes)
+
+    def stream(self, purpose: str) -> Stream:
+        return self._streams[purpose]

@@ -53,7 +53,8 @@ def _size(value: object) -> object:
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
         return _whole(value)
-    amount, prefix = _number(match[1]), (match[2] or "").lower()
+    amount = _number(match[1])
+    prefix = (match[2] or "").lower()
     if not isinstance(amount, int | float):
         raise ValueError("not a number of bytes")
     base = 1024 if prefix.endswith("i") else 1000

@@ -69,7 +69,8 @@ class Parts:
 def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Parts:
     """Put the model under the plan. What one rank meets is an error on all of them; the model is then what it was."""
     settings = resolved.config
-    ledger, collectives = Ledger(), Collectives(mesh)
+    ledger = Ledger()
+    collectives = Collectives(mesh)
     all_ranks = collectives.all_ranks
     check_settings_alike(resolved.shared, all_ranks)
     blueprint = Blueprint(settings, ENCODINGS[resolved.compute_dtype], resolved.mesh, mesh.rank)

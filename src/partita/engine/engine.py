@@ -37,11 +37,17 @@ class Engine:
     """
 
     def __init__(self, model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given, owns_mesh: bool) -> None:
-        self.module, self.config, self.mesh = model, resolved.config, mesh
-        self._accumulate, self._loss_fn, self._owns_mesh = resolved.batch.accumulate, given.loss_fn, owns_mesh
+        self.module = model
+        self.config = resolved.config
+        self.mesh = mesh
+        self._accumulate = resolved.batch.accumulate
+        self._loss_fn = given.loss_fn
+        self._owns_mesh = owns_mesh
         self._closed = False
         self._parts = parts = build(model, resolved, mesh, given)
-        self.optimizer, self.scheduler, self.units = parts.optimizer, parts.scheduler, parts.units
+        self.optimizer = parts.optimizer
+        self.scheduler = parts.scheduler
+        self.units = parts.units
         self.plan: dict[str, StatePlan] = {unit.name: unit.segments[0].row for unit in parts.units}
         self.extra = parts.checkpoints.extra
         self._shortages = parts.shortages
@@ -68,7 +74,8 @@ class Engine:
             if isinstance(loss, Tensor):
                 said = f"one of shape {tuple(loss.shape)} with requires_grad {loss.requires_grad}"
             raise PartitaError(f"engine.backward: expected a scalar loss that depends on the parameters; got {said}")
-        reducer, scale = parts.runtime.reducer, parts.updater.scale.value
+        reducer = parts.runtime.reducer
+        scale = parts.updater.scale.value
         waves = reducer.waves
         reducer.watch(loss)
         try:

@@ -68,7 +68,9 @@ def train(job: Job, console: Console) -> Outcome:
 
 class _Run:
     def __init__(self, job: Job, ready: ReadyModel, corpus: Corpus, engine: Engine, console: Console) -> None:
-        self._job, self._ready, self._engine = job, ready, engine
+        self._job = job
+        self._ready = ready
+        self._engine = engine
         device = engine.mesh.device
         self._batches = Batches(
             corpus,
@@ -114,7 +116,8 @@ class _Run:
         plan = self._job.train
         if self._start % plan.eval_every == 0 or self._start == plan.steps:
             self._evaluate(self._start)
-        meter, step = _Meter(), self._start
+        meter = _Meter()
+        step = self._start
         while step < plan.steps and interruption.agreed is not Wish.STOP:
             step += 1
             step = self._take_step(step, meter)

@@ -85,23 +85,22 @@ class Rank:
 
     def _compare(self, trainer: Trainer, counted_bytes_a_step: float) -> None:
         """Partita's own figures beside its estimates."""
-        from partita.estimate.memory import model_state_bytes
-        from partita.estimate.traffic import step_traffic
+        from partita.planner.memory import model_state_bytes
+        from partita.planner.traffic import step_traffic
 
         engine = trainer.engine
-        report, shape = engine.memory_report(), engine.mesh.shape
+        report = engine.memory_report()
         self.measured |= {
             "state_bytes": {
                 f"{state} {tier}": num for (state, tier), num in report.peak.items() if state in STATES and num
             },
             "expected_state_bytes": {
-                f"{state} {tier}": num
-                for (state, tier), num in model_state_bytes(engine.units, shape, self.rank).items()
+                f"{state} {tier}": num for (state, tier), num in model_state_bytes(engine.units, self.rank).items()
             },
             "held_bytes": {f"{state} on {tier}": num for (state, tier), num in report.peak.items() if num},
             "lent_bytes": sum(num for (state, _), num in report.peak.items() if state not in STATES),
             "counted_bytes_a_step": counted_bytes_a_step,
-            "expected_bytes_a_step": step_traffic(engine.units, shape).sent_bytes(),
+            "expected_bytes_a_step": step_traffic(engine.units).sent_bytes(),
         }
 
     def _meet(self) -> None:

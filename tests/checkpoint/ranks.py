@@ -1,7 +1,7 @@
 """Ranks without processes: what checkpoints see of each, where parameters are boxes of larger ones."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +18,11 @@ from partita.memory.tiers import StateMemory
 from partita.optim.views import Views
 from partita.plan.box import Box
 from partita.plan.mesh_shape import MeshShape
+from partita.plan.planned import PlannedSegment
 from partita.plan.residence import FP32
 from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import Encodings, Tiers, preset
-from partita.sharding.group_units import Holding
+from partita.planner.parameters import Holding
 from partita.sharding.unit import Member, Segment
 
 CPU = torch.device("cpu")
@@ -57,12 +58,11 @@ def rank_of(number: int, mesh: MeshShape, cut: Cut, values: Mapping[str, Tensor]
     """``values``: global parameters, and their states as ``<parameter> <state>``."""
     boxes = {name: box_of(name, cut, mesh.coordinate(number, "tensor"), mesh.tensor) for name in SHAPES}
     held = {key: value[boxes[key.split()[0]].slices].clone() for key, value in values.items()}
-    layout = lay_out("unit", [Entry(name, box.sizes, FP32, True) for name, box in boxes.items()], mesh.data).segments[0]
-    spans = tuple(replace(span, box=boxes[span.fqn], shape=SHAPES[span.fqn]) for span in layout.spans)
-    segment = Segment(replace(layout, spans=spans), preset(stage, Encodings(), Tiers(), mesh), mesh, number)
+    layout = lay_out([Entry(name, SHAPES[name], FP32, True, box) for name, box in boxes.items()], mesh.data)[0]
+    segment = Segment(PlannedSegment(layout, preset(stage, Encodings(), Tiers(), mesh), mesh), number)
     members = []
     segment.full = torch.zeros(layout.padded)
-    for span in spans:
+    for span in layout.spans:
         local = held[span.fqn]
         if span.fqn == "images":
             local = local.contiguous(memory_format=torch.channels_last)
@@ -70,7 +70,7 @@ def rank_of(number: int, mesh: MeshShape, cut: Cut, values: Mapping[str, Tensor]
         segment.full[span.offset :][: span.num_elements] = members[-1].flat(local)
     memory = StateMemory(CPU, Ledger(), lambda: pytest.fail("nothing rests on disk here"))
     segment.keep_rest(memory)
-    unit: Any = SimpleNamespace(segments=[segment], members=members, travels=False)
+    unit: Any = SimpleNamespace(segments=[segment], members=members, rests_whole=True)
     optimizer = torch.optim.AdamW([member.param for member in members])
     for member in members:
         states = {state: held[f"{member.fqn} {state}"] for state in STATES if f"{member.fqn} {state}" in held}

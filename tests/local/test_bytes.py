@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import partita
-from partita.estimate.memory import model_state_bytes
-from partita.estimate.traffic import StepShape, step_traffic
 from partita.memory.ledger import STATES
 from partita.plan.traffic import TrafficReport
+from partita.planner.memory import model_state_bytes
+from partita.planner.traffic import StepShape, step_traffic
 from tests.local import pool
 from tests.local.models import CASES, parts
 
@@ -81,14 +81,13 @@ def train(run: Run) -> Bytes:
         "optimizer": run.optimizer,
     }
     with mock.patch.dict(os.environ, launched), partita.initialize(model, config) as engine:
-        shape = engine.mesh.shape
         take_step(engine, run)
         held = take_step(engine, run)
         before = engine.traffic_report()
         take_step(engine, run)
         traffic = engine.traffic_report().since(before)
-        expected = step_traffic(engine.units, shape, StepShape(run.accumulate, run.reduced, run.by_train_batch))
-        return Bytes(held, model_state_bytes(engine.units, shape, rank, run.num_moments), traffic, expected)
+        expected = step_traffic(engine.units, StepShape(run.accumulate, run.reduced, run.by_train_batch))
+        return Bytes(held, model_state_bytes(engine.units, rank, run.num_moments), traffic, expected)
 
 
 def take_step(engine: partita.Engine, run: Run) -> dict[tuple[str, str], int]:
@@ -190,7 +189,7 @@ def train_scaled() -> tuple[int, int]:
     with partita.initialize(Scaled()) as engine:
         engine.backward(engine(torch.ones(2, 8)))
         engine.step()
-        expected = model_state_bytes(engine.units, engine.mesh.shape, engine.mesh.rank)
+        expected = model_state_bytes(engine.units, engine.mesh.rank)
         return engine.memory_report().held["moments", "device"], expected["moments", "device"]
 
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 import partita
 from partita import PartitaError
-from partita.estimate.memory import model_state_bytes
-from partita.estimate.working import working_bytes
 from partita.memory.ledger import STATES
 from partita.plan.residence import Tier
+from partita.planner.memory import model_state_bytes
+from partita.planner.working import working_bytes
 from tests.local import parity, pool
 from tests.local.models import CASES
 from tests.local.test_offload import RECIPES
@@ -150,9 +150,9 @@ def bytes_of(offload: dict[str, str]) -> float:
                 engine.step()
         report = engine.memory_report()
         states = {key: num for key, num in report.held.items() if key[0] in STATES}
-        assert states == model_state_bytes(engine.units, engine.mesh.shape, rank())
+        assert states == model_state_bytes(engine.units, rank())
         assert not any(state == "gradients" for state, _ in states)
-        working = working_bytes(engine.units, engine.mesh.shape, "auto", 2)
+        working = working_bytes(engine.units, "auto", 2)
         for tier in (Tier.DEVICE, Tier.HOST):
             passing = sum(report.peak.get((kind, tier.value), 0) for kind in ("buffer_pool", "buckets", "staging"))
             assert passing <= working[tier], (tier, report.peak, working)

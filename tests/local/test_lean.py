@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 import partita
 from partita import ConfigError
-from partita.estimate.memory import model_state_bytes
 from partita.memory.ledger import STATES
 from partita.optim.fused import FusedAdam, FusedLion, FusedSGD
+from partita.planner.memory import model_state_bytes
 from tests.local import pool
 from tests.local.training import PLANS, Recipe, Stack, Trained, rank, same, square_loss, train, whole_weights
 
@@ -121,7 +121,7 @@ def bytes_of(offload: dict[str, str]) -> dict[tuple[str, str], int]:
         engine.backward(square_loss(engine, rank(), 2))
         held = engine.memory_report().held
         states = {key: num for key, num in held.items() if key[0] in STATES}
-        assert states == model_state_bytes(engine.units, engine.mesh.shape, rank())
+        assert states == model_state_bytes(engine.units, rank())
         return states
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import partita
 from partita import PartitaError
-from partita.estimate.memory import model_state_bytes
 from partita.huggingface import export as export_module
+from partita.planner.memory import model_state_bytes
 from tests.local import pool
 from tests.local.models import CASES
 from tests.local.test_visits import Tied, freeze
@@ -246,7 +246,7 @@ def memory() -> None:
                 at_peak = engine.memory_report()
                 engine.step()
                 report = engine.memory_report()
-                planned = model_state_bytes(engine.units, engine.mesh.shape, rank())
+                planned = model_state_bytes(engine.units, rank())
                 for key, num_bytes in planned.items():
                     assert report.peak[key] == num_bytes, f"{name}: {key}"
                 assert at_peak.process_bytes > 0

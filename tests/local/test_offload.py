@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import partita
 from partita import PartitaError
 from partita.errors import ConfigError
-from partita.estimate.memory import model_state_bytes
 from partita.memory.disk import Disk
+from partita.planner.memory import model_state_bytes
 from tests.local import parity, pool
 from tests.local.test_visits import siamese
 from tests.local.training import PLANS, Recipe, Stack, inputs, rank, same, square_loss, train, whole_weights
@@ -193,7 +193,7 @@ def as_the_table_says(stage: int, offload: dict[str, str], compute: str) -> None
             engine.backward(square_loss(engine, rank(), step))
             if step == 0:
                 engine.step()
-        planned = model_state_bytes(engine.units, engine.mesh.shape, rank())
+        planned = model_state_bytes(engine.units, rank())
         held = engine.memory_report().held
         assert {
             key: num for key, num in held.items() if key[0] in ("parameters", "gradients", "master", "moments")

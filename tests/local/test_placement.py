@@ -15,15 +15,15 @@ from torch import Tensor
 
 import partita
 from partita import PartitaError
+from partita.config.resolve import resolve
+from partita.engine import budget as agreed
 from partita.errors import ConfigError
-from partita.estimate.memory import model_state_bytes
-from partita.estimate.placement import Budget
-from partita.estimate.working import working_bytes
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.residence import FP32, Tier
+from partita.plan.residence import Tier
 from partita.plan.state_plan import Tiers
-from partita.sharding import placing
-from partita.sharding.assemble import Blueprint, plan_units
+from partita.planner.blueprint import make_blueprint
+from partita.planner.budget import MemoryBudget
+from partita.planner.memory import model_state_bytes
+from partita.planner.working import working_bytes
 from tests.local import pool
 from tests.local.test_offload import RECIPES
 from tests.local.training import PLANS, Recipe, Stack, rank, same, square_loss, train, whole_weights, world
@@ -42,41 +42,41 @@ STATES = ("parameters", "gradients", "master", "moments")
 
 
 @contextlib.contextmanager
-def having(budget: Budget) -> Iterator[None]:
+def having(budget: MemoryBudget) -> Iterator[None]:
     """With a machine that has so much for each rank."""
     with (
-        mock.patch.object(placing, "free_budget", return_value=budget),
-        mock.patch.object(Budget, "shared", autospec=True, side_effect=lambda budget, num_ranks: budget),
+        mock.patch.object(agreed, "free_budget", return_value=budget),
+        mock.patch.object(MemoryBudget, "shared", autospec=True, side_effect=lambda budget, num_ranks: budget),
     ):
         yield
 
 
-def tiers_of(stage: str, budget: Budget, recipe: Recipe = STACK) -> list[Tiers]:
+def tiers_of(stage: str, budget: MemoryBudget, recipe: Recipe = STACK) -> list[Tiers]:
     """Where the states of each unit rest with so much memory; nothing where they do not fit."""
     config = partita.Config(zero={**recipe.config.get("zero", {}), **PLANS[stage], "offload": AUTO})
-    blueprint = Blueprint(config, FP32, MeshShape(data=world()), rank(), budget)
     try:
-        plans = [unit.segments[0].plan for unit in plan_units(recipe.built(), blueprint)]
+        blueprint = make_blueprint(recipe.built(), resolve(config, world(), "cpu"), budget=budget)
     except ConfigError:
         return []
-    return [Tiers(plan.param_rest.tier, plan.grad_step.tier, plan.master.tier) for plan in plans]
+    rows = [unit.row for unit in blueprint.units]
+    return [Tiers(row.param_rest.tier, row.grad_step.tier, row.master.tier) for row in rows]
 
 
-def mixed_budgets(stage: str, recipe: Recipe = STACK) -> list[Budget]:
+def mixed_budgets(stage: str, recipe: Recipe = STACK) -> list[MemoryBudget]:
     """One with which parameters, and one with which optimizer states are on the device and elsewhere."""
-    found: dict[str, Budget] = {}
+    found: dict[str, MemoryBudget] = {}
     for device, host in itertools.product(range(40_000, 260_000, 8_000), (60_000, 100_000, 160_000, 260_000)):
-        tiers = tiers_of(stage, budget := Budget(device, host, PLENTY), recipe)
+        tiers = tiers_of(stage, budget := MemoryBudget(device, host, PLENTY), recipe)
         for state in ("parameters", "optimizer"):
             if {getattr(t, state) for t in tiers} > {Tier.DEVICE}:
                 found.setdefault(state, budget)
     return list(found.values())
 
 
-def three_tiers() -> Budget:
+def three_tiers() -> MemoryBudget:
     """With which the optimizer states of 24 blocks are on all three tiers, at stage 3."""
     for device, host in itertools.product(range(100_000, 900_000, 40_000), range(100_000, 900_000, 40_000)):
-        budget = Budget(device, host, PLENTY)
+        budget = MemoryBudget(device, host, PLENTY)
         if {t.optimizer for t in tiers_of("3", budget, TALL)} == set(Tier):
             return budget
     raise AssertionError("nothing in between")
@@ -168,10 +168,10 @@ def as_the_table_says(stage: str, offload: dict[str, str]) -> list[str]:
                     if step < 2:
                         engine.step()
                 report = engine.memory_report()
-                planned = model_state_bytes(engine.units, engine.mesh.shape, rank())
+                planned = model_state_bytes(engine.units, rank())
                 assert {key: num for key, num in report.held.items() if key[0] in STATES} == planned
                 assert planned == engine.planned_bytes
-                at_most = working_bytes(engine.units, engine.mesh.shape, "auto", 2)
+                at_most = working_bytes(engine.units, "auto", 2)
                 extra = {key: num for key, num in report.peak.items() if key[0] not in STATES}
                 assert (
                     extra.get(("buffer_pool", "device"), 0) + extra.get(("buckets", "device"), 0)
@@ -197,7 +197,7 @@ def test_bytes_are_where_the_table_and_the_announcement_say(num_ranks: int, stag
 
 def of_different_ranks() -> list[Tiers]:
     """Rank 1 has less than rank 0."""
-    large, small = Budget(PLENTY, PLENTY, PLENTY), mixed_budgets("3")[0]
+    large, small = MemoryBudget(PLENTY, PLENTY, PLENTY), mixed_budgets("3")[0]
     with having(small if rank() == 1 else large):
         with partita.initialize(Stack(5), {"zero": {"stage": 3, "offload": AUTO}}) as engine:
             engine.backward(square_loss(engine, rank(), 0))
@@ -214,7 +214,7 @@ def test_all_ranks_place_states_as_the_poorest_can() -> None:
 
 def a_rank_that_cannot_tell() -> None:
     error = mock.Mock(side_effect=PartitaError("the folder is gone"))
-    with mock.patch.object(placing, "free_budget", error) if rank() == 1 else contextlib.nullcontext():
+    with mock.patch.object(agreed, "free_budget", error) if rank() == 1 else contextlib.nullcontext():
         with pytest.raises(PartitaError, match="the folder is gone .on rank 1."):
             partita.initialize(Stack(1), {"zero": {"offload": AUTO}})
 
@@ -230,6 +230,6 @@ def test_this_machine_has_room_on_the_device_for_a_small_model() -> None:
 
 def test_what_does_not_fit_anywhere_leaves_the_model_as_it_was() -> None:
     model = Stack(2)
-    with having(Budget(1000, 0, 1000)), pytest.raises(ConfigError, match="do not fit"):
+    with having(MemoryBudget(1000, 0, 1000)), pytest.raises(ConfigError, match="do not fit"):
         partita.initialize(model, {"zero": {"offload": AUTO}})
     assert model(torch.ones(1, 16)).isfinite().all()

@@ -12,8 +12,11 @@ from torch.distributed.tensor import distribute_tensor
 
 import partita
 from partita import ConfigError
+from partita.plan.slots import unit_pool
+from partita.planner.blueprint import make_blueprint
 from partita.sharding.unit import UnitState
 from tests.local import pool
+from tests.local.models import CASES
 from tests.local.test_visits import siamese
 from tests.local.training import PLANS, Block, Recipe, Stack, assert_idle, check, inputs, rank, same, square_loss, train
 
@@ -121,6 +124,25 @@ def whole_at_a_time() -> None:
     assert most == 3
 
 
+BLUEPRINTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"zero": PLANS["2"], "precision": {"compute": "bf16", "keep_fp32": ["RMSNorm"]}},
+    {"zero": PLANS["3"], "precision": {"compute": "bf16", "gradients": "in_backward", "master": "split"}},
+    {"zero": {**PLANS["3"], "offload": {"parameters": "host", "optimizer": "disk"}}},
+)
+
+
+def of_a_model_on_meta() -> None:
+    """The blueprint that an engine is built from is the one that a model without data gives, on any rank."""
+    for config in BLUEPRINTS:
+        with partita.initialize(CASES["decoder"].build(), config) as engine:
+            model, resolved = CASES["decoder"].build(device="meta"), engine.blueprint.resolved
+            assert make_blueprint(model, resolved) == engine.blueprint
+            assert [unit.planned for unit in engine._parts.runtime.units] == engine.units
+            held = engine.memory_report().held.get(("ring", "device"), 0)
+            assert held == unit_pool(engine.units, "auto").num_bytes
+
+
 class Fancy(Stack):
     """Units that return what is no tensor, or a sparse one."""
 
@@ -165,6 +187,10 @@ def test_gathers_of_a_step() -> None:
 
 def test_gathers_after_evaluation() -> None:
     pool.run(2, gathers_after_evaluation)
+
+
+def test_blueprints() -> None:
+    pool.run(2, of_a_model_on_meta)
 
 
 def test_units_that_are_whole_at_a_time() -> None:

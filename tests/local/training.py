@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import partita
 from partita.plan.planned import share_buckets
-from partita.sharding import buckets
+from partita.planner import blueprint
 from partita.sharding.unit import UnitState
 
 WIDTH = 16
@@ -136,7 +136,7 @@ def quiet(message: str) -> Iterator[None]:
 
 def small_buckets(num_bytes: int = 1) -> Any:
     """Every segment of more than ``num_bytes`` has a bucket of its own, so that their order matters."""
-    return mock.patch.object(buckets, "share_buckets", functools.partial(share_buckets, max_bytes=num_bytes))
+    return mock.patch.object(blueprint, "share_buckets", functools.partial(share_buckets, max_bytes=num_bytes))
 
 
 def train(recipe: Recipe, zero: Mapping[str, Any]) -> Trained:

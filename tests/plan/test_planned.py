@@ -1,82 +1,175 @@
-"""What follows from a row on a mesh: what rests whole, what is collected where, what lies inside what."""
+"""What follows from a row on a mesh, and which gradients are reduced together."""
+
+from operator import mul
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
+from partita.plan.box import Box
 from partita.plan.mesh_shape import MeshShape
-from partita.plan.planned import PlannedSegment, PlannedUnit
-from partita.plan.residence import BF16, FP32, Tier
-from partita.plan.span import Entry, lay_out
+from partita.plan.planned import BUCKET_BYTES, PlannedSegment, PlannedUnit, reduction_order, share_buckets
+from partita.plan.residence import BF16, FP32, Encoding, Tier
+from partita.plan.slots import bytes_ahead, unit_pool
+from partita.plan.span import QUANTUM, Entry, SegmentLayout, Span, lay_out
 from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
 from partita.plan.steps import AllReduce, Copy, ReduceScatter
 
-ALONE, TWO, NODES = MeshShape(), MeshShape(data=2), MeshShape(data=4, node=2)
-SHARDED = ("zero3", "zero3-kept", "hierarchical")
-WHOLE_GRADIENTS = ("ddp", "zero1")
-ON_DEVICE, PLAIN, MIXED = Tiers(), Encodings(), Encodings(compute=BF16)
+TWO, NODES = MeshShape(data=2), MeshShape(data=4, node=2)
+WHOLE, KEPT = ("ddp", "zero1", "zero2"), ("ddp", "zero1", "zero2", "zero3-kept")
+PLAIN, MIXED, ON_DEVICE = Encodings(), Encodings(compute=BF16), Tiers()
 
 
-def segment(name: str, mesh: MeshShape, tiers: Tiers = ON_DEVICE, encodings: Encodings = PLAIN) -> PlannedSegment:
-    layout = lay_out("unit", [Entry("weight", (300,), encodings.compute, True)], mesh.data).segments[0]
-    return PlannedSegment(layout, preset(name, encodings, tiers, mesh))
+def planned(
+    num_elements: int,
+    mesh: MeshShape,
+    name: str,
+    encodings: Encodings = PLAIN,
+    tiers: Tiers = ON_DEVICE,
+) -> PlannedSegment:
+    """A segment of so many elements, padding included."""
+    span = Span("p", Box.whole((num_elements,)), 0, num_elements, 0)
+    layout = SegmentLayout(encodings.compute, True, (span,), mesh.data, num_elements // mesh.data)
+    return PlannedSegment(layout, preset(name, encodings, tiers, mesh), mesh)
 
 
-def unit(name: str, *aliases: str) -> PlannedUnit:
-    return PlannedUnit(name, (segment("zero3", TWO),), aliases)
+# ---------------------------------------------------------------------------------------------------------- properties
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_parameters(name: str) -> None:
     for mesh in (TWO, NODES):
-        planned = segment(name, mesh)
-        assert planned.rests_whole(mesh) == (name not in SHARDED)
-        assert planned.stays_whole(mesh) == (name not in ("zero3", "hierarchical"))
-    alone = segment(name, ALONE)
-    assert (alone.rests_whole(ALONE), alone.stays_whole(ALONE)) == (True, True)
+        segment = planned(2048, mesh, name)
+        assert (segment.rests_whole, segment.stays_whole) == (name in WHOLE, name in KEPT)
+        assert segment.has_second == (name == "hierarchical" and mesh is NODES)
+        assert segment.num_shards(segment.row.master) == (1 if name == "ddp" else mesh.data)
+        assert segment.master_is_parameter
+        assert not planned(2048, mesh, name, MIXED).master_is_parameter
+    alone = planned(2048, MeshShape(), name)
+    assert (alone.rests_whole, alone.stays_whole, alone.has_second) == (True, True, False)
     for tier in (Tier.HOST, Tier.DISK):
-        away = segment(name, ALONE, Tiers(parameters=tier))
-        assert not away.rests_whole(ALONE), "what rests elsewhere goes through a buffer pool"
-        assert away.stays_whole(ALONE) == (name == "zero3-kept")
+        away = planned(2048, MeshShape(), name, tiers=Tiers(parameters=tier))
+        assert (away.rests_whole, away.stays_whole) == (False, name == "zero3-kept")
+        assert not away.master_is_parameter
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_gradients(name: str) -> None:
+    """They stay where autograd puts them, are collected whole where they rest, or pass through a slot."""
     reduction = AllReduce if name == "ddp" else ReduceScatter
+    rests_whole = name in ("ddp", "zero1")
     for mesh in (TWO, NODES):
-        planned = segment(name, mesh)
-        assert not planned.gradient_in_place(mesh)
-        assert planned.gradient_rests_whole(mesh) == (name in WHOLE_GRADIENTS)
-        assert planned.gradient_passes(mesh) == (name not in WHOLE_GRADIENTS)
-        assert planned.gradient_is_reduced(mesh)
-        assert [type(op) for op in planned.gradient_steps(mesh)] == [reduction]
-        mixed = segment(name, mesh, encodings=MIXED)
-        assert [type(op) for op in mixed.gradient_steps(mesh)] == [reduction], "they are collected in fp32"
-    alone = segment(name, ALONE)
-    assert (alone.gradient_in_place(ALONE), alone.gradient_rests_whole(ALONE)) == (True, False)
-    assert (alone.gradient_passes(ALONE), alone.gradient_is_reduced(ALONE)) == (False, False)
-    encoded = segment(name, ALONE, encodings=MIXED)
-    assert (encoded.gradient_in_place(ALONE), encoded.gradient_rests_whole(ALONE)) == (False, True)
-    away = segment(name, ALONE, Tiers(gradients=Tier.HOST))
-    assert (away.gradient_passes(ALONE), away.gradient_steps(ALONE)) == (True, (Copy(Tier.HOST),))
+        for tiers, encodings in ((ON_DEVICE, PLAIN), (Tiers(gradients=Tier.HOST), PLAIN), (ON_DEVICE, MIXED)):
+            segment = planned(2048, mesh, name, encodings, tiers)
+            assert (segment.gradient_in_place, segment.gradient_rests_whole) == (False, rests_whole)
+            assert (segment.gradient_passes, len(segment.gradient_reductions)) == (not rests_whole, 1)
+            assert isinstance(segment.gradient_steps[0], reduction), "they are collected in fp32"
+            assert bool(segment.gradient_phases[1]) == (name == "ddp")
+        nowhere = planned(2048, mesh, name, tiers=Tiers(gradients=None))
+        assert (nowhere.gradient_rests_whole, nowhere.gradient_passes) == (False, True)
+    alone = planned(2048, MeshShape(), name)
+    assert (alone.gradient_moves, alone.gradient_in_place, alone.gradient_passes) == (False, True, False)
+    assert (alone.gradient_rests_whole, alone.gradient_reductions) == (False, ())
+    encoded = planned(2048, MeshShape(), name, MIXED)
+    assert (encoded.gradient_moves, encoded.gradient_in_place, encoded.gradient_rests_whole) == (True, False, True)
+    assert encoded.gradient_steps == ()
+    away = planned(2048, MeshShape(), name, tiers=Tiers(gradients=Tier.HOST))
+    assert (away.gradient_passes, away.gradient_steps) == (True, (Copy(Tier.HOST),))
+    nowhere = planned(2048, MeshShape(), name, tiers=Tiers(gradients=None))
+    assert (nowhere.gradient_in_place, nowhere.gradient_passes) == (False, True)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_gradients_that_rest_nowhere_pass(name: str) -> None:
-    for mesh in (ALONE, TWO):
-        planned = segment(name, mesh, Tiers(gradients=None))
-        assert planned.gradient_passes(mesh)
-        assert not planned.gradient_in_place(mesh)
+@given(st.lists(st.tuples(st.integers(1, 900), st.sampled_from([FP32, BF16])), min_size=1), st.integers(1, 5))
+def test_bytes_of_a_unit(sizes: list[tuple[int, Encoding]], num_parts: int) -> None:
+    entries = [Entry(str(number), (size,), encoding, True) for number, (size, encoding) in enumerate(sizes)]
+    mesh = MeshShape(data=num_parts)
+    segments = tuple(
+        PlannedSegment(layout, preset("zero3", Encodings(layout.encoding)), mesh)
+        for layout in lay_out(entries, num_parts)
+    )
+    padded = [segment.layout.num_parts * segment.layout.part_elements for segment in segments]
+    itemsizes = [segment.layout.encoding.itemsize for segment in segments]
+    assert PlannedUnit("unit", segments).num_bytes == sum(map(mul, padded, itemsizes))
+    for segment in segments:
+        held = [segment.spans_of(segment.row.master, rank) for rank in range(num_parts)]
+        assert held == [segment.layout.part(rank) for rank in range(num_parts)]
+        assert segment.spans_of(segment.row.param_compute, 0) == segment.layout.spans
+        assert segment.held_bytes(segment.row.param_rest) == segment.layout.num_bytes // num_parts
 
 
-def test_what_lies_inside_a_unit() -> None:
-    root, block, inner, other = unit(""), unit("layers.1"), unit("layers.1.mlp"), unit("layers.10")
-    assert [root.contains(one) for one in (root, block, inner, other)] == [False, True, True, True]
-    assert [block.contains(one) for one in (root, block, inner, other)] == [False, False, True, False]
-    shared = unit("a.shared", "b.shared")
-    assert (unit("a").contains(shared), unit("b").contains(shared)) == (True, True)
-    assert (shared.contains(unit("a.shared.x")), shared.contains(unit("c", "b.shared.x"))) == (True, True)
+# --------------------------------------------------------------------------------------------------- the pool of units
 
 
-def test_bytes_of_a_unit() -> None:
-    layout = lay_out("unit", [Entry("a", (300,), FP32, True), Entry("b", (10,), BF16, False)], 2)
-    planned = PlannedUnit("unit", tuple(PlannedSegment(part, preset("zero3")) for part in layout.segments))
-    assert planned.num_bytes == layout.num_bytes == 2 * 256 * 4 + 2 * 256 * 2
+def units_of(sizes: list[int], name: str, root: int = 0) -> list[PlannedUnit]:
+    blocks = [PlannedUnit(f"blocks.{n}", (planned(size, TWO, name),), ("",)) for n, size in enumerate(sizes)]
+    return [PlannedUnit("", (planned(root, TWO, name),))] * bool(root) + blocks
+
+
+def test_what_rests_whole_needs_no_slot() -> None:
+    units = units_of([1024] * 5, "zero2", root=4096)
+    assert (unit_pool(units, "auto").num_bytes, bytes_ahead(units, "auto")) == (0, 0)
+
+
+def test_a_unit_in_use_and_one_ahead() -> None:
+    """The root, in which the others lie, keeps its slot; a prefetch of more bytes has more slots."""
+    units = units_of([1024] * 5, "zero3")
+    assert bytes_ahead(units, "auto") == 4 * 1024
+    assert unit_pool(units, "auto").num_bytes == 2 * 4 * 1024
+    assert unit_pool(units, 0).num_bytes == 2 * 4 * 1024, "in backward one is opened before the other is closed"
+    assert unit_pool(units, 3 * 4 * 1024).num_bytes == 4 * 4 * 1024
+    assert unit_pool(units, 10**9).num_bytes == 5 * 4 * 1024, "never more than there are units"
+    with_root = units_of([1024] * 5, "zero3", root=1024)
+    assert bytes_ahead(with_root, "auto") == 4 * 1024
+    assert unit_pool(with_root, "auto").num_bytes == 3 * 4 * 1024
+    large_root = units_of([1024] * 5, "zero3", root=4096)
+    assert unit_pool(large_root, "auto").num_bytes == 4 * 4096 + 2 * 4 * 1024
+
+
+def test_units_that_stay_whole_have_a_slot_each() -> None:
+    units = units_of([1024] * 5, "zero3-kept", root=4096)
+    assert unit_pool(units, "auto").num_bytes == bytes_ahead(units, "auto") == 4 * (5 * 1024 + 4096)
+
+
+# ------------------------------------------------------------------------------------------------------ sharing buckets
+
+
+@given(
+    st.lists(st.integers(1, 40), max_size=12),
+    st.integers(1, 4),
+    st.sampled_from(list(PRESETS)),
+    st.integers(1, 60).map(lambda quanta: quanta * QUANTUM * 4),
+)
+@example([1, 1, 1], 2, "zero1", 2 * 2 * QUANTUM * 4)
+def test_neighbours_share_buckets_while_they_fit(quanta: list[int], num_ranks: int, name: str, most: int) -> None:
+    mesh, row = MeshShape(data=num_ranks), preset(name)
+    segments = [planned(num * QUANTUM * num_ranks, mesh, name) for num in quanta]
+    buckets = share_buckets(segments, most)
+    assert [segment for bucket in buckets for segment in bucket] == segments
+    shares = mesh.group_size(row.grad_step.shard_axes) > 1
+    held = [sum(segment.layout.padded * 4 for segment in bucket) for bucket in buckets]
+    assert all(len(bucket) == 1 or (shares and size <= most) for bucket, size in zip(buckets, held, strict=True))
+    for size, following in zip(held, buckets[1:], strict=False):
+        assert not shares or size + following[0].layout.padded * 4 > most, "the next one does not fit"
+
+
+def test_small_segments_share_a_bucket_in_the_order_of_backward() -> None:
+    half = BUCKET_BYTES // 4 // 2
+    units = units_of([half, half, half, 3 * half], "zero2")
+    one, two, three, four = reduction_order(units)
+    assert [segment.layout.padded // half for segment in (one, two, three, four)] == [3, 1, 1, 1]
+    buckets = share_buckets([one, two, three, four])
+    assert [len(bucket) for bucket in buckets] == [1, 2, 1]
+    assert [len(bucket) for bucket in share_buckets([one, two, three, four], max_bytes=0)] == [1] * 4
+
+
+def test_whole_gradients_have_buckets_of_their_own() -> None:
+    buckets = share_buckets(reduction_order(units_of([1024, 1024], "ddp")))
+    assert [len(bucket) for bucket in buckets] == [1, 1]
+
+
+def test_the_size_of_a_bucket_is_that_of_what_travels() -> None:
+    """Gradients that travel in two bytes share buckets twice as large in elements."""
+    num_elements = BUCKET_BYTES // 4
+    half = planned(num_elements, TWO, "zero2", Encodings(BF16, FP32, BF16))
+    assert [len(bucket) for bucket in share_buckets([half, half])] == [2]
+    assert [len(bucket) for bucket in share_buckets([planned(num_elements, TWO, "zero2")] * 2)] == [1, 1]

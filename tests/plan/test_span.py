@@ -2,6 +2,8 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from partita.plan.box import Box
 from partita.plan.residence import BF16, FP32, Encoding
-from partita.plan.span import QUANTUM, Entry, SegmentLayout, Span, UnitLayout, lay_out
+from partita.plan.span import QUANTUM, Entry, SegmentLayout, Span, lay_out
 
 Label = tuple[str, int] | None
 
@@ -36,8 +38,8 @@ def labels(segment: SegmentLayout) -> list[Label]:
 
 @given(ENTRIES, NUM_PARTS)
 def test_every_element_lies_once(entries: list[Entry], num_parts: int) -> None:
-    layout = lay_out("unit", entries, num_parts)
-    lying = Counter(label for segment in layout.segments for label in labels(segment) if label is not None)
+    layout = lay_out(entries, num_parts)
+    lying = Counter(label for segment in layout for label in labels(segment) if label is not None)
     expected = {(entry.fqn, element) for entry in entries for element in range(math.prod(entry.shape))}
     assert set(lying) == expected
     assert set(lying.values()) <= {1}
@@ -45,7 +47,7 @@ def test_every_element_lies_once(entries: list[Entry], num_parts: int) -> None:
 
 @given(ENTRIES, NUM_PARTS)
 def test_starts_and_cuts_are_multiples_of_the_quantum(entries: list[Entry], num_parts: int) -> None:
-    for segment in lay_out("unit", entries, num_parts).segments:
+    for segment in lay_out(entries, num_parts):
         assert segment.part_elements % QUANTUM == 0
         assert segment.num_parts == num_parts
         assert segment.padded == num_parts * segment.part_elements
@@ -54,7 +56,7 @@ def test_starts_and_cuts_are_multiples_of_the_quantum(entries: list[Entry], num_
 
 @given(ENTRIES, NUM_PARTS)
 def test_padding_is_less_than_a_quantum_a_parameter_and_a_part(entries: list[Entry], num_parts: int) -> None:
-    for segment in lay_out("unit", entries, num_parts).segments:
+    for segment in lay_out(entries, num_parts):
         num_elements = sum(span.num_elements for span in segment.spans)
         most = len(segment.spans) * (QUANTUM - 1) + num_parts * QUANTUM - 1
         assert 0 <= segment.padded - num_elements <= most
@@ -62,7 +64,7 @@ def test_padding_is_less_than_a_quantum_a_parameter_and_a_part(entries: list[Ent
 
 @given(ENTRIES, NUM_PARTS)
 def test_a_part_is_what_lies_between_its_cuts(entries: list[Entry], num_parts: int) -> None:
-    for segment in lay_out("unit", entries, num_parts).segments:
+    for segment in lay_out(entries, num_parts):
         whole = labels(segment)
         for index in range(num_parts):
             mine: list[Label] = [None] * segment.part_elements
@@ -76,27 +78,33 @@ def test_a_part_is_what_lies_between_its_cuts(entries: list[Entry], num_parts: i
 
 @given(ENTRIES, NUM_PARTS)
 def test_segments_are_by_encoding_and_whether_they_train(entries: list[Entry], num_parts: int) -> None:
-    layout = lay_out("unit", entries, num_parts)
-    kinds = [(segment.trainable, segment.encoding) for segment in layout.segments]
+    layout = lay_out(entries, num_parts)
+    kinds = [(segment.trainable, segment.encoding) for segment in layout]
     assert kinds == list(dict.fromkeys((entry.trainable, entry.encoding) for entry in entries))
-    for segment, kind in zip(layout.segments, kinds, strict=True):
+    for segment, kind in zip(layout, kinds, strict=True):
         expected = [entry.fqn for entry in entries if (entry.trainable, entry.encoding) == kind]
         assert [span.fqn for span in segment.spans] == expected
-    boxes = {span.fqn: span.box for segment in layout.segments for span in segment.spans}
+    boxes = {span.fqn: span.box for segment in layout for span in segment.spans}
     assert boxes == {entry.fqn: Box.whole(entry.shape) for entry in entries}
 
 
-@given(ENTRIES, NUM_PARTS)
-def test_bytes_are_those_of_the_segments(entries: list[Entry], num_parts: int) -> None:
-    layout = lay_out("unit", entries, num_parts)
-    assert layout.name == "unit"
-    assert layout.num_bytes == sum(len(labels(segment)) * segment.encoding.itemsize for segment in layout.segments)
+@given(ENTRIES, NUM_PARTS, st.randoms())
+def test_a_parameter_may_be_a_box_of_a_larger_one(entries: list[Entry], num_parts: int, random: Random) -> None:
+    """Every span says which piece of the global parameter its local tensor is; where values lie does not change."""
+    boxes = {entry.fqn: Box(tuple(random.randrange(100) for _ in entry.shape), entry.shape) for entry in entries}
+    shapes = {fqn: tuple(map(sum, zip(box.offsets, box.sizes, strict=True))) for fqn, box in boxes.items()}
+    placed = lay_out([replace(e, shape=shapes[e.fqn], box=boxes[e.fqn]) for e in entries], num_parts)
+    for segment, whole in zip(placed, lay_out(entries, num_parts), strict=True):
+        assert [replace(s, box=Box.whole(s.box.sizes), shape=None) for s in segment.spans] == list(whole.spans)
+        for index in range(num_parts):
+            assert all(span.box == boxes[span.fqn] for span in segment.part(index))
+            assert all(span.global_shape == shapes[span.fqn] for span in segment.part(index))
 
 
 @given(ENTRIES, st.integers(1, 4), st.integers(1, 3))
 def test_parts_put_together_are_parts(entries: list[Entry], num_parts: int, times: int) -> None:
     """A coarser division (a node's shards of data shards) cuts where the finer one does."""
-    for segment in lay_out("unit", entries, num_parts * times).segments:
+    for segment in lay_out(entries, num_parts * times):
         assert segment.padded // num_parts == times * segment.part_elements
 
 
@@ -116,9 +124,8 @@ def test_an_example() -> None:
         768,
     )
     second = SegmentLayout(BF16, True, (Span("b.weight", b, 0, 10, 0),), 2, 256)
-    layout = lay_out("block", entries, 2)
-    assert layout == UnitLayout("block", (first, second))
-    assert layout.num_bytes == 2 * 768 * 4 + 2 * 256 * 2
+    layout = lay_out(entries, 2)
+    assert layout == (first, second)
     assert first.part(0) == (Span("a.weight", a, 0, 300, 0), Span("a.bias", bias, 0, 3, 512))
     assert first.part(1) == (Span("c.weight", c, 0, 600, 0),)
     assert second.part(1) == ()

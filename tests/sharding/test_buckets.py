@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -14,17 +14,16 @@ from partita.memory.allocate import over
 from partita.memory.buffer_pool import Slot
 from partita.memory.ledger import Ledger
 from partita.memory.tiers import InMemory, StateMemory
-from partita.plan.box import Box
 from partita.plan.mesh_shape import MeshShape
-from partita.plan.planned import BUCKET_BYTES, PlannedSegment, share_buckets
-from partita.plan.residence import BF16, FP32, Encoding, Tier
-from partita.plan.span import QUANTUM, Entry, SegmentLayout, Span, lay_out
+from partita.plan.planned import BUCKET_BYTES, PlannedSegment, PlannedUnit, reduction_order, share_buckets
+from partita.plan.residence import BF16, FP32, Tier
+from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
 from partita.plan.steps import AllGather, Copy, ReduceScatter
+from partita.planner.parameters import Holding
 from partita.sharding.bucket_layout import BucketLayout
 from partita.sharding.buckets import Bucket, make_buckets
-from partita.sharding.group_units import Holding
-from partita.sharding.unit import Member, Segment
+from partita.sharding.unit import Member, Segment, Unit
 
 CPU = torch.device("cpu")
 Shapes = list[list[tuple[int, ...]]]
@@ -46,8 +45,8 @@ def segment_of(
 ) -> tuple[Segment, list[Member]]:
     """A segment with a parameter of each shape, of values that do not matter."""
     entries = [Entry(f"{number}.{index}", shape, FP32, True) for index, shape in enumerate(shapes)]
-    layout = lay_out(str(number), entries, mesh.data).segments[0]
-    segment = Segment(layout, preset(name, encodings, tiers, mesh), mesh, 0)
+    layout = lay_out(entries, mesh.data)[0]
+    segment = Segment(PlannedSegment(layout, preset(name, encodings, tiers, mesh), mesh), 0)
     members = [
         Member(Holding(nn.Parameter(torch.zeros(span.box.sizes)), [span.fqn]), span, segment) for span in layout.spans
     ]
@@ -56,7 +55,7 @@ def segment_of(
 
 def new_bucket(segments: Sequence[Segment], members: Sequence[Member], mesh: MeshShape) -> Bucket:
     """A bucket whose gradients are added up as they are."""
-    bucket = Bucket(BucketLayout(segments, members), mesh, 1, Ledger())
+    bucket = Bucket(BucketLayout(segments, members), 1, Ledger())
     bucket.divisor = 1
     return bucket
 
@@ -236,8 +235,8 @@ def test_gradients_take_the_encoding_of_the_row(divisor: int) -> None:
 
 def test_a_gradient_of_other_strides() -> None:
     values = torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
-    layout = lay_out("unit", [Entry("w", (4, 3, 2, 2), FP32, True)], 2).segments[0]
-    segment = Segment(layout, preset("zero2"), MeshShape(data=2), 0)
+    layout = lay_out([Entry("w", (4, 3, 2, 2), FP32, True)], 2)[0]
+    segment = Segment(PlannedSegment(layout, preset("zero2"), MeshShape(data=2)), 0)
     member = Member(Holding(nn.Parameter(values), ["w"]), layout.spans[0], segment)
     bucket = new_bucket([segment], [member], MeshShape(data=2))
     whole = with_room(bucket)
@@ -294,56 +293,20 @@ def test_a_gradient_in_place_is_autograds_own() -> None:
     assert torch.equal(member.param.grad, grads[id(member)])
 
 
-# ------------------------------------------------------------------------------------------------------ sharing buckets
-
-
-def planned(num_elements: int, num_parts: int, name: str) -> PlannedSegment:
-    """A segment of so many elements, padding included."""
-    span = Span("p", Box.whole((num_elements,)), 0, num_elements, 0)
-    return PlannedSegment(SegmentLayout(FP32, True, (span,), num_parts, num_elements // num_parts), preset(name))
-
-
-@given(
-    st.lists(st.integers(1, 40), max_size=12),
-    st.integers(1, 4),
-    st.sampled_from(list(PRESETS)),
-    st.integers(1, 60).map(lambda quanta: quanta * QUANTUM * 4),
-)
-@example([1, 1, 1], 2, "zero1", 2 * 2 * QUANTUM * 4)
-def test_neighbours_share_buckets_while_they_fit(quanta: list[int], num_ranks: int, name: str, most: int) -> None:
-    mesh, row = MeshShape(data=num_ranks), preset(name)
-    segments = [planned(num * QUANTUM * num_ranks, num_ranks, name) for num in quanta]
-    sizes = [segment.layout.padded * 4 for segment in segments]
-    groups = share_buckets(segments, mesh, most)
-    assert [position for group in groups for position in group] == list(range(len(segments)))
-    shares = mesh.group_size(row.grad_step.shard_axes) > 1
-    held = [sum(sizes[position] for position in group) for group in groups]
-    assert all(len(group) == 1 or (shares and size <= most) for group, size in zip(groups, held, strict=True))
-    for size, following in zip(held, groups[1:], strict=False):
-        assert not shares or size + sizes[following[0]] > most, "the next one does not fit"
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_buckets_of_a_model(name: str) -> None:
+    """Those of the last unit come first."""
     large, mesh = BUCKET_BYTES // 4 + 1, MeshShape(data=2)
-    made = [
-        segment_of(number, shapes, mesh, name)
-        for number, shapes in enumerate([[(10,)], [(20,), (5,)], [(large,)], [(3,)]])
-    ]
-    buckets = make_buckets(made, mesh, 3, Ledger())
+    units = []
+    for number, shapes in enumerate([[(3,)], [(large,)], [(20,), (5,)], [(10,)]]):
+        segment, members = segment_of(number, shapes, mesh, name)
+        planned = PlannedUnit(str(number), (segment.planned,))
+        units.append(Unit(planned, nn.Module(), {member.fqn: member.holding for member in members}, number, 0))
+    buckets = make_buckets(share_buckets(reduction_order([unit.planned for unit in units])), units, 3, Ledger())
     assert {bucket.divisor for bucket in buckets} == {2 * 3}
     expected = (
-        [["0.0"], ["1.0", "1.1"], ["2.0"], ["3.0"]] if name == "ddp" else [["0.0", "1.0", "1.1"], ["2.0"], ["3.0"]]
+        [["3.0"], ["2.0", "2.1"], ["1.0"], ["0.0"]] if name == "ddp" else [["3.0", "2.0", "2.1"], ["1.0"], ["0.0"]]
     )
     assert [[member.fqn for member in bucket.members] for bucket in buckets] == expected
-    assert [segment for bucket in buckets for segment in bucket.segments] == [segment for segment, _ in made]
-
-
-def test_the_size_of_a_bucket_is_that_of_what_travels() -> None:
-    """Gradients that travel in two bytes share buckets twice as large in elements."""
-    mesh = MeshShape(data=2)
-    half = Encodings(Encoding("bf16", 2), FP32, BF16)
-    num_elements = BUCKET_BYTES // 4
-    segments = [PlannedSegment(planned(num_elements, 2, "zero2").layout, preset("zero2", e)) for e in [half, half]]
-    assert share_buckets(segments, mesh) == [(0, 1)]
-    assert share_buckets([planned(num_elements, 2, "zero2")] * 2, mesh) == [(0,), (1,)]
+    order = [segment for unit in reversed(units) for segment in unit.segments]
+    assert [segment for bucket in buckets for segment in bucket.segments] == order

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from partita.errors import ConfigError
-from partita.sharding.casts import cast_borders, keep_fp32_modules, map_floats
+from partita.planner.group_units import keep_fp32_modules
+from partita.sharding.casts import cast_borders, map_floats
 from tests.local.models import CASES
 
 INTEGERS = [torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64]

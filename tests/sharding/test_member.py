@@ -11,19 +11,20 @@ from torch import Tensor, nn
 
 from partita.errors import ConfigError
 from partita.plan.mesh_shape import MeshShape
+from partita.plan.planned import PlannedSegment
 from partita.plan.residence import FP32
 from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import PRESETS, preset
-from partita.sharding.group_units import Holding
-from partita.sharding.unit import Member, Segment, check_supported, dense_stride
+from partita.planner.parameters import Holding, check_supported
+from partita.sharding.unit import Member, Segment, dense_stride
 
 
 def member(values: Tensor) -> Member:
     """A unit's only parameter, with these values and strides."""
     holding = Holding(nn.Parameter(values), ["weight"])
-    layout = lay_out("unit", [Entry("weight", tuple(values.shape), FP32, True)], 1)
-    segment = Segment(layout.segments[0], preset("ddp"), MeshShape(), 0)
-    return Member(holding, layout.segments[0].spans[0], segment)
+    layout = lay_out([Entry("weight", tuple(values.shape), FP32, True)], 1)[0]
+    segment = Segment(PlannedSegment(layout, preset("ddp"), MeshShape()), 0)
+    return Member(holding, layout.spans[0], segment)
 
 
 def numbers(*shape: int) -> Tensor:
@@ -134,10 +135,11 @@ def test_names_and_kind() -> None:
 @pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(data=2), MeshShape(data=4, node=2), MeshShape(data=3, node=3)])
 def test_a_ranks_part_holds_its_spans(name: str, mesh: MeshShape) -> None:
     entries = [Entry("a", (700,), FP32, True), Entry("b", (5, 100), FP32, True), Entry("c", (), FP32, True)]
-    layout = lay_out("unit", entries, mesh.data).segments[0]
+    layout = lay_out(entries, mesh.data)[0]
     whole, row = torch.arange(layout.padded), preset(name)
+    planned = PlannedSegment(layout, row, mesh)
     for rank in range(mesh.num_ranks):
-        segment = Segment(layout, row, mesh, rank)
+        segment = Segment(planned, rank)
         for residence in (row.param_rest, row.param_compute, row.param_between, row.master):
             size = layout.padded // mesh.group_size(residence.shard_axes)
             index = mesh.group_index(rank, residence.shard_axes)
@@ -148,7 +150,7 @@ def test_a_ranks_part_holds_its_spans(name: str, mesh: MeshShape) -> None:
             values = mine[span.offset : span.offset + span.num_elements]
             assert values[0] == original.offset + span.start
         assert segment.holds_whole_master == (len(mine) == layout.padded)
-    covered = [span for rank in range(mesh.data) for span in Segment(layout, row, mesh, rank).master_spans]
+    covered = [span for rank in range(mesh.data) for span in Segment(planned, rank).master_spans]
     times = mesh.data if mesh.group_size(row.master.shard_axes) == 1 else 1
     assert sum(span.num_elements for span in covered) == times * (700 + 500 + 1)
 

@@ -17,7 +17,6 @@ from partita.checkpoint.backend import Value, saved_boxes
 from partita.checkpoint.names import MODEL, STATE
 from partita.checkpoint.plain import plain
 from partita.errors import PartitaError
-from partita.kernels.quantize import join
 from partita.kernels.state import num_blocks
 from partita.memory.collector import collector_paused
 from partita.optim.fused import BLOCK_STATES
@@ -213,12 +212,12 @@ class Content:
         moments = self._moments_of(segment)
         leases = moments.lend() if moments is not None else {}
         rest = segment.rest.lend()
-        master = segment.master.lend() if segment.master is not None and not segment.master_is_parameter else None
+        own = None if segment.master_is_parameter else segment.master
+        master = own.lend() if own is not None else None
         try:
             weights = self._part(segment, rest.wait())
-            if master is not None:
-                own = self._part(segment, master.wait())
-                weights = join(weights.to(own.device), own) if segment.plan.master.encoding == SPLIT else own
+            if own is not None and master is not None:
+                weights = own.joined(weights, self._part(segment, master.wait()))
             if moments is not None:
                 moments.connect(leases)
             yield weights

@@ -20,7 +20,7 @@ from partita.checkpoint.training_state import TrainingState
 from partita.comm.together import together
 from partita.errors import PartitaError
 from partita.inspection.modules import extra_states, persistent_buffers
-from partita.kernels.quantize import join, split
+from partita.kernels.quantize import split
 from partita.memory.allocate import trim
 from partita.memory.collector import collector_paused
 from partita.memory.tiers import Kept
@@ -28,7 +28,7 @@ from partita.optim.elements import state_names, states_per_element
 from partita.optim.fused import BLOCK_STATES, adopted
 from partita.optim.views import View
 from partita.plan.box import Box, FlatRange
-from partita.plan.residence import SPLIT, Tier
+from partita.plan.residence import Tier
 from partita.plan.span import Span
 from partita.plan.steps import steps
 from partita.sharding.unit import Segment, Unit
@@ -261,10 +261,10 @@ class Loading:
         """
         lease = _kept(segment).lend()
         held = weights = lease.wait()
-        splits = segment.master is not None and segment.plan.master.encoding == SPLIT
-        if splits:  # what is not stored stays as it is
+        splits = segment.master is not None and segment.master.splits
+        if segment.master is not None and splits:  # what is not stored stays as it is
             rest = segment.rest.lend()
-            weights = join(segment.part_of_rest(rest.wait()).to(held.device), held)
+            weights = segment.master.joined(segment.part_of_rest(rest.wait()), held)
             rest.end(changed=False)
         states = dict[View, dict[str, Any]]()
         for target in targets:
@@ -323,7 +323,7 @@ class Loading:
         if segment.master is None:
             return
         executor, master = self._runtime.executor, segment.plan.master
-        if master.encoding == SPLIT:
+        if segment.master.splits:
             device = executor.device if master.tier is Tier.DEVICE else torch.device("cpu")
             tier = Tier.DEVICE if master.tier is Tier.DEVICE else Tier.HOST
             if param is None:  # this rank could not read

@@ -14,10 +14,10 @@ from partita.checkpoint.names import optimizer_prefixes
 from partita.checkpoint.offline import differences, verify
 from partita.cli.console import FAILURE, show_error, show_table, user_errors
 from partita.errors import ConfigError
-from partita.estimate.figures import format_bytes
 from partita.huggingface.export import export_checkpoint
 from partita.plan.residence import ENCODINGS
-from partita.sharding.dtypes import dtype_of
+from partita.planner.dtypes import dtype_of
+from partita.planner.figures import format_bytes
 
 checkpoint = typer.Typer(
     name="checkpoint", no_args_is_help=True, help="Look at checkpoints: partita's, and others of torch.distributed."

@@ -14,8 +14,8 @@ from rich.console import Console
 from partita.cli.console import show_table
 from partita.config.resolve import resolve
 from partita.config.schema import Config
-from partita.estimate.figures import format_bytes
 from partita.memory.capacity import host_memory, usable_cores
+from partita.planner.figures import format_bytes
 
 # What is lost without each package that is not required.
 OPTIONAL_PACKAGES = {

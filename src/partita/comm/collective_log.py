@@ -6,7 +6,8 @@ is then the beginning of what their logs are now: a place that is known of two r
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -33,24 +34,24 @@ class Board:
 
     def post(self, note: str) -> None:
         """Replace this rank's note (at first: empty)."""
-        try:
+        with _explained():
             self._store.set(self._own, note)
-        except RuntimeError as error:
-            raise _gone(error) from error
 
     def read(self) -> list[str]:
         """Every rank's note, in rank order; waits for ranks that have not made the board yet."""
-        try:
+        with _explained():
             return [note.decode() for note in self._store.multi_get(self._keys)]
-        except RuntimeError as error:
-            raise _gone(error) from error
 
 
-def _gone(error: RuntimeError) -> PartitaError:
-    return PartitaError(
-        "the process group's store, which lives with rank 0 or the launcher, is gone: that process ended; look at its "
-        f"output first. Store: {error}"
-    )
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PartitaError(
+            "the process group's store, which lives with rank 0 or the launcher, is gone: that process ended; look at "
+            f"its output first. Store: {error}"
+        ) from error
 
 
 class CollectiveLog:

@@ -14,6 +14,7 @@ from partita.comm.collective_log import Board
 from partita.comm.control_message import ControlMessage, Explained
 from partita.comm.exchange import Work
 from partita.comm.mesh import Mesh
+from partita.comm.transport import Transport
 from partita.comm.watchdog import Watchdog
 from partita.errors import PartitaError
 from partita.plan.traffic import TrafficKey, TrafficMeter
@@ -46,22 +47,22 @@ class Group:
         self.size, self.index = mesh.shape.group_size(axes), mesh.index(axes)
 
     @property
-    def keeps_tags_apart(self) -> bool:
-        """Whether ranks that gather under different tags wait for each other, instead of reading the other's data."""
-        return self._mesh.transport(self.axes).keeps_tags_apart
+    def transport(self) -> Transport:
+        """What moves the tensors. Raises PartitaError: the mesh is closed, or was never opened over these axes."""
+        return self._mesh.transport(self.axes)
 
     # ------------------------------------------------------------------ flat tensors
 
     def all_gather(self, whole: Tensor, part: Tensor, purpose: str = "parameters", tag: int = 0) -> Handle:
         """Start gathering every rank's ``part`` ``[n]`` into ``whole`` ``[size * n]``.
 
-        Ranks that gather under different tags wait for each other (where the transport keeps them apart), where the
-        same tag with other sizes would end them.
+        Ranks that gather under different tags wait for each other, if the transport keeps tags apart, where the same
+        tag with other sizes would end them.
         """
         self._count("all_gather", purpose, (self.size - 1) * part.nbytes)
         explained = partial(self._explained, f"all-gather of {purpose}")
         with explained():
-            work = self._mesh.transport(self.axes).all_gather(whole, part, purpose, tag)
+            work = self.transport.all_gather(whole, part, purpose, tag)
         return Handle(work, explained)
 
     def reduce_scatter(self, out: Tensor, sent: Tensor, received: Tensor, *, accumulate: bool) -> None:
@@ -72,11 +73,11 @@ class Group:
         """
         self._count("reduce_scatter", "gradients", (self.size - 1) * sent.nbytes // self.size)
         with self._explained("reduce-scatter of gradients"):
-            self._mesh.transport(self.axes).reduce_scatter(out, sent, received, accumulate=accumulate)
+            self.transport.reduce_scatter(out, sent, received, accumulate=accumulate)
 
     def received_elements(self, sent: int, itemsize: int) -> int:
         """Elements of scratch memory that a reduction of ``sent`` elements of ``itemsize`` bytes needs."""
-        return self._mesh.transport(self.axes).received_elements(sent, itemsize)
+        return self.transport.received_elements(sent, itemsize)
 
     def all_reduce(self, tensor: Tensor, purpose: str = "control") -> Tensor:
         """Sum ``tensor`` over the ranks, in place. For small or rare tensors: the order of the sum is the backend's."""
@@ -84,7 +85,7 @@ class Group:
             return tensor
         self._count("all_reduce", purpose, 2 * (self.size - 1) * tensor.nbytes // self.size)
         with self._explained(f"all-reduce of {purpose}"):
-            self._mesh.transport(self.axes).all_reduce(tensor)
+            self.transport.all_reduce(tensor)
         return tensor
 
     def broadcast(self, tensors: Sequence[Tensor], purpose: str) -> None:
@@ -96,7 +97,7 @@ class Group:
             for tensor in copies:
                 self._count("broadcast", purpose, (self.size - 1) * tensor.nbytes if self.index == 0 else 0)
                 sent = tensor.view(-1).view(torch.uint8)  # no backend knows every dtype
-                works.append(self._mesh.transport(self.axes).broadcast(sent))
+                works.append(self.transport.broadcast(sent))
             for work in works:
                 work.wait()
         for tensor, copy in zip(tensors, copies, strict=True):
@@ -128,7 +129,7 @@ class Group:
 
     def _gather(self, row: Tensor) -> tuple[Tensor, Work]:
         rows = row.new_empty((self.size, row.numel()))
-        return rows, self._mesh.transport(self.axes).gather_messages(rows, row)
+        return rows, self.transport.gather_messages(rows, row)
 
     # -------------------------------------------------------------- beside collectives
 

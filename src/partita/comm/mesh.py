@@ -75,7 +75,7 @@ class Mesh:
                     group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_s), backend=backend)
                     if self.rank in ranks:
                         own[purpose] = group
-        self._process_groups += own.values()
+                        self._process_groups.append(group)
         if on_host:
             return HostTransport(self.index(axes), size, own, self._within_node, self.timeout_s)
         return NcclTransport(self.index(axes), size, own)

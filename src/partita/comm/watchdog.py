@@ -52,19 +52,13 @@ class Watchdog:
         answered = failures = 0
         while failures < MOST_FAILURES and not self._closed.wait(POLL_S):
             try:
-                asked = self._number("asked")
+                asked = int(self._get("asked") or 0)
                 for number in range(answered + 1, asked + 1):
                     self._answer(number)
                 answered = asked
                 failures = 0
             except RuntimeError:  # the store is slow, or gone with the process that had it
                 failures += 1
-
-    def _number(self, key: str) -> int:
-        """A counter of the store's, which is made with the first question."""
-        name = f"{self._prefix}/{key}"
-        with self._lock:
-            return int(self._store.add(name, 0)) if self._store.check([name]) else 0
 
     def _answer(self, number: int) -> None:
         with self._lock:

@@ -1,7 +1,7 @@
 """What an engine is made of: from the config, the model and what the user passes beside them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
 from partita.comm.together import check_settings_alike, together
 from partita.config.resolve import Resolved
-from partita.estimate.remedies import Situation
+from partita.engine.budget import agreed_budget
 from partita.huggingface.weights import Weights
 from partita.inspection.whole import Whole
 from partita.memory.disk import open_disk
@@ -31,10 +31,9 @@ from partita.optim.loss_scale import LossScale
 from partita.optim.step import StepUpdater
 from partita.optim.updater import Updater
 from partita.optim.views import check_groups
-from partita.plan.planned import PlannedUnit
-from partita.plan.residence import ENCODINGS
-from partita.sharding.assemble import Blueprint, check_alike, plan_units
-from partita.sharding.placing import agreed_budget
+from partita.planner.blueprint import Blueprint, make_blueprint, row_of
+from partita.sharding.assemble import check_alike
+from partita.sharding.resting import check_unclaimed
 from partita.sharding.runtime import Runtime
 
 
@@ -50,14 +49,11 @@ class Given:
 
 @dataclass(frozen=True)
 class Parts:
-    """An engine's. ``num_moments``: states of the optimizer for each element; ``weights``: the folder that the values
-    came from.
-    """
+    """An engine's. ``weights``: the folder that the values came from."""
 
     optimizer: Optimizer
     scheduler: LRScheduler
-    units: list[PlannedUnit]
-    num_moments: int
+    blueprint: Blueprint
     shortages: Shortages
     runtime: Runtime
     updater: Updater
@@ -73,8 +69,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     collectives = Collectives(mesh)
     all_ranks = collectives.all_ranks
     check_settings_alike(resolved.shared, all_ranks)
-    blueprint = Blueprint(settings, ENCODINGS[resolved.compute_dtype], resolved.mesh, mesh.rank)
-    collectives.open(blueprint.groups)
+    collectives.open(row_of(resolved).groups(resolved.mesh))
     memory = StateMemory(mesh.device, ledger, partial(open_disk, settings.zero.offload, mesh.rank))
     kernels = wants_kernels(settings, resolved.compute_dtype, mesh.device)
     with together(all_ranks):
@@ -83,22 +78,21 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
         check_groups(optimizer, {id(param) for param in model.parameters()})
     num_moments = states_per_element(optimizer)
     budget = agreed_budget(settings.zero.offload, collectives)
-    blueprint = replace(blueprint, budget=budget, num_moments=num_moments)
     with together(all_ranks):
-        units = plan_units(model, blueprint)
-    check_alike(model, units, all_ranks)
+        check_unclaimed(model)
+        blueprint = make_blueprint(model, resolved, num_moments, budget)
+    check_alike(model, blueprint.units, all_ranks)
     check_settings_alike(settings_of(optimizer), all_ranks)
-    planned = [unit.planned for unit in units]
-    rows = [unit.segments[0].row for unit in planned]
+    rows = [unit.row for unit in blueprint.units]
     if any(mesh.shape.group_size(row.master.shard_axes) > 1 or not row.updates_on_device for row in rows):
         check_elementwise(optimizer)
     counted = counted_attributes(optimizer, apart=not all(row.updates_on_device for row in rows))
-    shortages = Shortages(Situation(planned, settings, mesh.shape, num_moments), ledger, mesh.device, mesh.rank)
+    shortages = Shortages(blueprint, ledger, mesh.device, mesh.rank)
     with together(all_ranks):
         source = Weights(given.weights) if given.weights is not None else None
     try:
         with shortages.explained("initialize"):
-            runtime = Runtime(model, units, blueprint, collectives, memory, resolved.batch.accumulate, source)
+            runtime = Runtime(model, blueprint, collectives, memory, source)
         scale = LossScale(settings.precision.loss_scale, resolved.compute_dtype == "fp16")
         kind = BackwardUpdater if settings.precision.gradients == "in_backward" else StepUpdater
         with together(all_ranks, runtime.give_back):
@@ -109,4 +103,4 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
         memory.close()
         raise
     weights = source.folder if source is not None else None
-    return Parts(optimizer, scheduler, planned, num_moments, shortages, runtime, updater, whole, checkpoints, weights)
+    return Parts(optimizer, scheduler, blueprint, shortages, runtime, updater, whole, checkpoints, weights)

@@ -15,7 +15,6 @@ from partita.config.resolve import Resolved
 from partita.engine.batches import call, draw, is_scalar, loss_of
 from partita.engine.build import Given, Parts, build
 from partita.errors import PartitaError
-from partita.estimate.memory import model_state_bytes
 from partita.huggingface.export import export
 from partita.memory.ledger import MemoryReport
 from partita.memory.shortage import explained
@@ -24,6 +23,7 @@ from partita.optim.updater import StepResult
 from partita.plan.mesh_shape import BATCH_AXES
 from partita.plan.state_plan import StatePlan
 from partita.plan.traffic import TrafficReport
+from partita.planner.memory import model_state_bytes
 from partita.sharding.scaled import scaled_by
 
 
@@ -31,9 +31,10 @@ class Engine:
     """Trains a model under a plan. Made by :func:`initialize`; every method but the reports is called on all ranks.
 
     Attributes: ``module`` (the model), ``optimizer`` (a real ``torch.optim.Optimizer``), ``scheduler``, ``config``,
-    ``mesh``, and ``plan`` (unit name to its row of the residence table; the root unit is called ``""``), ``units``
-    (each unit's layout and rows, which :mod:`partita.estimate` reads), ``extra`` (plain values of the caller's, such as
-    where the data is, which every checkpoint holds and :meth:`load` brings back).
+    ``mesh``, and ``blueprint`` (what it is built from, and what :mod:`partita.planner` reads), of that ``units`` (the
+    planned units) and ``plan`` (unit name to its row of the residence table; the root unit is called ``""``), ``extra``
+    (plain values of the caller's, such as where the data is, which every checkpoint holds and :meth:`load` brings
+    back).
     """
 
     def __init__(self, model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given, owns_mesh: bool) -> None:
@@ -47,8 +48,9 @@ class Engine:
         self._parts = parts = build(model, resolved, mesh, given)
         self.optimizer = parts.optimizer
         self.scheduler = parts.scheduler
-        self.units = parts.units
-        self.plan: dict[str, StatePlan] = {unit.name: unit.segments[0].row for unit in parts.units}
+        self.blueprint = parts.blueprint
+        self.units = list(parts.blueprint.units)
+        self.plan: dict[str, StatePlan] = {unit.name: unit.row for unit in self.units}
         self.extra = parts.checkpoints.extra
         self._shortages = parts.shortages
         self._begin_micro_batch(0)
@@ -309,7 +311,7 @@ class Engine:
     @property
     def planned_bytes(self) -> dict[tuple[str, str], int]:
         """Bytes that this rank's model states take once every parameter was updated, by state and tier."""
-        return model_state_bytes(self.units, self.mesh.shape, self.mesh.rank, self._parts.num_moments)
+        return model_state_bytes(self.units, self.mesh.rank, self.blueprint.num_moments)
 
     def traffic_report(self) -> TrafficReport:
         """Bytes sent by this rank and calls so far, by collective, axis and purpose."""

@@ -20,9 +20,9 @@ from partita.config.schema import Config
 from partita.engine.build import Given
 from partita.engine.engine import Engine
 from partita.errors import ConfigError
-from partita.estimate.placement import describe_placement, leaves_a_choice
 from partita.memory.capacity import usable_cores
 from partita.optim.build import Factory
+from partita.planner.placement import describe_placement, leaves_a_choice
 
 _log = logging.getLogger("partita")
 

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from partita.comm.collectives import Collectives
 from partita.errors import PartitaError
 from partita.inspection.modules import extra_states, persistent_buffers
-from partita.kernels.quantize import join
 from partita.optim.updater import Updater
-from partita.plan.residence import SPLIT
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member, Segment, Unit
 
@@ -166,7 +164,7 @@ class Whole:
 
     @staticmethod
     def _refill(segment: Segment, names: AbstractSet[str]) -> None:
-        if not segment.planned.rests_whole(segment.mesh):
+        if not segment.planned.rests_whole:
             segment.rest.store(segment.part(segment.full, segment.plan.param_rest))
         if segment.master is not None and not segment.master_is_parameter:
             segment.master.set(segment.part(segment.full, segment.plan.master), names)
@@ -201,7 +199,7 @@ class Whole:
         if not segment.holds_whole_master:
             whole = part.new_empty(segment.layout.padded)
             self._collectives.group(segment.plan.master.shard_axes).all_gather(whole, part).wait()
-        return join(segment.full, whole) if segment.plan.master.encoding == SPLIT else whole
+        return segment.master.joined(segment.full, whole)
 
     def state_dict(self) -> dict[str, Any]:
         """The model's state dict with master weights, whole, on the host of rank 0; empty on the others."""

@@ -8,15 +8,15 @@ import torch
 
 from partita.config.schema import Offload
 from partita.errors import PartitaError
-from partita.estimate.placement import Budget
 from partita.memory.disk import filesystem_in_memory, scratch_folder
+from partita.planner.budget import MemoryBudget
 
 # What the states and the working memory leave free: on the device for activations, whose size is not known before the
 # first forward; elsewhere for what other processes take meanwhile.
 DEVICE_SHARE, HOST_SHARE, DISK_SHARE = 0.7, 0.85, 0.95
 
 
-def free_budget(device: torch.device, offload: Offload) -> Budget:
+def free_budget(device: torch.device, offload: Offload) -> MemoryBudget:
     """What a process may use, less a margin; the host and the disk are those of its whole node.
 
     What a model that was passed with its values holds meanwhile counts as taken.
@@ -26,8 +26,8 @@ def free_budget(device: torch.device, offload: Offload) -> Budget:
     """
     host, disk = host_memory()[1], int(DISK_SHARE * _free_disk(scratch_folder(offload)))
     if device.type == "cuda":
-        return Budget(int(DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]), int(HOST_SHARE * host), disk)
-    return Budget(int(DEVICE_SHARE * host), 0, disk, one_memory=True)
+        return MemoryBudget(int(DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]), int(HOST_SHARE * host), disk)
+    return MemoryBudget(int(DEVICE_SHARE * host), 0, disk, one_memory=True)
 
 
 def usable_cores() -> int:

@@ -9,9 +9,10 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import torch
 
 from partita.errors import PartitaError
-from partita.estimate.remedies import Situation
 from partita.memory.ledger import Ledger, process_memory
 from partita.plan.residence import Tier
+from partita.planner.blueprint import Blueprint
+from partita.planner.remedies import find_remedies
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,8 +22,8 @@ CPU_MESSAGES = ("can't allocate memory", "DefaultCPUAllocator")
 class Shortages:
     """Explains the errors of one engine that come from a lack of memory. ``rank`` is named in messages."""
 
-    def __init__(self, situation: Situation, ledger: Ledger, device: torch.device, rank: int) -> None:
-        self._situation, self._ledger, self._device, self._rank = situation, ledger, device, rank
+    def __init__(self, blueprint: Blueprint, ledger: Ledger, device: torch.device, rank: int) -> None:
+        self._blueprint, self._ledger, self._device, self._rank = blueprint, ledger, device, rank
         self._process_bytes = process_memory()[0]
 
     @contextmanager
@@ -41,7 +42,7 @@ class Shortages:
         report = self._ledger.report(self._device)
         states = sum(num for (_, tier), num in report.peak.items() if Tier(tier) in short)
         peak = report.device_peak_bytes if on_device else report.process_peak_bytes - self._process_bytes
-        remedies = self._situation.remedies(short, max(0, peak - states))
+        remedies = find_remedies(self._blueprint, short, max(0, peak - states))
         said = (str(error) or type(error).__name__).splitlines()[0]
         lines = [f"out of memory in {where}, on rank {self._rank} ({self._device}): {said}", str(report)]
         if remedies:

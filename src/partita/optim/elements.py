@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from partita.estimate.memory import ADAM_MOMENTS
 from partita.optim.counted import SHAPE, tried
+from partita.planner.memory import ADAM_MOMENTS
 
 
 def states_per_element(optimizer: Optimizer) -> int:

@@ -6,6 +6,8 @@ Buffer pools (:mod:`partita.memory.buffer_pool`) are built from these numbers, a
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from partita.plan.planned import PlannedUnit
+
 # Sizes down to this share of a class's size join the class instead of having slots of their own.
 CLASS_SHARE = 0.75
 # How many buckets of gradients may be filled or under way at a time. One part is received at a time. Of gradients that
@@ -14,16 +16,21 @@ SENDING, RECEIVING, SUMMED = 2, 1, 2
 
 
 @dataclass(frozen=True)
-class Passing:
-    """A unit that is gathered into a slot.
+class PlannedPool:
+    """A buffer pool for tensors of the given ``sizes`` in bytes.
 
-    ``stays_whole``: between forward and backward; ``is_outer``: others lie inside it, and come and go while it is open.
+    ``depth``: slots in a class of sizes; those whose sizes are ``lasting``, too, keep their slot while others come and
+    go: each adds one.
     """
 
-    num_bytes: int
-    is_root: bool
-    is_outer: bool
-    stays_whole: bool
+    sizes: tuple[int, ...]
+    depth: int
+    lasting: tuple[int, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all slots."""
+        return sum(size * num for size, num in slot_counts(self.sizes, self.depth, self.lasting).items())
 
 
 def slot_counts(sizes: Sequence[int], depth: int, lasting: Sequence[int] = ()) -> dict[int, int]:
@@ -44,23 +51,32 @@ def class_of(classes: Sequence[int], num_bytes: int) -> int | None:
     return min((size for size in classes if size >= num_bytes), default=None)
 
 
-def bytes_ahead(setting: int | str, units: Sequence[Passing]) -> int:
-    """Bytes gathered ahead of their use; ``auto``: one unit (the largest but the root, which is whole throughout), or
-    all where each has a slot of its own.
+def bytes_ahead(units: Sequence[PlannedUnit], prefetch: int | str) -> int:
+    """Bytes gathered ahead of their use, as ``zero.prefetch_bytes`` says; ``auto``: one unit (the largest but the root,
+    which is whole throughout), or all where each has a slot of its own.
     """
-    if isinstance(setting, int):
-        return setting
-    if all(unit.stays_whole for unit in units):
-        return sum(unit.num_bytes for unit in units)
-    sizes = [unit.num_bytes for unit in units if not unit.is_root] or [unit.num_bytes for unit in units]
-    return max(sizes, default=0)
+    if isinstance(prefetch, int):
+        return prefetch
+    gathered = _gathered(units)
+    if all(unit.stays_whole for unit in gathered):
+        return sum(unit.num_bytes for unit in gathered)
+    sizes = [unit.num_bytes for unit in gathered if unit.name] or [unit.num_bytes for unit in gathered]
+    return max(sizes)
 
 
-def pool_depth(units: Sequence[Passing], ahead: int) -> int:
-    """Slots in a class of the pool of gathered units, beside those of units that others lie inside of.
+def unit_pool(units: Sequence[PlannedUnit], prefetch: int | str) -> PlannedPool:
+    """The buffer pool of the units that do not rest whole. One that others lie inside of keeps its slot meanwhile.
 
-    In backward a unit is opened before the one that follows it in forward is closed: two at the least.
+    In backward a unit is opened before the one that follows it in forward is closed: two slots at the least.
     """
-    if all(unit.stays_whole for unit in units):
-        return len(units)
-    return 1 + max(1, -(-ahead // max(unit.num_bytes for unit in units)))
+    gathered = _gathered(units)
+    sizes = tuple(unit.num_bytes for unit in gathered)
+    outer = {name for unit in gathered for name in unit.inside}
+    depth = len(gathered)
+    if not all(unit.stays_whole for unit in gathered):
+        depth = 1 + max(1, -(-bytes_ahead(units, prefetch) // max(sizes)))
+    return PlannedPool(sizes, depth, tuple(unit.num_bytes for unit in gathered if unit.name in outer))
+
+
+def _gathered(units: Sequence[PlannedUnit]) -> list[PlannedUnit]:
+    return [unit for unit in units if not unit.rests_whole]

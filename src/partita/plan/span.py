@@ -7,7 +7,6 @@ a cut and vectorized kernels meet the same tails wherever the cuts are. One layo
 tiers and checkpoint.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -57,12 +56,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter as the layout sees it."""
+    """A parameter as the layout sees it, of this global ``shape``. ``box`` is the piece of it that the local tensor is
+    (None: all of it).
+    """
 
     fqn: str
     shape: tuple[int, ...]
     encoding: Encoding
     trainable: bool
+    box: Box | None = None
 
 
 @dataclass(frozen=True)
@@ -79,37 +81,33 @@ class SegmentLayout:
     def padded(self) -> int:
         return self.num_parts * self.part_elements
 
-    def part(self, index: int) -> tuple[Span, ...]:
-        """The spans of part ``index``, with offsets counted from its start."""
-        begin = index * self.part_elements
-        cut = (span.within(begin, begin + self.part_elements) for span in self.spans)
-        return tuple(span for span in cut if span is not None)
-
-
-@dataclass(frozen=True)
-class UnitLayout:
-    """All segments of a unit, laid one after the other in one storage."""
-
-    name: str
-    segments: tuple[SegmentLayout, ...]
-
     @property
     def num_bytes(self) -> int:
-        return sum(segment.padded * segment.encoding.itemsize for segment in self.segments)
+        return self.padded * self.encoding.itemsize
+
+    def part(self, index: int) -> tuple[Span, ...]:
+        """The spans of part ``index``, with offsets counted from its start."""
+        return self.cut(index * self.part_elements, self.part_elements)
+
+    def cut(self, begin: int, num_elements: int) -> tuple[Span, ...]:
+        """The spans of the ``num_elements`` from ``begin`` on, with offsets counted from there."""
+        found = (span.within(begin, begin + num_elements) for span in self.spans)
+        return tuple(span for span in found if span is not None)
 
 
-def lay_out(name: str, entries: Sequence[Entry], num_parts: int) -> UnitLayout:
+def lay_out(entries: Sequence[Entry], num_parts: int) -> tuple[SegmentLayout, ...]:
     """Lay the parameters of one unit out for ``num_parts`` shards, in the order given."""
     grouped: dict[tuple[bool, Encoding], list[Entry]] = {}
     for entry in entries:
         grouped.setdefault((entry.trainable, entry.encoding), []).append(entry)
     segments = []
     for (trainable, encoding), members in grouped.items():
-        spans, offset = list[Span](), 0
+        spans = list[Span]()
+        offset = 0
         for entry in members:
-            num = math.prod(entry.shape)
-            spans.append(Span(entry.fqn, Box.whole(entry.shape), 0, num, offset))
-            offset += -(-num // QUANTUM) * QUANTUM
+            box = entry.box or Box.whole(entry.shape)
+            spans.append(Span(entry.fqn, box, 0, box.num_elements, offset, entry.shape if entry.box else None))
+            offset += -(-box.num_elements // QUANTUM) * QUANTUM
         part = -(-offset // (num_parts * QUANTUM)) * QUANTUM
         segments.append(SegmentLayout(encoding, trainable, tuple(spans), num_parts, part))
-    return UnitLayout(name, tuple(segments))
+    return tuple(segments)

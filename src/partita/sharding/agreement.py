@@ -42,7 +42,7 @@ def agree(group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> Agreement:
     """The way that suits the group of all ranks of a mesh. Called on every rank."""
     if mesh.watchdog is None:
         mesh.watchdog = group.watchdog()
-    kind = ComparedLogs if group.keeps_tags_apart else Announcements
+    kind = ComparedLogs if group.transport.keeps_tags_apart else Announcements
     return kind(group, mesh, on_stall)
 
 

@@ -7,144 +7,45 @@ whole.
 
 import hashlib
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from partita.comm.collectives import Collectives
 from partita.comm.group import Group
 from partita.comm.together import together
-from partita.config.schema import Config
 from partita.errors import ConfigError
-from partita.estimate.memory import ADAM_MOMENTS
-from partita.estimate.placement import Budget, Placing, chosen_tiers
 from partita.memory.tiers import StateMemory
 from partita.plan.box import Box
-from partita.plan.mesh_shape import BATCH_AXES, MeshShape
-from partita.plan.planned import PlannedSegment, PlannedUnit
-from partita.plan.residence import BF16, ENCODINGS, FP32, INT8, SPLIT, Encoding
-from partita.plan.span import Entry, UnitLayout, lay_out
-from partita.plan.state_plan import Encodings, StatePlan, Tiers, preset, preset_name
-from partita.sharding.casts import keep_fp32_modules
-from partita.sharding.dtypes import encoding_of
-from partita.sharding.group_units import Holding, find_holdings, group_units
+from partita.plan.mesh_shape import BATCH_AXES
+from partita.plan.planned import PlannedUnit
+from partita.planner.dtypes import dtype_of
+from partita.planner.parameters import find_holdings
 from partita.sharding.initialize import initialize_module
-from partita.sharding.unit import Segment, Unit, check_apart, check_supported
+from partita.sharding.unit import Segment, Unit
 
 
-@dataclass(frozen=True)
-class Blueprint:
-    """What decides a unit's layout and rows: the config, the compute encoding after ``auto``, the mesh and this rank.
-
-    ``budget``: what may be used of each memory, where the config leaves the tiers open; ``num_moments``: tensors that
-    the optimizer keeps beside a parameter.
-    """
-
-    config: Config
-    compute: Encoding
-    mesh: MeshShape
-    rank: int
-    budget: Budget | None = None
-    num_moments: int = ADAM_MOMENTS
-
-    @property
-    def groups(self) -> tuple[tuple[str, ...], ...]:
-        """The axes of each group that training communicates over."""
-        return self.row(self.compute, Tiers()).groups(self.mesh)
-
-    @property
-    def num_parts(self) -> int:
-        """Into how many parts, each owned by one rank, a unit is cut."""
-        return self.mesh.group_size(self.row(self.compute, Tiers()).summed_axes)
-
-    @property
-    def preset(self) -> str:
-        zero = self.config.zero
-        return preset_name(zero.stage, keep_gathered=zero.keep_gathered, hierarchical=zero.hierarchical)
-
-    def row(self, encoding: Encoding, tiers: Tiers) -> StatePlan:
-        """The row of the table that parameters of this compute encoding have."""
-        if self.config.precision.gradients == "in_backward":
-            tiers = replace(tiers, gradients=None)
-        return preset(self.preset, self.encodings(encoding), tiers, self.mesh)
-
-    def tiers(self, layouts: Sequence[UnitLayout]) -> list[Tiers]:
-        """Where the states of each unit rest.
-
-        Raises:
-            ConfigError: they do not fit anywhere.
-        """
-        zero = self.config.zero
-        if self.budget is None:
-            return [chosen_tiers(zero.offload, Tiers())] * len(layouts)
-
-        def planned(number: int, tiers: Tiers) -> PlannedUnit:
-            segments = layouts[number].segments
-            return PlannedUnit(
-                layouts[number].name, tuple(PlannedSegment(s, self.row(s.encoding, tiers)) for s in segments)
-            )
-
-        names = [layout.name for layout in layouts]
-        placing = Placing(names, planned, self.mesh, zero.offload, zero.prefetch_bytes, self.num_moments)
-        return placing.place(self.budget)
-
-    def encodings(self, compute: Encoding) -> Encodings:
-        precision = self.config.precision
-        master = FP32 if compute.name in ENCODINGS else compute
-        if precision.master == "split" and compute == BF16:
-            master = SPLIT
-        moments = INT8 if precision.moments == "int8" else FP32
-        return Encodings(compute, master, ENCODINGS.get(precision.gradients, FP32), moments)
+def make_units(model: nn.Module, planned: Sequence[PlannedUnit], rank: int) -> list[Unit]:
+    """The units of a model as they are planned, with its modules and parameters."""
+    modules = dict(model.named_modules())
+    holdings = {holding.fqns[0]: holding for holding in find_holdings(model)}
+    return [Unit(unit, modules[unit.name], holdings, number, rank) for number, unit in enumerate(planned)]
 
 
-def plan_units(model: nn.Module, blueprint: Blueprint) -> list[Unit]:
-    """Group the model's parameters and lay every unit out; nothing is allocated or changed yet.
-
-    Raises:
-        ConfigError: a parameter's kind is not supported, a pattern of the config matches nothing, or the states do not
-            fit into the memory that there is.
-    """
-    kept = keep_fp32_modules(model, blueprint.config.precision.keep_fp32)
-    holdings, cast_unasked = find_holdings(model), blueprint.config.precision.compute == "auto"
-    for holding in holdings:
-        check_supported(holding)
-        if cast_unasked and holding.param.dtype == torch.float64:
-            raise ConfigError(
-                f"parameter '{holding.fqns[0]}' is in float64, but precision.compute: auto trains in "
-                f"{blueprint.compute.name}: call model.float() first, or ask for the cast by precision.compute: fp32"
-            )
-    check_apart(holdings)
-    specs, layouts = group_units(model, blueprint.config.zero.units), list[UnitLayout]()
-    for spec in specs:
-        entries = [
-            Entry(h.fqns[0], tuple(h.param.shape), _encoding(h, blueprint.compute, kept), h.param.requires_grad)
-            for h in spec.holdings
-        ]
-        layouts.append(lay_out(spec.name, entries, blueprint.num_parts))
-    units = list[Unit]()
-    for spec, layout, tiers in zip(specs, layouts, blueprint.tiers(layouts), strict=True):
-        segments = [
-            Segment(s, blueprint.row(s.encoding, tiers), blueprint.mesh, blueprint.rank) for s in layout.segments
-        ]
-        units.append(Unit(spec, layout, segments, len(units)))
-    return units
-
-
-def check_alike(model: nn.Module, units: Sequence[Unit], group: Group) -> None:
+def check_alike(model: nn.Module, units: Sequence[PlannedUnit], group: Group) -> None:
     """Compare what the ranks are about to exchange.
 
     Raises:
         ConfigError: on every rank: a rank's model has another parameter or buffer, or one of another shape or dtype.
     """
     described = [
-        f"parameter '{m.fqn}' of shape {tuple(m.shape)}, {m.segment.dtype}, requires_grad {m.segment.trains}"
+        f"parameter '{span.fqn}' of shape {span.box.sizes}, {dtype_of(s.layout.encoding)}, requires_grad {s.trains}"
         for unit in units
-        for m in unit.members
+        for s in unit.segments
+        for span in s.layout.spans
     ]
     for name, buffer in model.named_buffers():
         described.append(f"buffer '{name}' of shape {tuple(buffer.shape)}, {buffer.dtype}")
@@ -157,14 +58,6 @@ def check_alike(model: nn.Module, units: Sequence[Unit], group: Group) -> None:
     raise ConfigError(
         f"the ranks' models differ: rank 0 has {one} where rank {rank} has {other}; build the same model on every rank"
     )
-
-
-def _encoding(holding: Holding, compute: Encoding, kept: set[int]) -> Encoding:
-    """A parameter's compute encoding. Batch norms always compute in fp32, as their running statistics do."""
-    if not holding.param.is_floating_point():
-        return encoding_of(holding.param.dtype)
-    stays = any(id(owner) in kept or isinstance(owner, _BatchNorm) for owner, _ in holding.owners)
-    return ENCODINGS["fp32"] if stays else compute
 
 
 class Source(Protocol):
@@ -198,6 +91,7 @@ class Assembly:
     def __init__(
         self,
         model: nn.Module,
+        units: Sequence[Unit],
         collectives: Collectives,
         memory: StateMemory,
         source: Source | None,
@@ -209,7 +103,7 @@ class Assembly:
         self._paths = {id(module): path for path, module in model.named_modules()}
         if source is not None:
             with together(collectives.all_ranks):
-                found = self._check_source(source)
+                found = self._check_source(source, {m.fqn: m.span.global_shape for unit in units for m in unit.members})
             others = collectives.all_ranks.exchange_objects(found, "partita.initialize")
             if any(other != others[0] for other in others):
                 rank = next(rank for rank, other in enumerate(others) if other != others[0])
@@ -218,12 +112,12 @@ class Assembly:
                     "all need the same files"
                 )
 
-    def _check_source(self, source: Source) -> str:
-        """Returns what tells the tensors that are found from others."""
+    def _check_source(self, source: Source, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """Returns what tells the tensors that are found from others. ``shapes`` are the global parameters'."""
         missing, holdings = [], find_holdings(self._model)
         found = hashlib.sha256()
         for holding in holdings:
-            name, wanted = source.find(holding.fqns), tuple(holding.param.shape)
+            name, wanted = source.find(holding.fqns), shapes[holding.fqns[0]]
             found.update(repr((name, wanted)).encode())
             if name is None:
                 missing.append(holding.fqns[0])
@@ -287,7 +181,7 @@ class Assembly:
         for member in unit.members:
             if (name := source.find(member.holding.fqns)) is not None:
                 with torch.no_grad():
-                    member.param.copy_(source.read(name))
+                    member.param.copy_(source.read(name, member.span.box if member.span.shape else None))
 
     def _read_part(self, unit: Unit, segment: Segment) -> Tensor:
         """What this rank keeps of a segment."""

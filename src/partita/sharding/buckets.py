@@ -8,6 +8,7 @@ leads from autograd's gradient to the optimizer's, there is neither: the gradien
 """
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from enum import Enum
@@ -21,13 +22,12 @@ from partita.memory.buffer_pool import Slot
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event
 from partita.memory.tiers import InMemory, Kept, StateMemory
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.planned import share_buckets
+from partita.plan.planned import PlannedSegment
 from partita.plan.residence import Tier
+from partita.planner.dtypes import dtype_of
 from partita.sharding.bucket_layout import BucketLayout
-from partita.sharding.dtypes import dtype_of
 from partita.sharding.movement import Movement, finish_all
-from partita.sharding.unit import Member, Segment
+from partita.sharding.unit import Member, Unit
 
 
 class BucketState(Enum):
@@ -44,21 +44,21 @@ class Bucket:
     ``steps`` to the sums, and ``spreading`` what follows at the step; ``divisor``: ranks times micro-batches.
     """
 
-    def __init__(self, layout: BucketLayout, mesh: MeshShape, accumulate: int, ledger: Ledger) -> None:
+    def __init__(self, layout: BucketLayout, accumulate: int, ledger: Ledger) -> None:
         self.layout, self.segments, self.members = layout, layout.segments, layout.members
         planned = layout.segments[0].planned
         self.plan = planned.row
         self.dtype = dtype_of(self.plan.grad_step.encoding)
         self.num_bytes = layout.num_elements * self.dtype.itemsize
         self.shard_bytes = layout.num_columns * self.dtype.itemsize
-        self.in_place = planned.gradient_in_place(mesh)
-        self.rests_whole = planned.gradient_rests_whole(mesh)
-        self.passes = planned.gradient_passes(mesh)
-        self.moves = self.passes or planned.gradient_is_reduced(mesh)
+        self.in_place = planned.gradient_in_place
+        self.rests_whole = planned.gradient_rests_whole
+        self.passes = planned.gradient_passes
+        self.moves = self.passes or bool(planned.gradient_reductions)
         self.sums_pass = None if self.plan.gradients_rest else self.plan.grad_step.tier
-        self.steps, self.spreading = planned.gradient_phases(mesh)
-        self.divisor = mesh.group_size(self.plan.summed_axes) * accumulate
-        self._sees_whole = mesh.group_size(self.plan.grad_step.shard_axes) == 1
+        self.steps, self.spreading = planned.gradient_phases
+        self.divisor = planned.mesh.group_size(self.plan.summed_axes) * accumulate
+        self._sees_whole = planned.num_shards(self.plan.grad_step) == 1
         self._ledger = ledger
         self._state = BucketState.OPEN
         self._reduced = Event()
@@ -344,12 +344,16 @@ def square(grad: Tensor) -> Tensor:
 
 
 def make_buckets(
-    segments: Sequence[tuple[Segment, Sequence[Member]]], mesh: MeshShape, accumulate: int, ledger: Ledger
+    planned: Sequence[Sequence[PlannedSegment]], units: Sequence[Unit], accumulate: int, ledger: Ledger
 ) -> list[Bucket]:
-    """The buckets of the given segments and their members, in the order in which they will be reduced."""
+    """The buckets of the units' gradients as they are planned, in the order in which they will be reduced."""
+    segments = {id(segment.planned): segment for unit in units for segment in unit.segments}
+    members = defaultdict[int, list[Member]](list)
+    for member in (member for unit in units for member in unit.members):
+        members[id(member.segment)].append(member)
     buckets = []
-    for positions in share_buckets([segment.planned for segment, _ in segments], mesh):
-        group = [segments[position] for position in positions]
-        members = [member for _, members in group for member in members]
-        buckets.append(Bucket(BucketLayout([segment for segment, _ in group], members), mesh, accumulate, ledger))
+    for shared in planned:
+        group = [segments[id(segment)] for segment in shared]
+        layout = BucketLayout(group, [member for segment in group for member in members[id(segment)]])
+        buckets.append(Bucket(layout, accumulate, ledger))
     return buckets

@@ -1,28 +1,13 @@
 """Dtypes at the borders: the model's floating-point inputs, and the modules that stay in fp32."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from partita.sharding.group_units import modules_like
 from partita.sharding.nested import map_tensors
-
-
-def keep_fp32_modules(model: nn.Module, patterns: Sequence[str]) -> set[int]:
-    """Ids of the modules whose parameters stay in fp32: those named by ``precision.keep_fp32``.
-
-    Raises:
-        ConfigError: a pattern matches no module.
-    """
-    return {
-        id(inner)
-        for pattern in patterns
-        for module in modules_like(model, pattern, "precision.keep_fp32")
-        for inner in module.modules()
-    }
 
 
 def cast_borders(model: nn.Module, compute: torch.dtype, kept: set[int]) -> list[RemovableHandle]:

@@ -32,7 +32,7 @@ class Executor:
 
     def can_gather(self, unit: Unit) -> bool:
         """Whether the pool has a slot left for this unit."""
-        return self._pool.available(unit.layout.num_bytes)
+        return self._pool.available(unit.planned.num_bytes)
 
     def start_gather(self, unit: Unit, spare: bool = False) -> None:
         """RESTING to GATHERING: from the second shard where there is one, else from what rests."""
@@ -65,14 +65,14 @@ class Executor:
     def lay(self, unit: Unit) -> None:
         """Give a new unit its storage: memory of its own where it rests whole, else a slot until it is released."""
         if unit.rests_whole:
-            unit.lay(allocate(unit.layout.num_bytes, torch.uint8, self.device).untyped_storage())
+            unit.lay(allocate(unit.planned.num_bytes, torch.uint8, self.device).untyped_storage())
         else:
             unit.storage = torch.UntypedStorage(0, device=self.device)
             self._lend(unit).last_use.wait()
             unit.lay(unit.storage)
 
     def _lend(self, unit: Unit, spare: bool = False) -> Slot:
-        unit.slot = self._pool.borrow(unit.layout.num_bytes, spare)
+        unit.slot = self._pool.borrow(unit.planned.num_bytes, spare)
         self._loan.lend(unit.storage, unit.slot)
         if not self._loan.swap:  # other memory than last time, which the current stream may be using still
             unit.slot.last_use = record(self.device)

@@ -6,10 +6,11 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch import Tensor
 
+from partita.kernels.quantize import join
 from partita.memory.tiers import Kept, Lease, StateMemory
 from partita.plan.residence import SPLIT, Residence
 from partita.plan.span import Span
-from partita.sharding.dtypes import dtype_of
+from partita.planner.dtypes import dtype_of
 
 
 class MasterWeights:
@@ -26,7 +27,7 @@ class MasterWeights:
 
     def __init__(self, state: Kept, residence: Residence, spans: Sequence[Span]) -> None:
         self.state = state
-        self._splits = residence.encoding == SPLIT
+        self.splits = residence.encoding == SPLIT
         self._spans = spans
 
     @classmethod
@@ -40,6 +41,10 @@ class MasterWeights:
         """The weights in memory."""
         return self.state.lend()
 
+    def joined(self, parameters: Tensor, held: Tensor) -> Tensor:
+        """The weights that ``held`` has, or, with the same elements of the ``parameters``, has the low halves of."""
+        return join(parameters.to(held.device), held) if self.splits else held
+
     def set(self, values: Tensor, names: AbstractSet[str]) -> None:
         """Overwrite the weights of the named parameters by their ``values``, this rank's part of all."""
         lease = self.lend()
@@ -48,7 +53,7 @@ class MasterWeights:
         for span in self._spans:
             if span.fqn in names:
                 place = slice(span.offset, span.offset + span.num_elements)
-                if self._splits:
+                if self.splits:
                     master[place] = 0
                 else:  # where a value is the master's own, rounded, the master keeps its digits
                     own = master[place].to(values.dtype) == values[place]

@@ -223,7 +223,7 @@ class Residency:
             if in_backward and not self._records:
                 return
             if not unit.in_use:
-                ahead += unit.layout.num_bytes
+                ahead += unit.planned.num_bytes
                 if ahead > self._prefetch_bytes:
                     return
                 if unit.state is UnitState.RESTING and not self._gather(unit, must=False):

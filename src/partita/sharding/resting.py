@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from partita.errors import PartitaError
+from partita.errors import ConfigError, PartitaError
 
 _METADATA = frozenset(
     """
@@ -100,6 +100,20 @@ def is_claimed(param: nn.Parameter) -> bool:
     """Whether ``param`` belongs to an engine, or has no data since it did."""
     claim = _claims.get(param)
     return claim is not None and (is_resting(param) or claim.guardian() is not None)
+
+
+def check_unclaimed(model: nn.Module) -> None:
+    """Refuse parameters that another engine holds.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    for name, param in model.named_parameters():
+        if is_claimed(param):
+            raise ConfigError(
+                f"parameter '{name}' already belongs to another engine (one that is open, or was closed while the "
+                "parameter was split over the ranks): close that one first, or build the model anew and pass weights="
+            )
 
 
 def rest(param: nn.Parameter) -> None:

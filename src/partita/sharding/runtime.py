@@ -10,19 +10,21 @@ from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
 from partita.comm.together import together
-from partita.estimate.memory import model_state_bytes
 from partita.memory.buffer_pool import BufferPool, Loan
 from partita.memory.tiers import StateMemory
-from partita.plan.residence import Tier
-from partita.plan.slots import Passing, bytes_ahead, pool_depth
+from partita.plan.residence import ENCODINGS, Tier
+from partita.plan.slots import bytes_ahead, unit_pool
+from partita.planner.blueprint import Blueprint
+from partita.planner.dtypes import dtype_of
+from partita.planner.group_units import keep_fp32_modules
+from partita.planner.memory import bytes_by_tier, model_state_bytes
 from partita.sharding import resting
 from partita.sharding.agreement import agree
-from partita.sharding.assemble import Assembly, Blueprint, Source
+from partita.sharding.assemble import Assembly, Source, make_units
 from partita.sharding.bucket_layout import BucketLayout
 from partita.sharding.buckets import Bucket, make_buckets
 from partita.sharding.buffers import BufferSync
-from partita.sharding.casts import cast_borders, keep_fp32_modules, map_floats
-from partita.sharding.dtypes import dtype_of
+from partita.sharding.casts import cast_borders, map_floats
 from partita.sharding.events import Subscriber
 from partita.sharding.executor import Executor
 from partita.sharding.hooks import ForwardHooks, UnitEvents
@@ -42,8 +44,7 @@ class Runtime:
     """Everything between the user's modules and the optimizer.
 
     Args:
-        units: of the model, as :func:`~partita.sharding.assemble.plan_units` makes them.
-        accumulate: micro-batches in a step.
+        blueprint: of this model.
         source: brings values for the parameters instead of the model's own (see :class:`Assembly`).
         swap: lend memory by swapping storages where torch can; off: resize them.
     """
@@ -51,48 +52,40 @@ class Runtime:
     def __init__(
         self,
         model: nn.Module,
-        units: list[Unit],
         blueprint: Blueprint,
         collectives: Collectives,
         memory: StateMemory,
-        accumulate: int,
         source: Source | None = None,
         swap: bool = True,
     ) -> None:
         self.model, self.memory, self.collectives = model, memory, collectives
-        self.gradient_group = collectives.group(units[0].segments[0].plan.summed_axes)  # that sums gradients
+        self.gradient_group = collectives.group(blueprint.units[0].row.summed_axes)  # that sums gradients
         ledger, mesh, config = memory.ledger, collectives.mesh, blueprint.config
         kept = keep_fp32_modules(model, config.precision.keep_fp32)
-        self.units = units
-        self._provide_disk(blueprint.num_moments)
+        self.units = make_units(model, blueprint.units, mesh.rank)
+        self._provide_disk(blueprint)
         sharded = [unit for unit in self.units if not unit.rests_whole]
         self.loan = Loan(swap)
-        planned = [unit.planned for unit in sharded]
-        passing = [
-            Passing(unit.num_bytes, not unit.name, any(map(unit.contains, planned)), unit.stays_whole(mesh.shape))
-            for unit in planned
-        ]
-        ahead = bytes_ahead(config.zero.prefetch_bytes, passing)
-        sizes, outer = [unit.num_bytes for unit in passing], [unit.num_bytes for unit in passing if unit.is_outer]
-        depth = pool_depth(passing, ahead)
+        pool = unit_pool(blueprint.units, config.zero.prefetch_bytes)
         with together(collectives.all_ranks):
             self.pool = BufferPool(
-                "buffer_pool", sizes, depth, ledger, mesh.device, lasting=outer, backed=self.loan.swap
+                "buffer_pool", pool.sizes, pool.depth, ledger, mesh.device, lasting=pool.lasting, backed=self.loan.swap
             )
         self.executor = Executor(collectives, self.pool, self.loan)
         first = mesh.log.register([unit.title for unit in self.units])
         for unit in self.units:
             unit.number += first
         agreement = agree(collectives.all_ranks, collectives.mesh, lambda: self.reducer.release_held_back())
+        ahead = bytes_ahead(blueprint.units, config.zero.prefetch_bytes)
         self.residency = Residency(sharded, self.executor, agreement, ahead)
         self._wait_in_threads()
         self._hooks: list[Any] = []
-        self._accumulate = accumulate
-        self._compute = dtype_of(blueprint.compute)
+        self._accumulate = blueprint.resolved.batch.accumulate
+        self._compute = dtype_of(ENCODINGS[blueprint.resolved.compute_dtype])
         self._own_buffers = [(module, dict(module._buffers)) for module in model.modules()]
         try:
-            self._assemble(Assembly(model, collectives, memory, source, self.give_back))
-            self.reducer = GradientReducer(self._make_buckets(), collectives, ledger)
+            self._assemble(Assembly(model, self.units, collectives, memory, source, self.give_back))
+            self.reducer = GradientReducer(self._make_buckets(blueprint), collectives, ledger)
             self._own_buffers.clear()
             self._structure = Structure(model, self.units)
             self.written = Written(self.units)
@@ -110,14 +103,13 @@ class Runtime:
 
     # ------------------------------------------------------------------ building
 
-    def _provide_disk(self, num_moments: int) -> None:
+    def _provide_disk(self, blueprint: Blueprint) -> None:
         """Take all the disk space that the plan asks for, before anything of the model is touched."""
-        shape, rank = self.collectives.mesh.shape, self.collectives.mesh.rank
-        held = model_state_bytes([unit.planned for unit in self.units], shape, rank, num_moments)
-        num_bytes = sum(num for (_, tier), num in held.items() if tier == Tier.DISK.value)
-        segments = sum(len(unit.segments) for unit in self.units)
+        held = model_state_bytes(blueprint.units, self.collectives.mesh.rank, blueprint.num_moments)
+        num_bytes = bytes_by_tier(held)[Tier.DISK]
+        num_states = sum(len(unit.segments) for unit in blueprint.units) * (NUM_STATES + blueprint.num_moments)
         with together(self.collectives.all_ranks):
-            self.memory.provide_disk(num_bytes, segments * (NUM_STATES + num_moments) if num_bytes else 0)
+            self.memory.provide_disk(num_bytes, num_states if num_bytes else 0)
 
     def _wait_in_threads(self) -> None:
         """Have threads where moving a state takes waiting for the host: for the disk, an update, a copy's end."""
@@ -162,15 +154,8 @@ class Runtime:
                 rounded[0],
             )
 
-    def _make_buckets(self) -> list[Bucket]:
-        """The trainable segments' buckets, last unit first: the order in which backward finishes them."""
-        groups = [
-            (segment, [member for member in unit.members if member.segment is segment])
-            for unit in reversed(self.units)
-            for segment in unit.segments
-            if segment.trains
-        ]
-        buckets = make_buckets(groups, self.collectives.mesh.shape, self._accumulate, self.memory.ledger)
+    def _make_buckets(self, blueprint: Blueprint) -> list[Bucket]:
+        buckets = make_buckets(blueprint.buckets, self.units, self._accumulate, self.memory.ledger)
         with together(self.collectives.all_ranks, self.give_back):
             for bucket in buckets:
                 bucket.allocate(self.gradient_group.index, self.memory)
@@ -211,8 +196,7 @@ class Runtime:
         if not segment.trains:
             segment.trains = True
             members = [m for unit in self.units for m in unit.members if m.segment is segment]
-            mesh = self.collectives.mesh.shape
-            bucket = Bucket(BucketLayout([segment], members), mesh, self._accumulate, self.memory.ledger)
+            bucket = Bucket(BucketLayout([segment], members), self._accumulate, self.memory.ledger)
             bucket.allocate(self.gradient_group.index, self.memory)
             self.reducer.add(bucket)
         self._hooks.append(member.param.register_post_accumulate_grad_hook(_announce(member, self.reducer)))

@@ -6,29 +6,25 @@ this rank's part); ``second`` is the part kept beside it between forward and bac
 the values that the optimizer updates, and is ``rest``, or a part of it, wherever their encodings are the same.
 """
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
-from partita.errors import ConfigError
 from partita.memory.allocate import over
 from partita.memory.buffer_pool import Slot
 from partita.memory.streams import Event
 from partita.memory.tiers import InMemory, Kept, StateMemory
 from partita.plan.box import FlatRange, memory_order
-from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import Residence
-from partita.plan.span import SegmentLayout, Span, UnitLayout
-from partita.plan.state_plan import StatePlan
+from partita.plan.span import Span
+from partita.planner.dtypes import dtype_of
+from partita.planner.parameters import Holding
 from partita.sharding import resting
 from partita.sharding.collected import Collected
-from partita.sharding.dtypes import dtype_of
-from partita.sharding.group_units import Holding, UnitSpec
 from partita.sharding.master import MasterWeights
 
 
@@ -125,17 +121,17 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 class Segment:
     """One flat buffer of a unit and what rests of it. ``plan`` is its row of the table."""
 
-    def __init__(self, layout: SegmentLayout, plan: StatePlan, mesh: MeshShape, rank: int) -> None:
-        self.layout = layout
-        self.plan = plan
-        self.planned = PlannedSegment(layout, plan)
-        self.mesh = mesh
+    def __init__(self, planned: PlannedSegment, rank: int) -> None:
+        self.planned = planned
+        self.layout = planned.layout
+        self.plan = planned.row
+        self.mesh = planned.mesh
         self._rank = rank
         self.full: Tensor
         self.rest: Kept
         self.master: MasterWeights | None = None
         self.second: Kept | None = None
-        self.trains = layout.trainable
+        self.trains = planned.trains
 
     @property
     def dtype(self) -> torch.dtype:
@@ -143,25 +139,23 @@ class Segment:
 
     @property
     def holds_whole_master(self) -> bool:
-        return self.mesh.group_size(self.plan.master.shard_axes) == 1
+        return self.planned.num_shards(self.plan.master) == 1
 
     @property
     def master_spans(self) -> tuple[Span, ...]:
-        """The spans of this rank's master weights, with offsets in ``master``."""
-        if self.holds_whole_master:
-            return self.layout.spans
-        return self.layout.part(self.mesh.group_index(self._rank, self.plan.master.shard_axes))
+        """The spans of this rank's master weights, with offsets in ``master``; where it has all, also empty ones."""
+        return self.layout.spans if self.holds_whole_master else self.planned.spans_of(self.plan.master, self._rank)
 
     def part(self, whole: Tensor, residence: Residence) -> Tensor:
         """This rank's part of a whole flat tensor (all of it where the residence is not sharded)."""
-        num = self.mesh.group_size(residence.shard_axes)
-        return whole.view(num, -1)[self.mesh.group_index(self._rank, residence.shard_axes)]
+        parts = whole.view(self.planned.num_shards(residence), -1)
+        return parts[self.mesh.group_index(self._rank, residence.shard_axes)]
 
     @property
     def keeps_one_part(self) -> bool:
         """Whether all that rests of it is one of the layout's parts."""
-        group_size = self.mesh.group_size(self.plan.param_rest.shard_axes)
-        return group_size == self.layout.num_parts and not self.planned.has_second(self.mesh)
+        num_shards = self.planned.num_shards(self.plan.param_rest)
+        return num_shards == self.layout.num_parts and not self.planned.has_second
 
     def keep_rest(self, memory: StateMemory, part: Tensor | None = None) -> None:
         """Have what rests, and the master weights where the segment trains: out of a freshly filled ``full``, or from
@@ -170,11 +164,11 @@ class Segment:
         row = self.plan
         if part is not None:
             self.rest = memory.keep_values("parameters", part, self.dtype, row.param_rest.tier)
-        elif self.planned.rests_whole(self.mesh):
+        elif self.planned.rests_whole:
             self.rest = memory.adopt("parameters", self.full)
         else:
             self.rest = self._keep_part(row.param_rest, memory)
-        if self.planned.has_second(self.mesh):
+        if self.planned.has_second:
             self.second = self._keep_part(row.param_between, memory)
         if self.master_is_parameter or self.layout.trainable:
             self.make_master(memory)
@@ -185,12 +179,12 @@ class Segment:
     @property
     def master_is_parameter(self) -> bool:
         """Whether the master weights are the parameters at rest (or this rank's part of them)."""
-        return self.planned.master_is_parameter(self.mesh)
+        return self.planned.master_is_parameter
 
     def make_master(self, memory: StateMemory) -> MasterWeights:
         """Have master weights with the values that rest: the same memory where the table says so, else their own."""
         residence = self.plan.master
-        num_elements = residence.num_elements(self.layout.padded, self.mesh)
+        num_elements = self.layout.padded // self.planned.num_shards(residence)
         if self.master_is_parameter and self.rest.num_elements == num_elements:
             self.master = MasterWeights(self.rest, residence, self.master_spans)
             return self.master
@@ -205,7 +199,7 @@ class Segment:
 
     def part_of_rest(self, values: Tensor) -> Tensor:
         """What rests of the elements that this rank has the master weights of."""
-        same = values.numel() == self.plan.master.num_elements(self.layout.padded, self.mesh)
+        same = values.numel() == self.layout.padded // self.planned.num_shards(self.plan.master)
         return values if same else self.part(values, self.plan.master)
 
 
@@ -216,19 +210,19 @@ class Unit:
     back. One that rests whole is WHOLE for ever, but while an update of it is under way.
     """
 
-    def __init__(self, spec: UnitSpec, layout: UnitLayout, segments: list[Segment], number: int) -> None:
-        self.name = spec.name
-        self.module = spec.module
-        self.layout = layout
-        self.segments = segments
-        self.planned = PlannedUnit(spec.name, tuple(segment.planned for segment in segments), tuple(spec.aliases))
+    def __init__(
+        self, planned: PlannedUnit, module: nn.Module, holdings: Mapping[str, Holding], number: int, rank: int
+    ) -> None:
+        self.planned = planned
+        self.name = planned.name
+        self.module = module
+        self.segments = [Segment(segment, rank) for segment in planned.segments]
         self.number = number  # among all units of a mesh, once it is under one
-        holdings = {holding.fqns[0]: holding for holding in spec.holdings}
         self.members = [
-            Member(holdings[span.fqn], span, segment) for segment in segments for span in segment.layout.spans
+            Member(holdings[span.fqn], span, segment) for segment in self.segments for span in segment.layout.spans
         ]
-        self.rests_whole = self.planned.rests_whole(segments[0].mesh)
-        self.stays_whole = self.planned.stays_whole(segments[0].mesh)
+        self.rests_whole = planned.rests_whole
+        self.stays_whole = planned.stays_whole
         self.state = UnitState.WHOLE
         self.visits = 0  # open forwards and backwards
         self.holds = 0  # blocks of engine.gathered
@@ -315,67 +309,3 @@ class Unit:
             fresh = nn.Parameter(view.new_empty(0), requires_grad=param.requires_grad)
             fresh.data = view
             torch.utils.swap_tensors(param, fresh)
-
-
-def check_supported(holding: Holding) -> None:
-    """Refuse, by name, parameters whose memory cannot be a view of a flat buffer."""
-    param, name = holding.param, holding.fqns[0]
-    if resting.is_claimed(param):
-        raise ConfigError(
-            f"parameter '{name}' already belongs to another engine (one that is open, or was closed while the "
-            "parameter was split over the ranks): close that one first, or build the model anew and pass weights="
-        )
-    if nn.parameter.is_lazy(param):
-        raise ConfigError(f"parameter '{name}' has no shape before the model's first forward: run one, then initialize")
-    plain = type(param) in (nn.Parameter, nn.parameter.Buffer) or isinstance(param, nn.Parameter)
-    if not plain or type(param.data) is not Tensor:
-        raise ConfigError(
-            f"parameter '{name}' is a {type(param.data).__name__}: its memory cannot be split; "
-            "pass the model before it is distributed or quantized"
-        )
-    if param.layout is not torch.strided:
-        raise ConfigError(f"parameter '{name}' is sparse ({param.layout}); use a dense parameter")
-    if param.is_complex() and param.requires_grad:
-        raise ConfigError(f"parameter '{name}' is complex; hold it as a real tensor of shape [..., 2] instead")
-
-
-def check_apart(holdings: Sequence[Holding]) -> None:
-    """Refuse parameters that are two objects over one memory: each would get values of its own.
-
-    Raises:
-        ConfigError: names both.
-    """
-    by_storage = defaultdict[int, list[Holding]](list)
-    for holding in holdings:
-        if holding.param.numel():
-            by_storage[holding.param.untyped_storage()._cdata].append(holding)
-    for sharing in by_storage.values():
-        near = list[Holding]()  # that reach as far as the next begins
-        for holding in sorted(sharing, key=lambda holding: _reach(holding.param).start):
-            near = [other for other in near if _reach(other.param).stop > _reach(holding.param).start]
-            for other in near:
-                if _overlap(holding.param, other.param):
-                    raise ConfigError(
-                        f"parameters '{other.fqns[0]}' and '{holding.fqns[0]}' share memory but are two objects, which "
-                        "would be trained apart: tie them by assigning the Parameter itself (module.weight = "
-                        "other.weight), or give one its own memory (param.data = param.data.clone())"
-                    )
-            near.append(holding)
-
-
-def _reach(tensor: Tensor) -> range:
-    """The bytes of its storage from the first to the last that it has an element in."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first, itemsize = tensor.storage_offset(), tensor.element_size()
-    return range(first * itemsize, (first + last + 1) * itemsize)
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors that reach into each other have an element in common: strides may interleave."""
-    if one.element_size() != other.element_size():
-        return True
-    first = min(one.storage_offset(), other.storage_offset())
-    num = max(_reach(one).stop, _reach(other).stop) // one.element_size() - first
-    taken = torch.zeros(num, dtype=torch.bool, device="cpu")
-    taken.as_strided(one.shape, one.stride(), one.storage_offset() - first).fill_(True)
-    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset() - first).any())

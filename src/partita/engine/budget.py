@@ -6,11 +6,12 @@ from collections import Counter
 from partita.comm.collectives import Collectives
 from partita.config.schema import Offload
 from partita.errors import PartitaError
-from partita.estimate.placement import Budget, leaves_a_choice
 from partita.memory.capacity import free_budget
+from partita.planner.budget import MemoryBudget
+from partita.planner.placement import leaves_a_choice
 
 
-def agreed_budget(offload: Offload, collectives: Collectives) -> Budget | None:
+def agreed_budget(offload: Offload, collectives: Collectives) -> MemoryBudget | None:
     """What every rank has, the same on all of them; None where the config names every tier.
 
     Ranks on one node (which have the name of the host in common) share its memory and its disk evenly.
@@ -20,20 +21,16 @@ def agreed_budget(offload: Offload, collectives: Collectives) -> Budget | None:
     """
     if not leaves_a_choice(offload):
         return None
-    every: list[tuple[str, Budget | str]] = collectives.all_ranks.exchange_objects(
-        _measured(offload, collectives), "partita.initialize"
-    )
+    mine: MemoryBudget | str
+    try:
+        mine = free_budget(collectives.mesh.device, offload)
+    except PartitaError as error:
+        mine = str(error)
+    every = collectives.all_ranks.exchange_objects((socket.gethostname(), mine), "partita.initialize")
     on_node = Counter(host for host, _ in every)
     budgets = []
     for rank, (host, found) in enumerate(every):
         if isinstance(found, str):
             raise PartitaError(f"{found} (on rank {rank})")
         budgets.append(found.shared(on_node[host]))
-    return Budget.least(budgets)
-
-
-def _measured(offload: Offload, collectives: Collectives) -> tuple[str, Budget | str]:
-    try:
-        return socket.gethostname(), free_budget(collectives.mesh.device, offload)
-    except PartitaError as error:
-        return socket.gethostname(), str(error)
+    return MemoryBudget.least(budgets)

@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 
 from partita.config.schema import Offload
 from partita.errors import ConfigError
-from partita.estimate.memory import model_state_bytes
-from partita.estimate.placement import Budget, Placing, describe_placement
-from partita.estimate.working import working_bytes
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import BF16, FP32, Tier
 from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import Encodings, Tiers, preset
+from partita.planner.budget import MemoryBudget
+from partita.planner.memory import model_state_bytes
+from partita.planner.placement import Placement, describe_placement
+from partita.planner.working import working_bytes
 
 PLENTY = 10**15
 ONE_RANK, PLAIN = MeshShape(), Encodings()
@@ -34,31 +35,33 @@ offloads = st.builds(
 used_encodings = st.builds(Encodings, st.sampled_from([FP32, BF16]), st.just(FP32), st.sampled_from([FP32, BF16]))
 
 
-def placing(
+def placement(
     units: Sequence[Sequence[tuple[int, int]]],
     offload: Offload,
     name: str = "zero3",
     mesh: MeshShape = ONE_RANK,
     used: Encodings = PLAIN,
     frozen: Sequence[int] = (),
-) -> Placing:
+) -> Placement:
     """The first unit is the root."""
     layouts = []
     for number, shapes_of_unit in enumerate(units):
         entries = [
             Entry(f"{number}.{i}", shape, used.compute, number not in frozen) for i, shape in enumerate(shapes_of_unit)
         ]
-        layouts.append(lay_out(f"blocks.{number}" if number else "", entries, mesh.data))
+        layouts.append(lay_out(entries, mesh.data))
+    names = [f"blocks.{number}" if number else "" for number in range(len(units))]
 
     def planned(number: int, tiers: Tiers) -> PlannedUnit:
         row = preset(name, used, tiers, mesh)
-        return PlannedUnit(layouts[number].name, tuple(PlannedSegment(s, row) for s in layouts[number].segments))
+        segments = tuple(PlannedSegment(layout, row, mesh) for layout in layouts[number])
+        return PlannedUnit(names[number], segments, ("",) * bool(number))
 
-    return Placing([layout.name for layout in layouts], planned, mesh, offload, "auto", 2)
+    return Placement(names, planned, offload, "auto", 2)
 
 
-placings = st.builds(
-    placing,
+placements = st.builds(
+    placement,
     st.lists(shapes, min_size=1, max_size=6),
     offloads,
     st.sampled_from(["ddp", "zero1", "zero2", "zero3", "zero3-kept", "hierarchical"]),
@@ -68,36 +71,33 @@ placings = st.builds(
 )
 
 
-def used_bytes(made: Placing, tiers: Sequence[Tiers]) -> dict[Tier, int]:
+def used_bytes(made: Placement, tiers: Sequence[Tiers]) -> dict[Tier, int]:
     """By the public estimates, of what is really planned."""
     units = [made.planned(number, chosen) for number, chosen in enumerate(tiers)]
-    states = model_state_bytes(units, made.mesh, None, made.num_moments)
-    working = working_bytes(units, made.mesh, made.prefetch, made.num_moments)
-    return {
-        tier: sum(num for (_, name), num in states.items() if name == tier.value) + working.get(tier, 0)
-        for tier in Tier
-    }
+    states = model_state_bytes(units, None, made.num_moments)
+    working = working_bytes(units, made.prefetch, made.num_moments)
+    return {tier: sum(num for (_, name), num in states.items() if name == tier.value) + working[tier] for tier in Tier}
 
 
-def budget_of(shares: tuple[float, float], made: Placing, one_memory: bool) -> Budget:
+def budget_of(shares: tuple[float, float], made: Placement, one_memory: bool) -> MemoryBudget:
     """Shares of what the device needs for everything, so that something is at stake."""
-    everything = sum(used_bytes(made, made.place(Budget(PLENTY, PLENTY, PLENTY))).values())
+    everything = sum(used_bytes(made, made.tiers(MemoryBudget(PLENTY, PLENTY, PLENTY))).values())
     device, host = (int(share * everything) for share in shares)
-    return Budget(device, 0 if one_memory else host, PLENTY, one_memory)
+    return MemoryBudget(device, 0 if one_memory else host, PLENTY, one_memory)
 
 
 shares = st.tuples(st.floats(0, 1.5), st.floats(0, 1.5))
 
 
-def placed(made: Placing, budget: Budget) -> list[Tiers] | None:
+def placed(made: Placement, budget: MemoryBudget) -> list[Tiers] | None:
     try:
-        return made.place(budget)
+        return made.tiers(budget)
     except ConfigError:
         return None
 
 
-@given(placings, shares, st.booleans())
-def test_never_over_budget(made: Placing, share: tuple[float, float], one_memory: bool) -> None:
+@given(placements, shares, st.booleans())
+def test_never_over_budget(made: Placement, share: tuple[float, float], one_memory: bool) -> None:
     budget = budget_of(share, made, one_memory)
     tiers = placed(made, budget)
     assume(tiers is not None)
@@ -111,9 +111,9 @@ def test_never_over_budget(made: Placing, share: tuple[float, float], one_memory
     assert used[Tier.DISK] <= budget.disk
 
 
-@given(placings, shares, shares, st.booleans())
+@given(placements, shares, shares, st.booleans())
 def test_more_memory_brings_nothing_further_away(
-    made: Placing, share: tuple[float, float], more: tuple[float, float], one_memory: bool
+    made: Placement, share: tuple[float, float], more: tuple[float, float], one_memory: bool
 ) -> None:
     less = budget_of(share, made, one_memory)
     added = budget_of(more, made, one_memory)
@@ -127,9 +127,9 @@ def test_more_memory_brings_nothing_further_away(
             assert ORDER.index(getattr(other, state)) <= ORDER.index(getattr(one, state))
 
 
-@given(placings)
-def test_everything_is_on_the_device_where_it_fits(made: Placing) -> None:
-    for chosen in made.place(Budget(PLENTY, 0 if _may_be_near(made.offload) else PLENTY, PLENTY)):
+@given(placements)
+def test_everything_is_on_the_device_where_it_fits(made: Placement) -> None:
+    for chosen in made.tiers(MemoryBudget(PLENTY, 0 if _may_be_near(made.offload) else PLENTY, PLENTY)):
         for state in ("parameters", "optimizer"):
             if getattr(made.offload, state) == "auto":
                 assert getattr(chosen, state) is Tier.DEVICE
@@ -140,10 +140,10 @@ def _may_be_near(offload: Offload) -> bool:
 
 
 def test_everything_is_on_disk_where_nothing_else_fits() -> None:
-    made = placing([[(300, 40)]] * 8, Offload(parameters="auto", optimizer="auto"))
+    made = placement([[(300, 40)]] * 8, Offload(parameters="auto", optimizer="auto"))
     on_disk = [Tiers(Tier.DISK, Tier.DISK, Tier.DISK)] * 8
     least = used_bytes(made, on_disk)
-    tiers = made.place(Budget(least[Tier.DEVICE], least[Tier.HOST], PLENTY))
+    tiers = made.tiers(MemoryBudget(least[Tier.DEVICE], least[Tier.HOST], PLENTY))
     assert tiers[1:] == on_disk[1:]
     # The root unit takes a slot for as long as it is in use: at rest on the device it takes no more.
     assert tiers[0] == Tiers(Tier.DEVICE, Tier.DISK, Tier.DISK)
@@ -151,13 +151,13 @@ def test_everything_is_on_disk_where_nothing_else_fits() -> None:
 
 def test_parameters_come_first_and_the_models_order_counts() -> None:
     """Of five equal units, from all to none: at each step one more state of one unit moves away, the last one first."""
-    made = placing([[(300, 40)]] * 5, Offload(parameters="auto", optimizer="auto"), mesh=MeshShape(data=2))
-    every = made.place(Budget(PLENTY, PLENTY, PLENTY))
+    made = placement([[(300, 40)]] * 5, Offload(parameters="auto", optimizer="auto"), mesh=MeshShape(data=2))
+    every = made.tiers(MemoryBudget(PLENTY, PLENTY, PLENTY))
     assert every == [Tiers()] * 5
     full = used_bytes(made, every)[Tier.DEVICE]
     seen = [every]
     for budget in range(full, 0, -full // 50):
-        tiers = placed(made, Budget(budget, PLENTY, PLENTY))
+        tiers = placed(made, MemoryBudget(budget, PLENTY, PLENTY))
         if tiers is not None and tiers != seen[-1]:
             seen.append(tiers)
     assert seen[-1] == [Tiers(Tier.HOST, Tier.HOST, Tier.HOST)] * 5
@@ -169,8 +169,8 @@ def test_parameters_come_first_and_the_models_order_counts() -> None:
 
 
 def test_what_the_config_names_is_kept() -> None:
-    made = placing([[(300, 40)]] * 3, Offload(parameters="none", optimizer="auto", gradients="host"))
-    small = placed(made, Budget(400_000, PLENTY, PLENTY))
+    made = placement([[(300, 40)]] * 3, Offload(parameters="none", optimizer="auto", gradients="host"))
+    small = placed(made, MemoryBudget(400_000, PLENTY, PLENTY))
     assert small is not None
     assert {t.parameters for t in small} == {Tier.DEVICE}
     assert {t.gradients for t in small} == {Tier.HOST}
@@ -181,22 +181,25 @@ def test_what_the_config_names_is_kept() -> None:
     ("budget", "said"),
     [
         (
-            Budget(10, PLENTY, PLENTY),
+            MemoryBudget(10, PLENTY, PLENTY),
             r"do not fit \(device\)\n  device +0 B of states .* 10 B may be used.*\n.*\n.*\nFix:.*zero.stage",
         ),
-        (Budget(PLENTY, 10, PLENTY), r"do not fit \(host\).*\n(.*\n)*Fix: set zero.offload.parameters .* auto or disk"),
-        (Budget(1_000_000, 0, 10), r"do not fit"),
         (
-            Budget(10, 0, 10, one_memory=True),
+            MemoryBudget(PLENTY, 10, PLENTY),
+            r"do not fit \(host\).*\n(.*\n)*Fix: set zero.offload.parameters .* auto or disk",
+        ),
+        (MemoryBudget(1_000_000, 0, 10), r"do not fit"),
+        (
+            MemoryBudget(10, 0, 10, one_memory=True),
             r"do not fit \(device and disk\)(.*\n)+.*the device's memory is the host's",
         ),
     ],
 )
-def test_what_is_lacking_is_said(budget: Budget, said: str) -> None:
+def test_what_is_lacking_is_said(budget: MemoryBudget, said: str) -> None:
     optimizer = "host" if budget.host == 10 else "auto"
-    made = placing([[(300, 400)]] * 5, Offload(parameters="auto", optimizer=optimizer))
+    made = placement([[(300, 400)]] * 5, Offload(parameters="auto", optimizer=optimizer))
     with pytest.raises(ConfigError, match=said):
-        made.place(budget)
+        made.tiers(budget)
 
 
 def test_a_line_says_where_states_rest() -> None:

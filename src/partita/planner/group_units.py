@@ -14,30 +14,23 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from partita.errors import ConfigError
+from partita.planner.parameters import Holding, find_holdings
 
 # A layer outside the blocks is a unit of its own from this share of the largest block's bytes.
 LEAF_SHARE = 0.5
 
 
 @dataclass
-class Holding:
-    """One parameter: the object, every name it has, and every module (with the attribute) that holds it."""
-
-    param: nn.Parameter
-    fqns: list[str] = field(default_factory=list)
-    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
-
-
-@dataclass
 class UnitSpec:
-    """A unit to be: its module and its parameters in the model's order. The root unit is called ``""``; ``aliases`` are
-    the other names of a module that is used in several places.
+    """A unit to be: its module, its parameters in the model's order, and the names of the units around it.
+
+    The root unit is called ``""``.
     """
 
     name: str
     module: nn.Module
     holdings: list[Holding] = field(default_factory=list)
-    aliases: list[str] = field(default_factory=list)
+    inside: list[str] = field(default_factory=list)
 
 
 def group_units(model: nn.Module, choice: str | Sequence[str] = "auto") -> list[UnitSpec]:
@@ -52,15 +45,17 @@ def group_units(model: nn.Module, choice: str | Sequence[str] = "auto") -> list[
     modules = _auto(model) if isinstance(choice, str) else _chosen(model, choice)
     chosen = {id(model), *(id(module) for module in modules)}
     units = {id(module): UnitSpec(name, module) for name, module in model.named_modules() if id(module) in chosen}
-    at = {path: id(module) for path, module in _paths(model) if id(module) in chosen}
-    for path, key in at.items():
-        if path != units[key].name:
-            units[key].aliases.append(path)
+    at = {path: id(module) for path, module in model.named_modules(remove_duplicate=False) if id(module) in chosen}
     for holding in find_holdings(model):
         around = [[at[path] for path in _outer_paths(fqn) if path in at] for fqn in holding.fqns]
-        inside = [unit for unit in around[0] if all(unit in others for others in around)]
-        units[inside[-1]].holdings.append(holding)
-    return [unit for unit in units.values() if unit.holdings]
+        shared = [unit for unit in around[0] if all(unit in others for others in around)]
+        units[shared[-1]].holdings.append(holding)
+    units = {key: unit for key, unit in units.items() if unit.holdings}
+    for outer in units.values():
+        for module in outer.module.modules():
+            if id(module) in units and module is not outer.module:
+                units[id(module)].inside.append(outer.name)
+    return list(units.values())
 
 
 def modules_like(model: nn.Module, pattern: str, key: str) -> list[nn.Module]:
@@ -88,23 +83,18 @@ def modules_like(model: nn.Module, pattern: str, key: str) -> list[nn.Module]:
     return found
 
 
-def find_holdings(model: nn.Module) -> list[Holding]:
-    """Every parameter once, with all its names and owners, in the order of ``named_parameters``."""
-    found: dict[int, Holding] = {}
-    for path, module in _paths(model):
-        for attribute, param in module._parameters.items():
-            if param is None:
-                continue
-            holding = found.setdefault(id(param), Holding(param))
-            holding.fqns.append(f"{path}.{attribute}" if path else attribute)
-            if all(owner is not module or name != attribute for owner, name in holding.owners):
-                holding.owners.append((module, attribute))
-    return list(found.values())
+def keep_fp32_modules(model: nn.Module, patterns: Sequence[str]) -> set[int]:
+    """Ids of the modules whose parameters stay in fp32: those named by ``precision.keep_fp32``.
 
-
-def _paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every name of every module: a shared module has several."""
-    yield from model.named_modules(remove_duplicate=False)
+    Raises:
+        ConfigError: a pattern matches no module.
+    """
+    return {
+        id(inner)
+        for pattern in patterns
+        for module in modules_like(model, pattern, "precision.keep_fp32")
+        for inner in module.modules()
+    }
 
 
 def _outer_paths(fqn: str) -> Iterator[str]:

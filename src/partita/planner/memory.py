@@ -6,23 +6,20 @@ Training Trillion Parameter Models", 2020, section 3.1 and figure 1).
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import Residence, Tier
-from partita.plan.steps import steps
 
 ADAM_MOMENTS = 2
 
 
 def model_state_bytes(
-    units: Sequence[PlannedUnit], mesh: MeshShape, rank: int | None, num_moments: int = ADAM_MOMENTS
+    units: Sequence[PlannedUnit], rank: int | None, num_moments: int = ADAM_MOMENTS
 ) -> dict[tuple[str, str], int]:
     """Bytes that ``rank`` holds for each state, by (state, tier), once every parameter that trains has been updated.
 
     Without a ``rank``: the most that any of them may hold, so that what follows from it is the same on all.
-
 
     The states are ``parameters``, ``gradients``, ``master`` (only where it has memory of its own) and ``moments``, of
     which the optimizer keeps ``num_moments`` for each element. Padding is included. Gradients that rest nowhere else
@@ -31,38 +28,41 @@ def model_state_bytes(
     held = Counter[tuple[str, str]]()
     for unit in units:
         for segment in unit.segments:
-            for state, residence, num_bytes in _states(segment, mesh, rank, num_moments):
+            for state, residence, num_bytes in _states(segment, rank, num_moments):
                 held[state, residence.tier.value] += num_bytes
     return {key: num_bytes for key, num_bytes in held.items() if num_bytes}
 
 
-def _states(
-    segment: PlannedSegment, mesh: MeshShape, rank: int | None, num_moments: int
-) -> Iterator[tuple[str, Residence, int]]:
+def bytes_by_tier(held: Mapping[tuple[str, str], int]) -> Counter[Tier]:
+    """Bytes by (state, tier), as :func:`model_state_bytes` gives them, added up for each tier."""
+    sums = Counter[Tier]()
+    for (_, tier), num_bytes in held.items():
+        sums[Tier(tier)] += num_bytes
+    return sums
+
+
+def _states(segment: PlannedSegment, rank: int | None, num_moments: int) -> Iterator[tuple[str, Residence, int]]:
     """(state, residence, bytes) for everything that a segment keeps."""
-    row, padded = segment.row, segment.layout.padded
-    yield "parameters", row.param_rest, row.param_rest.num_bytes(padded, mesh)
-    if segment.has_second(mesh):
-        yield "parameters", row.param_between, row.param_between.num_bytes(padded, mesh)
+    row = segment.row
+    yield "parameters", row.param_rest, segment.held_bytes(row.param_rest)
+    if segment.has_second:
+        yield "parameters", row.param_between, segment.held_bytes(row.param_between)
     if not segment.trains:
         return
-    if not row.gradients_rest:
-        pass  # a few of them are in working memory at a time
-    elif steps(row.grad_arrival, row.grad_step, mesh):
-        yield "gradients", row.grad_between, row.grad_between.num_bytes(padded, mesh)
-    else:
-        yield "gradients", row.grad_arrival, _value_bytes(segment, row.grad_arrival, mesh, rank)
-    if segment.has_own_master(mesh):
-        yield "master", row.master, row.master.num_bytes(padded, mesh)
+    if segment.gradient_in_place:
+        yield "gradients", row.grad_arrival, _value_bytes(segment, row.grad_arrival, rank)
+    elif row.gradients_rest:  # others are in working memory, a few at a time
+        yield "gradients", row.grad_between, segment.held_bytes(row.grad_between)
+    if not segment.master_is_parameter:
+        yield "master", row.master, segment.held_bytes(row.master)
     if row.moments.tier is Tier.DISK:  # there they are kept as the shard is, with its padding
-        yield "moments", row.moments, num_moments * row.moments.num_bytes(padded, mesh)
+        yield "moments", row.moments, num_moments * segment.held_bytes(row.moments)
     else:
-        yield "moments", row.moments, num_moments * _value_bytes(segment, row.moments, mesh, rank)
+        yield "moments", row.moments, num_moments * _value_bytes(segment, row.moments, rank)
 
 
-def _value_bytes(segment: PlannedSegment, residence: Residence, mesh: MeshShape, rank: int | None) -> int:
+def _value_bytes(segment: PlannedSegment, residence: Residence, rank: int | None) -> int:
     """Bytes of the values themselves, without padding, that ``rank`` holds under ``residence``."""
     if rank is None:
-        return residence.num_bytes(segment.layout.padded, mesh)
-    spans = segment.spans_of(residence, mesh, rank)
-    return sum(residence.encoding.num_bytes(span.num_elements) for span in spans)
+        return segment.held_bytes(residence)
+    return sum(residence.encoding.num_bytes(span.num_elements) for span in segment.spans_of(residence, rank))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from partita.plan.residence import BF16, ENCODINGS, FP16, FP32
-from partita.sharding.dtypes import dtype_of, encoding_of
+from partita.planner.dtypes import dtype_of, encoding_of
 
 DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
 

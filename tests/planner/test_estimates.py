@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partita.estimate.memory import model_state_bytes
-from partita.estimate.traffic import StepShape, sent_by_steps, step_traffic
 from partita.plan.mesh_shape import MeshShape
-from partita.plan.planned import BUCKET_BYTES, PlannedSegment, PlannedUnit, reduction_order, share_buckets
+from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import BF16, FP32, Encoding, Residence
 from partita.plan.span import QUANTUM, Entry, lay_out
 from partita.plan.state_plan import DATA, PRESETS, Encodings, preset
 from partita.plan.traffic import TrafficCount, TrafficKey, TrafficMeter, TrafficReport
+from partita.planner.memory import model_state_bytes
+from partita.planner.traffic import StepShape, sent_by_steps, step_traffic
 
 MIXED = Encodings(compute=BF16, gradients=BF16)
 MULTIPLES = {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 3, "zero3-kept": 2}
@@ -40,9 +40,9 @@ def plan(
     for number, shapes_of_unit in enumerate(units):
         trains = number not in frozen
         entries = [Entry(f"{number}.{i}", shape, used.compute, trains) for i, shape in enumerate(shapes_of_unit)]
-        layout = lay_out(str(number), entries, mesh.data)
-        segments = tuple(PlannedSegment(segment, preset(name, used)) for segment in layout.segments)
-        planned.append(PlannedUnit(layout.name, segments))
+        layouts = lay_out(entries, mesh.data)
+        segments = tuple(PlannedSegment(layout, preset(name, used), mesh) for layout in layouts)
+        planned.append(PlannedUnit(str(number), segments))
     return planned
 
 
@@ -67,15 +67,15 @@ def test_bytes_of_adam_in_mixed_precision_are_the_papers(name: str, whole: int, 
     units = plan([[(1024, 1024)]] * 3, name, mesh, MIXED)  # these sizes need no padding
     num = 3 * 1024 * 1024
     for rank in {0, num_ranks - 1}:
-        assert total(model_state_bytes(units, mesh, rank)) == whole * num + split * num // num_ranks
+        assert total(model_state_bytes(units, rank)) == whole * num + split * num // num_ranks
 
 
 def test_fp32_gradients_and_parameters_make_it_18_and_16_bytes() -> None:
     mesh = MeshShape()
     units = plan([[(1024, 1024)]], "ddp", mesh, Encodings(compute=BF16))
-    assert total(model_state_bytes(units, mesh, 0)) == 18 * 2**20
+    assert total(model_state_bytes(units, 0)) == 18 * 2**20
     units = plan([[(1024, 1024)]], "ddp", mesh, Encodings())
-    held = model_state_bytes(units, mesh, 0)
+    held = model_state_bytes(units, 0)
     assert total(held) == 16 * 2**20
     assert ("master", "device") not in held  # the parameters are the master weights
 
@@ -86,7 +86,7 @@ def test_ranks_together_hold_what_the_table_says(
 ) -> None:
     planned = plan(units, name, mesh, used)
     row, padded, num = preset(name, used), padded_elements(planned), sum(math.prod(s) for unit in units for s in unit)
-    every = [model_state_bytes(planned, mesh, rank, num_moments) for rank in range(mesh.data)]
+    every = [model_state_bytes(planned, rank, num_moments) for rank in range(mesh.data)]
 
     def over_ranks(state: str) -> int:
         return sum(held.get((state, "device"), 0) for held in every)
@@ -107,14 +107,14 @@ def test_moments_follow_the_cuts() -> None:
     """Three parameters of one quantum on two ranks: the first holds two of them, the second one."""
     mesh = MeshShape(data=2)
     units = plan([[(100,), (200,), (QUANTUM,)]], "zero1", mesh, Encodings())
-    held = [model_state_bytes(units, mesh, rank)["moments", "device"] for rank in range(2)]
+    held = [model_state_bytes(units, rank)["moments", "device"] for rank in range(2)]
     assert held == [2 * 4 * 300, 2 * 4 * QUANTUM]
 
 
 def test_frozen_parameters_have_no_other_states() -> None:
     mesh = MeshShape(data=2)
     units = plan([[(512, 4)], [(512, 4)]], "zero1", mesh, MIXED, frozen=[0])
-    assert model_state_bytes(units, mesh, 0) == {
+    assert model_state_bytes(units, 0) == {
         ("parameters", "device"): 2 * 2 * 2048,
         ("gradients", "device"): 2 * 2048,
         ("master", "device"): 4 * 1024,
@@ -133,7 +133,7 @@ def test_a_step_sends_two_or_three_times_the_parameters(
 ) -> None:
     mesh = MeshShape(data=num_ranks)
     units = plan([[(1000, 30), (7,)]] * 3, name, mesh, Encodings(compute=encoding, gradients=encoding))
-    report = step_traffic(units, mesh)
+    report = step_traffic(units)
     elements = padded_elements(units)
     expected = multiple * elements * encoding.itemsize * (num_ranks - 1) // num_ranks
     assert report.sent_bytes("parameters") + report.sent_bytes("gradients") == expected
@@ -146,20 +146,20 @@ def test_accumulation_repeats_what_is_not_whole(
     units: list[list[tuple[int, int]]], name: str, mesh: MeshShape, used: Encodings, accumulate: int
 ) -> None:
     planned, row = plan(units, name, mesh, used), preset(name, used)
-    once, often = step_traffic(planned, mesh), step_traffic(planned, mesh, StepShape(accumulate))
+    once, often = step_traffic(planned), step_traffic(planned, StepShape(accumulate))
     num_gathers = accumulate if row.param_rest.shard_axes else 1
     num_reductions = accumulate if row.grad_between.shard_axes else 1
     assert often.sent_bytes("parameters") == num_gathers * once.sent_bytes("parameters")
     assert often.sent_bytes("gradients") == num_reductions * once.sent_bytes("gradients")
     for num_reduced in (0, 1):
-        no_sync = step_traffic(planned, mesh, StepShape(accumulate, num_reduced))
+        no_sync = step_traffic(planned, StepShape(accumulate, num_reduced))
         assert no_sync.sent_bytes("gradients") == once.sent_bytes("gradients")
 
 
 def test_wire_of_gradients_and_parameters_have_their_own_encodings() -> None:
     mesh = MeshShape(data=4)
     units = plan([[(1024, 4)]], "zero1", mesh, Encodings(compute=BF16, gradients=FP32))
-    report = step_traffic(units, mesh)
+    report = step_traffic(units)
     assert report.sent_bytes("gradients") == 4 * 1024 * 3
     assert report.sent_bytes("parameters") == 2 * 1024 * 3
 
@@ -168,7 +168,7 @@ def test_wire_of_gradients_and_parameters_have_their_own_encodings() -> None:
 def test_hierarchical_gathers_inside_the_node_after_the_first_forward(accumulate: int, num_near: int) -> None:
     mesh = MeshShape(data=8, node=2)
     units = plan([[(8 * QUANTUM, 4)]], "hierarchical", mesh, Encodings())
-    rows = step_traffic(units, mesh, StepShape(accumulate)).rows
+    rows = step_traffic(units, StepShape(accumulate)).rows
     num_bytes = 8 * QUANTUM * 4 * 4
     assert rows[TrafficKey("all_gather", ("data",), "parameters")] == TrafficCount(1, num_bytes * 7 // 8)
     near = TrafficCount(num_near, num_near * num_bytes * 3 // 4)
@@ -187,13 +187,13 @@ def test_messages_are_counted_to_the_byte(name: str, announced: bool, num_meetin
     used = 3 * 8 + 1 + 3  # three numbers, one bucket, three parameters
     shape = StepShape(accumulate=3, returns_loss=True, announced=announced)
     num_words = num_announced + num_meetings + 1 + 2  # the norm; what was drawn, and the loss
-    assert step_traffic(units, mesh, shape).rows[key] == TrafficCount(num_words + 1, 3 * (8 * num_words + used))
+    assert step_traffic(units, shape).rows[key] == TrafficCount(num_words + 1, 3 * (8 * num_words + used))
 
 
 def test_frozen_units_are_gathered_and_nothing_else() -> None:
     mesh = MeshShape(data=2)
     sizes = [[(512, 4)], [(512, 4)]]
-    report = step_traffic(plan(sizes, "zero3", mesh, Encodings(), frozen=[0]), mesh)
+    report = step_traffic(plan(sizes, "zero3", mesh, Encodings(), frozen=[0]))
     assert report.sent_bytes("parameters") == 2 * 2 * 4 * 1024
     assert report.sent_bytes("gradients") == 4 * 1024
 
@@ -208,23 +208,7 @@ def test_steps_send_in_the_encoding_they_move() -> None:
     assert list(sent_by_steps(Residence(DATA), Residence(DATA, (), BF16), 4096, mesh)) == []
 
 
-# -- buckets and reports -----------------------------------------------------------------------------------------------
-
-
-def test_small_segments_share_a_bucket_in_the_order_of_backward() -> None:
-    mesh = MeshShape(data=2)
-    half = BUCKET_BYTES // 4 // 2
-    units = plan([[(half,)], [(half,)], [(half,)], [(3 * half,)]], "zero2", mesh, Encodings())
-    segments = reduction_order(units)
-    assert [segment.layout.spans[0].fqn for segment in segments] == ["3.0", "2.0", "1.0", "0.0"]
-    assert share_buckets(segments, mesh) == [(0,), (1, 2), (3,)]
-    assert share_buckets(segments, mesh, max_bytes=0) == [(0,), (1,), (2,), (3,)]
-
-
-def test_whole_gradients_have_buckets_of_their_own() -> None:
-    mesh = MeshShape(data=2)
-    segments = reduction_order(plan([[(8,)], [(8,)]], "ddp", mesh, Encodings()))
-    assert share_buckets(segments, mesh) == [(0,), (1,)]
+# -- reports -----------------------------------------------------------------------------------------------------------
 
 
 def test_report_between_two_moments() -> None:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from partita.errors import ConfigError
-from partita.sharding.group_units import LEAF_SHARE, UnitSpec, find_holdings, group_units, modules_like
+from partita.planner.group_units import LEAF_SHARE, UnitSpec, group_units, modules_like
+from partita.planner.parameters import find_holdings
 from tests.local.models import CASES
 
 

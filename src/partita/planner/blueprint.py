@@ -1,0 +1,124 @@
+"""The blueprint: a model's units on paper. It is made of the model (on any device, also ``meta``), the settings, the
+mesh's shape and the memory that there is; nothing is allocated, changed or sent.
+
+The engine is built from it, and the estimates read it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import repeat
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from partita.config.resolve import Resolved
+from partita.config.schema import Config
+from partita.errors import ConfigError
+from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
+from partita.plan.residence import BF16, ENCODINGS, FP32, INT8, SPLIT, Encoding
+from partita.plan.span import Entry, lay_out
+from partita.plan.state_plan import Encodings, StatePlan, Tiers, preset, preset_name
+from partita.planner.budget import MemoryBudget
+from partita.planner.dtypes import encoding_of
+from partita.planner.group_units import UnitSpec, group_units, keep_fp32_modules
+from partita.planner.memory import ADAM_MOMENTS
+from partita.planner.parameters import Holding, check_apart, check_supported, find_holdings
+from partita.planner.placement import Placement, chosen_tiers
+
+ON_DEVICE = Tiers()
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """``units`` in the model's order, the root unit first. ``num_moments``: tensors that the optimizer keeps beside a
+    parameter.
+    """
+
+    resolved: Resolved
+    units: tuple[PlannedUnit, ...]
+    num_moments: int = ADAM_MOMENTS
+
+    @property
+    def config(self) -> Config:
+        return self.resolved.config
+
+    @cached_property
+    def buckets(self) -> list[tuple[PlannedSegment, ...]]:
+        """Which gradients are reduced together, in the order in which they are reduced."""
+        return share_buckets(reduction_order(self.units))
+
+
+def row_of(resolved: Resolved, tiers: Tiers = ON_DEVICE, compute: Encoding | None = None) -> StatePlan:
+    """The row of the table for states in these tiers, of parameters that compute in another encoding than most."""
+    zero, precision = resolved.config.zero, resolved.config.precision
+    compute = compute or ENCODINGS[resolved.compute_dtype]
+    master = FP32 if compute.name in ENCODINGS else compute
+    if precision.master == "split" and compute == BF16:
+        master = SPLIT
+    moments = INT8 if precision.moments == "int8" else FP32
+    if precision.gradients == "in_backward":
+        tiers = replace(tiers, gradients=None)
+    encodings = Encodings(compute, master, ENCODINGS.get(precision.gradients, FP32), moments)
+    name = preset_name(zero.stage, keep_gathered=zero.keep_gathered, hierarchical=zero.hierarchical)
+    return preset(name, encodings, tiers, resolved.mesh)
+
+
+def make_blueprint(
+    model: nn.Module, resolved: Resolved, num_moments: int = ADAM_MOMENTS, budget: MemoryBudget | None = None
+) -> Blueprint:
+    """Group the model's parameters, lay every unit out, and choose where its states rest.
+
+    Args:
+        budget: what may be used of each memory, where the config leaves the tiers open; None: plenty.
+
+    Raises:
+        ConfigError: a parameter's kind is not supported, a pattern of the config matches nothing, or the states do not
+            fit into the memory that there is.
+    """
+    zero = resolved.config.zero
+    kept = keep_fp32_modules(model, resolved.config.precision.keep_fp32)
+    _check(find_holdings(model), resolved)
+    specs = group_units(model, zero.units)
+    num_parts = resolved.mesh.group_size(row_of(resolved).summed_axes)
+    layouts = [lay_out(list(_entries(spec, resolved, kept)), num_parts) for spec in specs]
+
+    def planned(number: int, tiers: Tiers) -> PlannedUnit:
+        rows = [row_of(resolved, tiers, layout.encoding) for layout in layouts[number]]
+        segments = map(PlannedSegment, layouts[number], rows, repeat(resolved.mesh))
+        return PlannedUnit(specs[number].name, tuple(segments), tuple(specs[number].inside))
+
+    if budget is None:
+        tiers = [chosen_tiers(zero.offload, ON_DEVICE)] * len(specs)
+    else:
+        names = [spec.name for spec in specs]
+        tiers = Placement(names, planned, zero.offload, zero.prefetch_bytes, num_moments).tiers(budget)
+    units = tuple(planned(number, chosen) for number, chosen in enumerate(tiers))
+    return Blueprint(resolved, units, num_moments)
+
+
+def _check(holdings: list[Holding], resolved: Resolved) -> None:
+    cast_unasked = resolved.config.precision.compute == "auto"
+    for holding in holdings:
+        check_supported(holding)
+        if cast_unasked and holding.param.dtype == torch.float64:
+            raise ConfigError(
+                f"parameter '{holding.fqns[0]}' is in float64, but precision.compute: auto trains in "
+                f"{resolved.compute_dtype}: call model.float() first, or ask for the cast by precision.compute: fp32"
+            )
+    check_apart(holdings)
+
+
+def _entries(spec: UnitSpec, resolved: Resolved, kept: set[int]) -> Iterator[Entry]:
+    """The unit's parameters with their compute encodings. Batch norms always compute in fp32, as their running
+    statistics do.
+    """
+    for holding in spec.holdings:
+        param = holding.param
+        encoding = ENCODINGS[resolved.compute_dtype]
+        if not param.is_floating_point():
+            encoding = encoding_of(param.dtype)
+        elif any(id(owner) in kept or isinstance(owner, _BatchNorm) for owner, _ in holding.owners):
+            encoding = FP32
+        yield Entry(holding.fqns[0], tuple(param.shape), encoding, param.requires_grad)

@@ -1,0 +1,92 @@
+"""A model's parameters, each once, and what they must be like to be held in flat buffers."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from partita.errors import ConfigError
+
+
+@dataclass
+class Holding:
+    """One parameter: the object, every name it has, and every module (with the attribute) that holds it."""
+
+    param: nn.Parameter
+    fqns: list[str] = field(default_factory=list)
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+def find_holdings(model: nn.Module) -> list[Holding]:
+    """Every parameter once, with all its names and owners, in the order of ``named_parameters``."""
+    found: dict[int, Holding] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for attribute, param in module._parameters.items():
+            if param is None:
+                continue
+            holding = found.setdefault(id(param), Holding(param))
+            holding.fqns.append(f"{path}.{attribute}" if path else attribute)
+            if all(owner is not module or name != attribute for owner, name in holding.owners):
+                holding.owners.append((module, attribute))
+    return list(found.values())
+
+
+def check_supported(holding: Holding) -> None:
+    """Refuse, by name, parameters whose memory cannot be a view of a flat buffer."""
+    param, name = holding.param, holding.fqns[0]
+    if nn.parameter.is_lazy(param):
+        raise ConfigError(f"parameter '{name}' has no shape before the model's first forward: run one, then initialize")
+    plain = type(param) in (nn.Parameter, nn.parameter.Buffer) or isinstance(param, nn.Parameter)
+    if not plain or type(param.data) is not Tensor:
+        raise ConfigError(
+            f"parameter '{name}' is a {type(param.data).__name__}: its memory cannot be split; "
+            "pass the model before it is distributed or quantized"
+        )
+    if param.layout is not torch.strided:
+        raise ConfigError(f"parameter '{name}' is sparse ({param.layout}); use a dense parameter")
+    if param.is_complex() and param.requires_grad:
+        raise ConfigError(f"parameter '{name}' is complex; hold it as a real tensor of shape [..., 2] instead")
+
+
+def check_apart(holdings: Sequence[Holding]) -> None:
+    """Refuse parameters that are two objects over one memory: each would get values of its own.
+
+    Raises:
+        ConfigError: names both.
+    """
+    by_storage = defaultdict[int, list[Holding]](list)
+    for holding in holdings:
+        if holding.param.numel():
+            by_storage[holding.param.untyped_storage()._cdata].append(holding)
+    for sharing in by_storage.values():
+        near = list[Holding]()  # that reach as far as the next begins
+        for holding in sorted(sharing, key=lambda holding: _reach(holding.param).start):
+            near = [other for other in near if _reach(other.param).stop > _reach(holding.param).start]
+            for other in near:
+                if _overlap(holding.param, other.param):
+                    raise ConfigError(
+                        f"parameters '{other.fqns[0]}' and '{holding.fqns[0]}' share memory but are two objects, which "
+                        "would be trained apart: tie them by assigning the Parameter itself (module.weight = "
+                        "other.weight), or give one its own memory (param.data = param.data.clone())"
+                    )
+            near.append(holding)
+
+
+def _reach(tensor: Tensor) -> range:
+    """The bytes of its storage from the first to the last that it has an element in."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first, itemsize = tensor.storage_offset(), tensor.element_size()
+    return range(first * itemsize, (first + last + 1) * itemsize)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors that reach into each other have an element in common: strides may interleave."""
+    if one.element_size() != other.element_size():
+        return True
+    first = min(one.storage_offset(), other.storage_offset())
+    num = max(_reach(one).stop, _reach(other).stop) // one.element_size() - first
+    taken = torch.zeros(num, dtype=torch.bool, device="cpu")
+    taken.as_strided(one.shape, one.stride(), one.storage_offset() - first).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset() - first).any())

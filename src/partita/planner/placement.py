@@ -1,0 +1,143 @@
+"""Which tier each unit's states rest in: what the config names, and for ``auto`` as much as fits in each memory.
+
+Who gets the device first is decided by the bytes that move in a step for a byte that is held elsewhere: parameters are
+read for forward and for backward of every micro-batch and written once; master weights and moments are read and written
+once at the most (on the host they do not move at all: the update is computed there). So the parameters of all units
+come first, then the optimizer states of all units, with which their gradients go.
+
+Among units, those that the model uses first come first: in the next forward nothing hides the way of their states,
+while that of later units' is hidden by the computation before them. The root unit spans all others and is in use from
+end to end, so it is the very first.
+
+Tiers never come nearer along this order. That costs a gap at the end of a memory, and makes the placement monotone:
+more memory brings no state further away.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from partita.config.schema import Offload
+from partita.errors import ConfigError
+from partita.plan.planned import PlannedUnit
+from partita.plan.residence import Tier
+from partita.plan.state_plan import Tiers
+from partita.planner.budget import MemoryBudget
+from partita.planner.figures import format_bytes
+from partita.planner.memory import bytes_by_tier, model_state_bytes
+from partita.planner.working import working_bytes
+
+TIERS = {"none": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}
+STATES = ("parameters", "optimizer")  # in the order in which they get the device
+SHOWN = {"parameters": "parameters", "gradients": "gradients", "master": "optimizer", "moments": "optimizer"}
+
+
+def chosen_tiers(offload: Offload, auto: Tiers) -> Tiers:
+    """A unit's tiers as the config has them, with those of ``auto`` where it leaves the choice."""
+    optimizer = TIERS.get(offload.optimizer, auto.optimizer)
+    gradients = None
+    if auto.gradients is not None:
+        gradients = optimizer if offload.gradients == "auto" else TIERS[offload.gradients]
+    return Tiers(TIERS.get(offload.parameters, auto.parameters), gradients, optimizer)
+
+
+def leaves_a_choice(offload: Offload) -> bool:
+    return "auto" in (offload.parameters, offload.optimizer)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The choice of tiers for a model's units.
+
+    ``planned(number, tiers)`` is the unit of that number with its states in these tiers; ``names`` are the units'.
+    """
+
+    names: Sequence[str]
+    planned: Callable[[int, Tiers], PlannedUnit]
+    offload: Offload
+    prefetch: int | str
+    num_moments: int
+    _units: dict[tuple[int, Tiers], tuple[PlannedUnit, Counter[Tier]]] = field(default_factory=dict)
+
+    def tiers(self, budget: MemoryBudget) -> list[Tiers]:
+        """The tiers of each unit.
+
+        Raises:
+            ConfigError: the states and the working memory do not fit, wherever they are.
+        """
+        order = sorted(range(len(self.names)), key=lambda number: bool(self.names[number]))
+        wanted = [state for state in STATES if getattr(self.offload, state) == "auto"]
+        items = [(number, state) for state in wanted for number in order]
+        every = range(len(items), -1, -1)
+
+        def fits(near: int, far: int, tier: Tier) -> bool:
+            states, working = self._needed(self._divided(items, near, far))
+            return tier not in budget.lacking(states + working)
+
+        # What the device holds does not depend on how the rest is divided, and the host and the disk need the less the
+        # more is nearer: so each prefix is found by itself.
+        near = next((num for num in every if fits(num, num, Tier.DEVICE)), 0)
+        far = near
+        if not budget.one_memory:
+            far = next((num for num in every[: len(items) - near] if fits(near, num, Tier.HOST)), near)
+        tiers = self._divided(items, near, far)
+        states, working = self._needed(tiers)
+        if lacking := budget.lacking(states + working):
+            raise _too_large(states, working, budget, lacking)
+        return tiers
+
+    def _divided(self, items: Sequence[tuple[int, str]], near: int, far: int) -> list[Tiers]:
+        """The first ``near`` items on the device, those before ``far`` on the host, the rest on disk."""
+        chosen = [Tiers() for _ in self.names]
+        for place, (number, state) in enumerate(items):
+            tier = Tier.DEVICE if place < near else Tier.HOST if place < far else Tier.DISK
+            chosen[number] = replace(chosen[number], **{state: tier})
+        return [chosen_tiers(self.offload, tiers) for tiers in chosen]
+
+    def _needed(self, tiers: Sequence[Tiers]) -> tuple[Counter[Tier], Counter[Tier]]:
+        """Bytes of states, and of working memory."""
+        units, states = list[PlannedUnit](), Counter[Tier]()
+        for number, chosen in enumerate(tiers):
+            if (number, chosen) not in self._units:
+                unit = self.planned(number, chosen)
+                self._units[number, chosen] = unit, bytes_by_tier(model_state_bytes([unit], None, self.num_moments))
+            unit, held = self._units[number, chosen]
+            units.append(unit)
+            states.update(held)
+        return states, working_bytes(units, self.prefetch, self.num_moments)
+
+
+def _too_large(
+    states: Counter[Tier], working: Counter[Tier], budget: MemoryBudget, lacking: Sequence[Tier]
+) -> ConfigError:
+    lines = [
+        f"  {tier.value:<7}{format_bytes(states[tier]):>8} of states + {format_bytes(working[tier]):>7} of working "
+        f"memory; {format_bytes(budget.of(tier)):>7} may be used"
+        for tier in Tier
+    ]
+    if budget.one_memory:
+        lines[1] = lines[1].partition(";")[0] + "; the device's memory is the host's"
+    fixes = {
+        Tier.DEVICE: "start more ranks or raise zero.stage; name smaller modules in zero.units, or set "
+        "zero.prefetch_bytes: 0",
+        Tier.HOST: "set zero.offload.parameters and zero.offload.optimizer to auto or disk, or start fewer ranks "
+        "on a node",
+        Tier.DISK: "let zero.offload.path name a folder on a larger disk (files in memory do not count), or raise "
+        "zero.stage",
+    }
+    fix = "; ".join(fixes[tier] for tier in lacking)
+    where = " and ".join(tier.value for tier in lacking)
+    return ConfigError("\n".join([f"zero.offload: the states of a rank do not fit ({where})", *lines, f"Fix: {fix}."]))
+
+
+def describe_placement(held: Mapping[tuple[str, str], int]) -> str:
+    """Bytes by state and tier (as :func:`model_state_bytes` gives them) in a line: where the states of a rank rest."""
+    sums = Counter[tuple[str, str]]()
+    for (state, tier), num_bytes in held.items():
+        sums[SHOWN[state], tier] += num_bytes
+    parts = []
+    for state in dict.fromkeys(SHOWN.values()):
+        places = [f"{format_bytes(sums[state, tier.value])} {tier.value}" for tier in Tier if sums[state, tier.value]]
+        if places:
+            parts.append(f"{state} {', '.join(places)}")
+    return "offload: " + "; ".join(parts)

@@ -1,0 +1,99 @@
+"""What to change in the config when memory has run out, ranked by the bytes that each change frees per rank.
+
+States are counted by the table as it is and as it would be, with the working memory of either.
+"""
+
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+
+from partita.config.schema import Config, Offload
+from partita.plan.planned import PlannedUnit
+from partita.plan.residence import Tier
+from partita.plan.state_plan import Encodings, StatePlan, Tiers, further_stages, preset
+from partita.planner.blueprint import Blueprint
+from partita.planner.figures import format_bytes
+from partita.planner.memory import bytes_by_tier, model_state_bytes
+from partita.planner.placement import chosen_tiers
+from partita.planner.working import working_bytes
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change to the config, and the bytes that it frees."""
+
+    change: str
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.change} (frees about {format_bytes(self.num_bytes)})"
+
+
+def find_remedies(blueprint: Blueprint, short: AbstractSet[Tier], activation_bytes: int, most: int = 3) -> list[Remedy]:
+    """The changes that free most of the memories that are ``short`` (on a CPU the device and the host are one), of
+    each kind the best one.
+
+    Args:
+        activation_bytes: what the forward kept for backward, as far as it is known.
+    """
+    before = _held(blueprint.units, blueprint, short)
+    best = list[Remedy]()
+    for kind in _kinds(blueprint, short):
+        freed = [Remedy(change, before - _held(units, blueprint, short)) for change, units in kind]
+        best += [max(freed, key=lambda remedy: remedy.num_bytes)] if freed else []
+    best.append(Remedy(_smaller_batches(blueprint.config), activation_bytes // 2))
+    useful = [remedy for remedy in best if remedy.num_bytes > 0]
+    return sorted(useful, key=lambda remedy: -remedy.num_bytes)[:most]
+
+
+def _held(units: Sequence[PlannedUnit], blueprint: Blueprint, tiers: AbstractSet[Tier]) -> int:
+    states = bytes_by_tier(model_state_bytes(units, None, blueprint.num_moments))
+    working = working_bytes(units, blueprint.config.zero.prefetch_bytes, blueprint.num_moments)
+    return sum((states + working)[tier] for tier in tiers)
+
+
+def _kinds(blueprint: Blueprint, short: AbstractSet[Tier]) -> Iterator[list[tuple[str, list[PlannedUnit]]]]:
+    """The changes of each kind, as (what to write, the units then); of equals the one that costs less comes first.
+
+    Gradients that go where the optimizer states are have no setting of their own.
+    """
+    offload, name = blueprint.config.zero.offload, blueprint.units[0].row.name
+    yield [
+        (f"zero.stage: {stage}", changed_units(blueprint.units, further, offload))
+        for stage, further in further_stages(name)
+    ]
+    states = ["optimizer", "parameters"] + ["gradients"] * (offload.gradients != "auto")
+    for state in states:
+        tiers = [tier.value for tier in (Tier.HOST, Tier.DISK) if tier not in short]
+        changed = [(tier, offload.model_copy(update={state: tier})) for tier in tiers]
+        yield [
+            (f"zero.offload.{state}: {tier}", changed_units(blueprint.units, name, other)) for tier, other in changed
+        ]
+
+
+def changed_units(units: Sequence[PlannedUnit], name: str, offload: Offload) -> list[PlannedUnit]:
+    """The units under the preset called ``name``, with the tiers of ``offload`` where it names them."""
+    changed = []
+    for unit in units:
+        segments = [
+            replace(s, row=preset(name, _encodings(s.row), chosen_tiers(offload, _tiers(s.row)), s.mesh))
+            for s in unit.segments
+        ]
+        changed.append(replace(unit, segments=tuple(segments)))
+    return changed
+
+
+def _smaller_batches(config: Config) -> str:
+    micro = config.batch.micro
+    if isinstance(micro, int) and micro > 1:
+        more = ", with twice batch.accumulate" if config.precision.gradients != "in_backward" else ""
+        return f"batch.micro: {micro // 2}{more}"
+    return "half as many samples or tokens in a micro-batch"
+
+
+def _encodings(row: StatePlan) -> Encodings:
+    return Encodings(row.param_compute.encoding, row.master.encoding, row.grad_step.encoding, row.moments.encoding)
+
+
+def _tiers(row: StatePlan) -> Tiers:
+    return Tiers(row.param_rest.tier, row.grad_step.tier if row.gradients_rest else None, row.master.tier)

@@ -1,0 +1,135 @@
+"""Bytes that a rank sends in a step, straight from the table: what the traffic report will count.
+
+With P the padded bytes of the parameters on N ranks, data parallelism sends 2P (N-1)/N per rank and step, and so do
+stages 1 and 2; stage 3 sends 3P (N-1)/N, or 2P (N-1)/N where parameters are kept whole between forward and backward
+(Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 7). Beside
+them go control messages of some bytes each, which are counted here as well.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from partita.plan.mesh_shape import AXES, BATCH_AXES, MeshShape
+from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
+from partita.plan.residence import Residence
+from partita.plan.steps import AllGather, AllReduce, Encode, ReduceScatter, Slice, steps
+from partita.plan.traffic import TrafficKey, TrafficMeter, TrafficReport
+
+# Bytes of a number in a control message: a count of gathers or of waves, a share of the norm, a loss.
+WORD_BYTES = 8
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What happens in a step.
+
+    ``accumulate``: micro-batches, each a forward of every unit and a backward through every unit. ``num_reduced``:
+    after how many of them gradients that rest split are reduced (if after none of them, then at the step); None: after
+    each, as without ``no_sync``. ``returns_loss``: the mean loss over the ranks is asked for, as ``train_batch`` does
+    (which also has the ranks tell each other what they have drawn).
+    ``announced``: a unit's number is exchanged beside each gather, as it is on CUDA.
+    """
+
+    accumulate: int = 1
+    num_reduced: int | None = None
+    returns_loss: bool = False
+    announced: bool = False
+
+
+def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -> TrafficReport:
+    """What one rank sends in a step in which every parameter that trains gets a gradient. The ranks send the same.
+
+    Buffers that the forward changes (running statistics) come on top: they are no part of the plan.
+    """
+    sent = _Sent(units[0].segments[0].mesh)
+    for unit in units:
+        if not unit.rests_whole:
+            sent.gathers(unit, shape)
+    segments = reduction_order(units)
+    buckets = share_buckets(segments)
+    num_reduced = shape.accumulate if shape.num_reduced is None else max(1, shape.num_reduced)
+    for bucket in buckets:
+        sent.reductions(bucket, num_reduced)
+    for segment in segments:
+        sent.move(segment.row.master, segment.row.param_rest, segment.layout.padded, "parameters")
+    if not all(unit.rests_whole for unit in units):
+        sent.messages(AXES, WORD_BYTES, shape.accumulate)  # the end of a micro-batch
+    num_members = sum(len(segment.layout.spans) for segment in segments)
+    # Waves, what was written, the gradients' scale; what was used, and what is left to reduce.
+    summed_axes = units[0].row.summed_axes
+    sent.messages(summed_axes, 3 * WORD_BYTES + len(buckets) + num_members)
+    if all(segment.row.gradients_rest for segment in segments):
+        sent.messages(summed_axes, WORD_BYTES)  # the norm
+    if shape.returns_loss:
+        sent.messages(BATCH_AXES, WORD_BYTES, 2)  # what was drawn, and the loss
+    return sent.meter.report()
+
+
+class _Sent:
+    """Adds up what a rank sends."""
+
+    def __init__(self, mesh: MeshShape) -> None:
+        self.meter = TrafficMeter()
+        self._mesh = mesh
+
+    def gathers(self, unit: PlannedUnit, shape: StepShape) -> None:
+        """A unit's gathers for forward and backward."""
+        num_gathers = shape.accumulate * (1 if unit.stays_whole else 2)
+        if shape.announced:
+            self.messages(AXES, WORD_BYTES, num_gathers)
+        for segment in unit.segments:
+            row, padded = segment.row, segment.layout.padded
+            num_near = num_gathers - 1 if segment.has_second else 0  # the second part lasts from forward to the step
+            self.move(row.param_rest, row.param_compute, padded, "parameters", num_gathers - num_near)
+            if num_near:
+                self.move(row.param_between, row.param_compute, padded, "parameters", num_near)
+
+    def reductions(self, bucket: Sequence[PlannedSegment], num_reduced: int) -> None:
+        """The reductions of one bucket: of the parts that rest split after a micro-batch, of the rest at the step. Of
+        gradients that rest nowhere, the norms and which were used are summed there, too.
+        """
+        row, num_elements = bucket[0].row, sum(segment.layout.padded for segment in bucket)
+        self.move(row.grad_arrival, row.grad_between, num_elements, "gradients", num_reduced)
+        self.move(row.grad_between, row.grad_step, num_elements, "gradients")
+        axes = self._mesh.named(row.summed_axes)
+        if not row.gradients_rest and axes:
+            num, num_words = self._mesh.group_size(axes), sum(1 + len(segment.layout.spans) for segment in bucket)
+            self.meter.add(TrafficKey("all_reduce", axes, "control"), 2 * (num - 1) * num_words * WORD_BYTES // num)
+
+    def messages(self, axes: tuple[str, ...], num_bytes: int, calls: int = 1) -> None:
+        """Messages of ``num_bytes`` that every rank of a group sends to every other."""
+        if named := self._mesh.named(axes):
+            num = self._mesh.group_size(named)
+            self.meter.add(TrafficKey("all_gather", named, "control"), calls * (num - 1) * num_bytes, calls)
+
+    def move(self, src: Residence, dst: Residence, padded: int, purpose: str, calls: int = 1) -> None:
+        """The table's steps from ``src`` to ``dst`` for a flat buffer of ``padded`` elements, ``calls`` times."""
+        for collective, axes, num_bytes in sent_by_steps(src, dst, padded, self._mesh):
+            self.meter.add(TrafficKey(collective, axes, purpose), calls * num_bytes, calls)
+
+
+def sent_by_steps(
+    src: Residence, dst: Residence, padded: int, mesh: MeshShape
+) -> Iterator[tuple[str, tuple[str, ...], int]]:
+    """(collective, axes, bytes that one rank sends) for the steps from ``src`` to ``dst`` of ``padded`` elements.
+
+    An all-reduce is a reduce-scatter, and an all-gather once the norm is known.
+    """
+    num_bytes = src.num_bytes(padded, mesh)
+    itemsize = src.encoding.itemsize
+    for op in steps(src, dst, mesh):
+        if isinstance(op, Encode):
+            num_bytes, itemsize = num_bytes // itemsize * op.encoding.itemsize, op.encoding.itemsize
+        elif isinstance(op, AllGather):
+            num = mesh.group_size(op.axes)
+            yield "all_gather", op.axes, (num - 1) * num_bytes
+            num_bytes *= num
+        elif isinstance(op, ReduceScatter | AllReduce):
+            num = mesh.group_size(op.axes)
+            yield "reduce_scatter", op.axes, (num - 1) * num_bytes // num
+            if isinstance(op, AllReduce):
+                yield "all_gather", op.axes, (num - 1) * num_bytes // num
+            else:
+                num_bytes //= num
+        elif isinstance(op, Slice):
+            num_bytes //= mesh.group_size(op.axes)

@@ -1,0 +1,133 @@
+"""The interpreter of steps, on ranks in threads: every rank ends with exactly what the destination says."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from partita.comm.collectives import Collectives
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.residence import BF16, FP32, Residence, Tier
+from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
+from partita.plan.steps import AllReduce, Step, in_phases, steps
+from partita.sharding.movement import Movement, finish_all
+from tests.fakes import on_ranks
+from tests.plan.interpreter import DTYPES, State
+
+NUM_ELEMENTS = 48
+MESHES = [MeshShape(data=2), MeshShape(data=3), MeshShape(data=4, node=2), MeshShape(data=2, tensor=2)]
+TIERS = [Tiers(), Tiers(Tier.HOST, Tier.HOST, Tier.HOST), Tiers(Tier.DISK, Tier.DISK, Tier.DISK)]
+ENCODINGS = [Encodings(), Encodings(BF16), Encodings(BF16, FP32, BF16)]
+
+
+def moved(src: Residence, dst: Residence, mesh: MeshShape, before: float | None = None) -> tuple[list[Tensor], State]:
+    """What each rank has in ``dst``, where it had ``before`` (None: anything) and it is overwritten (else added)."""
+    state = State.random(src, NUM_ELEMENTS, mesh)
+    held, ops = state.held(src, mesh), steps(src, dst, mesh)
+
+    def work(collectives: Collectives) -> Tensor:
+        movement = Movement(collectives)
+        source = torch.from_numpy(held[collectives.mesh.rank].values.copy()).to(DTYPES[src.encoding.name])
+        size = dst.num_elements(NUM_ELEMENTS, mesh)
+        target = torch.full((size,), float("nan") if before is None else before, dtype=DTYPES[dst.encoding.name])
+        received = torch.empty(movement.scratch_elements(ops, NUM_ELEMENTS, target.itemsize), dtype=target.dtype)
+        finish_all(movement.begin(ops, source, target, accumulate=before is not None, received=received))
+        return target
+
+    return on_ranks(mesh, work, *(op.axes for op in ops if hasattr(op, "axes"))), state
+
+
+def moves(name: str, encodings: Encodings, tiers: Tiers, mesh: MeshShape) -> list[tuple[Residence, Residence]]:
+    """The ways of a row's states that take steps."""
+    row = preset(name, encodings, tiers, mesh)
+    collected = Residence((), row.grad_arrival.partial_axes, row.grad_step.encoding)
+    parameters = [(row.param_rest, row.param_compute), (row.param_compute, row.param_between)]
+    back = [(row.param_between, row.param_compute), (row.master, row.param_rest)]
+    gradients = [(collected, row.grad_step), (row.grad_arrival, row.grad_step)]
+    return [(src, dst) for src, dst in (*parameters, *back, *gradients) if steps(src, dst, mesh)]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_way_of_the_table(name: str, mesh: MeshShape) -> None:
+    for encodings in ENCODINGS:
+        for tiers in TIERS:
+            for src, dst in moves(name, encodings, tiers, mesh):
+                got, state = moved(src, dst, mesh)
+                for values, expected in zip(got, state.after(src, dst, mesh), strict=True):
+                    assert values.tolist() == torch.from_numpy(expected.values).to(values.dtype).tolist(), (src, dst)
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
+@pytest.mark.parametrize("mesh", [MeshShape(), *MESHES], ids=str)
+def test_what_arrives_is_added(mesh: MeshShape, tier: Tier) -> None:
+    src, dst = Residence((), ("data",)), Residence(("data",), (), FP32, tier)
+    got, state = moved(src, dst, mesh, before=3.0)
+    for values, expected in zip(got, state.after(src, dst, mesh), strict=True):
+        assert values.double().tolist() == (expected.values + 3.0).tolist()
+
+
+def test_an_all_reduce_is_two_phases() -> None:
+    """Between them each rank has its part of the sum; all of it has the same bits as all at once."""
+    mesh, whole = MeshShape(data=2), (AllReduce(("data",)),)
+    first, second = in_phases(whole)
+
+    def work(collectives: Collectives) -> tuple[Tensor, Tensor, Tensor]:
+        movement, rank = Movement(collectives), collectives.mesh.rank
+        sent = torch.rand(8, generator=torch.Generator().manual_seed(rank))
+        at_once, received = torch.empty(8), torch.empty(4)
+        finish_all(movement.begin(whole, sent.clone(), at_once, received=received))
+        parts = torch.empty(8)
+        mine = parts.view(2, -1)[rank]
+        assert movement.begin([first], sent, mine, received=received) == []
+        between = mine.clone()
+        finish_all(movement.begin([second], mine, parts))
+        return at_once, parts, between
+
+    results = on_ranks(mesh, work, ("data",))
+    assert all(torch.equal(at_once, parts) for at_once, parts, _ in results)
+    assert torch.equal(torch.cat([between for _, _, between in results]), results[0][0])
+
+
+def test_ranks_that_gather_side_by_side() -> None:
+    """Gathers are under way until they are waited for."""
+
+    def work(collectives: Collectives) -> list[list[float]]:
+        movement, rank = Movement(collectives), float(collectives.mesh.rank)
+        rests, whole = Residence(("data",)), Residence()
+        targets = [torch.zeros(2) for _ in range(3)]
+        handles = [
+            handle
+            for tag, target in enumerate(targets)
+            for handle in movement.begin(
+                steps(rests, whole, MeshShape(data=2)), torch.tensor([rank + tag]), target, tag=tag
+            )
+        ]
+        finish_all(handles)
+        return [target.tolist() for target in targets]
+
+    assert on_ranks(MeshShape(data=2), work, ("data",)) == [[[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]]] * 2
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """An operation that nobody has taught the interpreter."""
+
+
+def test_an_unknown_operation_is_named() -> None:
+    def work(collectives: Collectives) -> None:
+        unknown: Step = Shuffle()  # type: ignore[assignment]
+        with pytest.raises(NotImplementedError, match=r"Shuffle\(\)"):
+            Movement(collectives).begin([unknown], torch.zeros(2), torch.ones(2))
+
+    on_ranks(MeshShape(), work)
+
+
+def test_phases_keep_the_order() -> None:
+    for name in PRESETS:
+        row = preset(name)
+        for src, dst in pairwise([row.grad_arrival, row.grad_between, row.grad_step]):
+            ops = steps(src, dst, MeshShape(data=2))
+            assert [op for op in in_phases(ops) if op in ops] == [op for op in ops if not isinstance(op, AllReduce)]

@@ -1,0 +1,250 @@
+"""The reducer without autograd, on ranks in threads: in which order, with what for those who are missing, into what."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from partita.comm.collectives import Collectives
+from partita.errors import PartitaError
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.residence import Tier
+from partita.plan.state_plan import PRESETS, Tiers
+from partita.sharding.reducer import GradientReducer
+from partita.sharding.unit import Member
+from tests.fakes import on_ranks
+from tests.sharding.made import Made, User, made
+
+TWO = MeshShape(data=2)
+Work = Callable[[Made, GradientReducer, User], object]
+
+
+def on_two(work: Work, name: str, num_units: int = 3, accumulate: int = 1, tiers: Tiers = Tiers()) -> None:  # noqa: B008
+    """Run ``work`` on two ranks."""
+
+    def run(collectives: Collectives) -> None:
+        parts = made(collectives, name, num_units, num_units, tiers)
+        work(parts, *parts.reducer(accumulate))
+
+    on_ranks(TWO, run, ("data",))
+
+
+def gradient(member: Member, rank: int) -> Tensor:
+    """Of a rank, for a member: whole numbers, so that sums and means of two are exact."""
+    numbers = torch.arange(float(member.span.num_elements)).view(member.shape)
+    return 2 * numbers + 10 * rank + len(member.fqn)
+
+
+def brings(reducer: GradientReducer, member: Member, rank: int) -> None:
+    """Autograd leaves a gradient with a member."""
+    member.param.grad = gradient(member, rank)
+    reducer.arrived(member)
+
+
+def reduced(parts: Made, reducer: GradientReducer, member: Member) -> Tensor:
+    """This rank's part of the reduced gradient, in its place in zeros ``[numel]``."""
+    bucket, index = reducer.bucket_of(member), parts.collectives.mesh.rank
+    assert bucket is not None
+    reducer.drain()
+    return bucket.held_of(member, index, torch.device("cpu"))
+
+
+def mean(member: Member) -> Tensor:
+    return (gradient(member, 0) + gradient(member, 1)).flatten() / 2
+
+
+def summed_over_ranks(parts: Made, mine: Tensor) -> Tensor:
+    return parts.collectives.group(("data",)).all_reduce(mine)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_means_over_the_ranks(name: str) -> None:
+    def work(parts: Made, reducer: GradientReducer, user: User) -> None:
+        rank = parts.collectives.mesh.rank
+        for member in reversed(parts.members):
+            brings(reducer, member, rank)
+            assert member.param.grad is None, "it went into its bucket"
+        assert reducer.leftovers() == [False] * len(reducer.buckets), "all were launched while they came"
+        reducer.end_wave()
+        for member in parts.members:
+            got = summed_over_ranks(parts, reduced(parts, reducer, member))
+            assert torch.equal(got, mean(member)), member.fqn
+        assert (user.began, user.used) == (0, []), "no backward went on, and gradients rest"
+
+    on_two(work, name)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_the_optimizer_sees(name: str) -> None:
+    """Whole gradients where the row says so, once they were gathered; else this rank's part of the mean."""
+
+    def work(parts: Made, reducer: GradientReducer, user: User) -> None:
+        rank = parts.collectives.mesh.rank
+        for member in reversed(parts.members):
+            brings(reducer, member, rank)
+        reducer.end_wave()
+        reducer.drain()
+        reducer.spread()
+        for member in parts.members:
+            bucket = reducer.bucket_of(member)
+            assert bucket is not None
+            assert bucket.shard is not None
+            seen = bucket.grad_of(member, rank, bucket.shard.load())
+            if name == "ddp":
+                assert seen is not None
+                assert torch.equal(seen.flatten(), mean(member))
+            elif seen is not None:
+                start = next(p.start for p in bucket.layout.pieces[id(member)] if p.row == rank)
+                assert torch.equal(seen, mean(member)[start : start + len(seen)])
+
+    on_two(work, name)
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+def test_who_brings_nothing_sends_zeros(name: str) -> None:
+    def work(parts: Made, reducer: GradientReducer, user: User) -> None:
+        if parts.collectives.mesh.rank == 0:
+            for member in reversed(parts.members):
+                brings(reducer, member, 0)
+        reducer.join()
+        assert reducer.waves == (1 if parts.collectives.mesh.rank else 0)
+        reducer.end_micro_batch()
+        for member in parts.members:
+            got = summed_over_ranks(parts, reduced(parts, reducer, member))
+            assert torch.equal(got, gradient(member, 0).flatten() / 2)
+
+    on_two(work, name)
+
+
+def test_ranks_launch_in_one_order() -> None:
+    """Rank 1 gets its gradients in the opposite order, and one of them not at all."""
+
+    def work(parts: Made, reducer: GradientReducer, user: User) -> None:
+        rank = parts.collectives.mesh.rank
+        members = parts.members[1:] if rank else parts.members[::-1]
+        for member in members:
+            brings(reducer, member, rank)
+        reducer.end_wave()
+        for member in parts.members[1:]:
+            assert torch.equal(summed_over_ranks(parts, reduced(parts, reducer, member)), mean(member))
+        first = parts.members[0]
+        got = summed_over_ranks(parts, reduced(parts, reducer, first))
+        assert torch.equal(got, gradient(first, 0).flatten() / 2)
+
+    on_two(work, "zero2")
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2"])
+def test_what_comes_late_is_reduced_at_the_step(name: str) -> None:
+    def work(parts: Made, reducer: GradientReducer, user: User) -> None:
+        rank, late = parts.collectives.mesh.rank, parts.members[-1]
+        for member in reversed(parts.members):
+            brings(reducer, member, rank)
+        reducer.end_wave()
+        with reducer.no_sync():
+            late.param.grad = gradient(late, rank)
+            reducer.arrived(late)
+        leftovers = reducer.leftovers()
+        assert leftovers == [True] + [False] * (len(leftovers) - 1)
+        reducer.launch(leftovers)
+        assert torch.equal(summed_over_ranks(parts, reduced(parts, reducer, late)), 2 * mean(late))
+        other = parts.members[0]
+        assert torch.equal(summed_over_ranks(parts, reduced(parts, reducer, other)), mean(other))
+
+    on_two(work, name)
+
+
+@pytest.mark.parametrize("tiers", [Tiers(), Tiers(gradients=Tier.HOST)], ids=["device", "host"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_micro_batches_add_up(name: str, tiers: Tiers) -> None:
+    def work(parts: Made, reducer: GradientReducer, user: User) -> None:
+        rank = parts.collectives.mesh.rank
+        for number in range(2):
+            reducer.begin_micro_batch(is_last=number == 1)
+            for member in reversed(parts.members):
+                brings(reducer, member, rank)
+            assert reducer.holds_batch == (number == 1)
+            reducer.end_wave()
+            reducer.end_micro_batch()
+        assert reducer.waves == (1 if name in ("ddp", "zero1") else 2)
+        for member in parts.members:
+            assert torch.equal(summed_over_ranks(parts, reduced(parts, reducer, member)), mean(member))
+        reducer.zero()
+        assert not reducer.holds_batch
+        for member in parts.members:
+            assert not reduced(parts, reducer, member).any()
+
+    on_two(work, name, accumulate=2, tiers=tiers)
+
+
+def test_gradients_that_rest_nowhere_are_used_as_they_are_launched() -> None:
+    def work(parts: Made, reducer: GradientReducer, user: User) -> None:
+        rank = parts.collectives.mesh.rank
+        for member in reversed(parts.members):
+            before = len(user.used)
+            brings(reducer, member, rank)
+            is_first = member.fqn.endswith("weight")  # a unit's last to come
+            assert len(user.used) == before + is_first
+        assert user.used == [unit.members[0].fqn for unit in reversed(parts.units)]
+        reducer.drain()
+
+    on_two(work, "zero2", tiers=Tiers(gradients=None))
+
+
+def test_on_one_rank_gradients_stay_where_they_are() -> None:
+    def work(collectives: Collectives) -> None:
+        parts = made(collectives, "zero2", 2, 2)
+        reducer, _ = parts.reducer(accumulate=2)
+        for member in parts.members:
+            brings(reducer, member, 0)
+            assert member.param.grad is not None
+        held = sum(4 * member.span.num_elements for member in parts.members)
+        ledger = parts.memory.ledger
+        assert ledger.report(torch.device("cpu")).held["gradients", "device"] == held
+        reducer.complete_unreduced()
+        for member in parts.members:
+            assert member.param.grad is not None
+            assert torch.equal(member.param.grad, gradient(member, 0) / 2)
+            assert torch.equal(reduced(parts, reducer, member), gradient(member, 0).flatten() / 2)
+        reducer.zero()
+        assert ledger.report(torch.device("cpu")).held.get(("gradients", "device"), 0) == 0
+        brings(reducer, parts.members[0], 0)
+        assert parts.members[0].param.grad is not None
+        parts.members[0].param.grad.mul_(2)
+        with pytest.raises(PartitaError, match=r"the \.grad of '0\.weight' was changed between backward and step"):
+            reducer.complete_unreduced()
+
+    on_ranks(MeshShape(), work)
+
+
+def test_numbers_that_are_not_finite_are_remembered() -> None:
+    def work(parts: Made, reducer: GradientReducer, user: User) -> None:
+        rank, member = parts.collectives.mesh.rank, parts.members[-1]
+        for traces in (False, True):
+            if traces:
+                reducer.trace()
+            for other in reversed(parts.members):
+                other.param.grad = gradient(other, rank)
+                if other is member and rank == 1:
+                    other.param.grad.view(-1)[3] = float("inf")
+                reducer.arrived(other)
+            reducer.end_wave()
+            reducer.drain()
+            assert reducer.suspect == (traces and rank == 1), "only the rank that it came from knows"
+            reducer.zero()
+            assert not reducer.suspect
+
+    on_two(work, "zero2")
+
+
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    def work(collectives: Collectives) -> None:
+        parts = made(collectives, "zero2", 1, 1)
+        reducer, _ = parts.reducer()
+        weight = parts.members[0]
+        weight.param.grad = torch.zeros(weight.shape).to_sparse()
+        with pytest.raises(PartitaError, match=r"the gradient of '0\.weight' is sparse"):
+            reducer.arrived(weight)
+
+    on_ranks(MeshShape(), work)

@@ -18,7 +18,6 @@ from rich.console import Console
 from torch import Tensor
 
 from partita.checkpoint.format.folder import complete
-from partita.config.resolve import resolve
 from partita.engine.engine import Engine
 from partita.engine.start import initialize
 from partita.errors import PartitaError
@@ -71,16 +70,10 @@ class _Run:
         self._job = job
         self._ready = ready
         self._engine = engine
-        device = engine.mesh.device
-        self._batches = Batches(
-            corpus,
-            job.data,
-            resolve(job.engine, engine.mesh.num_ranks, device.type).batch,
-            engine.mesh.coordinate("data"),
-            engine.mesh.size("data"),
-            device,
-        )
-        self._is_first = engine.mesh.rank == 0
+        mesh = engine.mesh
+        batch = engine.blueprint.resolved.batch
+        self._batches = Batches(corpus, job.data, batch, mesh.coordinate("data"), mesh.size("data"), mesh.device)
+        self._is_first = mesh.rank == 0
         self._progress = TrainingProgress(console if self._is_first else Console(quiet=True), job.train.steps)
         self._start = self._resume()
         self._writer = MetricsWriter(job.out, after=self._start) if self._is_first else None

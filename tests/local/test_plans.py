@@ -139,7 +139,7 @@ def of_a_model_on_meta() -> None:
             model, resolved = CASES["decoder"].build(device="meta"), engine.blueprint.resolved
             assert make_blueprint(model, resolved) == engine.blueprint
             assert [unit.planned for unit in engine._runtime.units] == engine.units
-            held = engine.memory_report().held.get(("ring", "device"), 0)
+            held = engine.memory_report().held.get(("buffer_pool", "device"), 0)
             assert held == unit_pool(engine.units, "auto").num_bytes
 
 

@@ -44,16 +44,15 @@ class SegmentUpdate:
     """One update of one segment from the gradients of its bucket: :meth:`choose` and :meth:`open`, in any order, then
     :meth:`connect`, the optimizer's step, :meth:`close`, and :meth:`deliver`.
 
-    Attributes: ``changing`` (the members that are updated, with this rank's views of them).
+    Attributes: ``changing``: this rank's views of what is updated, each with its gradient where that is in place.
     """
 
     def __init__(self, segment: Segment, bucket: Bucket, context: Context) -> None:
         self.segment = segment
-        self.changing: list[tuple[Member, View]] = []
+        self.changing: list[tuple[View, Tensor | None]] = []
         self._bucket = bucket
         self._context = context
         self._factor = 1.0
-        self._in_place: dict[int, Tensor] = {}
         self._views = context.views.of_segment(segment)
         self._disk = context.states.on_disk(segment)
         self._leases: Leases = {}
@@ -92,15 +91,10 @@ class SegmentUpdate:
         for member in members:
             if member.segment is self.segment and id(member) in used and member.param.requires_grad:
                 view = self._context.views.of(member.param)
-                if view is not None and view.num_elements:
-                    self._choose(member, view)
-
-    def _choose(self, member: Member, view: View) -> None:
-        if self._bucket.shard is None:
-            if member.param.grad is None:  # dropped by the user
-                return
-            self._in_place[id(member)] = member.param.grad
-        self.changing.append((member, view))
+                in_place = member.param.grad if self._bucket.in_place else None
+                dropped = self._bucket.in_place and in_place is None  # by the user
+                if view is not None and view.num_elements and not dropped:
+                    self.changing.append((view, in_place))
 
     def open(self) -> None:
         """Begin to bring states into memory."""
@@ -123,11 +117,11 @@ class SegmentUpdate:
                 view.connect(master if param is None or not self._splits else param)
         if self._disk is not None:
             self._disk.connect(self._leases)
-        for member, view in self.changing:
-            grad = self._gradient(member)
+        for view, in_place in self.changing:
+            grad = self._reduced(view) if in_place is None else in_place
             if isinstance(optimizer, FusedOptimizer):
                 weights = self._weights(view, master, param)
-                flat_grad = member.flat(grad) if self.segment.holds_whole_master else grad
+                flat_grad = view.member.flat(grad) if self.segment.holds_whole_master else grad
                 optimizer.operands[view.tensor] = Operands(weights, flat_grad.to(weights.like.device), self._factor)
             else:
                 if self._factor != 1.0:
@@ -150,10 +144,9 @@ class SegmentUpdate:
             rest.end(changed=False)
         return param
 
-    def _gradient(self, member: Member) -> Tensor:
-        if self._shard is None:
-            return self._in_place[id(member)]
-        grad = self._bucket.grad_of(member, self._context.row, self._shard.wait())
+    def _reduced(self, view: View) -> Tensor:
+        assert self._shard is not None
+        grad = self._bucket.grad_of(view.member, self._context.row, self._shard.wait())
         assert grad is not None
         return grad
 

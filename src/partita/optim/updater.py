@@ -15,6 +15,7 @@ from partita.memory.streams import Event
 from partita.optim.consensus import Consensus
 from partita.optim.guard import Guard
 from partita.optim.loss_scale import LossScale
+from partita.optim.segment_update import Context
 from partita.optim.snapshot import copies
 from partita.optim.states import OptimizerStates
 from partita.optim.updates import Updates
@@ -70,7 +71,9 @@ class Updater(ABC):
         self.views = Views(runtime.units, runtime.memory)
         self.views.attach(optimizer)
         self.states = OptimizerStates(optimizer, self.views, runtime.memory)
-        self._updates = Updates(runtime, optimizer, self.views, self.states, counted)
+        executor, row = runtime.executor, runtime.gradient_group.index
+        context = Context(optimizer, self.views, self.states, executor, runtime.memory, row)
+        self._updates = Updates(runtime, context, counted)
         self._consensus = Consensus(runtime, scale)
         self._counted = counted
         self._clip_norm = clip_norm

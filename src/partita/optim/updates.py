@@ -16,15 +16,11 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from torch.optim import Optimizer
-
 from partita.memory.streams import Event, Stream, finish
 from partita.optim.fused import FusedOptimizer
 from partita.optim.guard import Guard
 from partita.optim.segment_update import Context, SegmentUpdate
 from partita.optim.snapshot import Snapshot
-from partita.optim.states import OptimizerStates
-from partita.optim.views import Views
 from partita.sharding.buckets import Bucket
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Segment, Unit
@@ -62,7 +58,7 @@ class Update:
         self.open()
         for segment in self.segments:
             segment.connect()
-        self.stepped = step({id(view.tensor) for segment in self.segments for _, view in segment.changing})
+        self.stepped = step({id(view.tensor) for segment in self.segments for view, _ in segment.changing})
         for segment in self.segments:
             segment.close()
 
@@ -85,23 +81,17 @@ class Updates:
         counted: names of the attributes that the optimizer counts in.
     """
 
-    def __init__(
-        self, runtime: Runtime, optimizer: Optimizer, views: Views, states: OptimizerStates, counted: Sequence[str]
-    ) -> None:
+    def __init__(self, runtime: Runtime, context: Context, counted: Sequence[str]) -> None:
         self._runtime = runtime
-        self._executor = runtime.executor
-        self._optimizer = optimizer
+        self._context = context
         self._counted = counted
-        self._context = Context(
-            optimizer, views, states, runtime.executor, runtime.memory, runtime.gradient_group.index
-        )
         self._stream = Stream(runtime.executor.device, "updates", waits=True)
-        kernels = isinstance(optimizer, FusedOptimizer)
+        kernels = isinstance(context.optimizer, FusedOptimizer)
         self._overlapped = [u for u in runtime.units if kernels or not u.segments[0].plan.updates_on_device]
         self._inline = [unit for unit in runtime.units if unit not in self._overlapped]
         self._unit_of = {id(segment): unit for unit in runtime.units for segment in unit.segments}
         self._under_way: list[Update] = []
-        self._settings = Snapshot(optimizer, counted)
+        self.note_settings()
         runtime.wait_for_updates(self._overlapped)
 
     def unit_of(self, segment: Segment) -> Unit:
@@ -116,7 +106,7 @@ class Updates:
 
     def note_settings(self) -> None:
         """Take the optimizer's settings as they are before any parameter is updated: some optimizers count in them."""
-        self._settings = Snapshot(self._optimizer, self._counted)
+        self._settings = Snapshot(self._context.optimizer, self._counted)
 
     # ------------------------------------------------------------------ at the step
 
@@ -143,11 +133,11 @@ class Updates:
         segments = [segment for update in self._made_of(self._inline, used, 1.0) for segment in update.segments]
         Update(self._inline, segments).run(lambda _: guard.step(bool(self._inline)))
         if self._inline:
-            self._executor.publish(self._inline)
+            self._context.executor.publish(self._inline)
 
     def _start(self, used: AbstractSet[int], factor: float) -> None:
         if self._overlapped:  # what was launched may read states that the host will write, or write those it will read
-            finish(self._executor.device)
+            finish(self._context.executor.device)
         changing = [unit for unit in self._overlapped if _changes(unit, used)]
         updates = sorted(self._made_of(changing, used, factor), key=self._place)
         self.queue(updates)
@@ -190,10 +180,10 @@ class Updates:
         for update, following in zip(updates, [*updates[1:], None], strict=False):
             update.done = self._stream.run(partial(self._run, update, following, ready))
             if update.gathers:
-                update.done = self._executor.run_after(update.done, update.deliver)
+                update.done = self._context.executor.run_after(update.done, update.deliver)
             for unit in update.units:
                 if not unit.rests_whole:
-                    self._executor.await_update(unit, update.done)
+                    self._context.executor.await_update(unit, update.done)
 
     def _run(self, update: Update, following: Update | None, ready: Event) -> None:
         ready.wait()
@@ -208,7 +198,7 @@ class Updates:
         """Have whoever uses parameters, also those that rest whole, wait for these updates: all that are queued."""
         for update in updates:
             for unit in update.units:
-                self._executor.await_update(unit, update.done)
+                self._context.executor.await_update(unit, update.done)
         self._under_way = list(updates)
 
     def wait(self, *, takes_up: bool = True) -> None:
@@ -222,7 +212,7 @@ class Updates:
         for update in updates:
             update.finish()
             for unit in update.units:
-                self._executor.finish_update(unit)
+                self._context.executor.finish_update(unit)
         if takes_up:
             for update in updates:
                 update.stepped()

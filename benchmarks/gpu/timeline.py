@@ -27,7 +27,7 @@ from benchmarks.gpu._attempt import batch
 from benchmarks.gpu._common import SIZES, SMALL, chosen, device_here, num_params, parser, place
 from benchmarks.gpu._modes import MODES, PARTITA, Setting, partita_engine
 from partita.memory import streams
-from partita.optim.hidden import HiddenUpdates
+from partita.optim.snapshot import Snapshot
 
 DEFAULT = ["optimizer on host", "everything on host", "lean, everything on host"]
 CLOCK = "benchmark clock"
@@ -102,10 +102,10 @@ def record(setting: Setting, mode: str, tokens: int, sequence: int) -> tuple[Wat
     watch, device = Watch(), setting.device
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     engine = partita_engine(setting, **MODES[mode].config)
-    step_of, wait_of = HiddenUpdates._step, streams._Task.wait
+    step_of, wait_of = Snapshot.step, streams._Job.wait
     with (
-        mock.patch.object(HiddenUpdates, "_step", watch.around("update", step_of)),
-        mock.patch.object(streams._Task, "wait", watch.around("wait", wait_of, caller_only=True)),
+        mock.patch.object(Snapshot, "step", watch.around("update", step_of)),
+        mock.patch.object(streams._Job, "wait", watch.around("wait", wait_of, caller_only=True)),
         engine,
     ):
 

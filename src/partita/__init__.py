@@ -4,7 +4,7 @@ from partita.config.schema import Config
 from partita.engine.engine import Engine
 from partita.engine.start import initialize
 from partita.errors import ConfigError, PartitaError
-from partita.optim.elementwise import elementwise
+from partita.optim.traits import elementwise
 from partita.optim.updater import StepResult
 
 __version__ = "0.1.0"

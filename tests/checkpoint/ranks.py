@@ -15,6 +15,7 @@ from partita.checkpoint.content import Content
 from partita.checkpoint.load import Loading, Wanted
 from partita.memory.ledger import Ledger
 from partita.memory.tiers import StateMemory
+from partita.optim.states import OptimizerStates
 from partita.optim.views import Views
 from partita.plan.box import Box
 from partita.plan.mesh_shape import MeshShape
@@ -86,8 +87,8 @@ def rank_of(number: int, mesh: MeshShape, cut: Cut, values: Mapping[str, Tensor]
     runtime.gradient_group = SimpleNamespace(index=mesh.group_index(number, ("data",)))
     runtime.members = lambda: [(unit, member) for member in members]
     runtime.executor = SimpleNamespace(deliver=lambda *_: None)  # nothing looks at what rests
-    updater: Any = SimpleNamespace(views=views, optimizer=optimizer, hidden=None)
-    updater.settle = updater.take_written = lambda: None
+    updater: Any = SimpleNamespace(views=views, optimizer=optimizer, states=OptimizerStates(optimizer, views, memory))
+    updater.wait_for_updates = updater.take_written = lambda: None
     return Rank(Content(runtime, updater), at, optimizer)
 
 

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 import partita
 from partita import ConfigError, PartitaError
-from partita.optim import elementwise
+from partita.optim import traits
 from tests.local import pool
 from tests.local.training import PLANS, Stack, rank, square_loss, whole_weights, world
 
@@ -68,10 +68,10 @@ class NormalizedStep(Optimizer):
 
 
 class Counting(Optimizer):
-    """A user's own Adam that counts its steps in attributes, as a number and as a tensor."""
+    """A user's own Adam that counts its steps in attributes, as a number and as a tensor, and in its groups."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, {"lr": lr, "k": 0})
         self.t, self.power = 0, torch.ones(())
 
     @torch.no_grad()
@@ -79,6 +79,7 @@ class Counting(Optimizer):
         self.t += 1
         self.power *= 0.999
         for group in self.param_groups:
+            group["k"] += 1
             for param in group["params"]:
                 if param.grad is not None:
                     state = self.state[param]
@@ -129,8 +130,10 @@ def counts_right(plan: str, hooks: bool, folder: Path) -> None:
                 for step in range(first, last):
                     engine.backward(square_loss(engine, rank(), step))
                     assert engine.step().stepped
+                    if stops:
+                        engine.zero_grad()  # a loop that drops gradients once more loses no count
                 weights = whole_weights(engine)
-                assert optimizer.t == last
+                assert (optimizer.t, optimizer.param_groups[0]["k"]) == (last, last)
                 if stops:
                     engine.save(folder)
         return weights
@@ -392,13 +395,13 @@ def whole_at_stage_0() -> None:
 
 
 def declared() -> None:
-    known = set(elementwise._KNOWN)
+    known = set(traits._ELEMENTWISE)
     try:
         assert partita.elementwise(NormalizedStep) is NormalizedStep
         train({"stage": 3}, lambda model: NormalizedStep(model.parameters()))
     finally:
-        elementwise._KNOWN.clear()
-        elementwise._KNOWN.update(known)
+        traits._ELEMENTWISE.clear()
+        traits._ELEMENTWISE.update(known)
 
 
 def wrong() -> None:

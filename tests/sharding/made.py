@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from partita.sharding.group_units import UnitSpec, find_holdings
 from torch import nn
 
 from partita.comm.collectives import Collectives
@@ -13,9 +12,12 @@ from partita.memory.ledger import Ledger
 from partita.memory.streams import Event
 from partita.memory.tiers import StateMemory
 from partita.plan.mesh_shape import MeshShape
+from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import FP32
+from partita.plan.slots import PlannedPool
 from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import Tiers, preset
+from partita.planner.parameters import find_holdings
 from partita.sharding import resting
 from partita.sharding.buckets import Bucket, make_buckets
 from partita.sharding.executor import Executor
@@ -41,13 +43,13 @@ def units_of(model: nn.Sequential, name: str, mesh: MeshShape, rank: int, tiers:
     units = list[Unit]()
     row = preset(name, tiers=tiers, mesh=mesh)
     for number, layer in enumerate(model):
-        holdings = find_holdings(layer)
-        for holding in holdings:
-            holding.fqns = [f"{number}.{fqn}" for fqn in holding.fqns]
-        entries = [Entry(holding.fqns[0], tuple(holding.param.shape), FP32, True) for holding in holdings]
-        layout = lay_out(str(number), entries, mesh.group_size(row.summed_axes))
-        segments = [Segment(segment, row, mesh, rank) for segment in layout.segments]
-        units.append(Unit(UnitSpec(str(number), layer, holdings), layout, segments, number))
+        holdings = {f"{number}.{holding.fqns[0]}": holding for holding in find_holdings(layer)}
+        for fqn, holding in holdings.items():
+            holding.fqns = [fqn]
+        entries = [Entry(fqn, tuple(holding.param.shape), FP32, True) for fqn, holding in holdings.items()]
+        layouts = lay_out(entries, mesh.group_size(row.summed_axes))
+        planned = PlannedUnit(str(number), tuple(PlannedSegment(layout, row, mesh) for layout in layouts))
+        units.append(Unit(planned, layer, holdings, number, rank))
     return units
 
 
@@ -106,12 +108,10 @@ class Made:
 
     def reducer(self, accumulate: int = 1) -> tuple[GradientReducer, User]:
         """The reducer of all units' gradients, last unit first, each in a bucket of its own."""
-        mesh, buckets = self.collectives.mesh, list[Bucket]()
-        for unit in reversed(self.units):
-            groups = [(segment, unit.members) for segment in unit.segments]
-            buckets += make_buckets(groups, mesh.shape, accumulate, self.memory.ledger)
+        planned = [[segment.planned] for unit in reversed(self.units) for segment in unit.segments]
+        buckets = make_buckets(planned, self.units, accumulate, self.memory.ledger)
         for bucket in buckets:
-            bucket.allocate(mesh.index(bucket.plan.summed_axes), self.memory)
+            bucket.allocate(self.collectives.mesh.index(bucket.plan.summed_axes), self.memory)
         reducer, user = GradientReducer(buckets, self.collectives, self.memory.ledger), User()
         reducer.connect(user)
         return reducer, user
@@ -125,8 +125,8 @@ def made(
     memory = StateMemory(mesh.device, ledger, lambda: pytest.fail("nothing rests on disk here"))
     units = units_of(blocks(num_units), name, mesh.shape, mesh.rank, tiers)
     sharded, loan, agreement = [unit for unit in units if not unit.rests_whole], Loan(), Agreeing()
-    sizes = [unit.planned.num_bytes for unit in sharded]
-    pool = BufferPool("buffer_pool", sizes, depth, ledger, mesh.device, backed=loan.swap)
+    sizes = tuple(unit.planned.num_bytes for unit in sharded)
+    pool = BufferPool("buffer_pool", PlannedPool(sizes, depth), ledger, mesh.device, backed=loan.swap)
     executor = Executor(collectives, pool, loan)
     residency = Residency(sharded, executor, agreement, prefetch_bytes)
     result = Made(units, executor, residency, agreement, pool, memory, collectives)

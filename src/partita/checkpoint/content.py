@@ -20,11 +20,10 @@ from partita.errors import PartitaError
 from partita.kernels.state import num_blocks
 from partita.memory.collector import collector_paused
 from partita.optim.fused import BLOCK_STATES
-from partita.optim.moments import Moments
 from partita.optim.updater import Updater
 from partita.optim.views import View
 from partita.plan.box import Box, FlatRange
-from partita.plan.residence import BLOCK, FP32, SPLIT, Tier
+from partita.plan.residence import BLOCK, FP32, SPLIT
 from partita.plan.span import Span
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member, Segment, Unit
@@ -140,7 +139,8 @@ class Content:
             others = [value for value in found if isinstance(value, Value)]
             known = SegmentContent(segment, seen, pieces, [piece.value for piece in pieces], others)
             self._known[id(segment)] = known
-            if _stays_in_memory(segment) and all(piece.elements.is_row_major for piece in known.pieces):
+            in_memory = not segment.plan.uses_disk and segment.plan.master.encoding != SPLIT
+            if in_memory and all(piece.elements.is_row_major for piece in known.pieces):
                 known.views = self._views(known, [state for _, state in kept if isinstance(state, Tensor)])
         return known
 
@@ -209,8 +209,8 @@ class Content:
     @contextmanager
     def _lent(self, segment: Segment) -> Iterator[Tensor]:
         """This rank's part of a segment's weights, with its optimizer states in the optimizer."""
-        moments = self._moments_of(segment)
-        leases = moments.lend() if moments is not None else {}
+        on_disk = self.updater.states.on_disk(segment) if segment.trains else None
+        leases = on_disk.lend() if on_disk is not None else {}
         rest = segment.rest.lend()
         own = None if segment.master_is_parameter else segment.master
         master = own.lend() if own is not None else None
@@ -218,19 +218,15 @@ class Content:
             weights = self._part(segment, rest.wait())
             if own is not None and master is not None:
                 weights = own.joined(weights, self._part(segment, master.wait()))
-            if moments is not None:
-                moments.connect(leases)
+            if on_disk is not None:
+                on_disk.connect(leases)
             yield weights
         finally:
-            if moments is not None:
-                moments.put_back(leases, changed=False)
+            if on_disk is not None:
+                on_disk.put_back(leases, changed=False)
             rest.end(changed=False)
             if master is not None:
                 master.end(changed=False)
-
-    def _moments_of(self, segment: Segment) -> Moments | None:
-        on_disk = segment.trains and segment.plan.moments.tier is Tier.DISK
-        return self.updater.hidden.moments_of(segment) if on_disk else None
 
     def _part(self, segment: Segment, values: Tensor) -> Tensor:
         """This rank's part of what it may hold whole."""
@@ -242,10 +238,3 @@ class Content:
 def _has_own_shape(view: View, state: Tensor) -> bool:
     """Whether an optimizer that sees parameters whole keeps other than a value for each element."""
     return bool(state.numel()) and view.member.segment.holds_whole_master and state.shape != view.member.shape
-
-
-def _stays_in_memory(segment: Segment) -> bool:
-    """Whether all of a segment's states have their place there, and none has to be put together."""
-    plan = segment.plan
-    on_disk = Tier.DISK in (plan.param_rest.tier, plan.master.tier, plan.moments.tier)
-    return not on_disk and plan.master.encoding != SPLIT

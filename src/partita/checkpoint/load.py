@@ -24,8 +24,8 @@ from partita.kernels.quantize import split
 from partita.memory.allocate import trim
 from partita.memory.collector import collector_paused
 from partita.memory.tiers import Kept
-from partita.optim.elements import state_names, states_per_element
 from partita.optim.fused import BLOCK_STATES, adopted
+from partita.optim.traits import state_names, states_per_element
 from partita.optim.views import View
 from partita.plan.box import Box, FlatRange
 from partita.plan.residence import Tier
@@ -310,8 +310,8 @@ class Loading:
                 else value
                 for name, value in known.items()
             }
-        if states and segment.plan.moments.tier is Tier.DISK:
-            self._updater.hidden.moments_of(segment).replace()
+        if states and (on_disk := self._updater.states.on_disk(segment)) is not None:
+            on_disk.replace()
 
     def _shaped(self, view: View, key: str, value: Tensor) -> Tensor:
         """A flat state as an optimizer that sees parameters whole keeps it: like the parameter, or as it was stored."""

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Handle:
-    """A collective under way. :meth:`wait` returns when its result may be used (on CUDA: by the current stream)."""
+    """A collective under way. :meth:`wait` returns when its result may be used (by the current stream)."""
 
     def __init__(self, work: Work, explained: Explained) -> None:
         self._work, self._explained = work, explained

@@ -3,7 +3,7 @@
 Over gloo a reduction is a direct exchange and a local sum in rank order: it moves half of what gloo's own
 reduce-scatter moves, and its result does not depend on how a ring would have cut the tensor. An all-gather is a direct
 exchange, too: as many bytes as gloo's own, without its flat copy of the whole. Between ranks of one node these bytes
-need not pass the network (:mod:`partita.comm.node_peers`). NCCL has all of it natively.
+need not pass the network (:mod:`partita.comm.node_peers`). Accelerators have backends with all of it (NCCL of CUDA).
 """
 
 from abc import ABC, abstractmethod
@@ -79,7 +79,7 @@ class Transport(ABC):
 
 
 class _Backed(Transport):
-    """What gloo and NCCL have in common. ``groups``: a process group for each of :data:`PURPOSES`."""
+    """What all process groups have in common. ``groups``: a process group for each of :data:`PURPOSES`."""
 
     def __init__(self, index: int, size: int, groups: Mapping[str, dist.ProcessGroup]) -> None:
         self._index, self._size, self._groups = index, size, groups
@@ -94,8 +94,8 @@ class _Backed(Transport):
         return _all_gather(rows.view(-1), row, group=self._groups["control"], async_op=True)
 
 
-class NcclTransport(_Backed):
-    """Between devices."""
+class DeviceTransport(_Backed):
+    """Between accelerators, by their own backend (NCCL of CUDA)."""
 
     keeps_tags_apart = False
 

@@ -144,7 +144,9 @@ class Zero(Section):
 class Precision(Section):
     """The dtype of each state."""
 
-    compute: Compute = Field("auto", description="dtype of forward and backward; auto: bf16 on CUDA, fp32 on CPU")
+    compute: Compute = Field(
+        "auto", description="dtype of forward and backward; auto: bf16 on an accelerator, fp32 on CPU"
+    )
     master: Literal["fp32", "split"] = Field("fp32", description="weights that the optimizer updates")
     gradients: Gradients = Field(
         "fp32",

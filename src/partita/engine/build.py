@@ -23,12 +23,10 @@ from partita.memory.ledger import Ledger
 from partita.memory.shortage import Shortages
 from partita.memory.tiers import StateMemory
 from partita.optim.build import Factory, build_optimizer, build_schedule, settings_of, wants_kernels
-from partita.optim.counted import counted_attributes
-from partita.optim.elements import states_per_element
-from partita.optim.elementwise import check_elementwise
 from partita.optim.in_backward import BackwardUpdater
 from partita.optim.loss_scale import LossScale
 from partita.optim.step import StepUpdater
+from partita.optim.traits import check_elementwise, counted_attributes, states_per_element
 from partita.optim.updater import Updater
 from partita.optim.views import check_groups
 from partita.planner.blueprint import Blueprint, make_blueprint, row_of

@@ -304,7 +304,7 @@ class Engine:
 
     def memory_report(self) -> MemoryReport:
         """Bytes held by this rank now and at their peak, by state and tier, and what its disk tier has moved."""
-        self._parts.updater.settle()
+        self._parts.updater.wait_for_updates()
         memory = self._parts.runtime.memory
         return memory.ledger.report(self.mesh.device, memory.disk_report())
 
@@ -315,7 +315,7 @@ class Engine:
 
     def traffic_report(self) -> TrafficReport:
         """Bytes sent by this rank and calls so far, by collective, axis and purpose."""
-        self._parts.updater.settle()
+        self._parts.updater.wait_for_updates()
         return self._parts.runtime.collectives.meter.report()
 
     # ----------------------------------------------------------------------- end
@@ -323,7 +323,7 @@ class Engine:
     def close(self) -> None:
         """Take the hooks off, and end the process groups that were started here."""
         if not self._closed:
-            self._parts.updater.settle()
+            self._parts.updater.wait_for_updates()
             self._parts.runtime.reducer.drain()
             try:
                 self._parts.checkpoints.wait()

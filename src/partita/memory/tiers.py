@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from partita.memory import accelerator
 from partita.memory.allocate import allocate, allocate_host, over
 from partita.memory.buffer_pool import Slot
 from partita.memory.disk import ALIGNMENT, Disk, DiskReport, Region
@@ -123,7 +124,7 @@ class OnDisk(Kept):
 
     def _is_like(self, other: Tensor) -> bool:
         """Whether the disk can read into, and write from, this memory without a copy beside it."""
-        on_page = other.device.type == "cpu" and other.data_ptr() % ALIGNMENT == 0
+        on_page = accelerator.is_host(other.device) and other.data_ptr() % ALIGNMENT == 0
         return on_page and other.dtype == self.dtype and other.shape == (self.num_elements,) and other.is_contiguous()
 
 
@@ -224,6 +225,7 @@ class StateMemory:
         return self._disk.report() if self._disk is not None else None
 
     def close(self) -> None:
-        """Let go of the disk tier; what is on it is lost."""
+        """Let go of the disk tier; what is on it is lost. Host memory may be dropped then: no copy is under way."""
+        accelerator.wait_for_all(self._device)
         if self._disk is not None:
             self._disk.close()

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from partita.config import schema
 from partita.errors import ConfigError
+from partita.memory.accelerator import is_host
 from partita.optim.fused import FusedAdam, FusedLion, FusedSGD
 
 Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -43,7 +44,7 @@ def build_optimizer(
         if not isinstance(made, Optimizer):
             raise ConfigError(f"optimizer: the callable returned a {_kind(made)}, expected a torch.optim.Optimizer")
         return made
-    return _fused(params, config) if kernels or config.optimizer.name == "lion" else _torch(params, config.optimizer)
+    return _configured(params, config, kernels)
 
 
 def settings_of(optimizer: Optimizer) -> dict[str, object]:
@@ -63,7 +64,7 @@ def wants_kernels(config: schema.Config, compute: str, device: torch.device) -> 
     """Whether the config's optimizer is one of :mod:`partita.optim.fused`: for 16-bit parameters that are updated on
     the CPU, and for states that torch's do not have.
     """
-    on_cpu = device.type == "cpu" or config.zero.offload.optimizer != "none"
+    on_cpu = is_host(device) or config.zero.offload.optimizer != "none"
     in_16_bits = compute != "fp32" and (on_cpu or config.precision.master == "split")
     return in_16_bits or config.precision.moments == "int8"
 
@@ -78,26 +79,20 @@ def _check_states(config: schema.Config) -> None:
             )
 
 
-def _torch(params: list[nn.Parameter], section: schema.Optimizer) -> Optimizer:
-    adam = {"lr": section.lr, "betas": tuple(section.betas), "eps": section.eps, "weight_decay": section.weight_decay}
-    if section.name == "adamw":
-        return torch.optim.AdamW(params, **adam, fused=True)  # type: ignore[arg-type]
-    if section.name == "adam":
-        return torch.optim.Adam(params, **adam, fused=True)  # type: ignore[arg-type]
-    assert section.name == "sgd"
-    return torch.optim.SGD(params, section.lr, momentum=section.momentum, weight_decay=section.weight_decay, fused=True)
-
-
-def _fused(params: list[nn.Parameter], config: schema.Config) -> Optimizer:
-    section, int8 = config.optimizer, config.precision.moments == "int8"
+def _configured(params: list[nn.Parameter], config: schema.Config, kernels: bool) -> Optimizer:
+    section = config.optimizer
     if section.name == "sgd":
-        return FusedSGD(params, section.lr, section.momentum, section.weight_decay)
+        sgd = {"lr": section.lr, "momentum": section.momentum, "weight_decay": section.weight_decay}
+        return FusedSGD(params, **sgd) if kernels else torch.optim.SGD(params, **sgd, fused=True)  # type: ignore[arg-type]
+    betas = tuple(section.betas)
     if section.name == "lion":
-        return FusedLion(params, section.lr, section.betas, section.weight_decay)
+        return FusedLion(params, lr=section.lr, betas=betas, weight_decay=section.weight_decay)
     decoupled = section.name == "adamw"
-    return FusedAdam(
-        params, section.lr, section.betas, section.eps, section.weight_decay, decoupled=decoupled, int8=int8
-    )
+    adam = {"lr": section.lr, "betas": betas, "eps": section.eps, "weight_decay": section.weight_decay}
+    if kernels:
+        return FusedAdam(params, **adam, decoupled=decoupled, int8=config.precision.moments == "int8")
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    return kind(params, **adam, fused=True)  # type: ignore[arg-type]
 
 
 def build_schedule(

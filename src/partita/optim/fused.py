@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from partita.kernels.quantize import decode_signed, decode_unsigned, encode
 from partita.kernels.state import AdamRule, LionRule, Moments, SgdRule, Weights, num_blocks
 from partita.kernels.update import adam_, lion_, sgd_
-from partita.optim.elementwise import elementwise
+from partita.optim.traits import elementwise
 
 # States with one value a block of the parameter.
 BLOCK_STATES = ("exp_avg_scale", "exp_avg_sq_scale")
@@ -38,11 +38,13 @@ class Operands:
 class FusedOptimizer(Optimizer):
     """Updates the parameters that :attr:`operands` names, and fp32 parameters with a gradient.
 
+    The ``settings`` of groups have the names that they have in torch's optimizers.
+
     Attributes: ``operands`` by parameter, ``threads`` that a kernel may use on the CPU.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], defaults: dict[str, Any]) -> None:
-        super().__init__(params, defaults)
+    def __init__(self, params: Iterable[nn.Parameter], **settings: Any) -> None:
+        super().__init__(params, settings)
         self.operands: dict[Tensor, Operands] = {}
         self.threads = torch.get_num_threads()
 
@@ -61,26 +63,19 @@ class FusedOptimizer(Optimizer):
         state: dict[str, Any] = self.state[param]
         if "step" not in state:
             state["step"] = torch.tensor(0.0)
-        if any(key not in state for key in self._keys(group)):
-            state.update(self._new_state(param))
+        dtypes = self._dtypes(group)
+        if any(key not in state for key in dtypes):
+            state.update({key: _zeros(key, param, dtype) for key, dtype in dtypes.items()})
         state["step"] += 1
         return state
 
     @abstractmethod
-    def _keys(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The states that an update needs; the group's settings may have changed since the last."""
-
-    @abstractmethod
-    def _new_state(self, param: Tensor) -> dict[str, Tensor]:
-        """The states of a parameter before its first update, in its shape."""
+    def _dtypes(self, group: dict[str, Any]) -> dict[str, torch.dtype]:
+        """The states that an update needs, by key; the group's settings may have changed since the last."""
 
     @abstractmethod
     def _update(self, operands: Operands, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Run the kernel."""
-
-    def readable(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A parameter's state with every value as a number of its own."""
-        return state
 
 
 @elementwise
@@ -88,31 +83,16 @@ class FusedAdam(FusedOptimizer):
     """Adam, or with ``decoupled`` weight decay AdamW; with ``int8`` its moments are 8-bit codes in blocks."""
 
     def __init__(
-        self,
-        params: Iterable[nn.Parameter],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        *,
-        decoupled: bool = True,
-        int8: bool = False,
+        self, params: Iterable[nn.Parameter], *, decoupled: bool = True, int8: bool = False, **settings: Any
     ) -> None:
-        self._decoupled, self.int8 = decoupled, int8
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._decoupled = decoupled
+        self.int8 = int8
+        super().__init__(params, **settings)
 
-    def _keys(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq", *(BLOCK_STATES if self.int8 else ()))
-
-    def _new_state(self, param: Tensor) -> dict[str, Tensor]:
-        if not self.int8:
-            return {key: torch.zeros_like(param, dtype=torch.float32) for key in ("exp_avg", "exp_avg_sq")}
-        num_scales = num_blocks(param.numel())
-        return {
-            "exp_avg": torch.zeros_like(param, dtype=torch.int8),
-            "exp_avg_sq": torch.zeros_like(param, dtype=torch.uint8),
-            **{key: param.new_zeros(num_scales, dtype=torch.float32) for key in BLOCK_STATES},
-        }
+    def _dtypes(self, group: dict[str, Any]) -> dict[str, torch.dtype]:
+        if self.int8:
+            return {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8, **dict.fromkeys(BLOCK_STATES, torch.float32)}
+        return {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 
     def _update(self, operands: Operands, state: dict[str, Any], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
@@ -125,41 +105,17 @@ class FusedAdam(FusedOptimizer):
             weight_decay=group["weight_decay"],
             decoupled=self._decoupled,
         )
-        adam_(operands.weights, self._moments(state), operands.grad, rule, operands.factor, self.threads)
-
-    @staticmethod
-    def _moments(state: dict[str, Any]) -> Moments:
         scales = [state.get(key) for key in BLOCK_STATES]
-        return Moments(flat(state["exp_avg"]), flat(state["exp_avg_sq"]), *scales)
-
-    def readable(self, state: dict[str, Any]) -> dict[str, Any]:
-        if not self.int8 or not state:
-            return state
-        moments = self._moments(state)
-        assert moments.exp_avg_scale is not None
-        assert moments.exp_avg_sq_scale is not None
-        values = {
-            "exp_avg": decode_signed(moments.exp_avg, moments.exp_avg_scale),
-            "exp_avg_sq": decode_unsigned(moments.exp_avg_sq, moments.exp_avg_sq_scale),
-        }
-        shaped = {key: value.as_strided(state[key].shape, state[key].stride()) for key, value in values.items()}
-        return {"step": state["step"], **shaped}
+        moments = Moments(flat(state["exp_avg"]), flat(state["exp_avg_sq"]), *scales)
+        adam_(operands.weights, moments, operands.grad, rule, operands.factor, self.threads)
 
 
 @elementwise
 class FusedSGD(FusedOptimizer):
     """Stochastic gradient descent with momentum."""
 
-    def __init__(
-        self, params: Iterable[nn.Parameter], lr: float = 1e-3, momentum: float = 0.0, weight_decay: float = 0.0
-    ) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-
-    def _keys(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("momentum_buffer",) if group["momentum"] else ()
-
-    def _new_state(self, param: Tensor) -> dict[str, Tensor]:
-        return {"momentum_buffer": torch.zeros_like(param, dtype=torch.float32)}
+    def _dtypes(self, group: dict[str, Any]) -> dict[str, torch.dtype]:
+        return {"momentum_buffer": torch.float32} if group["momentum"] else {}
 
     def _update(self, operands: Operands, state: dict[str, Any], group: dict[str, Any]) -> None:
         rule = SgdRule(float(group["lr"]), group["momentum"], group["weight_decay"])
@@ -171,20 +127,8 @@ class FusedSGD(FusedOptimizer):
 class FusedLion(FusedOptimizer):
     """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023)."""
 
-    def __init__(
-        self,
-        params: Iterable[nn.Parameter],
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    def _keys(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("exp_avg",)
-
-    def _new_state(self, param: Tensor) -> dict[str, Tensor]:
-        return {"exp_avg": torch.zeros_like(param, dtype=torch.float32)}
+    def _dtypes(self, group: dict[str, Any]) -> dict[str, torch.dtype]:
+        return {"exp_avg": torch.float32}
 
     def _update(self, operands: Operands, state: dict[str, Any], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
@@ -196,18 +140,25 @@ def adopted(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """A parameter's flat state as another optimizer of the same kind kept it, in the encoding of this one: 8-bit
     moments become numbers, or numbers 8-bit moments (at random, as after an update), where the two differ.
     """
-    codes = isinstance(optimizer, FusedAdam) and optimizer.int8
-    if "exp_avg" not in state or "exp_avg_sq" not in state or codes == (BLOCK_STATES[0] in state):
+    if not isinstance(optimizer, FusedAdam) or not optimizer.int8:
+        return decoded(state)
+    if "exp_avg" not in state or "exp_avg_sq" not in state or BLOCK_STATES[0] in state:
+        return state
+    encoded = encode(state["exp_avg"].float(), state["exp_avg_sq"].float(), int(state["step"]))
+    return {**state, **dict(zip(("exp_avg", "exp_avg_sq", *BLOCK_STATES), encoded, strict=True))}
+
+
+def decoded(state: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state with numbers in place of 8-bit codes."""
+    if any(key not in state for key in ("exp_avg", "exp_avg_sq", *BLOCK_STATES)):
         return state
     first, second = state["exp_avg"], state["exp_avg_sq"]
-    scales = [state[key] for key in BLOCK_STATES] if not codes else []
-    if codes:
-        *moments, first_scale, second_scale = encode(first.float(), second.float(), int(state["step"]))
-        changed = {**dict(zip(BLOCK_STATES, (first_scale, second_scale), strict=True))}
-    else:
-        moments, changed = [decode_signed(first, scales[0]), decode_unsigned(second, scales[1])], {}
-    others = {key: value for key, value in state.items() if key not in BLOCK_STATES}
-    return {**others, "exp_avg": moments[0], "exp_avg_sq": moments[1], **changed}
+    first_scale, second_scale = (state[key] for key in BLOCK_STATES)
+    numbers = {
+        "exp_avg": decode_signed(flat(first), first_scale).as_strided(first.shape, first.stride()),
+        "exp_avg_sq": decode_unsigned(flat(second), second_scale).as_strided(second.shape, second.stride()),
+    }
+    return {**{key: value for key, value in state.items() if key not in BLOCK_STATES}, **numbers}
 
 
 def _own_operands(param: Tensor) -> Operands | None:
@@ -215,6 +166,13 @@ def _own_operands(param: Tensor) -> Operands | None:
         return None
     grad = param.grad if param.grad.stride() == param.stride() else torch.empty_like(param).copy_(param.grad)
     return Operands(Weights(master=flat(param.detach())), flat(grad), 1.0)
+
+
+def _zeros(key: str, param: Tensor, dtype: torch.dtype) -> Tensor:
+    """A state before the first update: in the parameter's shape, or one value per block."""
+    if key in BLOCK_STATES:
+        return param.new_zeros(num_blocks(param.numel()), dtype=dtype)
+    return torch.zeros_like(param, dtype=dtype)
 
 
 def flat(values: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from partita.errors import PartitaError
+from partita.optim.snapshot import run_step
 
 
 class Guard:
@@ -16,11 +17,12 @@ class Guard:
     """
 
     def __init__(self, optimizer: Optimizer, waiting: Callable[[], bool]) -> None:
-        self._optimizer, self._waiting = optimizer, waiting
+        self._optimizer = optimizer
+        self._waiting = waiting
         self._hook = optimizer.register_step_pre_hook(self._before_step)
         self._zero_grad = optimizer.zero_grad
         optimizer.zero_grad = self._before_zero_grad  # type: ignore[method-assign]
-        self.ours = False  # the step under way is the engine's
+        self._steps = False  # the engine makes the step under way
 
     def remove(self) -> None:
         """Leave the optimizer to the user."""
@@ -33,8 +35,18 @@ class Guard:
         optimizer = self._optimizer
         return len(optimizer._optimizer_step_pre_hooks) > 1 or bool(optimizer._optimizer_step_post_hooks)
 
+    def step(self, needed: bool) -> None:
+        """The engine's step, on what has a gradient; where it is not ``needed`` it is made for others' hooks only."""
+        if needed or self.watched:
+            self._steps = True
+            try:
+                run_step(self._optimizer)
+            finally:
+                self._steps = False
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
+
     def _before_step(self, *_: Any) -> None:
-        if not self.ours and self._waiting():
+        if not self._steps and self._waiting():
             raise PartitaError(
                 "optimizer.step() between backward and engine.step(): it finds no gradients and would change nothing; "
                 "call engine.step() alone, which clips, steps the optimizer and the schedule, and zeroes gradients"

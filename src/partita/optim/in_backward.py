@@ -12,79 +12,61 @@ section 3.
 import math
 import warnings
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 
 import torch
-from torch.optim import Optimizer
+from torch import Tensor
 
 from partita.errors import PartitaError
 from partita.memory.streams import Event
-from partita.memory.tiers import Kept
-from partita.optim.hidden import Job
-from partita.optim.loss_scale import LossScale
-from partita.optim.updater import StepResult, Updater
+from partita.optim.updater import StepResult, Updater, factor_of
+from partita.optim.updates import Update
 from partita.sharding.buckets import Bucket, square
-from partita.sharding.runtime import Runtime
 from partita.sharding.scaled import factor_under_way
 from partita.sharding.unit import Segment
 
 
 @dataclass
 class _Queued:
-    """The update of one bucket, a job for each unit in it; ``used``: members that brought this rank a gradient.
-
-    When ``judged`` has passed, ``squares`` are those of each segment's gradient over all ranks.
+    """The updates of one bucket's units. When ``judged`` has passed, ``squares`` are those of each segment's gradient
+    over all ranks.
     """
 
     bucket: Bucket
-    sums: Kept
-    used: frozenset[int]
-    jobs: list[Job]
+    updates: list[Update]
     judged: Event = field(default_factory=Event)
-    updated: Event = field(default_factory=Event)
     squares: list[float] = field(default_factory=list)
 
 
 class BackwardUpdater(Updater):
     """Runs the optimizer on each bucket when backward has brought its gradients."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        optimizer: Optimizer,
-        scale: LossScale,
-        clip_norm: float | None,
-        counted: Sequence[str] = (),
-    ) -> None:
-        super().__init__(runtime, optimizer, scale, clip_norm, counted)
-        self._queued = list[_Queued]()
-        self._gradients = runtime.collectives.mesh.stream("gradients")
-        self._unit_of = {id(segment): unit for unit in runtime.units for segment in unit.segments}
+    _queued: tuple[_Queued, ...] = ()
 
     def update(self) -> StepResult:
         """Wait until every gradient of the batch is judged; updates may still go on."""
-        agreed = self._agree()
+        agreed = self._consensus.before_update(self.steps + 1, "engine.step")
         while self._reducer.waves < agreed.waves:
             self._reducer.end_wave()
-        late = [bucket.members[0].fqn for bucket, left in zip(self._buckets, agreed.leftovers, strict=True) if left]
+        buckets = zip(self._reducer.buckets, agreed.leftovers, strict=True)
+        late = [bucket.members[0].fqn for bucket, left in buckets if left]
         self._reducer.drain()
         for queued in self._queued:
             queued.judged.wait()
         squares = [pair for q in self._queued for pair in zip(q.bucket.segments, q.squares, strict=True)]
-        norm, lr = math.sqrt(sum(value for _, value in squares)), self.rates
+        norm = math.sqrt(sum(value for _, value in squares))
+        lr = self.rates
         self.steps += 1
-        if self._has_step_hooks:
-            self.settle()
-            if self._queued:  # the step that calls the hooks counts, too
-                self.hidden.restore_counts()
-        self._queued.clear()
-        self._call_optimizer()
+        if self._guard.watched:  # the step that calls the hooks counts what these have
+            self._updates.wait(takes_up=not self._queued)
+        self._queued = ()
+        self._guard.step(False)
         left_out = [segment for segment, value in squares if not math.isfinite(value)]
         if left_out:
             self._tell(left_out)
-        self._forget()
+        self._reducer.zero()
         if late:
             raise PartitaError(
                 f"step {self.steps}: a gradient came after the update of its unit (that of '{late[0]}'): under "
@@ -94,8 +76,9 @@ class BackwardUpdater(Updater):
 
     def give_up(self) -> None:
         """What a backward has updated stays."""
-        self._await_updates()
-        self._queued.clear()
+        if self._queued:
+            self._await_updates()
+        self._queued = ()
 
     # ---------------------------------------------------------------- in backward
 
@@ -117,60 +100,53 @@ class BackwardUpdater(Updater):
                 "precision.gradients: in_backward uses gradients up before it is undone: call backward of this engine, "
                 "or set its precision.gradients to fp32"
             )
-        self.settle()
+        self.wait_for_updates()
         self._runtime.written.take()
         self.views.attach(self.optimizer)
-        self.hidden.note_settings()
+        self._updates.note_settings()
 
     def use(self, bucket: Bucket) -> Event:
         """Queue the update of a bucket whose reduction is queued; returns when its sums are used up."""
         if not self._queued:
             self.begin()
+        queued = _Queued(bucket, self._updates.of_bucket(bucket))
+        self._queued = (*self._queued, queued)
         assert bucket.shard is not None
-        by_unit = groupby(bucket.segments, lambda segment: self._unit_of[id(segment)])
-        jobs = [Job(unit, [self.hidden.segment_update(s, bucket) for s in segments]) for unit, segments in by_unit]
-        queued = _Queued(bucket, bucket.shard, frozenset(bucket.used), jobs)
-        self._queued.append(queued)
-        queued.judged = self._gradients.run(partial(self._judge, queued))
-        for job, following in zip(jobs, [*jobs[1:], None], strict=True):
-            job.ready = queued.judged
-            queued.updated = self.hidden.queue(job, following)
-            if not job.unit.rests_whole:
-                self._runtime.executor.await_update(job.unit, queued.updated)
-        if len(self._queued) == len(self._buckets):  # backward needs no parameter any more
+        judge = partial(self._judge, queued, bucket.shard.lend().tensor, frozenset(bucket.used))
+        queued.judged = self._runtime.collectives.mesh.stream("gradients").run(judge)
+        self._updates.queue(queued.updates, queued.judged)
+        if len(self._queued) == len(self._reducer.buckets):  # backward needs no parameter any more
             self._await_updates()
-        return queued.updated
+        return queued.updates[-1].done
 
     def _await_updates(self) -> None:
         """Have whoever uses parameters wait for what is queued."""
-        for queued in self._queued:
-            for job in queued.jobs:
-                self._runtime.executor.await_update(job.unit, queued.updated)
-        self.hidden.started = [job for queued in self._queued for job in queued.jobs]
+        self._updates.await_all([update for queued in self._queued for update in queued.updates])
 
-    def _judge(self, queued: _Queued) -> None:
-        """After the reduction: what changes, and by which factor, is agreed on in one small sum."""
+    def _judge(self, queued: _Queued, sums: Tensor, used: AbstractSet[int]) -> None:
+        """After the reduction: what changes, and by which factor, is agreed on in one small sum.
+
+        Args:
+            used: ids of the members that brought this rank a gradient.
+        """
+        queued.updates[0].open()
         bucket = queued.bucket
-        queued.jobs[0].open()
         columns = [segment.layout.part_elements for segment in bucket.segments]
-        squares = torch.stack([square(part) for part in queued.sums.lend().tensor.split(columns)])
-        used = torch.tensor([id(member) in queued.used for member in bucket.members], dtype=torch.float64, device="cpu")
-        device = self._runtime.executor.device
-        told = self._group.all_reduce(torch.cat([squares.to(device), used.to(device)])).tolist()
+        squares = torch.stack([square(part) for part in sums.split(columns)])
+        flags = torch.tensor([id(member) in used for member in bucket.members], dtype=torch.float64, device="cpu")
+        told = self._consensus.sums([squares, flags])
         queued.squares = told[: len(columns)]
         chosen = {id(member) for member, num in zip(bucket.members, told[len(columns) :], strict=True) if num}
-        updates = [update for job in queued.jobs for update in job.segments]
-        for update, value in zip(updates, queued.squares, strict=True):
+        segments = [segment for update in queued.updates for segment in update.segments]
+        for segment, value in zip(segments, queued.squares, strict=True):
             if math.isfinite(value):
-                update.factor = self._factor(math.sqrt(value), 1.0, self._clip_norm)
-                update.changing = self.hidden.changing(update.segment, bucket.members, chosen)
+                segment.choose(bucket.members, chosen, factor_of(math.sqrt(value), 1.0, self._clip_norm))
 
-    def _tell(self, left_out: list[Segment]) -> None:
+    def _tell(self, left_out: Sequence[Segment]) -> None:
         """Warn of gradients that were not finite."""
-        every = self._group.exchange_objects(self._reducer.suspect, "engine.step")
-        ranks = [str(rank) for rank, suspect in enumerate(every) if suspect]
+        _, ranks = self._consensus.culprit(0)
         source = f" (from rank {', '.join(ranks)})" if ranks else ""
-        names = dict.fromkeys(self._unit_of[id(segment)].title for segment in left_out)
+        names = dict.fromkeys(self._updates.unit_of(segment).title for segment in left_out)
         self.culprit = f"the gradient of {', '.join(names)} is not finite{source}"
         warnings.warn(
             f"step {self.steps}: {self.culprit}; these updates are skipped, those of other units are done", stacklevel=4

@@ -5,7 +5,10 @@ Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2; the 
 
 from partita.errors import PartitaError
 
-INITIAL, FACTOR, GROWTH_INTERVAL, SMALLEST = 2.0**16, 2.0, 2000, 2.0**-10
+INITIAL = 2.0**16
+SMALLEST = 2.0**-10
+FACTOR = 2.0
+GROWTH_INTERVAL = 2000  # steps
 
 
 class LossScale:
@@ -35,7 +38,8 @@ class LossScale:
     def restore(self, counters: dict[str, float]) -> None:
         """Go on from what :meth:`counters` was, where the scale changes by itself."""
         if self.dynamic:
-            self.value, self._good_steps = float(counters["loss_scale"]), int(counters["good_steps"])
+            self.value = float(counters["loss_scale"])
+            self._good_steps = int(counters["good_steps"])
 
     def overflowed(self, culprit: str) -> None:
         """A gradient was not finite.
@@ -49,7 +53,6 @@ class LossScale:
         if self.value <= SMALLEST:
             raise PartitaError(
                 f"the loss scale is at its smallest value ({SMALLEST:g}) and gradients are still not finite: "
-                f"{culprit}. "
-                "Look for a division by zero or a too large learning rate, or use precision.compute bf16"
+                f"{culprit}. Look for a division by zero or a too large learning rate, or use precision.compute bf16"
             )
         self.value /= FACTOR

@@ -1,20 +1,22 @@
-"""What the update of one segment takes: its states in memory, the optimizer pointed at them, and the way back.
+"""The update of one segment: states brought into memory, the optimizer pointed at them, and the way back.
 
 Names: ``master`` is this rank's part of the master weights (of a split master, the low bits); ``param`` the same part
 of the 16-bit parameters, which a fused optimizer reads (a split master's high bits) and writes.
 """
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from partita.kernels.state import Weights
 from partita.memory.tiers import Lease, StateMemory
 from partita.optim.fused import FusedOptimizer, Operands, flat
-from partita.optim.moments import Leases, Moments
-from partita.optim.views import View
+from partita.optim.states import Leases, OptimizerStates
+from partita.optim.views import View, Views
 from partita.plan.residence import FP32, SPLIT, Tier
 from partita.plan.steps import AllGather, steps
 from partita.sharding.buckets import Bucket
@@ -23,49 +25,43 @@ from partita.sharding.unit import Member, Segment
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class Context:
     """What all updates share; ``row`` is this rank's index among those that sum gradients."""
 
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
+    views: Views
+    states: OptimizerStates
     executor: Executor
     memory: StateMemory
     row: int
 
+    def device_of(self, tier: Tier) -> torch.device:
+        """Where what is in that tier can be computed with."""
+        return self.executor.device if tier is Tier.DEVICE else torch.device("cpu")
+
 
 class SegmentUpdate:
-    """One update of one segment: :meth:`open`, :meth:`connect`, the optimizer's step, :meth:`close`, :meth:`deliver`.
+    """One update of one segment from the gradients of its bucket: :meth:`choose` and :meth:`open`, in any order, then
+    :meth:`connect`, the optimizer's step, :meth:`close`, and :meth:`deliver`.
 
-    What trained when it was made is updated, whatever is unfrozen meanwhile.
-
-    Attributes: ``changing`` (the members that got a gradient on any rank, with this rank's views of them) and
-    ``factor`` (what gradients are multiplied by) may be set until :meth:`connect`.
-
-    Args:
-        views: all views of the segment.
-        moments: where its states are on the disk tier.
+    Attributes: ``changing``: this rank's views of what is updated, each with its gradient where that is in place.
     """
 
-    def __init__(
-        self,
-        segment: Segment,
-        changing: Sequence[tuple[Member, View]],
-        views: Sequence[View],
-        bucket: Bucket,
-        moments: Moments | None,
-        around: Surroundings,
-    ) -> None:
-        self.segment, self.changing, self._views, self._bucket = segment, changing, views, bucket
-        self._moments, self._around = moments, around
-        self.factor = 1.0
-        self._in_place = {id(member): member.param.grad for member, _ in changing} if bucket.shard is None else {}
-        self._states: Leases = {}
+    def __init__(self, segment: Segment, bucket: Bucket, context: Context) -> None:
+        self.segment = segment
+        self.changing: list[tuple[View, Tensor | None]] = []
+        self._bucket = bucket
+        self._context = context
+        self._factor = 1.0
+        self._views = context.views.of_segment(segment)
+        self._disk = context.states.on_disk(segment)
+        self._leases: Leases = {}
         self._shard: Lease | None = None
         self._param: Lease | None = None
         self._master: Lease
         master = segment.plan.master
         self._splits = master.encoding == SPLIT
-        fused = isinstance(around.optimizer, FusedOptimizer)
-        self._writes_param = fused and segment.layout.encoding != FP32
+        self._writes_param = isinstance(context.optimizer, FusedOptimizer) and segment.layout.encoding != FP32
         self._updated_at = replace(
             master,
             encoding=segment.layout.encoding if self._writes_param else master.encoding,
@@ -79,46 +75,60 @@ class SegmentUpdate:
         return any(isinstance(op, AllGather) for op in steps(row.master, row.param_rest, self.segment.mesh))
 
     @property
-    def _updates_rest(self) -> bool:
+    def _writes_rest(self) -> bool:
         """Whether the parameters at rest can be written where they are."""
-        device = self._around.executor.device if self._updated_at.tier is Tier.DEVICE else torch.device("cpu")
-        rest = self.segment.plan.param_rest
-        there = self._around.executor.device if rest.tier is Tier.DEVICE else torch.device("cpu")
-        return self._writes_param and not self.gathers and device == there
+        where = self._context.device_of
+        at_rest = self.segment.plan.param_rest.tier
+        return self._writes_param and not self.gathers and where(self._updated_at.tier) == where(at_rest)
+
+    def choose(self, members: Sequence[Member], used: AbstractSet[int], factor: float) -> None:
+        """Update those of the ``members`` that are ``used`` (by id), train now, and lie in the segment.
+
+        Args:
+            factor: what their gradients are multiplied by.
+        """
+        self._factor = factor
+        for member in members:
+            if member.segment is self.segment and id(member) in used and member.param.requires_grad:
+                view = self._context.views.of(member.param)
+                in_place = member.param.grad if self._bucket.in_place else None
+                dropped = self._bucket.in_place and in_place is None  # by the user
+                if view is not None and view.num_elements and not dropped:
+                    self.changing.append((view, in_place))
 
     def open(self) -> None:
         """Begin to bring states into memory."""
         assert self.segment.master is not None
         self._master = self.segment.master.lend()
-        if self._moments is not None:
-            self._states = self._moments.lend()
+        if self._disk is not None:
+            self._leases = self._disk.lend()
         if self._bucket.shard is not None:
             self._shard = self._bucket.shard.lend()
-        if self._updates_rest:
+        if self._writes_rest:
             self._param = self.segment.rest.lend(read=self._splits)
 
     def connect(self) -> None:
         """Point the optimizer at the states and the gradients."""
+        optimizer = self._context.optimizer
         master = self._master.wait()
-        param = self._connect_param()
+        param = self._lent_param()
         for view in self._views:
             if view.lent:
                 view.connect(master if param is None or not self._splits else param)
-        if self._moments is not None:
-            self._moments.connect(self._states)
-        for member, view in self.changing:
-            grad = self._gradient(member)
-            optimizer = self._around.optimizer
+        if self._disk is not None:
+            self._disk.connect(self._leases)
+        for view, in_place in self.changing:
+            grad = self._reduced(view) if in_place is None else in_place
             if isinstance(optimizer, FusedOptimizer):
                 weights = self._weights(view, master, param)
-                flat_grad = member.flat(grad) if self.segment.holds_whole_master else grad
-                optimizer.operands[view.tensor] = Operands(weights, flat_grad.to(weights.like.device), self.factor)
+                flat_grad = view.member.flat(grad) if self.segment.holds_whole_master else grad
+                optimizer.operands[view.tensor] = Operands(weights, flat_grad.to(weights.like.device), self._factor)
             else:
-                if self.factor != 1.0:
-                    grad.mul_(self.factor)
+                if self._factor != 1.0:
+                    grad.mul_(self._factor)
                 view.tensor.grad = grad.to(view.tensor.device, view.tensor.dtype)
 
-    def _connect_param(self) -> Tensor | None:
+    def _lent_param(self) -> Tensor | None:
         """The 16-bit parameters of this rank's part: those at rest, or room for them, filled where they are read."""
         if not self._writes_param:
             return None
@@ -126,7 +136,7 @@ class SegmentUpdate:
             return self._param.wait()
         segment = self.segment
         num_elements = segment.plan.master.num_elements(segment.layout.padded, segment.mesh)
-        self._param = self._around.memory.scratch(num_elements, segment.dtype, self._updated_at.tier)
+        self._param = self._context.memory.scratch(num_elements, segment.dtype, self._updated_at.tier)
         param = self._param.wait()
         if self._splits:
             rest = segment.rest.lend()
@@ -134,11 +144,9 @@ class SegmentUpdate:
             rest.end(changed=False)
         return param
 
-    def _gradient(self, member: Member) -> Tensor:
-        if self._shard is None:
-            grad = self._in_place[id(member)]
-        else:
-            grad = self._bucket.grad_of(member, self._around.row, self._shard.wait())
+    def _reduced(self, view: View) -> Tensor:
+        assert self._shard is not None
+        grad = self._bucket.grad_of(view.member, self._context.row, self._shard.wait())
         assert grad is not None
         return grad
 
@@ -151,10 +159,12 @@ class SegmentUpdate:
 
     def close(self) -> None:
         """The optimizer has stepped: take the states out of it again."""
-        if self._moments is not None:
-            self._moments.put_back(self._states)
+        if self._disk is not None:
+            self._disk.put_back(self._leases)
         if self._shard is not None:
             self._shard.end(changed=False)
+        if isinstance(self._context.optimizer, FusedOptimizer):
+            self._context.optimizer.operands.clear()
         for view in self._views:
             view.tensor.grad = None
             if view.lent:
@@ -162,10 +172,10 @@ class SegmentUpdate:
 
     def deliver(self) -> None:
         """Bring the result into what rests."""
-        executor = self._around.executor
+        executor = self._context.executor
         if self._param is None:
             executor.deliver(self.segment, self._master.tensor, self.segment.plan.master)
-        elif not self._updates_rest:
+        elif not self._writes_rest:
             executor.deliver(self.segment, self._param.tensor, self._updated_at)
         self._master.end(changed=True)
         if self._param is not None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from partita.errors import PartitaError
 from partita.memory.streams import Event
-from partita.optim.updater import Agreed, StepResult, Updater
+from partita.optim.consensus import Agreed
+from partita.optim.updater import StepResult, Updater, factor_of
 from partita.plan.residence import Tier
 from partita.sharding.buckets import Bucket, square
 
@@ -35,67 +36,56 @@ class StepUpdater(Updater):
                 "gradients; call clip_grad_norm after the last backward of the batch"
             )
         self._check_kept()
-        self.settle()
+        self.wait_for_updates()
 
     def use(self, bucket: Bucket) -> Event:
         """Never called: gradients rest until the step."""
-        raise AssertionError(f"gradients of {bucket.members[0].fqn} rest")
+        raise AssertionError(f"the gradient of '{bucket.members[0].fqn}' rests")
 
     def give_up(self) -> None:
-        self._measured = self._clip_once = None
+        self._measured = None
+        self._clip_once = None
 
     def clip(self, max_norm: float) -> float:
         """End the batch's reductions; the next update clips to ``max_norm``. Returns the norm before."""
         self._reducer.join()
-        self._measured, self._clip_once = (
-            self._measured or self._measure(f"engine.clip_grad_norm({max_norm:g})"),
-            max_norm,
-        )
+        self._measured = self._measured or self._measure(f"engine.clip_grad_norm({max_norm:g})")
+        self._clip_once = max_norm
         return self._measured[1]
-
-    def _measure(self, call: str = "engine.step") -> tuple[Agreed, float]:
-        """Finish the gradients of a complete batch: what the ranks agreed on, and the global norm."""
-        self._check_kept()
-        self.settle()
-        self._runtime.written.take()
-        self.views.attach(self.optimizer)
-        agreed = self._agree(call)
-        self._finish_gradients(agreed)
-        return agreed, self._norm() / agreed.scale
 
     def update(self) -> StepResult:
         """Update the parameters after a complete batch, unless a gradient is not finite."""
-        agreed, norm = self._measured or self._measure()
+        agreed, norm = self._measured or self._measure("engine.step")
         max_norm = self._clip_norm if self._clip_once is None else self._clip_once
         self.give_up()
         self._runtime.written.take()  # since it was measured
-        lr = self.rates
         self.steps += 1
-        if not math.isfinite(norm):
-            scale = self.scale.value
+        is_finite = math.isfinite(norm)
+        result = StepResult(is_finite, norm, self.scale.value, not is_finite, self.rates)
+        if not is_finite:
             self._skip(agreed.scale)
-            return StepResult(False, norm, scale, True, lr)
-        factor = self._factor(norm, agreed.scale, max_norm)
-        self._scale_gradients(factor)
-        self._reducer.spread()
-        self.hidden.note_settings()
-        if self._has_step_hooks:  # they find everything updated
-            self.hidden.start(agreed.used, factor)
-            self.settle()
-            self.hidden.restore_settings()
-            self._update_on_device(agreed.used)
-        else:
-            self._update_on_device(agreed.used)
-            self.hidden.start(agreed.used, factor)
-        self._forget()
-        result = StepResult(True, norm, self.scale.value, False, lr)
+            return result
+        self._run(agreed.used, factor_of(norm, agreed.scale, max_norm))
+        self._reducer.zero()
         if agreed.scale == self.scale.value:
             self.scale.succeeded()
-        if not self.hidden.under_way:
-            self._count_moments()
         return result
 
-    # ---------------------------------------------------------------- gradients
+    def _measure(self, call: str) -> tuple[Agreed, float]:
+        """Finish the gradients of a complete batch: what the ranks agreed on, and the global norm."""
+        self._check_kept()
+        self.wait_for_updates()
+        self._runtime.written.take()
+        self.views.attach(self.optimizer)
+        agreed = self._consensus.before_update(self.steps + 1, call)
+        while self._reducer.waves < agreed.waves:
+            self._reducer.end_wave()
+        if any(agreed.leftovers):
+            self._reducer.launch(agreed.leftovers)
+        self._reducer.drain()
+        self._reducer.complete_unreduced()
+        squares = [part for bucket in self._reducer.buckets for part in _squares(bucket)]
+        return agreed, self._consensus.norm(squares) / agreed.scale
 
     def _check_kept(self) -> None:
         """The user has not tried to drop gradients that are not in ``.grad``."""
@@ -107,90 +97,58 @@ class StepUpdater(Updater):
                 "gradient is in a buffer, and would stay: to drop a batch call engine.zero_grad()"
             )
 
-    def _finish_gradients(self, agreed: Agreed) -> None:
-        while self._reducer.waves < agreed.waves:
-            self._reducer.end_wave()
-        if any(agreed.leftovers):
-            self._reducer.launch(agreed.leftovers)
-        self._reducer.drain()
-        self._reducer.complete_unreduced()
-
-    def _norm(self) -> float:
-        """The global norm of the (still scaled) gradients; the same number on every rank."""
-        parts = [part for bucket in self._buckets for part in self._squares(bucket)]
-        if len({part.device for part in parts}) > 1:
-            parts = [part.cpu() for part in parts]
-        mine = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device="cpu")
-        every = self._group.exchange(mine.cpu().view(1), "the norm of engine.step").wait()
-        total = 0.0
-        for part in every.view(-1).tolist():
-            total += part
-        return math.sqrt(total) if total >= 0 else math.nan
-
-    def _squares(self, bucket: Bucket) -> list[Tensor]:
-        if bucket.plan.grad_step.tier is Tier.DISK:
-            return bucket.squares
-        return [square(grad) for grad in self._owned(bucket)]
-
-    def _owned(self, bucket: Bucket) -> list[Tensor]:
-        """What this rank owns of a bucket's reduced gradient, a tensor for each segment (or parameter, if not
-        collected).
-        """
-        if bucket.shard is None:
-            return [m.param.grad for m in bucket.members if m.param.grad is not None]
-        return bucket.parts(bucket.shard.lend().tensor, bucket.used)
-
-    def _scale_gradients(self, factor: float) -> None:
+    def _run(self, used: set[int], factor: float) -> None:
         if factor != 1.0:
-            for bucket in self._buckets_on_device:
-                for grad in self._owned(bucket):
+            for bucket in self._updates.inline_buckets:
+                for grad in _owned(bucket):
                     grad.mul_(factor)
-
-    @property
-    def _buckets_on_device(self) -> list[Bucket]:
-        return [bucket for bucket in self._buckets if not self.hidden.takes(bucket.segments[0])]
-
-    # ------------------------------------------------------------------- update
-
-    def _update_on_device(self, used: set[int]) -> None:
-        """Update what the optimizer finds on the device, all at once, and bring it into what rests."""
-        for bucket in self._buckets_on_device:
-            shard = None if bucket.shard is None else bucket.shard.lend().tensor
-            for member in bucket.members:
-                view = self.views.of(member.param)
-                if view is not None and view.connected and id(member) in used and member.param.requires_grad:
-                    grad = bucket.grad_of(member, self._group.index, shard)
-                    view.tensor.grad = None if grad is None else grad.to(view.tensor.dtype)
-        units = [unit for unit in self._runtime.units if not self.hidden.takes(unit.segments[0])]
-        self._call_optimizer(always=bool(units))
-        if units:
-            self._runtime.executor.publish(units)
+        self._reducer.spread()
+        self._updates.run(used, factor, self._guard)
 
     def _skip(self, scale: float) -> None:
         """Leave an update out: name the parameter, lower the loss scale if it is the gradients', forget them."""
-        self.culprit = culprit = self._culprit()
+        self.culprit = self._find_culprit()
         before = self.scale.value
-        self._forget()
+        self._reducer.zero()
         self._reducer.trace()
         if scale == before:
-            self.scale.overflowed(culprit)
+            self.scale.overflowed(self.culprit)
         lowered = f"; loss scale {before:g} -> {self.scale.value:g}" if self.scale.value != before else ""
-        warnings.warn(f"step {self.steps}: {culprit}; the update is skipped{lowered}", stacklevel=4)
+        warnings.warn(f"step {self.steps}: {self.culprit}; the update is skipped{lowered}", stacklevel=4)
 
-    def _culprit(self) -> str:
+    def _find_culprit(self) -> str:
         """The first parameter whose gradient is not finite, and the ranks it came from if they were traced."""
-        first = len(self._members)
-        for number, (bucket, member) in enumerate((b, m) for b in self._buckets for m in b.members):
-            grad = bucket.owned_of(member, self._group.index, None if bucket.shard is None else bucket.shard.load())
-            if grad is not None and not bool(torch.isfinite(grad).all()):
-                first = number
-                break
-        every = self._group.exchange_objects((first, self._reducer.suspect), "engine.step")
-        ranks = [str(rank) for rank, (_, suspect) in enumerate(every) if suspect]
-        first = min(number for number, _ in every)
-        if first == len(self._members):
+        members = self._consensus.members
+        first, ranks = self._consensus.culprit(self._first_not_finite())
+        if first == len(members):
             return "the gradients are finite one by one, but their norm is not"
         source = f"from rank {', '.join(ranks)}" if ranks else "from a rank that is named if it happens again"
-        if self._group.size == 1:
+        if self._runtime.gradient_group.size == 1:
             source = "on rank 0"
-        return f"the gradient of '{self._members[first].fqn}' is not finite ({source})"
+        return f"the gradient of '{members[first].fqn}' is not finite ({source})"
+
+    def _first_not_finite(self) -> int:
+        """Which of the members has such a gradient on this rank; their number where none has."""
+        number = 0
+        for bucket in self._reducer.buckets:
+            shard = None if bucket.shard is None else bucket.shard.load()
+            for member in bucket.members:
+                grad = bucket.owned_of(member, self._runtime.gradient_group.index, shard)
+                if grad is not None and not bool(torch.isfinite(grad).all()):
+                    return number
+                number += 1
+        return number
+
+
+def _squares(bucket: Bucket) -> list[Tensor]:
+    """Of what this rank owns of a reduced gradient: the sums of squares."""
+    if bucket.plan.grad_step.tier is Tier.DISK:
+        return bucket.squares
+    return [square(grad) for grad in _owned(bucket)]
+
+
+def _owned(bucket: Bucket) -> list[Tensor]:
+    """What this rank owns of a bucket's reduced gradient, per segment (per parameter, where it is not collected)."""
+    if bucket.shard is None:
+        return [member.param.grad for member in bucket.members if member.param.grad is not None]
+    return bucket.parts(bucket.shard.lend().tensor, bucket.used)

@@ -5,12 +5,13 @@ owns (nothing, where it owns none). Views take the place of the user's parameter
 per-group rates, schedulers and hooks stay as they are.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from partita.errors import ConfigError
 from partita.memory.tiers import StateMemory
@@ -29,10 +30,10 @@ class View:
 
     def __init__(self, member: Member, span: Span | None) -> None:
         self.member = member
-        segment = member.segment
         self.start = span.start if span else 0
         self.num_elements = span.num_elements if span else 0
         self._offset = span.offset if span else 0
+        segment = member.segment
         master = segment.plan.master
         self.lent = master.tier is Tier.DISK or master.encoding == SPLIT  # connected while it is updated
         device = segment.full.device if master.tier is Tier.DEVICE else torch.device("cpu")
@@ -42,11 +43,18 @@ class View:
 
     def over(self, flat: Tensor) -> Tensor:
         """This view's elements of a flat state of its segment, as this rank holds it, in the view's shape."""
-        part = flat[self._offset : self._offset + self.num_elements]
+        return self._shaped(flat, self._offset)
+
+    def slice_of(self, flat: Tensor) -> Tensor:
+        """This view's elements of a parameter's flat values ``[numel]``, in the view's shape."""
+        return self._shaped(flat, self.start)
+
+    def _shaped(self, flat: Tensor, start: int) -> Tensor:
+        part = flat[start : start + self.num_elements]
         return self.member.shaped(part) if self.member.segment.holds_whole_master else part
 
     def blocks_over(self, flat: Tensor) -> Tensor:
-        """The same of a state with one value a block."""
+        """As :meth:`over`, of a state with one value per block."""
         first = self._offset // BLOCK
         return flat[first : first + -(-self.num_elements // BLOCK)]
 
@@ -59,15 +67,6 @@ class View:
         """The master weights are at rest again: the view is as it was made, whatever it was connected to."""
         with torch.no_grad():
             self.tensor.data = self.tensor.new_empty(0, dtype=torch.float32)
-
-    @property
-    def connected(self) -> bool:
-        return self.tensor.numel() == self.num_elements
-
-    def slice_of(self, flat: Tensor) -> Tensor:
-        """This view's elements of a parameter's flat values ``[numel]``, in the view's shape."""
-        part = flat[self.start : self.start + self.num_elements]
-        return self.member.shaped(part) if self.member.segment.holds_whole_master else part
 
 
 class Views:
@@ -85,7 +84,7 @@ class Views:
         self._by_segment = defaultdict[int, list[View]](list)
         for view in self:
             self._by_segment[id(view.member.segment)].append(view)
-        self._by_tensor = {id(view.tensor): view for view in self._views.values()}
+        self._by_tensor = {id(view.tensor): view for view in self}
 
     def __iter__(self) -> Iterator[View]:
         return iter(self._views.values())
@@ -97,7 +96,7 @@ class Views:
     def of(self, param: Tensor) -> View | None:
         return self._views.get(id(param))
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+    def attach(self, optimizer: Optimizer) -> None:
         """Put views in place of the user's parameters in every group, and cut the state that the optimizer already has.
 
         A parameter of which this rank owns nothing leaves the group. Called again, it takes up groups added since.
@@ -143,21 +142,12 @@ class Views:
         if segment.master is not None:
             return
         master = segment.make_master(self._memory)
-        for view in self:
-            if view.member.segment is segment and not view.lent:
+        for view in self.of_segment(segment):
+            if not view.lent:
                 view.connect(master.lend().tensor)
 
-    def moment_bytes(self, optimizer: torch.optim.Optimizer) -> Counter[Tier]:
-        """Bytes of the optimizer's state tensors in memory, by tier (the step counters left out)."""
-        held = Counter[Tier]()
-        for view in self:
-            for key, value in optimizer.state.get(view.tensor, {}).items():
-                if isinstance(value, Tensor) and key != "step":
-                    held[view.member.segment.plan.moments.tier] += value.nbytes
-        return held
 
-
-def check_groups(optimizer: torch.optim.Optimizer, known: AbstractSet[int]) -> None:
+def check_groups(optimizer: Optimizer, known: AbstractSet[int]) -> None:
     """Refuse an optimizer on other tensors than those with the ``known`` ids.
 
     Raises:

@@ -178,7 +178,7 @@ class _Run:
             )
 
     def _memory_of_ranks(self) -> tuple[int, ...]:
-        """Peak bytes of each rank: of the CUDA allocator where there is one, else of the whole process."""
+        """Peak bytes of each rank: of the device's allocator where there is one, else of the whole process."""
         report = self._engine.memory_report()
         mine = report.device_peak_bytes or report.process_peak_bytes
         return tuple(round(num_bytes) for num_bytes in self._engine.each(mine))

@@ -8,18 +8,25 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 from partita.errors import ConfigError
-from partita.optim import elementwise as module
-from partita.optim.elementwise import check_elementwise, elementwise
+from partita.optim import traits as module
+from partita.optim.traits import check_elementwise, elementwise
 
 
 @pytest.fixture(autouse=True)
 def own_declarations(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test declares is forgotten after it."""
-    monkeypatch.setattr(module, "_KNOWN", set(module._KNOWN))
+    monkeypatch.setattr(module, "_ELEMENTWISE", set(module._ELEMENTWISE))
 
 
 def params() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(4, 4))]
+
+
+def made(kind: Any) -> Optimizer:
+    adam = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    settings = {"FusedAdam": adam, "FusedLion": adam, "FusedSGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}}
+    optimizer: Optimizer = kind(params(), **settings.get(kind.__name__, {"lr": 0.1}))
+    return optimizer
 
 
 class Scaled(Optimizer):
@@ -63,14 +70,18 @@ def message(kind: type[Optimizer], reason: str) -> str:
     )
 
 
-@pytest.mark.parametrize("kind", sorted(module._KNOWN, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", sorted(module._ELEMENTWISE, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__
+)
 def test_known_classes(kind: Any) -> None:
-    check_elementwise(kind(params(), lr=0.1))
+    check_elementwise(made(kind))
 
 
-@pytest.mark.parametrize("kind", sorted(module._KNOWN, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", sorted(module._ELEMENTWISE, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__
+)
 def test_known_classes_are_elementwise(kind: Any) -> None:
-    assert module._trial(kind(params(), lr=0.1)) is None
+    assert module._trial(made(kind)) is None
 
 
 @pytest.mark.parametrize(

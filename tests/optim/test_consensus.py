@@ -1,0 +1,140 @@
+"""What ranks agree on around an update, with the ranks in threads of this process."""
+
+import math
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from partita.comm.collectives import Collectives
+from partita.errors import PartitaError
+from partita.optim.consensus import Agreed, Consensus
+from partita.optim.loss_scale import LossScale
+from partita.plan.mesh_shape import MeshShape
+from tests.fakes import on_ranks
+
+T = TypeVar("T")
+DATA = ("data",)
+# Four parameters in two buckets; they are the same objects on all ranks, so that ids can be compared.
+MEMBERS = [SimpleNamespace(fqn=name) for name in "abcd"]
+
+
+def rank(
+    used: str = "",
+    waves: int = 1,
+    leftovers: Sequence[bool] = (False, False),
+    scales: Sequence[float] = (),
+    wrote: str = "",
+    suspect: bool = False,
+) -> dict[str, Any]:
+    """What one rank has after a batch: names of parameters that got a gradient, and so on."""
+    ids = {id(member) for member in MEMBERS if member.fqn in used}
+    buckets = [SimpleNamespace(used=ids, members=MEMBERS[:3]), SimpleNamespace(used=ids, members=MEMBERS[3:])]
+    reducer = SimpleNamespace(
+        buckets=buckets,
+        waves=waves,
+        leftovers=lambda: list(leftovers),
+        scales=set(scales),
+        suspect=suspect,
+        join=lambda: None,
+    )
+    written = SimpleNamespace(names=list(wrote), digest=sum(map(ord, wrote)), agreed=lambda: None)
+    return {"reducer": reducer, "written": written}
+
+
+def agreed(ranks: Sequence[dict[str, Any]], ask: Callable[[Consensus], T], loss_scale: float = 1.0) -> list[T]:
+    """What each rank is told."""
+
+    def work(collectives: Collectives) -> T:
+        group = collectives.group(DATA)
+        runtime: Any = SimpleNamespace(
+            gradient_group=group, executor=SimpleNamespace(device=torch.device("cpu")), **ranks[group.index]
+        )
+        return ask(Consensus(runtime, LossScale(loss_scale, needed=loss_scale != 1.0)))
+
+    return on_ranks(MeshShape(data=len(ranks)), work, DATA)
+
+
+def before(consensus: Consensus) -> Agreed:
+    return consensus.before_update(7, "engine.step")
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_what_one_rank_used_all_update(num: int) -> None:
+    others = [rank("a", waves=2), rank("cd", leftovers=(False, True))]
+    ranks = [rank("b"), *others][-num:]
+    used = {id(member) for member in MEMBERS if member.fqn in ("cd" if num == 1 else "abcd")}
+    assert agreed(ranks, before) == [Agreed(1 if num == 1 else 2, [False, True], used, 1.0)] * num
+
+
+def test_gradients_have_the_scale_of_whoever_has_some() -> None:
+    ranks = [rank(), rank("a", scales=(8.0,)), rank("b", scales=(8.0,))]
+    assert [found.scale for found in agreed(ranks, before, 64.0)] == [8.0] * 3
+    assert agreed(ranks, lambda consensus: consensus.gradient_scale(7), 64.0) == [8.0] * 3
+    assert [found.scale for found in agreed([rank(), rank()], before, 64.0)] == [64.0] * 2
+
+
+@pytest.mark.parametrize("scales", [((8.0,), (1.0,)), ((8.0, 1.0), ()), ((8.0, 1.0), (8.0,))])
+def test_several_scales_are_refused_on_all_ranks(scales: Sequence[Sequence[float]]) -> None:
+    def refused(consensus: Consensus) -> str:
+        with pytest.raises(PartitaError) as raised:
+            before(consensus)
+        with pytest.raises(PartitaError, match="several loss scales"):
+            consensus.gradient_scale(7)
+        return str(raised.value)
+
+    for said in agreed([rank("a", scales=each) for each in scales], refused, 8.0):
+        assert said.startswith("step 7: the gradients of this batch came from losses with several loss scales (by ")
+        assert "engine.zero_grad()" in said
+
+
+def test_a_loss_that_was_not_scaled_is_told_once() -> None:
+    def told(consensus: Consensus) -> float:
+        with pytest.warns(UserWarning, match=r"multiplies by the loss scale \(8\): .* call engine\.backward\(loss\)"):
+            found = before(consensus)
+        assert before(consensus) == found
+        return found.scale
+
+    assert agreed([rank("a", scales=(1.0,))], told, 8.0) == [1.0]
+
+
+def test_ranks_that_wrote_different_values_are_told_where() -> None:
+    def compared(consensus: Consensus) -> str:
+        with pytest.raises(PartitaError) as raised:
+            before(consensus)
+        with pytest.raises(PartitaError, match="rank 2 wrote other values"):
+            consensus.compare_written(7)
+        return str(raised.value)
+
+    for said in agreed([rank(wrote="a"), rank(wrote="a"), rank(wrote="ab")], compared):
+        assert said.startswith(
+            "step 7: rank 2 wrote other values into parameters than rank 0, or into others (of 2: 'b')"
+        )
+    assert agreed([rank(wrote="a"), rank(wrote="a")], lambda consensus: before(consensus).waves) == [1, 1]
+
+
+def test_the_norm_is_the_sum_in_rank_order() -> None:
+    squares = [[1e16, 1.0], [1.0], [], [-1e16]]
+
+    def norm(index: int) -> Callable[[Consensus], float]:
+        parts = [torch.tensor(value, dtype=torch.float64) for value in squares[index]]
+        return lambda consensus: consensus.norm(parts)
+
+    def of_rank(consensus: Consensus) -> float:
+        return norm(consensus._group.index)(consensus)
+
+    expected = math.sqrt(((1e16 + 1.0) + 1.0) - 1e16)
+    assert agreed([rank() for _ in squares], of_rank) == [expected] * 4
+    squares[1] = [math.inf]
+    assert agreed([rank() for _ in squares], of_rank) == [math.inf] * 4
+    squares[1] = [math.nan]
+    assert all(math.isnan(found) for found in agreed([rank() for _ in squares], of_rank))
+
+
+def test_sums_and_culprits_are_of_all_ranks() -> None:
+    ones = [torch.ones(2, dtype=torch.float64), torch.tensor([0.5], dtype=torch.float64)]
+    ranks = [rank(), rank(suspect=True), rank(suspect=True)]
+    assert agreed(ranks, lambda consensus: consensus.sums(ones)) == [[3.0, 3.0, 1.5]] * 3
+    assert agreed(ranks, lambda consensus: consensus.culprit(4 - consensus._group.index)) == [(2, ["1", "2"])] * 3

@@ -29,8 +29,8 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "partita"
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")
 
-# What a run leaves, what stands for something else in an example, what is built, and what is another project's.
-OF_A_RUN = re.compile(r"(runs|folder|model)/.*|\w+\.(safetensors|json|jsonl|yaml|png|txt)")
+# What a run or a build leaves, what stands for others in examples, what is built, and what is another project's.
+OF_A_RUN = re.compile(r"(runs|folder|model|build)/.*|\w+\.(safetensors|json|jsonl|yaml|png|txt)")
 PLACEHOLDERS = {"benchmarks.name", "benchmarks/name.py", "derived", "ignored", "ErrorType"}
 BUILT = {"partita.kernels._native"}
 FOREIGN = {"PR_SET_PTRACER", "SKBUILD_WHEEL_CMAKE", "xpu"}

@@ -165,5 +165,5 @@ class Group:
             raise PartitaError(
                 f"rank {self._mesh.rank}: {what} over {','.join(self.axes)} failed: another rank ended, or did not "
                 f"join within the time-out (communication.timeout_s, {self._mesh.timeout_s:g} s). Backend: {error}"
-                + (f"\n{watchdog.accounts()}" if watchdog else "")
+                + (f"\n{watchdog.describe_ranks()}" if watchdog else "")
             ) from error

@@ -56,7 +56,8 @@ def initialize(
     Raises:
         ConfigError: the config, the model or the optimizer do not fit together; the model can be initialized again.
     """
-    settings, launch = load_config(config), launch_environment(running=world.running())
+    settings = load_config(config)
+    launch = launch_environment(running=world.running())
     device = accelerator.own_device(launch.local_rank)
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ConfigError(f"mesh: expected the mesh of another engine; got a {type(mesh).__name__}")
@@ -74,8 +75,10 @@ def initialize(
         torch.set_num_threads(max(1, usable_cores() // launch.local_world_size))
     if launch.rank == 0:
         _announce(resolved)
-    settled = settings.communication
-    rendezvous = Rendezvous(launch.rank, num_ranks, settled.timeout_s, launch.restarts, settled.within_node, launch.url)
+    communication = settings.communication
+    rendezvous = Rendezvous(
+        launch.rank, num_ranks, communication.timeout_s, launch.restarts, communication.within_node, launch.url
+    )
     owned = mesh is None
     if mesh is None:
         mesh = Mesh(resolved.mesh, device, rendezvous)

@@ -63,12 +63,7 @@ MUTATIONS = (
     ),
     Mutation("memory/streams.py", "                done.record()\n", "", "all on host"),
     Mutation("memory/tiers.py", "        accelerator.wait_for_all(self._device)\n", "", "all on host"),
-    Mutation(
-        "memory/tiers.py",
-        "            self._staging.finish_copies()\n            written",
-        "            written",
-        "all on disk",
-    ),
+    Mutation("memory/tiers.py", "        finish(self._device)\n", "", "all on disk"),
     Mutation("sharding/executor.py", "            slot.last_use.wait()\n", "", "stage 3"),
     Mutation(
         "sharding/executor.py",

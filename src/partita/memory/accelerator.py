@@ -61,9 +61,6 @@ def installed() -> list[tuple[str, int]]:
     return [(properties.name, properties.total_memory) for properties in found]
 
 
-# ---------------------------------------------------------------------------------------------------------- streams
-
-
 def new_stream(device: torch.device) -> torch.Stream | None:
     """A stream beside the current one; None on the host."""
     return None if is_host(device) else torch.Stream(device=device)
@@ -84,9 +81,6 @@ def wait_for_all(device: torch.device) -> None:
     """Hold the caller until all is done that any stream has been given."""
     if not is_host(device):
         torch.accelerator.synchronize(device)
-
-
-# ----------------------------------------------------------------------------------------------------------- memory
 
 
 def free_bytes(device: torch.device) -> int:
@@ -127,9 +121,6 @@ def pin(address: int, num_bytes: int, device: torch.device) -> Callable[[], obje
             "the limit of locked memory (`ulimit -l unlimited`, or the container's), or offload less to the host"
         )
     return lambda: calls.cudaHostUnregister(address)
-
-
-# --------------------------------------------------------------------------------------- random numbers, other ranks
 
 
 def random_state(device: torch.device) -> torch.Tensor:

@@ -110,9 +110,7 @@ class OnDisk(Kept):
         values = over(slot.storage, self.dtype, self.num_elements)
 
         def end(changed: bool) -> None:
-            self._staging.finish_copies()
-            written = self._disk.write(self.region, values) if changed else Event()
-            self._staging.give_back(slot, written)
+            self._staging.give_back(slot, (lambda: self._disk.write(self.region, values)) if changed else Event)
 
         return Lease(values, self._disk.read(self.region, values) if read else Event(), end)
 
@@ -151,12 +149,10 @@ class Staging:
         slot.last_use.wait()
         return slot
 
-    def finish_copies(self) -> None:
-        """Wait for the copies that the current stream makes from or to a slot."""
+    def give_back(self, slot: Slot, write: Callable[[], Event] = Event) -> None:
+        """Take a slot back when the current stream's copies from and to it are done; then ``write`` out of it."""
         finish(self._device)
-
-    def give_back(self, slot: Slot, last_use: Event) -> None:
-        slot.last_use = last_use
+        slot.last_use = write()
         with self._lock:
             self._free.append(slot)
 
@@ -195,12 +191,7 @@ class StateMemory:
         if tier is Tier.DEVICE:
             return Lease(torch.empty(num_elements, dtype=dtype, device=self._device))
         slot = self._staging.borrow(num_elements * dtype.itemsize)
-
-        def end(changed: bool) -> None:
-            self._staging.finish_copies()
-            self._staging.give_back(slot, Event())
-
-        return Lease(over(slot.storage, dtype, num_elements), Event(), end)
+        return Lease(over(slot.storage, dtype, num_elements), Event(), lambda changed: self._staging.give_back(slot))
 
     def _room(self, num_elements: int, dtype: torch.dtype, tier: Tier) -> Kept:
         if tier is Tier.DISK:

@@ -1,5 +1,6 @@
 # make train    train a language model on the text of Python's standard library: two processes, ZeRO stage 3
 # make test     the tests; PYTEST_ARGS="-k name" to choose
+# make test-all the same with all of each matrix that `make test` takes a sample of
 # make lint     style and types
 # make kernels  the C++ kernels into src/, for a checkout that is used without being installed; PYTHON for another Python
 # make bench    every benchmark, in its quick form; BENCH=name for one
@@ -17,13 +18,16 @@ BENCH ?= $(filter-out _%,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py
 BIN := .venv/bin
 INSTALLED := .venv/.installed-$(shell find src -name '*.py' | sort | cksum | cut -d ' ' -f 1)
 
-.PHONY: train test lint bench kernels clean
+.PHONY: train test test-all lint bench kernels clean
 
 train: $(INSTALLED)
 	$(BIN)/partita train examples/train_stdlib.yaml --processes 2
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(PYTEST_ARGS)
+
+test-all: PYTEST_ARGS += -m "thorough or not thorough"
+test-all: test
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -1,4 +1,4 @@
-// A buffer in chunks: which thread takes which, and what is fetched ahead.
+// A buffer in blocks: which thread takes which, and what is fetched ahead.
 #pragma once
 
 #include <omp.h>
@@ -12,19 +12,6 @@ namespace PARTITA_LEVEL {
 
 // Smaller buffers stay in the caches, where the next reader finds them.
 constexpr std::int64_t WRITE_THROUGH_FROM = std::int64_t(1) << 20;
-
-// Runs `body(chunk)` for every chunk of `size` elements of n; each thread takes one run of neighbours.
-template <class Body>
-PARTITA_INLINE void for_chunks(Launch launch, int size, const Body& body) {
-    const std::int64_t chunks = (launch.n + size - 1) / size;
-#pragma omp parallel num_threads(launch.threads) if (launch.threads > 1)
-    {
-        const std::int64_t team = omp_get_num_threads(), own = omp_get_thread_num();
-        const std::int64_t stop = chunks * (own + 1) / team;
-        for (std::int64_t chunk = chunks * own / team; chunk < stop; ++chunk) body(chunk);
-        fence();
-    }
-}
 
 PARTITA_INLINE bool aligned(const void* data) { return reinterpret_cast<std::uintptr_t>(data) % 64 == 0; }
 
@@ -53,20 +40,26 @@ PARTITA_INLINE void prefetch_weights(const Weights& w, std::int64_t at) {
     }
 }
 
-// Runs `block(at, length, full)` over the buffer; true where every block said so.
+// Runs `block(at, length, full)` over the buffer, each thread one run of neighbours; true where every block said so.
 template <class Block>
 PARTITA_INLINE bool for_blocks(Launch launch, const Block& block) {
-    const std::int64_t whole = launch.n / BLOCK;
+    const std::int64_t whole = launch.n / BLOCK, blocks = (launch.n + BLOCK - 1) / BLOCK;
     int unfinished = 0;  // blocks with what is not finite
-    for_chunks(launch, BLOCK, [&](std::int64_t chunk) {
-        const std::int64_t at = chunk * BLOCK;
-        const bool finite = chunk < whole ? block(at, BLOCK, std::true_type{})
-                                          : block(at, int(launch.n - at), std::false_type{});
-        if (!finite) {
+#pragma omp parallel num_threads(launch.threads) if (launch.threads > 1)
+    {
+        const std::int64_t team = omp_get_num_threads(), own = omp_get_thread_num();
+        const std::int64_t stop = blocks * (own + 1) / team;
+        for (std::int64_t number = blocks * own / team; number < stop; ++number) {
+            const std::int64_t at = number * BLOCK;
+            const bool finite = number < whole ? block(at, BLOCK, std::true_type{})
+                                               : block(at, int(launch.n - at), std::false_type{});
+            if (!finite) {
 #pragma omp atomic
-            unfinished += 1;
+                unfinished += 1;
+            }
         }
-    });
+        fence();
+    }
     return unfinished == 0;
 }
 

@@ -26,13 +26,6 @@ PARTITA_INLINE float from_bf16(std::uint16_t x) { return float_of(std::uint32_t(
 // To nearest, ties away from zero: the one rounding from whose result 16 bits lead back (see `split`).
 PARTITA_INLINE std::uint16_t to_bf16(float x) { return std::uint16_t((bits_of(x) + 0x8000u) >> 16); }
 
-// To nearest, ties to even, as torch rounds: for what nothing is restored from.
-PARTITA_INLINE std::uint16_t to_bf16_even(float x) {
-    const std::uint32_t bits = bits_of(x);
-    const std::uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-    return std::uint16_t((bits & ~SIGN) > INFINITE ? 0x7FC0u : rounded);
-}
-
 PARTITA_INLINE float from_fp16(std::uint16_t x) {
     const std::uint32_t magnitude = x & 0x7FFFu;
     // Below the smallest normal number: 0.5's last bit has the weight of fp16's last one.
@@ -96,20 +89,6 @@ PARTITA_INLINE void encode_param(std::uint16_t* __restrict out, const float* __r
     n = length<full>(n);
     if (dtype == Dtype::fp16) return encode_fp16<full>(out, in, n);
     for (int i = 0; i < n; ++i) out[i] = to_bf16(in[i]);
-}
-
-// A sum, as torch would round it.
-template <bool full>
-PARTITA_INLINE void store(void* data, Dtype dtype, std::int64_t at, const float* __restrict in, int n) {
-    n = length<full>(n);
-    if (dtype == Dtype::fp32) {
-        float* __restrict out = static_cast<float*>(data) + at;
-        for (int i = 0; i < n; ++i) out[i] = in[i];
-        return;
-    }
-    std::uint16_t* __restrict out = static_cast<std::uint16_t*>(data) + at;
-    if (dtype == Dtype::fp16) return encode_fp16<full>(out, in, n);
-    for (int i = 0; i < n; ++i) out[i] = to_bf16_even(in[i]);
 }
 
 // Writes past the caches: the line is not read first. Both are aligned to 64 bytes, a whole block.

@@ -2,8 +2,8 @@
 // but what level.hpp brings; it must not define functions, for it is compiled for several instruction sets.
 //
 // A buffer is flat and contiguous, `n` elements long. All arithmetic is IEEE float32, one rounding an operation and no
-// fused multiply-add, so results are the same bits on every instruction set; sums are float64 in a fixed order. Threads
-// take whole chunks, so results are the same for any number of them.
+// fused multiply-add, so results are the same bits on every instruction set. Threads take whole blocks, so results are
+// the same for any number of them.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,6 @@ namespace partita {
 
 // Elements that share an int8 scale; also the cut of all shards. partita.plan.span.QUANTUM has the same value.
 constexpr int BLOCK = 256;
-// Elements whose squares are added up before the sum meets others.
-constexpr int SUM_BLOCK = 4096;
 
 enum class Dtype : int { none = 0, fp32 = 1, bf16 = 2, fp16 = 3 };
 
@@ -59,7 +57,6 @@ struct Adam {
 
 struct Sgd {
     float lr, momentum, l2;
-    bool nesterov;
 };
 
 struct Lion {
@@ -69,19 +66,11 @@ struct Lion {
     float keep;
 };
 
-struct Input {
-    const void* data;
-    Dtype dtype;
-};
-
 // The kernels as compiled for one instruction set.
 struct Kernels {
     bool (*adam)(Launch, Weights, Moments, Grad, Adam);
     bool (*sgd)(Launch, Weights, float* buffer, Grad, Sgd);
     bool (*lion)(Launch, Weights, float* exp_avg, Grad, Lion);
-    double (*square_sum)(Launch, Input, double* partial);
-    double (*sum_and_square)(Launch, void* out, Dtype, const Input*, int num_inputs, double* partial);
-    void (*in_place)(Launch, float* a, float* b, float* c, const float* g);
 };
 
 namespace baseline { extern const Kernels kernels; }

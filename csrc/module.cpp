@@ -17,7 +17,6 @@ namespace partita {
 namespace {
 
 using Address = std::uintptr_t;
-using Typed = std::tuple<Address, int>;  // data, Dtype
 // n, threads, level
 using LaunchArgs = std::tuple<std::int64_t, int, int>;
 // master, param, dtype of param, low
@@ -62,10 +61,6 @@ Grad grad(const GradArgs& args) {
     return {at<void>(data), Dtype(dtype), factor};
 }
 
-std::vector<double> partial_sums(const Launch& launch) {
-    return std::vector<double>(std::size_t((launch.n + SUM_BLOCK - 1) / SUM_BLOCK));
-}
-
 bool adam(const LaunchArgs& on, const WeightArgs& w, const std::tuple<Address, Address, Address, Address>& moments,
           const GradArgs& g, const std::vector<double>& rule, std::uint32_t salt) {
     const auto& [first, second, first_scale, second_scale] = moments;
@@ -75,9 +70,9 @@ bool adam(const LaunchArgs& on, const WeightArgs& w, const std::tuple<Address, A
     return kernels_of(on).adam(launch(on), weights(w), m, grad(g), c);
 }
 
-bool sgd(const LaunchArgs& on, const WeightArgs& w, Address buffer, const GradArgs& g, const std::vector<double>& rule,
-         bool nesterov) {
-    const Sgd c{float(rule[0]), float(rule[1]), float(rule[2]), nesterov};
+bool sgd(const LaunchArgs& on, const WeightArgs& w, Address buffer, const GradArgs& g,
+         const std::vector<double>& rule) {
+    const Sgd c{float(rule[0]), float(rule[1]), float(rule[2])};
     return kernels_of(on).sgd(launch(on), weights(w), at<float>(buffer), grad(g), c);
 }
 
@@ -85,23 +80,6 @@ bool lion(const LaunchArgs& on, const WeightArgs& w, Address exp_avg, const Grad
           const std::vector<double>& rule) {
     const Lion c{float(rule[0]), float(rule[1]), float(rule[2]), float(rule[3]), float(rule[4]), float(rule[5])};
     return kernels_of(on).lion(launch(on), weights(w), at<float>(exp_avg), grad(g), c);
-}
-
-double square_sum(const LaunchArgs& on, const Typed& in) {
-    std::vector<double> partial = partial_sums(launch(on));
-    return kernels_of(on).square_sum(launch(on), {at<void>(std::get<0>(in)), Dtype(std::get<1>(in))}, partial.data());
-}
-
-double sum_and_square(const LaunchArgs& on, const Typed& out, const std::vector<Typed>& inputs) {
-    std::vector<double> partial = partial_sums(launch(on));
-    std::vector<Input> in;
-    for (const auto& [data, dtype] : inputs) in.push_back({at<void>(data), Dtype(dtype)});
-    return kernels_of(on).sum_and_square(launch(on), at<void>(std::get<0>(out)), Dtype(std::get<1>(out)), in.data(),
-                                         int(in.size()), partial.data());
-}
-
-void in_place(const LaunchArgs& on, Address a, Address b, Address c, Address g) {
-    kernels_of(on).in_place(launch(on), at<float>(a), at<float>(b), at<float>(c), at<float>(g));
 }
 
 }  // namespace
@@ -114,7 +92,4 @@ NB_MODULE(_native, m) {
     m.def("adam", &partita::adam, release());
     m.def("sgd", &partita::sgd, release());
     m.def("lion", &partita::lion, release());
-    m.def("square_sum", &partita::square_sum, release());
-    m.def("sum_and_square", &partita::sum_and_square, release());
-    m.def("in_place", &partita::in_place, release());
 }

@@ -89,12 +89,6 @@ PARTITA_INLINE void update(const Sgd& rule, float* __restrict p, float* __restri
     add_decay<full>(grad, c.l2, p, n);
     if (!buffer) {
         for (int i = 0; i < n; ++i) p[i] = p[i] - c.lr * grad[i];
-    } else if (c.nesterov) {
-        for (int i = 0; i < n; ++i) {
-            const float m = flush(buffer[i] * c.momentum + grad[i]);
-            p[i] = p[i] - c.lr * (grad[i] + c.momentum * m);
-            buffer[i] = m;
-        }
     } else {
         for (int i = 0; i < n; ++i) {
             const float m = flush(buffer[i] * c.momentum + grad[i]);

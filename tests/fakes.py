@@ -12,7 +12,7 @@ from torch import Tensor
 
 from partita.comm.collective_log import CollectiveLog
 from partita.comm.collectives import Collectives
-from partita.comm.transport import Transport, land
+from partita.comm.transport import Transport, write_out
 from partita.memory.streams import Stream
 from partita.plan.mesh_shape import MeshShape
 
@@ -106,7 +106,7 @@ class FakeTransport(Transport):
 
     def reduce_scatter(self, out: Tensor, sent: Tensor, received: Tensor, *, accumulate: bool) -> None:
         parts = [whole.view(self._size, -1)[self._index] for whole in self._exchange("gradients", sent)()]
-        land(in_rank_order(parts), out, accumulate=accumulate)
+        write_out(in_rank_order(parts), out, accumulate=accumulate)
 
     def received_elements(self, sent: int, itemsize: int) -> int:
         return sent // self._size
@@ -143,7 +143,7 @@ class FakeMesh:
         self.log = CollectiveLog()
         board: Any = Notes(rank, network.notes)
         self.log.board = board
-        self.watchdog = SimpleNamespace(accounts=lambda: "nobody watches", close=lambda: None)
+        self.watchdog = SimpleNamespace(describe_ranks=lambda: "nobody watches", close=lambda: None)
         self._network = network
         self.transports: dict[tuple[str, ...], Transport] = {}
         self.open([(), shape.all_axes])

@@ -24,6 +24,7 @@ MAX_PARAMETERS = 8
 COLLECTIVES = ("comm/transport.py",)
 ENVIRONMENT = ("config/launchers.py", "cli/launch*.py")
 STAGE = ("config/*.py", "plan/state_plan.py")
+ACCELERATOR = ("memory/accelerator.py",)
 
 COLLECTIVE_NAME = re.compile(
     r"_?(all_?gather|reduce|all_?reduce|all_?to_?all|broadcast|barrier|monitored_barrier|gather|scatter"
@@ -31,6 +32,11 @@ COLLECTIVE_NAME = re.compile(
 )
 COLLECTIVE_MODULES = ("torch.distributed._functional_collectives", "torch.distributed.nn")
 ENVIRONMENT_NAMES = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
+DEVICE_KINDS = ("cuda", "xpu", "mps", "hpu", "npu", "privateuseone", "nccl", "xccl")
+DEVICE_NAMES = re.compile(
+    rf"torch\.({'|'.join(DEVICE_KINDS)}|accelerator|Stream|Event|get_device_module|backends\.(cuda|mps))(\..*)?"
+)
+DEVICE_ATTRIBUTES = ("is_cpu", *(f"is_{kind}" for kind in DEVICE_KINDS))
 STAGE_CLASS = re.compile(r"(zero|stage)_?([0-3]|one|two|three)", re.IGNORECASE)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -209,6 +215,36 @@ def no_class_of_a_stage(source: Source) -> Iterator[str]:
             yield source.at(node, f"class {node.name} is named after a stage")
 
 
+def devices_known_in_one_file(source: Source) -> Iterator[str]:
+    if source.is_one_of(ACCELERATOR):
+        return
+    uses = [(node, f"uses {full}") for node, full in source.references() if DEVICE_NAMES.fullmatch(full)]
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.Compare(left, [ast.Eq() | ast.NotEq()], [right]) if not (_is_meta(left) or _is_meta(right)):
+                if _is_device_type(left) or _is_device_type(right):
+                    uses.append((node, "asks for a device's type"))
+            case ast.Constant(str(text)) if text in DEVICE_KINDS:
+                uses.append((node, f"names {text}"))
+            case ast.Attribute(_, attribute) if attribute in DEVICE_ATTRIBUTES:
+                uses.append((node, f"uses {attribute}"))
+    for node, use in uses:
+        yield source.at(node, f"{use}; devices are known in {ACCELERATOR[0]} only")
+
+
+def _is_device_type(node: ast.expr) -> bool:
+    """`device.type`, of whatever is called a device, and of a tensor's."""
+    match node:
+        case ast.Attribute(ast.Name(name), "type") | ast.Attribute(ast.Attribute(_, name), "type"):
+            return name.endswith("device")
+    return False
+
+
+def _is_meta(node: ast.expr) -> bool:
+    """Where nothing has values, which is no device of a machine."""
+    return isinstance(node, ast.Constant) and node.value == "meta"
+
+
 def docstring(source: Source) -> Iterator[str]:
     if not ast.get_docstring(source.tree):
         yield f"{source.path}: has no docstring"
@@ -224,6 +260,7 @@ CHECKS: tuple[Check, ...] = (
     environment_read_in_few_places,
     stage_compared_in_few_places,
     no_class_of_a_stage,
+    devices_known_in_one_file,
     docstring,
 )
 
@@ -287,6 +324,14 @@ BAD = [
     (no_class_of_a_stage, "engine.py", "class Zero1Optimizer: ..."),
     (no_class_of_a_stage, "engine.py", "class _Stage_3: ..."),
     (no_class_of_a_stage, "engine.py", "class ShardedZeROThree: ..."),
+    (devices_known_in_one_file, "engine.py", "if mesh.device.type == 'cpu': ..."),
+    (devices_known_in_one_file, "engine.py", "x = 'a' if tensor.device.type in ('cuda', 'xpu') else 'b'"),
+    (devices_known_in_one_file, "engine.py", "import torch\ntorch.cuda.is_available()"),
+    (devices_known_in_one_file, "engine.py", "from torch import xpu"),
+    (devices_known_in_one_file, "engine.py", "import torch\ntorch.accelerator.current_stream()"),
+    (devices_known_in_one_file, "engine.py", "import torch\nevent = torch.Event()"),
+    (devices_known_in_one_file, "engine.py", "backend = 'nccl'"),
+    (devices_known_in_one_file, "engine.py", "assert tensor.is_cuda"),
     (docstring, "engine.py", "# only a comment\nx = 1"),
     (docstring, "plan/__init__.py", ""),
 ]
@@ -312,6 +357,9 @@ GOOD = [
     (stage_compared_in_few_places, "config/checks.py", "if zero.stage == 3: ..."),
     (stage_compared_in_few_places, "engine.py", "plan = preset(config.zero.stage)\nif stages == 3: ..."),
     (no_class_of_a_stage, "engine.py", "class ZeroSection: ...\nclass StagePlan: ..."),
+    (devices_known_in_one_file, "memory/accelerator.py", "import torch\nif device.type == 'cuda': torch.cuda.init()"),
+    (devices_known_in_one_file, "engine.py", "import torch\nx = saved[torch.empty(2, device='cpu').device.type]"),
+    (devices_known_in_one_file, "engine.py", "if param.device.type != 'meta' and kind.type == 'row': ..."),
     (docstring, "engine.py", '"""An engine."""'),
 ]
 

@@ -1,15 +1,13 @@
-"""What the documents and the docstrings name exists: files, names, config keys, commands. Each check is also shown what
-breaks it.
+"""What documents, docstrings and messages name exists: files, names, config keys, commands. Each check is also shown
+what breaks it.
 """
 
 import ast
 import importlib
 import inspect
-import io
 import re
 import shlex
-import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, reduce
 from pathlib import Path
 
@@ -31,11 +29,11 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "partita"
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")
 
-# What a run leaves, what stands for something else in an example, what is built, and what is another project's.
-OF_A_RUN = re.compile(r"(runs|folder|model)/.*|\w+\.(safetensors|json|jsonl|yaml|png|txt)")
+# What a run or a build leaves, what stands for others in examples, what is built, and what is another project's.
+OF_A_RUN = re.compile(r"(runs|folder|model|build)/.*|\w+\.(safetensors|json|jsonl|yaml|png|txt)")
 PLACEHOLDERS = {"benchmarks.name", "benchmarks/name.py", "derived", "ignored", "ErrorType"}
 BUILT = {"partita.kernels._native"}
-FOREIGN = {"PR_SET_PTRACER", "SKBUILD_WHEEL_CMAKE"}
+FOREIGN = {"PR_SET_PTRACER", "SKBUILD_WHEEL_CMAKE", "xpu"}
 
 PATH = re.compile(r"\.?[\w*-]+(\.[\w*-]+)*(/[\w.*-]*)+|[\w*]+\.(py|md|hpp|cpp|toml)")
 KEY_AND_VALUE = re.compile(r"([a-z_][\w.]*): (\S.*)")
@@ -67,29 +65,34 @@ def engine_names() -> frozenset[str]:
 def known_words() -> frozenset[str]:
     """Identifiers and names of files, and the words in strings (but of docstrings, and of tests)."""
     words = FOREIGN | PLACEHOLDERS
-    for path in (path for name in ("src", "benchmarks", "tests") for path in (ROOT / name).rglob("*.py")):
-        if path == Path(__file__):
-            continue
-        text = path.read_text()
-        words.add(path.stem)
-        docs = {
-            ast.get_docstring(node, clean=False) for node in ast.walk(ast.parse(text)) if isinstance(node, DOCUMENTED)
-        }
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type == tokenize.NAME:
-                words.add(token.string)
-            elif (
-                token.type == tokenize.STRING
-                and path.parts[len(ROOT.parts)] != "tests"
-                and token.string.strip('"') not in docs
-            ):
-                words.update(re.findall(r"\w+", token.string))
+    for folder in ("src", "benchmarks", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path == Path(__file__):
+                continue
+            tree = ast.parse(path.read_text())
+            words.add(path.stem)
+            for node in ast.walk(tree):
+                names = (getattr(node, field, None) for field in ("id", "attr", "arg", "name", "asname", "module"))
+                words.update(part for name in names if isinstance(name, str) for part in name.split("."))
+            if folder != "tests":
+                words.update(word for text in strings(tree) for word in re.findall(r"\w+", text))
     for name in ("Makefile", "CMakeLists.txt", "pyproject.toml", ".ci/run"):
         words.update(re.findall(r"\w+", (ROOT / name).read_text()))
     return frozenset(words)
 
 
-DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+def docstrings(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+def strings(tree: ast.AST) -> Iterator[str]:
+    """Those that stand for something: statements of nothing but a string are docstrings."""
+    apart = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in apart:
+            yield node.value
 
 
 # ------------------------------------------------------------------------------------------------------- the checks
@@ -274,22 +277,19 @@ def wrong_in_document(text: str, folder: Path) -> Iterator[str]:
 
 
 def wrong_in_docstrings(source: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(source)):
-        docstring = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
-        for _, span in SPAN.findall(docstring or ""):
+    for docstring in docstrings(ast.parse(source)):
+        for _, span in SPAN.findall(docstring):
             yield from unknown_in(" ".join(span.split()).removeprefix("~"))
 
 
 def wrong_in_messages(source: str) -> Iterator[str]:
     """Names from partita, of the engine and config keys in sentences that are no docstrings."""
-    tree = ast.parse(source)
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    dotted = re.compile(rf"(?<![\w./])((?:partita|engine|{'|'.join(sections())})(?:\.[a-z_]+)+)\b(\(?)(?![*\[{{])")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-            for name, call in dotted.findall(node.value if " " in node.value else ""):
-                if not OF_A_RUN.fullmatch(name):
-                    yield from unknown_name(name, is_called=bool(call))
+    roots = "|".join(["partita", "engine", *sections()])
+    dotted = re.compile(rf"(?<![\w./])((?:{roots})(?:\.[a-z_]+)+)\b(\(?)(?![*\[{{])")
+    for text in strings(ast.parse(source)):
+        for name, call in dotted.findall(text if " " in text else ""):
+            if not OF_A_RUN.fullmatch(name):
+                yield from unknown_name(name, is_called=bool(call))
 
 
 # -------------------------------------------------------------------------------------------------------- they hold
@@ -302,20 +302,12 @@ def test_what_a_document_names_is_there(name: str) -> None:
     assert not problems, "\n" + "\n".join(f"{name}: {problem}" for problem in problems)
 
 
-def test_what_docstrings_name_is_there() -> None:
+@pytest.mark.parametrize("check", [wrong_in_docstrings, wrong_in_messages])
+def test_what_the_sources_name_is_there(check: Callable[[str], Iterator[str]]) -> None:
     problems = [
         f"{path.relative_to(ROOT)}: {problem}"
         for path in sorted(SOURCE.rglob("*.py"))
-        for problem in wrong_in_docstrings(path.read_text())
-    ]
-    assert not problems, "\n" + "\n".join(problems)
-
-
-def test_what_messages_name_is_there() -> None:
-    problems = [
-        f"{path.relative_to(ROOT)}: {problem}"
-        for path in sorted(SOURCE.rglob("*.py"))
-        for problem in wrong_in_messages(path.read_text())
+        for problem in check(path.read_text())
     ]
     assert not problems, "\n" + "\n".join(problems)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import partita
 from benchmarks.gpu._common import device_here, place
-from partita.comm.transport import PURPOSES, NcclTransport
+from partita.comm.transport import PURPOSES, DeviceTransport
 from partita.train.decoder import Decoder, DecoderShape
 
 PLANS = {
@@ -35,7 +35,7 @@ def check_collectives(device: torch.device) -> None:
     """All-gather and reduce-scatter over NCCL, each written into poisoned memory."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29577", RANK="0", WORLD_SIZE="1")
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    transport = NcclTransport(0, 1, {purpose: dist.new_group([0], backend="nccl") for purpose in PURPOSES})
+    transport = DeviceTransport(0, 1, {purpose: dist.new_group([0], backend="nccl") for purpose in PURPOSES})
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         part = torch.randn(1 << 22, device=device).to(dtype)
         whole = torch.full_like(part, torch.nan)

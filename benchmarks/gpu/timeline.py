@@ -102,10 +102,10 @@ def record(setting: Setting, mode: str, tokens: int, sequence: int) -> tuple[Wat
     watch, device = Watch(), setting.device
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     engine = partita_engine(setting, **MODES[mode].config)
-    step_of, wait_of = Snapshot.step, streams._Task.wait
+    step_of, wait_of = Snapshot.step, streams._Job.wait
     with (
         mock.patch.object(Snapshot, "step", watch.around("update", step_of)),
-        mock.patch.object(streams._Task, "wait", watch.around("wait", wait_of, caller_only=True)),
+        mock.patch.object(streams._Job, "wait", watch.around("wait", wait_of, caller_only=True)),
         engine,
     ):
 

@@ -9,7 +9,7 @@ import torch
 import partita
 from partita import PartitaError
 from partita.comm.collectives import Collectives
-from partita.comm.control_message import ROOM_BYTES
+from partita.comm.control_message import PAYLOAD_BYTES
 from partita.comm.mesh import Mesh
 from partita.comm.world import Rendezvous
 from partita.plan.mesh_shape import MeshShape
@@ -25,12 +25,12 @@ def of_any_size() -> None:
     """Tensors of every dtype, and objects of other sizes on each rank, in one message or two."""
     made = collectives()
     group = made.all_ranks
-    for num in (0, 1, ROOM_BYTES, ROOM_BYTES + 1, 5000):
+    for num in (0, 1, PAYLOAD_BYTES, PAYLOAD_BYTES + 1, 5000):
         for dtype in (torch.uint8, torch.int64, torch.float64, torch.bool):
             every = group.exchange(torch.full((num,), rank(), dtype=dtype), "a call").wait()
             expected = torch.arange(world()).to(dtype).view(-1, 1).expand(world(), num)
             assert torch.equal(every, expected)
-    for num in (0, ROOM_BYTES, 3000):
+    for num in (0, PAYLOAD_BYTES, 3000):
         assert group.exchange_objects("x" * num * rank(), "a call") == ["x" * num * r for r in range(world())]
     made.mesh.close()
 

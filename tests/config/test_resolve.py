@@ -170,7 +170,7 @@ def test_compute_dtype(compute: str, device: str, expected: str) -> None:
         (
             {"communication": {"within_node": "memory"}},
             "cuda",
-            ("ignored: communication.within_node (on cuda NCCL chooses the way)",),
+            ("ignored: communication.within_node (on cuda its own backend chooses the way)",),
         ),
         ({"communication": {"within_node": "memory"}}, "cpu", ()),
         ({}, "cpu", ()),

@@ -48,7 +48,7 @@ def in_float64(start: Tensor, grads: list[Tensor], rule: Rule) -> Tensor:
             betas = rule.beta1, rule.beta2
             optimizer = kind([p], rule.lr, betas=betas, eps=rule.eps, weight_decay=rule.weight_decay, foreach=False)
         case SgdRule():
-            optimizer = torch.optim.SGD([p], rule.lr, rule.momentum, 0, rule.weight_decay, rule.nesterov)
+            optimizer = torch.optim.SGD([p], rule.lr, rule.momentum, 0, rule.weight_decay)
         case LionRule():
             return lion_in_float64(p.detach(), grads, rule)
     for grad in grads:

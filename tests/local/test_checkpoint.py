@@ -552,7 +552,7 @@ def dies_while_it_writes(folder: str) -> None:
         if rank() == 1:
             mock.patch.object(FileDraft, "write", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL)).start()
         engine.save(folder)
-        engine._checkpoints._saver._join()
+        engine._parts.checkpoints._saver._join()
 
 
 @pytest.mark.filterwarnings("ignore:the checkpoint was not saved")

@@ -69,7 +69,7 @@ def freed(config: Config[str, Any], close: bool) -> None:
     for step in range(2):
         engine.backward(square_loss(engine, rank(), step))
         engine.step()
-    runtime = engine._runtime
+    runtime = engine._parts.runtime
     made = [
         engine,
         model,
@@ -78,7 +78,7 @@ def freed(config: Config[str, Any], close: bool) -> None:
         runtime.residency,
         runtime.reducer,
         engine.optimizer,
-        engine._parts.ledger,
+        engine._parts.runtime.memory.ledger,
     ]
     seen = [weakref.ref(found) for found in [*made, *model.parameters()]]
     mesh = engine.mesh

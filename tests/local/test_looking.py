@@ -125,7 +125,7 @@ def exports_in_parts(folder: Path) -> None:
     torch.manual_seed(0)
     with partita.initialize(Stack(), {"zero": {"stage": 3}}) as engine:
         engine.export(folder)
-        export_module.export(engine._whole, engine.module, folder, file_bytes=4096)
+        export_module.export(engine._parts.whole, engine.module, folder, file_bytes=4096)
         weights = _whole(engine)
     if rank():
         return

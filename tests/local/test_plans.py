@@ -105,7 +105,7 @@ def whole_at_a_time() -> None:
     """Never more units whole than one beside the root, and one ahead."""
     most = 0
     with partita.initialize(Stack(8), {"zero": {"stage": 3}}) as engine:
-        units = engine._runtime.residency.units
+        units = engine._parts.runtime.residency.units
 
         def count(*_: Any) -> None:
             nonlocal most
@@ -138,8 +138,8 @@ def of_a_model_on_meta() -> None:
         with partita.initialize(CASES["decoder"].build(), config) as engine:
             model, resolved = CASES["decoder"].build(device="meta"), engine.blueprint.resolved
             assert make_blueprint(model, resolved) == engine.blueprint
-            assert [unit.planned for unit in engine._runtime.units] == engine.units
-            held = engine.memory_report().held.get(("ring", "device"), 0)
+            assert [unit.planned for unit in engine._parts.runtime.units] == engine.units
+            held = engine.memory_report().held.get(("buffer_pool", "device"), 0)
             assert held == unit_pool(engine.units, "auto").num_bytes
 
 

@@ -189,7 +189,7 @@ def scale_ends() -> str:
     """A gradient that is never finite ends in an error that names it."""
     with partita.initialize(Explosive(), {"precision": {"compute": "fp16"}}) as engine, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        engine._updater.scale.value = loss_scale.SMALLEST * 2
+        engine._parts.updater.scale.value = loss_scale.SMALLEST * 2
         explode(engine, 0, 0)
         with pytest.raises(PartitaError) as raised:
             explode(engine, 1, 0)

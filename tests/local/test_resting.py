@@ -324,11 +324,11 @@ def resized_storage() -> None:
 def given_back() -> None:
     """The memory of a resting parameter is gone."""
     with partita.initialize(Stack(), SHARDED) as engine:
-        for unit in engine._runtime.units:
+        for unit in engine._parts.runtime.units:
             assert unit.storage.nbytes() == 0
         engine.backward(square_loss(engine, rank(), 0))
         engine.step()
-        for unit in engine._runtime.units:
+        for unit in engine._parts.runtime.units:
             assert unit.storage.nbytes() == 0
 
 

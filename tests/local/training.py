@@ -231,13 +231,13 @@ def whole_weights(engine: partita.Engine) -> dict[str, Tensor]:
 
 def assert_idle(engine: partita.Engine) -> None:
     """Between steps nothing is open: units rest, all slots of all pools are back, no reduction is under way."""
-    residency, reducer = engine._runtime.residency, engine._runtime.reducer
+    residency, reducer = engine._parts.runtime.residency, engine._parts.runtime.reducer
     open_units = [
         u.title for u in residency.units if u.state is not UnitState.RESTING or u.visits or u.pinned or u.slot
     ]
     assert not open_units, f"open: {open_units}"
     held = engine.memory_report().held
-    assert _free_bytes(engine._runtime.pool) == held.get(("buffer_pool", "device"), 0)
+    assert _free_bytes(engine._parts.runtime.pool) == held.get(("buffer_pool", "device"), 0)
     pools = (reducer._sending, reducer._receiving, *reducer._summed.values())
     assert sum(map(_free_bytes, pools)) == sum(held.get(("buckets", tier), 0) for tier in ("device", "host"))
     assert all(bucket.lacks_memory == bucket.passes for bucket in reducer.buckets if not bucket.in_place)

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from partita.memory.buffer_pool import BufferPool, Slot
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event
-from partita.plan.slots import CLASS_SHARE
+from partita.plan.slots import CLASS_SHARE, PlannedPool
 
 CPU = torch.device("cpu")
 BLOCK, EMBEDDING = 4096, 40960
@@ -33,7 +33,7 @@ def lend_all(pool: BufferPool, num_bytes: int) -> list[Slot]:
 
 def test_an_embedding_is_not_a_block() -> None:
     ledger = Ledger()
-    pool = BufferPool("buffer_pool", [EMBEDDING, *[BLOCK] * 6], 2, ledger, CPU)
+    pool = BufferPool("buffer_pool", PlannedPool((EMBEDDING, *[BLOCK] * 6), 2), ledger, CPU)
     assert held(ledger) == EMBEDDING + 2 * BLOCK, "the one embedding has one slot, six blocks share two"
     assert [slot.num_bytes for slot in lend_all(pool, EMBEDDING)] == [EMBEDDING]
     assert [slot.num_bytes for slot in lend_all(pool, BLOCK)] == [BLOCK] * 2
@@ -41,7 +41,7 @@ def test_an_embedding_is_not_a_block() -> None:
 
 def test_nearly_equal_sizes_share_slots() -> None:
     ledger, near = Ledger(), int(CLASS_SHARE * BLOCK)
-    pool = BufferPool("buffer_pool", [near, BLOCK, near - 1], 2, ledger, CPU)
+    pool = BufferPool("buffer_pool", PlannedPool((near, BLOCK, near - 1), 2), ledger, CPU)
     assert held(ledger) == 2 * BLOCK + near - 1
     first, second = pool.borrow(near), pool.borrow(BLOCK)
     assert first.num_bytes == second.num_bytes == BLOCK
@@ -50,15 +50,15 @@ def test_nearly_equal_sizes_share_slots() -> None:
 
 def test_a_tensor_that_lasts_has_a_slot_beside_the_others() -> None:
     ledger = Ledger()
-    pool = BufferPool("buffer_pool", [BLOCK] * 5, 2, ledger, CPU, lasting=[BLOCK])
+    pool = BufferPool("buffer_pool", PlannedPool(tuple([BLOCK] * 5), 2, (BLOCK,)), ledger, CPU)
     assert len(lend_all(pool, BLOCK)) == 3
-    pool = BufferPool("buffer_pool", [BLOCK] * 5, 2, Ledger(), CPU, lasting=[BLOCK] * 5)
+    pool = BufferPool("buffer_pool", PlannedPool(tuple([BLOCK] * 5), 2, tuple([BLOCK] * 5)), Ledger(), CPU)
     assert len(lend_all(pool, BLOCK)) == 5, "never more than there are tensors"
 
 
 def test_without_memory_of_their_own() -> None:
     ledger = Ledger()
-    slot = BufferPool("buffer_pool", [BLOCK], 1, ledger, CPU, backed=False).borrow(BLOCK)
+    slot = BufferPool("buffer_pool", PlannedPool((BLOCK,), 1), ledger, CPU, backed=False).borrow(BLOCK)
     assert (slot.storage.nbytes(), slot.num_bytes) == (0, BLOCK)
     assert held(ledger) == BLOCK, "the tensor that it is lent to takes the memory"
 
@@ -66,7 +66,7 @@ def test_without_memory_of_their_own() -> None:
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.integers(1, 4))
 def test_classes_waste_little(sizes: list[int], depth: int) -> None:
     ledger = Ledger()
-    pool = BufferPool("buffer_pool", sizes, depth, ledger, CPU)
+    pool = BufferPool("buffer_pool", PlannedPool(tuple(sizes), depth), ledger, CPU)
     for size in sizes:
         assert pool.available(size)
         slot = pool.borrow(size)
@@ -80,7 +80,7 @@ def test_classes_waste_little(sizes: list[int], depth: int) -> None:
 
 def test_the_pool_grows_with_one_warning() -> None:
     ledger = Ledger()
-    pool = BufferPool("buckets", [3_000_000, 3_000_000], 1, ledger, CPU)
+    pool = BufferPool("buckets", PlannedPool((3_000_000, 3_000_000), 1), ledger, CPU)
     first = pool.borrow(3_000_000)
     assert not pool.available(3_000_000)
     with pytest.warns(UserWarning, match=r"'buckets' .* grows by 3\.0 MB") as warned:
@@ -94,7 +94,7 @@ def test_the_pool_grows_with_one_warning() -> None:
 
 def test_spare_memory_is_given_up() -> None:
     ledger = Ledger()
-    pool = BufferPool("buffer_pool", [BLOCK], 1, ledger, CPU)
+    pool = BufferPool("buffer_pool", PlannedPool((BLOCK,), 1), ledger, CPU)
     kept, spare = pool.borrow(BLOCK, spare=True), pool.borrow(100, spare=True)
     assert (kept.num_bytes, spare.num_bytes) == (BLOCK, 100), "a free slot is taken first"
     assert held(ledger) == BLOCK + 100
@@ -106,7 +106,7 @@ def test_spare_memory_is_given_up() -> None:
 
 
 def test_a_size_that_was_not_planned() -> None:
-    pool = BufferPool("buffer_pool", [BLOCK], 1, Ledger(), CPU)
+    pool = BufferPool("buffer_pool", PlannedPool((BLOCK,), 1), Ledger(), CPU)
     assert not pool.available(2 * BLOCK)
     with pytest.warns(UserWarning, match=r"'buffer_pool' .* grows by 0\.0 MB"):
         slot = pool.borrow(2 * BLOCK)
@@ -117,7 +117,7 @@ def test_a_size_that_was_not_planned() -> None:
 
 
 def test_a_slot_comes_with_the_event_of_its_last_use() -> None:
-    pool, event = BufferPool("buffer_pool", [BLOCK], 1, Ledger(), CPU), Event()
+    pool, event = BufferPool("buffer_pool", PlannedPool((BLOCK,), 1), Ledger(), CPU), Event()
     slot = pool.borrow(BLOCK)
     pool.give_back(slot, event)
     assert pool.borrow(BLOCK).last_use is event
@@ -132,7 +132,7 @@ class Borrowing(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.ledger, self.num_warnings = Ledger(), 0
-        self.pool = BufferPool("buffer_pool", [100, 80, 30, 30, 30, 9], 2, self.ledger, CPU, lasting=[30])
+        self.pool = BufferPool("buffer_pool", PlannedPool((100, 80, 30, 30, 30, 9), 2, (30,)), self.ledger, CPU)
         self.out: list[Slot] = []
         self.owned = {id(slot): slot for size in (100, 30, 9) for slot in lend_all(self.pool, size)}
         for slot in self.owned.values():

@@ -8,6 +8,7 @@ from partita.memory import buffer_pool
 from partita.memory.buffer_pool import BufferPool, Loan, Slot
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event
+from partita.plan.slots import PlannedPool
 
 CPU = torch.device("cpu")
 NUM_BYTES = 64
@@ -15,7 +16,7 @@ WAYS = pytest.mark.parametrize("swap", [True, False], ids=["swap", "resize"])
 
 
 def slots(loan: Loan, num: int) -> list[Slot]:
-    made = BufferPool("buffer_pool", [NUM_BYTES] * num, num, Ledger(), CPU, backed=loan.swap)
+    made = BufferPool("buffer_pool", PlannedPool(tuple([NUM_BYTES] * num), num), Ledger(), CPU, backed=loan.swap)
     return [made.borrow(NUM_BYTES) for _ in range(num)]
 
 
@@ -87,7 +88,7 @@ def test_the_storage_is_resized_where_torch_cannot_swap(monkeypatch: pytest.Monk
 @WAYS
 def test_the_event_is_kept_by_the_slot(swap: bool) -> None:
     loan, event = Loan(swap), Event()
-    made = BufferPool("buffer_pool", [NUM_BYTES], 1, Ledger(), CPU, backed=loan.swap)
+    made = BufferPool("buffer_pool", PlannedPool((NUM_BYTES,), 1), Ledger(), CPU, backed=loan.swap)
     slot, storage = made.borrow(NUM_BYTES), torch.UntypedStorage(0)
     loan.lend(storage, slot)
     loan.take_back(storage, slot)

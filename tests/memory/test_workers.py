@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from partita.memory.workers import Workers
+from partita.memory.streams import Workers
 
 
 @pytest.fixture

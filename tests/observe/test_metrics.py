@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ HELD_OUT = [HeldOutRow(0, 0, 5.5), HeldOutRow(3, 192, 2.5)]
 
 
 def write_all(folder: Path) -> None:
-    with MetricsWriter(folder) as writer:
+    with closing(MetricsWriter(folder)) as writer:
         for row in [HELD_OUT[0], *TRAIN, HELD_OUT[1]]:
             writer.write(row)
 
@@ -26,7 +27,7 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 def test_a_row_is_there_as_soon_as_it_is_written(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.write(TRAIN[0])
         assert read_metrics(tmp_path / METRICS_FILE) == ([TRAIN[0]], [])
 
@@ -47,7 +48,7 @@ def test_another_run_replaces_the_rows_and_the_events(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_and_dies_early_leaves_the_rows_that_it_kept(tmp_path: Path) -> None:
     write_all(tmp_path)
-    with MetricsWriter(tmp_path, after=3):
+    with closing(MetricsWriter(tmp_path, after=3)):
         assert read_metrics(tmp_path / METRICS_FILE) == (TRAIN, HELD_OUT[:1])  # the last step is evaluated again
 
 
@@ -74,7 +75,7 @@ def test_tensorboard_has_the_scalars(tmp_path: Path) -> None:
 
 def test_without_tensorboard_there_are_rows_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         assert not writer.has_tensorboard
         writer.write(TRAIN[0])
     assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]

@@ -66,7 +66,7 @@ def test_what_two_have_in_common(shape: tuple[int, ...], random: object) -> None
     else:
         assert set(places[met.slices].flatten().tolist()) == common
         assert torch.equal(places[one.slices][met.within(one).slices], places[met.slices])
-        assert met.within(one).inside(one) == met
+        assert met.within(one).placed_in(one) == met
 
 
 def test_the_order_of_dimensions_in_memory() -> None:

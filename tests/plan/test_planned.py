@@ -42,6 +42,7 @@ def test_parameters(name: str) -> None:
         segment = planned(2048, mesh, name)
         assert (segment.rests_whole, segment.stays_whole) == (name in WHOLE, name in KEPT)
         assert segment.has_second == (name == "hierarchical" and mesh is NODES)
+        assert segment.update_is_gathered == (name in ("zero1", "zero2"))
         assert segment.num_shards(segment.row.master) == (1 if name == "ddp" else mesh.data)
         assert segment.master_is_parameter
         assert not planned(2048, mesh, name, MIXED).master_is_parameter

@@ -14,6 +14,7 @@ from partita.memory.tiers import StateMemory
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import FP32
+from partita.plan.slots import PlannedPool
 from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import Tiers, preset
 from partita.planner.parameters import find_holdings
@@ -42,14 +43,13 @@ def units_of(model: nn.Sequential, name: str, mesh: MeshShape, rank: int, tiers:
     units = list[Unit]()
     row = preset(name, tiers=tiers, mesh=mesh)
     for number, layer in enumerate(model):
-        holdings = find_holdings(layer)
-        for holding in holdings:
-            holding.fqns = [f"{number}.{fqn}" for fqn in holding.fqns]
-        entries = [Entry(holding.fqns[0], tuple(holding.param.shape), FP32, True) for holding in holdings]
-        layout = lay_out(entries, mesh.group_size(row.summed_axes))
-        segments = tuple(PlannedSegment(segment, row, mesh) for segment in layout)
-        named = {holding.fqns[0]: holding for holding in holdings}
-        units.append(Unit(PlannedUnit(str(number), segments), layer, named, number, rank))
+        holdings = {f"{number}.{holding.fqns[0]}": holding for holding in find_holdings(layer)}
+        for fqn, holding in holdings.items():
+            holding.fqns = [fqn]
+        entries = [Entry(fqn, tuple(holding.param.shape), FP32, True) for fqn, holding in holdings.items()]
+        layouts = lay_out(entries, mesh.group_size(row.summed_axes))
+        planned = PlannedUnit(str(number), tuple(PlannedSegment(layout, row, mesh) for layout in layouts))
+        units.append(Unit(planned, layer, holdings, number, rank))
     return units
 
 
@@ -108,7 +108,7 @@ class Made:
 
     def reducer(self, accumulate: int = 1) -> tuple[GradientReducer, User]:
         """The reducer of all units' gradients, last unit first, each in a bucket of its own."""
-        planned = [unit.planned.segments for unit in reversed(self.units)]
+        planned = [[segment.planned] for unit in reversed(self.units) for segment in unit.segments]
         buckets = make_buckets(planned, self.units, accumulate, self.memory.ledger)
         for bucket in buckets:
             bucket.allocate(self.collectives.mesh.index(bucket.plan.summed_axes), self.memory)
@@ -125,8 +125,8 @@ def made(
     memory = StateMemory(mesh.device, ledger, lambda: pytest.fail("nothing rests on disk here"))
     units = units_of(blocks(num_units), name, mesh.shape, mesh.rank, tiers)
     sharded, loan, agreement = [unit for unit in units if not unit.rests_whole], Loan(), Agreeing()
-    sizes = [unit.planned.num_bytes for unit in sharded]
-    pool = BufferPool("buffer_pool", sizes, depth, ledger, mesh.device, backed=loan.swap)
+    sizes = tuple(unit.planned.num_bytes for unit in sharded)
+    pool = BufferPool("buffer_pool", PlannedPool(sizes, depth), ledger, mesh.device, backed=loan.swap)
     executor = Executor(collectives, pool, loan)
     residency = Residency(sharded, executor, agreement, prefetch_bytes)
     result = Made(units, executor, residency, agreement, pool, memory, collectives)

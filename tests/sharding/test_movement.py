@@ -32,8 +32,10 @@ def moved(src: Residence, dst: Residence, mesh: MeshShape, before: float | None 
         source = torch.from_numpy(held[collectives.mesh.rank].values.copy()).to(DTYPES[src.encoding.name])
         size = dst.num_elements(NUM_ELEMENTS, mesh)
         target = torch.full((size,), float("nan") if before is None else before, dtype=DTYPES[dst.encoding.name])
-        received = torch.empty(movement.scratch_elements(ops, NUM_ELEMENTS, target.itemsize), dtype=target.dtype)
-        finish_all(movement.begin(ops, source, target, accumulate=before is not None, received=received))
+        received = torch.empty(movement.scratch_bytes(ops, NUM_ELEMENTS, target.itemsize), dtype=torch.uint8)
+        finish_all(
+            movement.begin(ops, source, target, accumulate=before is not None, received=received.view(target.dtype))
+        )
         return target
 
     return on_ranks(mesh, work, *(op.axes for op in ops if hasattr(op, "axes"))), state

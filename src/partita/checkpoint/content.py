@@ -23,7 +23,7 @@ from partita.optim.fused import BLOCK_STATES
 from partita.optim.updater import Updater
 from partita.optim.views import View
 from partita.plan.box import Box, FlatRange
-from partita.plan.residence import BLOCK, FP32, SPLIT, Tier
+from partita.plan.residence import BLOCK, FP32, SPLIT
 from partita.plan.span import Span
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member, Segment, Unit
@@ -139,7 +139,8 @@ class Content:
             others = [value for value in found if isinstance(value, Value)]
             known = SegmentContent(segment, seen, pieces, [piece.value for piece in pieces], others)
             self._known[id(segment)] = known
-            if _stays_in_memory(segment) and all(piece.elements.is_row_major for piece in known.pieces):
+            in_memory = not segment.plan.uses_disk and segment.plan.master.encoding != SPLIT
+            if in_memory and all(piece.elements.is_row_major for piece in known.pieces):
                 known.views = self._views(known, [state for _, state in kept if isinstance(state, Tensor)])
         return known
 
@@ -237,10 +238,3 @@ class Content:
 def _has_own_shape(view: View, state: Tensor) -> bool:
     """Whether an optimizer that sees parameters whole keeps other than a value for each element."""
     return bool(state.numel()) and view.member.segment.holds_whole_master and state.shape != view.member.shape
-
-
-def _stays_in_memory(segment: Segment) -> bool:
-    """Whether all of a segment's states have their place there, and none has to be put together."""
-    plan = segment.plan
-    on_disk = Tier.DISK in (plan.param_rest.tier, plan.master.tier, plan.moments.tier)
-    return not on_disk and plan.master.encoding != SPLIT

@@ -18,7 +18,6 @@ from partita.checkpoint.content import Content
 from partita.checkpoint.training_state import TrainingState
 from partita.comm.together import together
 from partita.memory.capacity import HOST_SHARE, host_memory
-from partita.plan.residence import Tier
 
 _log = logging.getLogger("partita")
 
@@ -120,8 +119,7 @@ class Saver:
 
     @property
     def _on_disk(self) -> bool:
-        rows = [segment.plan for unit in self._content.runtime.units for segment in unit.segments]
-        return any(Tier.DISK in (row.param_rest.tier, row.master.tier, row.moments.tier) for row in rows)
+        return any(segment.plan.uses_disk for unit in self._content.runtime.units for segment in unit.segments)
 
     def _have_room(self, num_bytes: int) -> bool:
         """Whether every node has room for the copies of its ranks; the same on all ranks."""

@@ -20,6 +20,7 @@ from partita.checkpoint.settings import Change, Settings, apply, changes, config
 from partita.comm.mesh import Mesh
 from partita.errors import PartitaError
 from partita.inspection.modules import extra_states, persistent_buffers
+from partita.memory import accelerator
 from partita.optim.updater import Updater
 from partita.plan.box import Box, FlatRange
 
@@ -147,8 +148,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (name, torch.from_numpy(numpy.asarray(keys).astype(numpy.int64)), place, has_gauss, gauss),
     }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if not accelerator.is_host(device):
+        state[device.type] = accelerator.random_state(device)
     return state
 
 
@@ -157,5 +158,5 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), *rest))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    if device.type in state:
+        accelerator.set_random_state(state[device.type], device)

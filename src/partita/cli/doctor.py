@@ -14,6 +14,7 @@ from rich.console import Console
 from partita.cli.console import show_table
 from partita.config.resolve import resolve
 from partita.config.schema import Config
+from partita.memory import accelerator
 from partita.memory.capacity import host_memory, usable_cores
 from partita.planner.figures import format_bytes
 
@@ -48,14 +49,14 @@ def machine_rows() -> Iterator[tuple[str, str]]:
 
 def choice_rows() -> Iterator[tuple[str, str]]:
     """What partita chooses on this machine, and what it does without."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    yield "processes", f"{max(1, torch.cuda.device_count())} by default (partita train --processes)"
-    yield "compute dtype", f"{resolve(Config(), 1, device).compute_dtype} (precision.compute: auto)"
+    device = torch.device(accelerator.device_type())
+    yield "processes", f"{max(1, accelerator.count())} by default (partita train --processes)"
+    yield "compute dtype", f"{resolve(Config(), 1, device.type).compute_dtype} (precision.compute: auto)"
     yield (
         "collectives",
-        "NCCL; gradients by its reduce-scatter"
-        if device == "cuda"
-        else "gloo; gradients by all-to-all and a local sum in rank order; within a node by reading memory, if allowed",
+        "gloo; gradients by all-to-all and a local sum in rank order; within a node by reading memory, if allowed"
+        if accelerator.is_host(device)
+        else f"{accelerator.backend(device)}; gradients by its reduce-scatter",
     )
     yield (
         "gathered memory",
@@ -73,14 +74,12 @@ def choice_rows() -> Iterator[tuple[str, str]]:
 
 def _devices() -> list[str]:
     names = [f"CPU: {platform.processor() or platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"]
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        names.append(f"GPU {index}: {properties.name}, {format_bytes(properties.total_memory)}")
-    return names
+    found = enumerate(accelerator.installed())
+    return names + [f"GPU {index}: {name}, {format_bytes(num_bytes)}" for index, (name, num_bytes) in found]
 
 
 def _backends() -> dict[str, bool]:
-    return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    return {name: dist.is_backend_available(name) for name in dist.Backend.backend_list if name != "undefined"}
 
 
 def _is_importable(name: str) -> bool:

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
@@ -11,6 +10,7 @@ from partita.cli.console import INTERRUPTED, user_errors
 from partita.config.launchers import launch_environment
 from partita.config.resolve import resolve
 from partita.errors import ConfigError
+from partita.memory import accelerator
 from partita.train.job import Job, load_job
 from partita.train.loop import train as run_job
 
@@ -35,7 +35,7 @@ def train(job: JobFile, overrides: Overrides = None, processes: Processes = None
         loaded = load_job(job, overrides or ())
         environment = launch_environment()
         if environment.world_size == 1:
-            num_processes = processes or max(1, torch.cuda.device_count())
+            num_processes = processes or max(1, accelerator.count())
             check(loaded, num_processes)
         elif processes is None:
             num_processes = 1
@@ -60,7 +60,7 @@ def check(job: Job, num_processes: int) -> None:
     Raises:
         ConfigError: the engine's configuration does not fit the number of processes, or ``train.out`` cannot be made.
     """
-    resolve(job.engine, num_processes, "cuda" if torch.cuda.is_available() else "cpu")
+    resolve(job.engine, num_processes, accelerator.device_type())
     try:
         job.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -16,10 +16,10 @@ from partita.comm.exchange import Work
 from partita.errors import PartitaError
 
 # What precedes a message: the call that it belongs to, as text, and its bytes.
-HEAD = struct.Struct("<40sq")
+HEADER = struct.Struct("<40sq")
 # Of every rank's first message; what does not fit follows in a second one.
-ROW_BYTES = 512
-ROOM_BYTES = ROW_BYTES - HEAD.size
+MESSAGE_BYTES = 512
+PAYLOAD_BYTES = MESSAGE_BYTES - HEADER.size
 
 T = TypeVar("T")
 Gather = Callable[[Tensor], tuple[Tensor, Work]]
@@ -47,10 +47,10 @@ class ControlMessage(Generic[T]):
     ) -> None:
         self._payload, self._gather, self._read, self._explained = payload, gather, read, explained
         if gather is not None:
-            row = torch.zeros(ROW_BYTES, dtype=torch.uint8, device="cpu")
-            head = HEAD.pack(call.encode()[:40], payload.numel())
-            row[: HEAD.size] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-            row[HEAD.size :][: payload.numel()] = payload[:ROOM_BYTES]
+            row = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
+            head = HEADER.pack(call.encode()[:40], payload.numel())
+            row[: HEADER.size] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+            row[HEADER.size :][: payload.numel()] = payload[:PAYLOAD_BYTES]
             with explained():
                 self._rows, self._first = gather(row)
 
@@ -74,22 +74,22 @@ class ControlMessage(Generic[T]):
 
     def _payloads(self, gather: Gather) -> list[Tensor]:
         self._first.wait()
-        heads = [HEAD.unpack(bytes(row[: HEAD.size].tolist())) for row in self._rows]
+        heads = [HEADER.unpack(bytes(row[: HEADER.size].tolist())) for row in self._rows]
         calls, sizes = [head[0].rstrip(b"\0").decode() for head in heads], [head[1] for head in heads]
         if len(set(calls)) > 1:
             at = "; ".join(f"rank {rank} is at {call}" for rank, call in enumerate(calls))
             raise PartitaError(
                 f"the ranks are at different calls: {at}. Call the engine's methods on every rank, in the same order"
             )
-        payloads = [row[HEAD.size :][:size] for row, size in zip(self._rows, sizes, strict=True)]
-        if max(sizes) > ROOM_BYTES:
-            rest = torch.zeros(max(sizes) - ROOM_BYTES, dtype=torch.uint8, device="cpu")
-            if self._payload.numel() > ROOM_BYTES:
-                rest[: self._payload.numel() - ROOM_BYTES] = self._payload[ROOM_BYTES:]
+        payloads = [row[HEADER.size :][:size] for row, size in zip(self._rows, sizes, strict=True)]
+        if max(sizes) > PAYLOAD_BYTES:
+            rest = torch.zeros(max(sizes) - PAYLOAD_BYTES, dtype=torch.uint8, device="cpu")
+            if self._payload.numel() > PAYLOAD_BYTES:
+                rest[: self._payload.numel() - PAYLOAD_BYTES] = self._payload[PAYLOAD_BYTES:]
             rests, second = gather(rest)
             second.wait()
             payloads = [
-                torch.cat([first, more[: max(0, size - ROOM_BYTES)]])
+                torch.cat([first, more[: max(0, size - PAYLOAD_BYTES)]])
                 for first, more, size in zip(payloads, rests, sizes, strict=True)
             ]
         return payloads

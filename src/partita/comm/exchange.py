@@ -32,16 +32,16 @@ class Arriving(Protocol):
 
 
 class Receive:
-    """From a rank that sends ``num_elements`` in messages of ``piece``. They come into ``room``, one beside the other;
-    where it is smaller, later ones take the place of earlier ones.
+    """From a rank that sends ``num_elements`` in messages of ``piece``. They come into ``buffer``, one beside the
+    other; where it is smaller, later ones take the place of earlier ones.
 
     Args:
         post: begins to receive a message.
     """
 
-    def __init__(self, post: Callable[[Tensor], Work], room: Tensor, num_elements: int, piece: int) -> None:
+    def __init__(self, post: Callable[[Tensor], Work], buffer: Tensor, num_elements: int, piece: int) -> None:
         self._post, self._num_elements, self._piece = post, num_elements, piece
-        self._places = room.split(piece)
+        self._places = buffer.split(piece)
         self._posted = 0
         self._awaited = deque[tuple[Tensor, Work]]()
         for _ in self._places:

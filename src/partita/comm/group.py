@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Handle:
-    """A collective under way. :meth:`wait` returns when its result may be used (on CUDA: by the current stream)."""
+    """A collective under way. :meth:`wait` returns when its result may be used (by the current stream)."""
 
     def __init__(self, work: Work, explained: Explained) -> None:
         self._work, self._explained = work, explained
@@ -165,5 +165,5 @@ class Group:
             raise PartitaError(
                 f"rank {self._mesh.rank}: {what} over {','.join(self.axes)} failed: another rank ended, or did not "
                 f"join within the time-out (communication.timeout_s, {self._mesh.timeout_s:g} s). Backend: {error}"
-                + (f"\n{watchdog.accounts()}" if watchdog else "")
+                + (f"\n{watchdog.describe_ranks()}" if watchdog else "")
             ) from error

@@ -201,12 +201,12 @@ def _left(end: float) -> float:
 
 
 def _trial(other: Endpoint) -> str | None:
-    room = torch.empty(TOKEN_BYTES, dtype=torch.uint8, device="cpu")
+    buffer = torch.empty(TOKEN_BYTES, dtype=torch.uint8, device="cpu")
     try:
-        read_memory(other.process, other.address, room)
+        read_memory(other.process, other.address, buffer)
     except OSError as error:
         return str(error.strerror)
-    return None if bytes(room.tolist()) == other.token else "its process number means another process here"
+    return None if bytes(buffer.tolist()) == other.token else "its process number means another process here"
 
 
 def _node() -> str:

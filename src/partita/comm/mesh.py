@@ -14,10 +14,11 @@ import torch.distributed as dist
 from partita.comm import world
 from partita.comm.collective_log import CollectiveLog
 from partita.comm.forks import connections_kept_from_children
-from partita.comm.transport import BULK_PURPOSES, PURPOSES, HostTransport, NcclTransport, Transport
+from partita.comm.transport import BULK_PURPOSES, PURPOSES, DeviceTransport, HostTransport, Transport
 from partita.comm.watchdog import Watchdog
 from partita.comm.world import Rendezvous
 from partita.errors import PartitaError
+from partita.memory import accelerator
 from partita.memory.streams import Stream
 from partita.plan.mesh_shape import MeshShape
 
@@ -28,7 +29,7 @@ class Mesh:
 
     Args:
         shape: the sizes of the axes; their product is the number of ranks.
-        device: where tensors live; decides the backend (gloo for cpu, NCCL for cuda). Control messages always use gloo.
+        device: where tensors live; decides the backend (gloo on the host). Control messages always use gloo.
         rendezvous: used to start ``torch.distributed`` if it is not running yet.
     """
 
@@ -66,19 +67,19 @@ class Mesh:
 
     def _connect(self, axes: tuple[str, ...]) -> Transport:
         own = dict[str, dist.ProcessGroup]()
-        size, on_host = self.shape.group_size(axes), self.device.type == "cpu"
+        size = self.shape.group_size(axes)
         with connections_kept_from_children():
             for ranks in self.shape.groups(axes):
                 assert ranks == sorted(ranks), f"axes out of the mesh's order, in which torch numbers ranks: {axes}"
                 for purpose in PURPOSES:
-                    backend = "gloo" if purpose == "control" or on_host else "nccl"
+                    backend = accelerator.backend(accelerator.HOST if purpose == "control" else self.device)
                     group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_s), backend=backend)
                     if self.rank in ranks:
                         own[purpose] = group
                         self._process_groups.append(group)
-        if on_host:
+        if accelerator.is_host(self.device):
             return HostTransport(self.index(axes), size, own, self._within_node, self.timeout_s)
-        return NcclTransport(self.index(axes), size, own)
+        return DeviceTransport(self.index(axes), size, own)
 
     def transport(self, axes: tuple[str, ...]) -> Transport:
         """What moves tensors over ``axes``, named as :meth:`MeshShape.named` does.

@@ -155,12 +155,12 @@ class Offer:
 
 class Fetch:
     """``num_elements`` of a peer's, read when asked for (:class:`~partita.comm.exchange.Arriving`): at once into
-    ``room``, or in pieces, each into the beginning of ``room``. Ask for the last one before waiting for any
+    ``buffer``, or in pieces, each into the beginning of ``buffer``. Ask for the last one before waiting for any
     :class:`Offer`, for which the peer does the same.
     """
 
-    def __init__(self, room: Tensor, num_elements: int, process: int, channel: Channel, tag: int) -> None:
-        self._room, self._num_elements = room, num_elements
+    def __init__(self, buffer: Tensor, num_elements: int, process: int, channel: Channel, tag: int) -> None:
+        self._buffer, self._num_elements = buffer, num_elements
         self._process, self._channel, self._tag = process, channel, tag
         self._address: int | None = None
 
@@ -168,12 +168,12 @@ class Fetch:
         """Raises RuntimeError: the peer has ended, or offers something else."""
         if self._address is None:
             self._address, num_bytes = self._channel.receive(OFFERED, self._tag)
-            expected = self._num_elements * self._room.itemsize
+            expected = self._num_elements * self._buffer.itemsize
             if num_bytes != expected:
                 raise RuntimeError(f"process {self._process} offers {num_bytes} bytes, not {expected}")
-        read = self._room[: stop - start]
+        read = self._buffer[: stop - start]
         try:
-            read_memory(self._process, self._address + start * self._room.itemsize, read)
+            read_memory(self._process, self._address + start * self._buffer.itemsize, read)
         except OSError as error:
             raise RuntimeError(f"reading the memory of process {self._process}: {error.strerror}") from error
         if stop == self._num_elements:

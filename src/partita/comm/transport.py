@@ -3,7 +3,7 @@
 Over gloo a reduction is a direct exchange and a local sum in rank order: it moves half of what gloo's own
 reduce-scatter moves, and its result does not depend on how a ring would have cut the tensor. An all-gather is a direct
 exchange, too: as many bytes as gloo's own, without its flat copy of the whole. Between ranks of one node these bytes
-need not pass the network (:mod:`partita.comm.node_peers`). NCCL has all of it natively.
+need not pass the network (:mod:`partita.comm.node_peers`). Accelerators have backends with all of it (NCCL of CUDA).
 """
 
 from abc import ABC, abstractmethod
@@ -79,7 +79,7 @@ class Transport(ABC):
 
 
 class _Backed(Transport):
-    """What gloo and NCCL have in common. ``groups``: a process group for each of :data:`PURPOSES`."""
+    """What all process groups have in common. ``groups``: a process group for each of :data:`PURPOSES`."""
 
     def __init__(self, index: int, size: int, groups: Mapping[str, dist.ProcessGroup]) -> None:
         self._index, self._size, self._groups = index, size, groups
@@ -94,8 +94,8 @@ class _Backed(Transport):
         return _all_gather(rows.view(-1), row, group=self._groups["control"], async_op=True)
 
 
-class NcclTransport(_Backed):
-    """Between devices."""
+class DeviceTransport(_Backed):
+    """Between accelerators, by their own backend (NCCL of CUDA)."""
 
     keeps_tags_apart = False
 
@@ -107,7 +107,7 @@ class NcclTransport(_Backed):
 
     def reduce_scatter(self, out: Tensor, sent: Tensor, received: Tensor, *, accumulate: bool) -> None:
         _reduce_scatter(received, sent, group=self._groups["gradients"], async_op=True).wait()
-        land(received, out, accumulate=accumulate)
+        write_out(received, out, accumulate=accumulate)
 
     def received_elements(self, sent: int, itemsize: int) -> int:
         return sent // self._size
@@ -150,27 +150,27 @@ class HostTransport(_Backed):
         return exchange
 
     def reduce_scatter(self, out: Tensor, sent: Tensor, received: Tensor, *, accumulate: bool) -> None:
-        outgoing, rooms = sent.view(self._size, -1), received.view(self._size - 1, -1)
+        outgoing, buffers = sent.view(self._size, -1), received.view(self._size - 1, -1)
         own = outgoing[self._index]
-        rows = [*rooms[: self._index], own, *rooms[self._index :]]
+        rows = [*buffers[: self._index], own, *buffers[self._index :]]
         for at, parts in self._exchange(rows, outgoing, "gradients", piece_bytes=PIECE_BYTES).pieces():
             target = out[at]
             values = _sum(parts, own[at], self._index, parts[0] if accumulate else target)
             if values is not target:
-                land(values, target, accumulate=accumulate)
+                write_out(values, target, accumulate=accumulate)
 
     def received_elements(self, sent: int, itemsize: int) -> int:
         return (self._size - 1) * min(sent // self._size, NUM_AWAITED * PIECE_BYTES // itemsize)
 
     def _exchange(
         self,
-        rooms: Sequence[Tensor] | Tensor,
+        buffers: Sequence[Tensor] | Tensor,
         parts: Sequence[Tensor] | Tensor,
         purpose: str,
         tag: int = 0,
         piece_bytes: int | None = None,
     ) -> Exchange:
-        """Begin to send ``parts[i]`` to, and to receive in ``rooms[i]`` what comes from, every other rank ``i``, in
+        """Begin to send ``parts[i]`` to, and to receive in ``buffers[i]`` what comes from, every other rank ``i``, in
         pieces of so many bytes (None: at once).
 
         Receives are posted before sends: where a send is there before, gloo uses a network in one direction at a time.
@@ -180,13 +180,13 @@ class HostTransport(_Backed):
         num_elements = parts[own].numel()
         piece = num_elements if piece_bytes is None else piece_bytes // parts[own].itemsize
         for source in ((own - distance) % size for distance in range(1, size)):
-            room = rooms[source]
+            buffer = buffers[source]
             if source in peers:
                 peer = peers[source]
-                arriving[source] = Fetch(room, num_elements, peer.process, peer.channels[purpose], tag)
+                arriving[source] = Fetch(buffer, num_elements, peer.process, peer.channels[purpose], tag)
             else:
                 post = partial(_receive, group=group, group_src=source, tag=tag)
-                arriving[source] = Receive(post, room, num_elements, piece)
+                arriving[source] = Receive(post, buffer, num_elements, piece)
         for target in ((own + distance) % size for distance in range(1, size)):
             sent = parts[target]
             if target in peers:
@@ -200,7 +200,7 @@ class HostTransport(_Backed):
             peer.close()
 
 
-def land(values: Tensor, out: Tensor, *, accumulate: bool) -> None:
+def write_out(values: Tensor, out: Tensor, *, accumulate: bool) -> None:
     """Write ``values`` into ``out``, which may be in another memory, or add them."""
     if accumulate:
         out.add_(values.to(out.device))

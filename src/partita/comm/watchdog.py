@@ -41,7 +41,7 @@ class Watchdog:
         self._process, self._watched = os.getpid(), threading.get_ident()
         self._closed, self._lock, self._asking = threading.Event(), threading.Lock(), threading.Lock()
         self._ended = ""
-        self._told: str | None = None
+        self._description: str | None = None
         self._hook = sys.excepthook
         sys.excepthook = self._on_exception
         threading.Thread(target=self._watch, name="partita watchdog", daemon=True).start()
@@ -62,9 +62,9 @@ class Watchdog:
 
     def _answer(self, number: int) -> None:
         with self._lock:
-            self._store.set(f"{self._prefix}/answer/{number}/{self._rank}", json.dumps(self._account()))
+            self._store.set(f"{self._prefix}/answer/{number}/{self._rank}", json.dumps(self._status()))
 
-    def _account(self) -> dict[str, str | int]:
+    def _status(self) -> dict[str, str | int]:
         frame = sys._current_frames().get(self._watched)
         stack = traceback.format_stack(frame)[-NUM_FRAMES:] if frame is not None else []
         return {
@@ -92,18 +92,18 @@ class Watchdog:
 
     # ---------------------------------------------------------------------- asking
 
-    def accounts(self) -> str:
+    def describe_ranks(self) -> str:
         """What every rank is doing, for an error message; asked for once."""
         with self._asking:
-            if self._told is None:
+            if self._description is None:
                 try:
-                    self._told = self._ask()
+                    self._description = self._ask()
                 except RuntimeError as error:
-                    self._told = (
+                    self._description = (
                         "rank 0's process (or the launcher's), which has the ranks' store, does not answer: it was "
                         f"stopped or has ended ({str(error).partition(chr(10))[0]})"
                     )
-            return self._told
+            return self._description
 
     def _ask(self) -> str:
         with self._lock:

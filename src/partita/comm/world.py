@@ -14,6 +14,7 @@ from torch.distributed.rendezvous import rendezvous as find_store
 
 from partita.comm.forks import connections_kept_from_children
 from partita.errors import PartitaError
+from partita.memory import accelerator
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ def join(rendezvous: Rendezvous, device: torch.device) -> dist.ProcessGroup | No
     if not dist.is_initialized():
         if rendezvous.num_ranks == 1:
             return None
-        _start("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", rendezvous)
+        own = accelerator.backend(device)
+        _start(own if accelerator.is_host(device) else f"cpu:gloo,{device.type}:{own}", rendezvous)
     world = dist.group.WORLD
     if any(world is parents for parents, _ in _inherited):
         raise PartitaError(

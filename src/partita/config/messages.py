@@ -97,7 +97,8 @@ def _wrong_value(model: type[BaseModel], path: KeyPath, value: object) -> Proble
     owner = _section_at(model, path[:-1])
     section = section_of(owner, path[-1])
     if section is not None:
-        expected, fix = f"a section with the keys {', '.join(section.model_fields)}", "write its keys below it"
+        expected = f"a section with the keys {', '.join(section.model_fields)}"
+        fix = "write its keys below it"
     else:
         expected = expectation(_key_schemas(owner)[path[-1]])
         default = shown(owner.model_fields[path[-1]].default)

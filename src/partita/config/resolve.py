@@ -81,7 +81,7 @@ def resolve(config: Config, num_ranks: int, device_type: str, ranks_per_node: in
     if config.zero.hierarchical and mesh.node == 1:
         notices.append("ignored: zero.hierarchical (all data ranks are on one node)")
     if config.communication.within_node != "auto" and device_type != "cpu":
-        notices.append(f"ignored: communication.within_node (on {device_type} NCCL chooses the way)")
+        notices.append(f"ignored: communication.within_node (on {device_type} its own backend chooses the way)")
     return Resolved(config, mesh, batch, compute, values, tuple(notices))
 
 
@@ -208,4 +208,4 @@ def _what_follows(given: Mapping[str, int]) -> str:
 def _resolve_compute(config: Config, device_type: str) -> Row:
     if config.precision.compute != "auto":
         return row(config, "precision.compute")
-    return Row("precision.compute", "bf16" if device_type == "cuda" else "fp32", f"auto on {device_type}")
+    return Row("precision.compute", "fp32" if device_type == "cpu" else "bf16", f"auto on {device_type}")

@@ -53,7 +53,8 @@ def _size(value: object) -> object:
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
         return _whole(value)
-    amount, prefix = _number(match[1]), (match[2] or "").lower()
+    amount = _number(match[1])
+    prefix = (match[2] or "").lower()
     if not isinstance(amount, int | float):
         raise ValueError("not a number of bytes")
     base = 1024 if prefix.endswith("i") else 1000
@@ -120,23 +121,21 @@ class Offload(Section):
     parameters: Tier = Field("none", description="tier of the parameters; auto: as much as fits")
     optimizer: Tier = Field("none", description="tier of master weights and moments; auto: as much as fits")
     gradients: Tier = Field("auto", description="tier of the gradients; auto: where the optimizer states are")
-    path: PathText | None = Field(
-        None, description="folder of the disk tier; null: the system's folder for temporary files"
-    )
+    path: PathText | None = Field(None, description="folder of the disk tier; null: the system's temporary one")
 
 
 class Zero(Section):
     """How the training states are split over the data-parallel ranks."""
 
     stage: Stage = Field(
-        1, description="split over the data ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too"
+        1, description="what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too"
     )
     offload: Offload = Field(Offload(), description="where each state rests")
     units: Auto | SomeTexts = Field(
         "auto", description="class names or name patterns of the modules gathered whole; auto: the repeated blocks"
     )
     prefetch_bytes: Auto | Bytes = Field(
-        "auto", description="bytes of parameters gathered ahead of their use at stage 3 (0: none)"
+        "auto", description="stage 3: bytes of parameters gathered ahead of use (0: none)"
     )
     keep_gathered: Flag = Field(False, description="stage 3: keep parameters whole between forward and backward")
     hierarchical: Flag = Field(False, description="stage 3: backward gathers inside the node, from a second shard")
@@ -145,7 +144,9 @@ class Zero(Section):
 class Precision(Section):
     """The dtype of each state."""
 
-    compute: Compute = Field("auto", description="dtype of forward and backward; auto: bf16 on CUDA, fp32 on CPU")
+    compute: Compute = Field(
+        "auto", description="dtype of forward and backward; auto: bf16 on an accelerator, fp32 on CPU"
+    )
     master: Literal["fp32", "split"] = Field("fp32", description="weights that the optimizer updates")
     gradients: Gradients = Field(
         "fp32",
@@ -179,9 +180,7 @@ class Optimizer(Section):
     lr: NotNegative = Field(1.0e-3, description="learning rate (the highest of the schedule)")
     betas: SharePair = Field((0.9, 0.999), description="decay of the two running averages (not of sgd's one)")
     eps: Positive = Field(1.0e-8, description="added to the divisor (adamw and adam)")
-    weight_decay: NotNegative = Field(
-        0.01, description="decay of the weights per step: decoupled in adamw, L2 elsewhere"
-    )
+    weight_decay: NotNegative = Field(0.01, description="decay of the weights: decoupled in adamw, L2 elsewhere")
     momentum: Share = Field(0.0, description="decay of the running average (sgd only)")
 
 

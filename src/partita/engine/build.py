@@ -51,9 +51,6 @@ class Parts:
 
     optimizer: Optimizer
     scheduler: LRScheduler
-    ledger: Ledger
-    collectives: Collectives
-    memory: StateMemory
     blueprint: Blueprint
     shortages: Shortages
     runtime: Runtime
@@ -66,7 +63,8 @@ class Parts:
 def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Parts:
     """Put the model under the plan. What one rank meets is an error on all of them; the model is then what it was."""
     settings = resolved.config
-    ledger, collectives = Ledger(), Collectives(mesh)
+    ledger = Ledger()
+    collectives = Collectives(mesh)
     all_ranks = collectives.all_ranks
     check_settings_alike(resolved.shared, all_ranks)
     collectives.open(row_of(resolved).groups(resolved.mesh))
@@ -103,7 +101,4 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
         memory.close()
         raise
     weights = source.folder if source is not None else None
-    return Parts(
-        optimizer, scheduler, ledger, collectives, memory, blueprint, shortages, runtime, updater, whole, checkpoints,
-        weights,
-    )  # fmt: skip
+    return Parts(optimizer, scheduler, blueprint, shortages, runtime, updater, whole, checkpoints, weights)

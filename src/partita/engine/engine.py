@@ -13,7 +13,7 @@ from partita.checkpoint.load import Restored, Wanted
 from partita.comm.mesh import Mesh
 from partita.config.resolve import Resolved
 from partita.engine.batches import call, draw, is_scalar, loss_of
-from partita.engine.build import Given, build
+from partita.engine.build import Given, Parts, build
 from partita.errors import PartitaError
 from partita.huggingface.export import export
 from partita.memory.ledger import MemoryReport
@@ -38,16 +38,21 @@ class Engine:
     """
 
     def __init__(self, model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given, owns_mesh: bool) -> None:
-        self.module, self.config, self.mesh = model, resolved.config, mesh
-        self._accumulate, self._loss_fn, self._owns_mesh = resolved.batch.accumulate, given.loss_fn, owns_mesh
+        self.module = model
+        self.config = resolved.config
+        self.mesh = mesh
+        self._accumulate = resolved.batch.accumulate
+        self._loss_fn = given.loss_fn
+        self._owns_mesh = owns_mesh
         self._closed = False
         self._parts = parts = build(model, resolved, mesh, given)
-        self.optimizer, self.scheduler = parts.optimizer, parts.scheduler
-        self.blueprint, self.units = parts.blueprint, list(parts.blueprint.units)
+        self.optimizer = parts.optimizer
+        self.scheduler = parts.scheduler
+        self.blueprint = parts.blueprint
+        self.units = list(parts.blueprint.units)
         self.plan: dict[str, StatePlan] = {unit.name: unit.row for unit in self.units}
         self.extra = parts.checkpoints.extra
-        self._runtime, self._updater, self._whole = parts.runtime, parts.updater, parts.whole
-        self._checkpoints, self._collectives, self._shortages = parts.checkpoints, parts.collectives, parts.shortages
+        self._shortages = parts.shortages
         self._begin_micro_batch(0)
 
     # ------------------------------------------------------------------ training
@@ -55,7 +60,7 @@ class Engine:
     @explained("forward")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward; floating-point inputs are cast to the compute dtype."""
-        self._check_open()
+        self._open()
         return self.module(*args, **kwargs)
 
     @explained("backward")
@@ -65,14 +70,16 @@ class Engine:
         Raises:
             PartitaError: ``loss`` is no scalar that depends on the parameters, or they were updated since its forward.
         """
-        self._check_open()
+        parts = self._open()
         if not is_scalar(loss) or not loss.requires_grad:
             said = f"a {type(loss).__name__}"
             if isinstance(loss, Tensor):
                 said = f"one of shape {tuple(loss.shape)} with requires_grad {loss.requires_grad}"
             raise PartitaError(f"engine.backward: expected a scalar loss that depends on the parameters; got {said}")
-        waves, scale = self._runtime.reducer.waves, self._updater.scale.value
-        self._runtime.reducer.watch(loss)
+        reducer = parts.runtime.reducer
+        scale = parts.updater.scale.value
+        waves = reducer.waves
+        reducer.watch(loss)
         try:
             with scaled_by(scale):
                 (loss if scale == 1.0 else loss * scale).backward()
@@ -83,31 +90,31 @@ class Engine:
                 "backward needs values that were overwritten since its forward; after engine.step() run the forward "
                 f"again before the next backward. Autograd: {error}"
             ) from error
-        if self._runtime.reducer.waves == waves:
-            self._runtime.reducer.end_wave()
+        if reducer.waves == waves:
+            reducer.end_wave()
 
     @explained("step")
     def step(self) -> StepResult:
         """End a micro-batch; after the last one of a batch clip, update the parameters, and zero the gradients."""
-        self._check_open()
-        if self._whole.num_gathered:
+        parts = self._open()
+        if parts.whole.num_gathered:
             raise PartitaError("engine.step() inside engine.gathered(...): leave the block first")
-        self._runtime.end_micro_batch()
+        parts.runtime.end_micro_batch()
         done = self._micro + 1
         if done < self._accumulate:
-            result = StepResult(False, None, self._updater.scale.value, False, self._updater.rates)
+            result = StepResult(False, None, parts.updater.scale.value, False, parts.updater.rates)
         else:
-            result = self._updater.update()
+            result = parts.updater.update()
             if result.stepped:
-                self._runtime.updated()
+                parts.runtime.updated()
                 self.scheduler.step()
-            result = self._checkpoints.after_update(result)
+            result = parts.checkpoints.after_update(result)
         self._begin_micro_batch(done % self._accumulate)
         return result
 
     def _begin_micro_batch(self, number: int) -> None:
         self._micro = number
-        self._runtime.reducer.begin_micro_batch(is_last=number + 1 == self._accumulate)
+        self._parts.runtime.reducer.begin_micro_batch(is_last=number + 1 == self._accumulate)
 
     @explained("train_batch")
     def train_batch(self, iterator: Iterator[Any] | Sequence[Any]) -> Tensor:
@@ -124,7 +131,7 @@ class Engine:
             PartitaError: it is no iterator, it ended inside a batch (on all ranks, where one's did; nothing was trained
                 on), or the loss cannot be found in the model's output.
         """
-        self._check_open()
+        self._open()
         drawn = draw(iterator, self._accumulate, self.each)
         total = torch.zeros((), device=self.mesh.device)
         while drawn:
@@ -145,9 +152,9 @@ class Engine:
         Raises:
             PartitaError: gradients rest nowhere (``precision.gradients: in_backward``).
         """
-        self._check_open()
+        reducer = self._open().runtime.reducer
         self._check_gradients_rest("engine.no_sync")
-        with self._runtime.reducer.no_sync():
+        with reducer.no_sync():
             yield
 
     def clip_grad_norm(self, max_norm: float) -> float:
@@ -159,7 +166,7 @@ class Engine:
             PartitaError: the batch is not complete, ``max_norm`` is not positive, or gradients rest nowhere
                 (``precision.gradients: in_backward``).
         """
-        self._check_open()
+        updater = self._open().updater
         self._check_gradients_rest("engine.clip_grad_norm")
         if not max_norm > 0:
             raise PartitaError(f"engine.clip_grad_norm: expected a positive norm, got {max_norm}")
@@ -168,13 +175,12 @@ class Engine:
                 f"engine.clip_grad_norm() in micro-batch {self._micro + 1} of {self._accumulate}: gradients are "
                 "clipped when all are there; call it before the step that updates the parameters"
             )
-        assert isinstance(self._updater, StepUpdater)
-        return self._updater.clip(max_norm)
+        assert isinstance(updater, StepUpdater)
+        return updater.clip(max_norm)
 
     def zero_grad(self) -> None:
         """Drop the gradients collected so far: the next micro-batch is the first of a batch."""
-        self._check_open()
-        self._updater.zero()
+        self._open().updater.zero()
         self._begin_micro_batch(0)
 
     def train(self, mode: bool = True) -> Self:
@@ -196,8 +202,7 @@ class Engine:
         Raises:
             PartitaError: an item is no part of the model, or a parameter was written without ``modify``.
         """
-        self._check_open()
-        return self._whole.gathered(items or (self.module,), modify)
+        return self._open().whole.gathered(items or (self.module,), modify)
 
     def gradient(self, name: str) -> Tensor | None:
         """The whole mean gradient of a parameter (fp32, its shape) before ``step``; None if no rank has one.
@@ -205,29 +210,27 @@ class Engine:
         Raises:
             PartitaError: there is no such parameter, or gradients rest nowhere (``precision.gradients: in_backward``).
         """
-        self._check_open()
+        parts = self._open()
         self._check_gradients_rest("engine.gradient")
-        return self._whole.gradient(name, self._updater.gradient_scale())
+        return parts.whole.gradient(name, parts.updater.gradient_scale())
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
         """The whole optimizer state of a parameter by key (``exp_avg``, ``step``, ...)."""
-        self._check_open()
-        return self._whole.optimizer_state(name)
+        return self._open().whole.optimizer_state(name)
 
     def state_dict(self) -> dict[str, Any]:
         """The model's state dict (modules' extra states, too), whole, with master weights, on the host of rank 0; empty
         on the other ranks.
         """
-        self._check_open()
-        return self._whole.state_dict()
+        return self._open().whole.state_dict()
 
     def export(self, folder: str | Path, beside: str | Path | None = None) -> None:
         """Write the weights in the compute dtype as safetensors, in Hugging Face's layout; with them configuration and
         tokenizer from the folder ``beside`` (None: the one that ``weights=`` named, if it is still there).
         """
-        self._check_open()
-        found = self._parts.weights if self._parts.weights is not None and self._parts.weights.is_dir() else None
-        export(self._whole, self.module, Path(folder), found if beside is None else Path(beside))
+        parts = self._open()
+        found = parts.weights if parts.weights is not None and parts.weights.is_dir() else None
+        export(parts.whole, self.module, Path(folder), found if beside is None else Path(beside))
 
     def save(self, folder: str | Path | None = None) -> Path:
         """Save all that training goes on from as ``folder/step-N``, of which the ``checkpoint.keep`` saved last stay.
@@ -242,17 +245,17 @@ class Engine:
             PartitaError: on all ranks: it cannot be written (this one, or the one before that was written in the
                 background), or gradients of a batch that is not complete would be lost.
         """
-        self._check_open()
+        parts = self._open()
         if self._micro:
             raise PartitaError(
                 f"engine.save() after micro-batch {self._micro} of {self._accumulate}: the gradients collected so far "
                 "would be lost; save after the step that updates the parameters"
             )
-        return self._checkpoints.save(folder)
+        return parts.checkpoints.save(folder)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint that is written in the background is visible."""
-        self._checkpoints.wait()
+        self._parts.checkpoints.wait()
 
     def load(
         self,
@@ -279,16 +282,15 @@ class Engine:
             PartitaError: on all ranks: there is none, it is damaged (names the file), it is of another model, or
                 it holds several copies of the weights (names their prefixes).
         """
-        self._check_open()
-        self._updater.zero()
+        self._open().updater.zero()
         self._begin_micro_batch(0)
-        return self._checkpoints.load(folder, Wanted(only_model, strict, prefix))
+        return self._parts.checkpoints.load(folder, Wanted(only_model, strict, prefix))
 
     def each(self, value: Tensor | float) -> list[float]:
         """A number of every data-parallel rank, in rank order, on all of them."""
-        self._check_open()
+        collectives = self._open().runtime.collectives
         mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().view(1)
-        every = self._collectives.group(BATCH_AXES).exchange(mine, "a number of every rank").wait()
+        every = collectives.group(BATCH_AXES).exchange(mine, "a number of every rank").wait()
         return [float(number) for number in every.view(-1).tolist()]
 
     def mean(self, value: Tensor | float) -> Tensor:
@@ -302,8 +304,9 @@ class Engine:
 
     def memory_report(self) -> MemoryReport:
         """Bytes held by this rank now and at their peak, by state and tier, and what its disk tier has moved."""
-        self._updater.wait_for_updates()
-        return self._parts.ledger.report(self.mesh.device, self._parts.memory.disk_report())
+        self._parts.updater.wait_for_updates()
+        memory = self._parts.runtime.memory
+        return memory.ledger.report(self.mesh.device, memory.disk_report())
 
     @property
     def planned_bytes(self) -> dict[tuple[str, str], int]:
@@ -312,25 +315,25 @@ class Engine:
 
     def traffic_report(self) -> TrafficReport:
         """Bytes sent by this rank and calls so far, by collective, axis and purpose."""
-        self._updater.wait_for_updates()
-        return self._collectives.meter.report()
+        self._parts.updater.wait_for_updates()
+        return self._parts.runtime.collectives.meter.report()
 
     # ----------------------------------------------------------------------- end
 
     def close(self) -> None:
         """Take the hooks off, and end the process groups that were started here."""
         if not self._closed:
-            self._updater.wait_for_updates()
-            self._runtime.reducer.drain()
+            self._parts.updater.wait_for_updates()
+            self._parts.runtime.reducer.drain()
             try:
-                self._checkpoints.wait()
+                self._parts.checkpoints.wait()
             finally:
                 self._end()
 
     def _end(self) -> None:
         self._closed = True
-        self._updater.close()
-        self._runtime.close()
+        self._parts.updater.close()
+        self._parts.runtime.close()
         if self._owns_mesh:
             self.mesh.close()
 
@@ -341,9 +344,10 @@ class Engine:
                 "set precision.gradients to fp32"
             )
 
-    def _check_open(self) -> None:
+    def _open(self) -> Parts:
         if self._closed:
             raise PartitaError("the engine is closed: make another one with partita.initialize")
+        return self._parts
 
     def __enter__(self) -> Self:
         return self

@@ -20,6 +20,7 @@ from partita.config.schema import Config
 from partita.engine.build import Given
 from partita.engine.engine import Engine
 from partita.errors import ConfigError
+from partita.memory import accelerator
 from partita.memory.capacity import usable_cores
 from partita.optim.build import Factory
 from partita.planner.placement import describe_placement, leaves_a_choice
@@ -55,8 +56,9 @@ def initialize(
     Raises:
         ConfigError: the config, the model or the optimizer do not fit together; the model can be initialized again.
     """
-    settings, launch = load_config(config), launch_environment(running=world.running())
-    device = _device(launch.local_rank)
+    settings = load_config(config)
+    launch = launch_environment(running=world.running())
+    device = accelerator.own_device(launch.local_rank)
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ConfigError(f"mesh: expected the mesh of another engine; got a {type(mesh).__name__}")
     num_ranks = mesh.num_ranks if mesh else launch.world_size
@@ -67,14 +69,16 @@ def initialize(
         raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if not any(True for _ in model.parameters()):
         raise ConfigError(f"model: {type(model).__name__} has no parameters to train")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if not accelerator.is_host(device):
+        accelerator.set_device(device)
         # Launchers give each rank one thread: updates on the host would leave most of its cores idle.
         torch.set_num_threads(max(1, usable_cores() // launch.local_world_size))
     if launch.rank == 0:
         _announce(resolved)
-    settled = settings.communication
-    rendezvous = Rendezvous(launch.rank, num_ranks, settled.timeout_s, launch.restarts, settled.within_node, launch.url)
+    communication = settings.communication
+    rendezvous = Rendezvous(
+        launch.rank, num_ranks, communication.timeout_s, launch.restarts, communication.within_node, launch.url
+    )
     owned = mesh is None
     if mesh is None:
         mesh = Mesh(resolved.mesh, device, rendezvous)
@@ -91,13 +95,6 @@ def initialize(
     if launch.rank == 0 and leaves_a_choice(settings.zero.offload):
         _log.info("%s", describe_placement(engine.planned_bytes))
     return engine
-
-
-def _device(local_rank: int | None) -> torch.device:
-    """The rank's own; where no launcher numbers those of a node, the one that is set (``torch.cuda.set_device``)."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device() if local_rank is None else local_rank)
 
 
 def _announce(resolved: Resolved) -> None:

@@ -1,5 +1,6 @@
 """Whole tensors by name, put together from what each rank holds. Every method is a collective: call it on all ranks."""
 
+import difflib
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -22,10 +23,7 @@ class Whole:
     """
 
     def __init__(self, runtime: Runtime, updater: Updater) -> None:
-        self._runtime, self._views, self._optimizer = runtime, updater.views, updater.optimizer
-        self._states = updater.states
-        self._wait_for_updates = updater.wait_for_updates
-        self._take_written = updater.take_written
+        self._runtime, self._updater = runtime, updater
         self._collectives: Collectives = runtime.collectives
         self._group = runtime.gradient_group
         self.num_gathered = 0  # blocks of gathered that are open
@@ -39,8 +37,6 @@ class Whole:
             PartitaError: there is none; names the nearest.
         """
         if name not in self._named:
-            import difflib
-
             near = difflib.get_close_matches(name, self._named, 1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
             raise PartitaError(f"the model has no parameter '{name}'{hint}")
@@ -48,7 +44,7 @@ class Whole:
 
     def gradient(self, name: str, scale: float) -> Tensor | None:
         """The mean gradient of a parameter so far, divided by the loss ``scale``, in fp32; None if no rank has one."""
-        self._wait_for_updates()
+        self._updater.wait_for_updates()
         member = self.member(name)
         reducer = self._runtime.reducer
         bucket = reducer.bucket_of(member)
@@ -56,37 +52,29 @@ class Whole:
             return None
         reducer.join()
         reducer.drain()
-        values = bucket.held_of(member, self._group.index, self._collectives.mesh.device)
-        flat = torch.cat([values, values.new_tensor([id(member) in bucket.used])])
-        values = flat[:-1]
-        self._group.all_reduce(flat)
-        return self._shaped(member, values.div_(scale)) if flat[-1] > 0 else None
+        held = bucket.held_of(member, self._group.index, self._collectives.mesh.device)
+        flat = self._group.all_reduce(torch.cat([held, held.new_tensor([id(member) in bucket.used])]))
+        return self._shaped(member, flat[:-1].div_(scale)) if flat[-1] > 0 else None
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
         """The optimizer's state of a parameter, tensors whole and in the parameter's shape; empty before its first
         update.
         """
-        self._wait_for_updates()
+        self._updater.wait_for_updates()
         member = self.member(name)
-        view = self._views.of(member.param)
-        state = self._states.of(view) if view is not None else {}
-        described = self._group.exchange_objects(
-            {key: _spread_dtype(value) for key, value in state.items()},
-            "engine.optimizer_state",
-        )
-        whole: dict[str, Tensor] = {}
-        for keys in described:
-            for key, dtype in keys.items():
-                if key not in whole:
-                    whole[key] = self._gather_state(member, key, dtype, state)
-        return whole
+        view = self._updater.views.of(member.param)
+        state = self._updater.states.of(view) if view is not None else {}
+        own = {key: _spread_dtype(value) for key, value in state.items()}
+        dtypes = dict[str, torch.dtype | None]()
+        for of_rank in self._group.exchange_objects(own, "engine.optimizer_state"):
+            dtypes = of_rank | dtypes
+        return {key: self._gather_state(member, key, dtype, state.get(key)) for key, dtype in dtypes.items()}
 
-    def _gather_state(self, member: Member, key: str, dtype: torch.dtype | None, state: dict[str, object]) -> Tensor:
-        value = state.get(key)
+    def _gather_state(self, member: Member, key: str, dtype: torch.dtype | None, value: object) -> Tensor:
         if dtype is None:
             every = self._group.exchange_objects(value, "engine.optimizer_state")
             return torch.as_tensor(next(item for item in every if item is not None)).clone()
-        view = self._views.of(member.param)
+        view = self._updater.views.of(member.param)
         assert view is not None
         if isinstance(value, Tensor) and member.segment.holds_whole_master and value.shape != member.shape:
             return value.clone()
@@ -115,7 +103,7 @@ class Whole:
     @contextmanager
     def gathered(self, items: tuple[nn.Module | nn.Parameter, ...], modify: bool) -> Iterator[None]:
         """Hold the units of the given modules and parameters whole (see :meth:`Engine.gathered`)."""
-        self._take_written()
+        self._updater.take_written()
         wanted = self._parameters_of(items)
         units = [unit for unit in self._runtime.units if any(id(m.param) in wanted for m in unit.members)]
         sharded = [unit for unit in units if not unit.rests_whole]
@@ -160,15 +148,11 @@ class Whole:
         for unit in units:
             self._group.broadcast([segment.full for segment in unit.segments], "parameters")
             for segment in unit.segments:
-                self._refill(segment, names)
+                if not segment.planned.rests_whole:
+                    segment.rest.store(segment.part(segment.full, segment.plan.param_rest))
+                if segment.master is not None and not segment.master_is_parameter:
+                    segment.master.set(segment.part(segment.full, segment.plan.master), names)
         self._runtime.updated()
-
-    @staticmethod
-    def _refill(segment: Segment, names: AbstractSet[str]) -> None:
-        if not segment.planned.rests_whole:
-            segment.rest.store(segment.part(segment.full, segment.plan.param_rest))
-        if segment.master is not None and not segment.master_is_parameter:
-            segment.master.set(segment.part(segment.full, segment.plan.master), names)
 
     def weights(self, *, master: bool) -> Iterator[tuple[Member, Tensor]]:
         """Every parameter once, whole, unit by unit: valid until the next one is asked for.
@@ -176,7 +160,7 @@ class Whole:
         Args:
             master: the values that the optimizer updates, where they have more digits than those in compute.
         """
-        self._take_written()
+        self._updater.take_written()
         for unit in self._runtime.units:
             sharded = [] if unit.rests_whole else [unit]
             self._runtime.residency.hold(sharded)
@@ -204,20 +188,16 @@ class Whole:
 
     def state_dict(self) -> dict[str, Any]:
         """The model's state dict with master weights, whole, on the host of rank 0; empty on the others."""
-        values: dict[str, Tensor] = {}
+        values = dict[str, Any]()
         for member, weight in self.weights(master=True):
             if self.is_first:
                 whole = weight.detach().cpu().clone().contiguous()
                 values.update((fqn, whole) for fqn in member.holding.fqns)
-        if not self.is_first:
-            return {}
-        ordered = dict[str, Any]()
-        for name, buffer in persistent_buffers(self._runtime.model):
-            values[name] = buffer.detach().cpu().clone()
-        for name in [*self._named, *(n for n, _ in persistent_buffers(self._runtime.model))]:
-            ordered[name] = values[name]
-        ordered.update((name, module.get_extra_state()) for name, module in extra_states(self._runtime.model))
-        return ordered
+        if self.is_first:
+            model = self._runtime.model
+            values.update((name, buffer.detach().cpu().clone()) for name, buffer in persistent_buffers(model))
+            values.update((name, module.get_extra_state()) for name, module in extra_states(model))
+        return values
 
 
 def _spread_dtype(value: object) -> torch.dtype | None:

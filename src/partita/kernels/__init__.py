@@ -1,5 +1,5 @@
 """The arithmetic of an update: C++ for the CPU, and the same in plain torch, for other devices and without a compiler.
 
 Everything works on flat buffers. :mod:`partita.kernels.state` has the forms they come in, :mod:`partita.kernels.update`
-and :mod:`partita.kernels.sums` are what to call.
+is what to call.
 """

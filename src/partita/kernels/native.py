@@ -3,7 +3,6 @@
 import functools
 import importlib
 import warnings
-from collections.abc import Sequence
 from types import ModuleType
 
 import torch  # its OpenMP threads are the kernels', if it comes first
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from partita.errors import PartitaError
 from partita.kernels.state import Weights
+from partita.memory.accelerator import is_host
 
 DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
@@ -40,7 +40,7 @@ def levels() -> tuple[str, ...]:
 
 def kernels_for(like: Tensor) -> ModuleType | None:
     """The extension module if it works on this tensor: one of the CPU, where the module was built."""
-    return module() if like.device.type == "cpu" else None
+    return module() if is_host(like.device) else None
 
 
 def launch(num_elements: int, threads: int, level: str | None) -> Launch:
@@ -70,17 +70,3 @@ def weights_of(weights: Weights) -> tuple[int, int, int, int]:
     param = weights.param
     dtype = 0 if param is None else DTYPES[param.dtype]
     return address(weights.master), address(param), dtype, address(weights.low)
-
-
-def in_place_loop(tensors: Sequence[Tensor], threads: int, level: str | None = None) -> None:
-    """Halve three fp32 tensors and add a fourth to each: an fp32 Adam's traffic with next to none of its arithmetic.
-
-    An in-place update takes at least as long; it is what benchmarks measure the memory's bandwidth with.
-
-    Raises:
-        PartitaError: the kernels were not built.
-    """
-    native = module()
-    if native is None:
-        raise PartitaError("the loop that measures bandwidth is a compiled kernel, and these were not built")
-    native.in_place(launch(tensors[0].numel(), threads, level), *(tensor.data_ptr() for tensor in tensors))

@@ -1,21 +1,21 @@
 """Every kernel in plain torch: the definition of the result, for any device, and what runs where none was compiled.
 
-The updates give the bits that the C++ kernels give: float32, one rounding an operation, in the same order. Sums of
-squares are float64 in another order. Temporaries are as large as a chunk, not as the buffer.
+These are the bits that the C++ kernels give: float32, one rounding an operation, in the same order. Temporaries are as
+large as a chunk, not as the buffer.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from partita.kernels.quantize import decode_signed, decode_unsigned, encode, join, nearest_bf16, split
 from partita.kernels.state import AdamRule, LionRule, Moments, SgdRule, Weights
+from partita.memory.accelerator import is_host
 from partita.plan.span import QUANTUM
 
 # Elements; a multiple of the quantum. Small enough for the caches of a processor, large enough to fill a GPU.
 CHUNK, CHUNK_ON_DEVICE = 1 << 16, 1 << 24
-SUM_BLOCK = 4096
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -47,7 +47,7 @@ def sgd_(weights: Weights, momentum_buffer: Tensor | None, grad: Tensor, rule: S
             return p - rule.lr * g
         m = _flush(momentum_buffer[at] * rule.momentum + g)
         momentum_buffer[at] = m
-        return p - rule.lr * (g + rule.momentum * m if rule.nesterov else m)
+        return p - rule.lr * m
 
     return _step(weights, grad, factor, update)
 
@@ -66,32 +66,9 @@ def lion_(weights: Weights, exp_avg: Tensor, grad: Tensor, rule: LionRule, facto
     return _step(weights, grad, factor, update)
 
 
-def square_sum(values: Tensor) -> float:
-    """See :func:`partita.kernels.sums.square_sum`."""
-    return sum((_square(values[at]) for at in _chunks(values)), 0.0)
-
-
-def sum_and_square_(out: Tensor, inputs: Sequence[Tensor]) -> float:
-    """See :func:`partita.kernels.sums.sum_and_square_`."""
-    total = 0.0
-    for at in _chunks(out):
-        chunk = inputs[0][at].float()
-        for part in inputs[1:]:
-            chunk = chunk + part[at].float()
-        out[at] = chunk
-        total += _square(out[at])
-    return total
-
-
 def _chunks(like: Tensor) -> Iterator[slice]:
-    size = CHUNK if like.device.type == "cpu" else CHUNK_ON_DEVICE
+    size = CHUNK if is_host(like.device) else CHUNK_ON_DEVICE
     yield from (slice(start, min(start + size, like.numel())) for start in range(0, like.numel(), size))
-
-
-def _square(values: Tensor) -> float:
-    """Blocks first, so that the order of the sum does not depend on torch's threads."""
-    padded = torch.nn.functional.pad(values.double(), (0, -values.numel() % SUM_BLOCK))
-    return float(sum(padded.view(-1, SUM_BLOCK).square().sum(1).tolist()))
 
 
 def _step(weights: Weights, grad: Tensor, factor: float, update: Callable[[Tensor, Tensor, slice], Tensor]) -> bool:

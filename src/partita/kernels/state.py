@@ -135,7 +135,6 @@ class SgdRule:
     lr: float
     momentum: float = 0.0
     weight_decay: float = 0.0
-    nesterov: bool = False
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,6 @@ def sgd_(
         native.address(momentum_buffer),
         (*native.typed(grad), factor),
         [rule.lr, rule.momentum, rule.weight_decay],
-        rule.nesterov,
     )
     return done
 

@@ -14,28 +14,29 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from partita.errors import PartitaError
+from partita.memory import accelerator
 
 
 def allocate(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A flat tensor of zeros, page-aligned on the host; its memory goes back to the system when it is dropped."""
-    if device.type != "cpu" or num_elements == 0:
+    if not accelerator.is_host(device) or num_elements == 0:
         return torch.zeros(num_elements, dtype=dtype, device=device)
     return torch.frombuffer(Mapping(num_elements * dtype.itemsize), dtype=dtype)
 
 
 def allocate_host(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The same on the host, such that ``device`` copies from and to it while the caller goes on (for CUDA: pinned).
+    """The same on the host, pinned where ``device`` is an accelerator, which copies from and to it while the caller
+    goes on.
 
     Whoever drops the memory has waited for its copies.
 
     Raises:
-        PartitaError: CUDA cannot pin so much.
+        PartitaError: so much cannot be pinned.
     """
-    if device.type != "cuda" or num_elements == 0:
-        return allocate(num_elements, dtype, torch.device("cpu"))
+    if accelerator.is_host(device) or num_elements == 0:
+        return allocate(num_elements, dtype, accelerator.HOST)
     mapping = Mapping(num_elements * dtype.itemsize)
-    mapping.pin()
+    mapping.pin(device)
     return torch.frombuffer(mapping, dtype=dtype)
 
 
@@ -53,18 +54,12 @@ class Mapping(mmap.mmap):
             with contextlib.suppress(OSError):  # a kernel without them
                 self.madvise(mmap.MADV_HUGEPAGE)
 
-    def pin(self) -> None:
-        """Register the memory with CUDA for as long as it lasts."""
-        # After a fork the first write to a page would give this process another page than the one CUDA knows.
+    def pin(self, device: torch.device) -> None:
+        """Register the memory with an accelerator for as long as it lasts."""
+        # After a fork the first write to a page would give this process another page than the one that is registered.
         self.madvise(mmap.MADV_DONTFORK)
-        address, cuda = torch.frombuffer(self, dtype=torch.uint8).data_ptr(), torch.cuda.cudart()
-        status = cuda.cudaHostRegister(address, len(self), 0)
-        if int(status):
-            raise PartitaError(
-                f"CUDA cannot pin {len(self)} bytes of host memory ({cuda.cudaGetErrorString(status)}): raise the "
-                "limit of locked memory (`ulimit -l unlimited`, or the container's), or offload less to the host"
-            )
-        self._unpin = lambda: cuda.cudaHostUnregister(address)
+        address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+        self._unpin = accelerator.pin(address, len(self), device)
 
     def __del__(self) -> None:
         if self._unpin is not None:  # here, because a finalizer would come after the memory is unmapped

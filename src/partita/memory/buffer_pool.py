@@ -8,7 +8,6 @@ Source: constant-size buffers and defragmentation of ZeRO-R (Rajbhandari et al.,
 """
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +16,7 @@ from partita.memory.allocate import allocate, allocate_host
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event, record
 from partita.plan.residence import Tier
-from partita.plan.slots import class_of, slot_counts
+from partita.plan.slots import PlannedPool, class_of
 
 
 @dataclass
@@ -29,14 +28,11 @@ class Slot:
 
 
 class BufferPool:
-    """Slots for tensors of the given sizes.
+    """Slots as they are planned.
 
     Args:
         name: the ledger's state, and the name in warnings.
-        sizes: bytes of every tensor that may be lent a slot.
-        depth: slots in a class; a class that serves fewer tensors has one for each of these.
         ledger: where the slots' bytes are entered.
-        lasting: those of the sizes whose tensors keep their slot while others come and go: each adds one to ``depth``.
         tier: where the slots are, on the device or on the host.
         backed: whether slots have memory of their own (not where a :class:`Loan` resizes instead of swapping).
     """
@@ -44,19 +40,16 @@ class BufferPool:
     def __init__(
         self,
         name: str,
-        sizes: Sequence[int],
-        depth: int,
+        planned: PlannedPool,
         ledger: Ledger,
         device: torch.device,
         *,
-        lasting: Sequence[int] = (),
         tier: Tier = Tier.DEVICE,
         backed: bool = True,
     ) -> None:
         self._name, self._device, self._ledger, self._tier, self._backed = name, device, ledger, tier, backed
         self._warned = False
-        counts = slot_counts(sizes, depth, lasting)
-        self._free = {size: [self._new(size) for _ in range(num)] for size, num in counts.items()}
+        self._free = {size: [self._new(size) for _ in range(num)] for size, num in planned.slots().items()}
 
     def provide(self, num_bytes: int, depth: int) -> None:
         """Have ``depth`` slots for tensors of another size, where no larger ones serve."""

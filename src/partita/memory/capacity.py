@@ -8,6 +8,7 @@ import torch
 
 from partita.config.schema import Offload
 from partita.errors import PartitaError
+from partita.memory import accelerator
 from partita.memory.disk import filesystem_in_memory, scratch_folder
 from partita.planner.budget import MemoryBudget
 
@@ -25,9 +26,9 @@ def free_budget(device: torch.device, offload: Offload) -> MemoryBudget:
         PartitaError: the folder of the disk tier cannot be asked.
     """
     host, disk = host_memory()[1], int(DISK_SHARE * _free_disk(scratch_folder(offload)))
-    if device.type == "cuda":
-        return MemoryBudget(int(DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]), int(HOST_SHARE * host), disk)
-    return MemoryBudget(int(DEVICE_SHARE * host), 0, disk, one_memory=True)
+    if accelerator.is_host(device):
+        return MemoryBudget(int(DEVICE_SHARE * host), 0, disk, one_memory=True)
+    return MemoryBudget(int(DEVICE_SHARE * accelerator.free_bytes(device)), int(HOST_SHARE * host), disk)
 
 
 def usable_cores() -> int:

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from partita.config.schema import Offload
 from partita.errors import PartitaError
-from partita.memory.streams import Event
-from partita.memory.workers import Workers
+from partita.memory.accelerator import is_host
+from partita.memory.streams import Event, Workers
 
 # O_DIRECT asks for offsets, sizes and memory in multiples of the device's block: 512 or 4096 bytes.
 ALIGNMENT = 4096
@@ -84,8 +84,8 @@ class Disk:
     """A scratch file in ``folder``.
 
     Tensors are flat, on the CPU, and begin at a page (see :mod:`partita.memory.allocate`). Their memory is kept until
-    the request is done; their values must stay until then. An event's ``wait`` holds the caller, on CUDA, too, and
-    after a request that failed every later one to its region fails alike, until the region is released.
+    the request is done; their values must stay until then. An event's ``wait`` holds the caller, beside an accelerator,
+    too, and after a request that failed every later one to its region fails alike, until the region is released.
 
     Args:
         name: tells the file from those of other ranks in the same folder.
@@ -244,7 +244,7 @@ class _Meter:
 
 def _memory(tensor: Tensor) -> memoryview:
     """A tensor's bytes; the view keeps them."""
-    assert tensor.is_cpu, f"a tensor on {tensor.device}"
+    assert is_host(tensor.device), f"a tensor on {tensor.device}"
     assert tensor.is_contiguous(), "a tensor with holes"
     assert tensor.data_ptr() % ALIGNMENT == 0, "the tensor does not begin at a page: allocate it with memory.allocate"
     return tensor.detach().view(-1).view(torch.uint8).numpy().data

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from partita.memory import accelerator
 from partita.memory.disk import DiskReport
 from partita.plan.residence import Tier
 
@@ -20,7 +21,7 @@ class MemoryReport:
     ``held`` and ``peak`` are keyed by (state, tier): the model states ``parameters``, ``gradients``, ``master`` (only
     where it is not the parameter itself) and ``moments``, the ``buffer_pool`` that lends memory to gathered parameters,
     the ``buckets`` that gradients travel in. ``process_bytes`` is the resident set of the process (its peak:
-    ``process_peak_bytes``), ``device_bytes`` and ``device_peak_bytes`` what the CUDA allocator says (0 on CPU).
+    ``process_peak_bytes``), ``device_bytes`` and ``device_peak_bytes`` what the device's allocator says (0 on CPU).
     ``disk`` is what the disk tier has moved so far (None: nothing rests there).
     """
 
@@ -47,7 +48,9 @@ class MemoryReport:
             lines.append(f"{key[0]:<14}{key[1]:<8}{self.held.get(key, 0) / 1e6:>12.3f}{self.peak[key] / 1e6:>12.3f}")
         lines.append(f"{'process':<22}{self.process_bytes / 1e6:>12.3f}{self.process_peak_bytes / 1e6:>12.3f}")
         if self.device_peak_bytes:
-            lines.append(f"{'CUDA allocator':<22}{self.device_bytes / 1e6:>12.3f}{self.device_peak_bytes / 1e6:>12.3f}")
+            lines.append(
+                f"{'device allocator':<22}{self.device_bytes / 1e6:>12.3f}{self.device_peak_bytes / 1e6:>12.3f}"
+            )
         if self.disk is not None:
             lines.append(str(self.disk))
         return "\n".join(lines)
@@ -77,14 +80,14 @@ class Ledger:
 
     def report(self, device: torch.device, disk: DiskReport | None = None) -> MemoryReport:
         now, peak = process_memory()
-        cuda = device.type == "cuda"
+        device_bytes, device_peak_bytes = accelerator.allocated_bytes(device)
         return MemoryReport(
             held={key: num for key, num in self._held.items() if num},
             peak=dict(self._peak),
             process_bytes=now,
             process_peak_bytes=peak,
-            device_bytes=torch.cuda.memory_allocated(device) if cuda else 0,
-            device_peak_bytes=torch.cuda.max_memory_allocated(device) if cuda else 0,
+            device_bytes=device_bytes,
+            device_peak_bytes=device_peak_bytes,
             disk=disk,
         )
 

@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import torch
 
 from partita.errors import PartitaError
+from partita.memory import accelerator
 from partita.memory.ledger import Ledger, process_memory
 from partita.plan.residence import Tier
 from partita.planner.blueprint import Blueprint
@@ -38,7 +39,9 @@ class Shortages:
 
     def _explain(self, where: str, error: BaseException) -> str:
         on_device = isinstance(error, torch.OutOfMemoryError)
-        short = {Tier.DEVICE if on_device else Tier.HOST} if self._device.type == "cuda" else {Tier.DEVICE, Tier.HOST}
+        short = {Tier.DEVICE if on_device else Tier.HOST}
+        if accelerator.is_host(self._device):
+            short = {Tier.DEVICE, Tier.HOST}
         report = self._ledger.report(self._device)
         states = sum(num for (_, tier), num in report.peak.items() if Tier(tier) in short)
         peak = report.device_peak_bytes if on_device else report.process_peak_bytes - self._process_bytes

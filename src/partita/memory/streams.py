@@ -1,22 +1,29 @@
-"""Streams: work that goes on beside the caller's, in order. On CUDA a side stream, elsewhere a thread.
+"""Work beside the caller's: in one order on a :class:`Stream`, side by side by :class:`Workers`.
 
 Callers hand work over and get an :class:`Event`; whoever needs the result waits for it. So nobody branches on the
-device. A thread pays on the CPU, too: gloo's send writes into the socket on the thread that calls it.
+device. Threads pay on the CPU, too: gloo's send writes into the socket on the thread that calls it.
 """
 
+import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager
 from queue import SimpleQueue
 
 import torch
 
 from partita.errors import PartitaError
+from partita.memory import accelerator
+
+Piece = Callable[[], object]
 
 
 class Event:
-    """A point in the work of a stream; :meth:`wait` makes the current stream (without CUDA: the caller) wait for it.
+    """A point in work beside the caller's; :meth:`wait` has the accelerator's current stream, or on the host the
+    caller, wait for it.
 
     Raises:
         Exception: what the work raised, as often as it is waited for.
@@ -43,20 +50,34 @@ class Event:
         return True
 
 
+def record(device: torch.device) -> Event:
+    """An event at this point of the current stream."""
+    if accelerator.is_host(device):
+        return Event()
+    event = accelerator.new_event(device)
+    event.record()
+    return Event(event.wait)
+
+
+def finish(device: torch.device) -> None:
+    """Hold the caller until all is done that the current stream has been given, so that the host may touch it."""
+    accelerator.wait_for_stream(device)
+
+
 class Stream:
-    """Work beside the current stream's, one piece after the other.
+    """Work beside the current stream's, one piece after the other: on an accelerator's stream, or on a thread.
 
     After a piece that failed no other is run: their events raise the same error.
 
     Args:
-        waits: whether the work waits for the host (for the disk, for arithmetic there): then it has a thread on CUDA,
-            too.
+        waits: whether the work waits for the host (for the disk, for arithmetic there): then it has a thread on an
+            accelerator, too.
     """
 
     def __init__(self, device: torch.device, name: str, *, waits: bool = False) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._thread = _Thread(f"partita {name}")
+        self._stream = accelerator.new_stream(device)
+        self._thread = Workers(name, 1)
         self._waits = waits
 
     def wait_in_thread(self) -> None:
@@ -64,28 +85,27 @@ class Stream:
         self._waits = True
 
     def run(self, work: Callable[[], object]) -> Event:
-        """Queue ``work``. On CUDA what it launches is queued on the side stream; without ``waits`` it is called at
+        """Queue ``work``. What it launches on an accelerator is queued on the stream; without ``waits`` it is called at
         once.
         """
         if self._stream is None:
-            task = self._thread.run(work)
-            return Event(task.wait, wait_for=task.wait_for)
+            return self._thread.run(None, [work])
         if self._waits:
             return self._run_in_thread(work, self._stream)
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             work()
             # What was launched may still read what only ``work`` holds.
             return Event(record(self._device).wait, keeps=work)
 
-    def _run_in_thread(self, work: Callable[[], object], stream: torch.cuda.Stream) -> Event:
-        done = torch.cuda.Event()
+    def _run_in_thread(self, work: Callable[[], object], stream: AbstractContextManager[object]) -> Event:
+        done = accelerator.new_event(self._device)
 
         def launch() -> None:
-            with torch.cuda.stream(stream):
+            with stream:
                 work()
                 done.record()
 
-        task = self._thread.run(launch)
+        task = self._thread.run(None, [launch])
 
         def wait() -> None:
             task.wait()
@@ -95,25 +115,125 @@ class Stream:
 
     def close(self) -> None:
         """Let go of the thread, which ends after what is queued; another is started if more work comes."""
-        self._thread.close()
+        self._thread.let_go()
 
 
-class _Task:
-    def __init__(self, work: Callable[[], object]) -> None:
-        self._work: Callable[[], object] | None = work
+class Workers:
+    """A few threads that share work which can be cut in pieces, such as the blocks of a file.
+
+    A job is a list of pieces for one key. Jobs with the same key are done one after the other, in the order in which
+    they were handed over; the pieces of a job, and jobs with different keys, are done by whichever thread is free.
+    After a job that failed, no other with its key is done until :meth:`forget`: their events raise the same error.
+
+    The threads start with the first job. They are daemons: a request that the system, or a rank that is gone, never
+    answers must not keep the process from ending.
+    """
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._name, self._num_threads = f"partita {name}", num_threads
+        self.ready: SimpleQueue[_Job | None] = SimpleQueue()
+        self._last: dict[Hashable, _Job] = {}
+        self._lock = threading.Lock()
+        self._end: weakref.finalize[..., Workers] | None = None
+        self._process = 0  # that has the threads
+
+    def run(self, key: Hashable, pieces: Iterable[Piece]) -> Event:
+        """Hand over a job, of at least one piece.
+
+        Raises:
+            PartitaError: this process was forked from the one that has the threads.
+        """
+        if self._end is not None and os.getpid() != self._process:  # nothing would ever be done
+            raise PartitaError(
+                "this process was forked from the one that made the engine, whose threads and connections it does not "
+                "have: start processes that train before partita.initialize, or with multiprocessing's method spawn"
+            )
+        job = _Job(pieces, self)
+        with self._lock:
+            self._start_threads()
+            before = self._last.get(key)
+            self._last[key] = job
+        if before is None:
+            job.start(None)
+        else:
+            before.then(job.start)
+        return Event(job.wait, wait_for=job.wait_for)
+
+    def forget(self, key: Hashable) -> None:
+        """Wait for the key's jobs, however they end; the next job with it has none before."""
+        with self._lock:
+            last = self._last.pop(key, None)
+        if last is not None:
+            with contextlib.suppress(Exception):  # it has been raised to those who waited for it
+                last.wait()
+
+    def close(self) -> None:
+        """Wait for all jobs, however they end, and let go of the threads."""
+        for key in list(self._last):
+            self.forget(key)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Have the threads end after what was handed over; others are started if more comes."""
+        with self._lock:
+            end, jobs = self._end, list(self._last.values())
+            self._end = None
+        if end is not None:
+            _end_after(jobs, end)
+
+    def _start_threads(self) -> None:
+        if self._end is None:
+            for _ in range(self._num_threads):
+                threading.Thread(target=_serve, args=(self.ready,), name=self._name, daemon=True).start()
+            self._process = os.getpid()
+            self._end = weakref.finalize(self, _end, self.ready, self._num_threads)
+            self._end.atexit = False  # the process takes them along; jobs may go on until then
+
+
+class _Job:
+    def __init__(self, pieces: Iterable[Piece], workers: Workers) -> None:
+        self._pieces = deque(pieces)
+        self._num_left = len(self._pieces)
+        assert self._num_left, "a job without pieces would never end"
+        self._workers: Workers | None = workers  # whose threads stay until the job is done
+        self._lock, self._done = threading.Lock(), threading.Event()
+        self._following = list[Callable[[Exception | None], object]]()
         self._error: Exception | None = None
-        self._done = threading.Event()
 
-    def run(self, failed: Exception | None) -> Exception | None:
-        """Do the work, unless an earlier task ``failed``; returns what went wrong so far."""
+    def start(self, failed: Exception | None) -> None:
+        """Queue the pieces, which are dropped undone where a job before has ``failed``."""
+        assert self._workers is not None
+        self._error = failed
+        ready = self._workers.ready
+        for _ in range(self._num_left):
+            ready.put(self)
+
+    def then(self, call: Callable[[Exception | None], object]) -> None:
+        """Call once this job is done, with what went wrong so far."""
+        with self._lock:
+            if not self._done.is_set():
+                self._following.append(call)
+                return
+        call(self._error)
+
+    def do_piece(self) -> None:
+        piece = self._pieces.popleft()
+        error = None
         try:
-            if failed is None and self._work is not None:
-                self._work()
-        except Exception as error:
-            failed = error
-        self._work, self._error = None, failed
-        self._done.set()
-        return failed
+            if self._error is None:
+                piece()
+        except Exception as raised:
+            error = raised
+        del piece  # and with it the memory it works on, before anybody is told that the job is done
+        with self._lock:
+            self._error = self._error or error
+            self._num_left -= 1
+            if self._num_left:
+                return
+            self._done.set()
+            following, self._following, self._workers = self._following, [], None
+        for call in following:
+            call(self._error)
 
     def wait_for(self, seconds: float) -> bool:
         return self._done.wait(seconds)
@@ -124,56 +244,20 @@ class _Task:
             raise self._error
 
 
-class _Thread:
-    """Runs tasks in order. It starts with the first, and is a daemon: work that waits for a rank that is gone must not
-    keep the process from ending.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        self._end: weakref.finalize[..., _Thread] | None = None
-        self._process = 0  # that has the thread
-        self.failed: Exception | None = None
-
-    def run(self, work: Callable[[], object]) -> _Task:
-        if self._end is None or not self._end.alive:
-            threading.Thread(target=_serve, args=(self._tasks, weakref.ref(self)), name=self._name, daemon=True).start()
-            self._end, self._process = weakref.finalize(self, self._tasks.put, None), os.getpid()
-        elif os.getpid() != self._process:  # nothing would ever be done
-            raise PartitaError(
-                "this process was forked from the one that made the engine, whose threads and connections it does not "
-                "have: start processes that train before partita.initialize, or with multiprocessing's method spawn"
-            )
-        task = _Task(work)
-        self._tasks.put(task)
-        return task
-
-    def close(self) -> None:
-        if self._end is not None:
-            self._end()
+def _serve(ready: "SimpleQueue[_Job | None]") -> None:
+    """The thread keeps nothing while it waits: an error's traceback has the engine, and that has the workers."""
+    while (job := ready.get()) is not None:
+        job.do_piece()
+        del job
 
 
-def _serve(tasks: "SimpleQueue[_Task | None]", owner: "weakref.ref[_Thread]") -> None:
-    """The thread keeps nothing while it waits: an error's traceback has the engine, and that has the thread."""
-    while (task := tasks.get()) is not None:
-        thread = owner()
-        failed = task.run(thread.failed if thread is not None else None)
-        if thread is not None:
-            thread.failed = failed
-        del task, thread, failed
+def _end_after(jobs: list[_Job], end: Callable[[], object]) -> None:
+    if jobs:
+        jobs[0].then(lambda _: _end_after(jobs[1:], end))
+    else:
+        end()
 
 
-def record(device: torch.device) -> Event:
-    """An event at this point of the current stream."""
-    if device.type != "cuda":
-        return Event()
-    event = torch.cuda.Event()
-    event.record()
-    return Event(event.wait)
-
-
-def finish(device: torch.device) -> None:
-    """Hold the caller until all is done that the current stream has been given, so that the host may touch it."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+def _end(ready: "SimpleQueue[_Job | None]", num_threads: int) -> None:
+    for _ in range(num_threads):
+        ready.put(None)

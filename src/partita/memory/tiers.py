@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from partita.memory import accelerator
 from partita.memory.allocate import allocate, allocate_host, over
 from partita.memory.buffer_pool import Slot
 from partita.memory.disk import ALIGNMENT, Disk, DiskReport, Region
@@ -109,9 +110,7 @@ class OnDisk(Kept):
         values = over(slot.storage, self.dtype, self.num_elements)
 
         def end(changed: bool) -> None:
-            self._staging.finish_copies()
-            written = self._disk.write(self.region, values) if changed else Event()
-            self._staging.give_back(slot, written)
+            self._staging.give_back(slot, (lambda: self._disk.write(self.region, values)) if changed else Event)
 
         return Lease(values, self._disk.read(self.region, values) if read else Event(), end)
 
@@ -123,7 +122,7 @@ class OnDisk(Kept):
 
     def _is_like(self, other: Tensor) -> bool:
         """Whether the disk can read into, and write from, this memory without a copy beside it."""
-        on_page = other.device.type == "cpu" and other.data_ptr() % ALIGNMENT == 0
+        on_page = accelerator.is_host(other.device) and other.data_ptr() % ALIGNMENT == 0
         return on_page and other.dtype == self.dtype and other.shape == (self.num_elements,) and other.is_contiguous()
 
 
@@ -150,12 +149,10 @@ class Staging:
         slot.last_use.wait()
         return slot
 
-    def finish_copies(self) -> None:
-        """Wait for the copies that the current stream makes from or to a slot."""
+    def give_back(self, slot: Slot, write: Callable[[], Event] = Event) -> None:
+        """Take a slot back when the current stream's copies from and to it are done; then ``write`` out of it."""
         finish(self._device)
-
-    def give_back(self, slot: Slot, last_use: Event) -> None:
-        slot.last_use = last_use
+        slot.last_use = write()
         with self._lock:
             self._free.append(slot)
 
@@ -194,12 +191,7 @@ class StateMemory:
         if tier is Tier.DEVICE:
             return Lease(torch.empty(num_elements, dtype=dtype, device=self._device))
         slot = self._staging.borrow(num_elements * dtype.itemsize)
-
-        def end(changed: bool) -> None:
-            self._staging.finish_copies()
-            self._staging.give_back(slot, Event())
-
-        return Lease(over(slot.storage, dtype, num_elements), Event(), end)
+        return Lease(over(slot.storage, dtype, num_elements), Event(), lambda changed: self._staging.give_back(slot))
 
     def _room(self, num_elements: int, dtype: torch.dtype, tier: Tier) -> Kept:
         if tier is Tier.DISK:
@@ -224,6 +216,7 @@ class StateMemory:
         return self._disk.report() if self._disk is not None else None
 
     def close(self) -> None:
-        """Let go of the disk tier; what is on it is lost."""
+        """Let go of the disk tier; what is on it is lost. Host memory may be dropped then: no copy is under way."""
+        accelerator.wait_for_all(self._device)
         if self._disk is not None:
             self._disk.close()

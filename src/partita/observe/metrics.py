@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from partita.errors import PartitaError
 
@@ -43,7 +43,7 @@ class HeldOutRow:
 
 class MetricsWriter:
     """Writes rows into a folder, replacing those that an earlier run left there of steps ``after`` the one that this
-    run goes on from. A context manager.
+    run goes on from.
     """
 
     def __init__(self, folder: Path, after: int = 0) -> None:
@@ -89,12 +89,6 @@ class MetricsWriter:
         self._file.close()
         if self._board is not None:
             self._board.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def read_metrics(path: Path) -> tuple[list[TrainRow], list[HeldOutRow]]:

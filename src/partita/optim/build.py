@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from partita.config import schema
 from partita.errors import ConfigError
+from partita.memory.accelerator import is_host
 from partita.optim.fused import FusedAdam, FusedLion, FusedSGD
 
 Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -63,7 +64,7 @@ def wants_kernels(config: schema.Config, compute: str, device: torch.device) -> 
     """Whether the config's optimizer is one of :mod:`partita.optim.fused`: for 16-bit parameters that are updated on
     the CPU, and for states that torch's do not have.
     """
-    on_cpu = device.type == "cpu" or config.zero.offload.optimizer != "none"
+    on_cpu = is_host(device) or config.zero.offload.optimizer != "none"
     in_16_bits = compute != "fp32" and (on_cpu or config.precision.master == "split")
     return in_16_bits or config.precision.moments == "int8"
 

@@ -18,7 +18,6 @@ from partita.optim.fused import FusedOptimizer, Operands, flat
 from partita.optim.states import Leases, OptimizerStates
 from partita.optim.views import View, Views
 from partita.plan.residence import FP32, SPLIT, Residence, Tier
-from partita.plan.steps import AllGather, steps
 from partita.sharding.buckets import Bucket
 from partita.sharding.executor import Executor
 from partita.sharding.unit import Member, Segment
@@ -72,8 +71,7 @@ class SegmentUpdate:
     @property
     def gathers(self) -> bool:
         """Whether bringing the result into what rests takes the other ranks."""
-        row = self.segment.plan
-        return any(isinstance(op, AllGather) for op in steps(row.master, row.param_rest, self.segment.mesh))
+        return self.segment.planned.update_is_gathered
 
     @property
     def _writes_rest(self) -> bool:

@@ -45,8 +45,8 @@ class Box:
         """This box, with its place counted from the beginning of one that contains it."""
         return Box(tuple(mine - theirs for mine, theirs in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
 
-    def inside(self, outer: "Box") -> "Box":
-        """The opposite: this box, whose place is counted from the beginning of ``outer``, in the global tensor."""
+    def placed_in(self, outer: "Box") -> "Box":
+        """The opposite: this box, whose place is counted from the beginning of ``outer``, in what that is a box of."""
         return Box(tuple(mine + theirs for mine, theirs in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
 
     def _ends(self) -> tuple[int, ...]:
@@ -93,7 +93,7 @@ class FlatRange:
         moved = any(self.box.offsets)
         for box, first in self._local_boxes(most):
             place = slice(first - self.start, first - self.start + box.num_elements)
-            yield (box.inside(self.box) if moved else box), place
+            yield (box.placed_in(self.box) if moved else box), place
 
     def _local_boxes(self, most: int) -> Iterator[tuple[Box, int]]:
         """The boxes in the local tensor, each with the flat place of its first element."""

@@ -56,6 +56,12 @@ class PlannedSegment:
         return same
 
     @cached_property
+    def update_is_gathered(self) -> bool:
+        """Whether bringing updated master weights into what rests takes the other ranks."""
+        brought = steps(self.row.master, self.row.param_rest, self.mesh)
+        return any(isinstance(op, AllGather) for op in brought)
+
+    @cached_property
     def gradient_moves(self) -> bool:
         """Whether the optimizer's gradient is another than autograd's: elsewhere, encoded otherwise, or summed."""
         return bool(steps(self.row.grad_arrival, self.row.grad_step, self.mesh))

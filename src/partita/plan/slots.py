@@ -30,20 +30,21 @@ class PlannedPool:
     @property
     def num_bytes(self) -> int:
         """Of all slots."""
-        return sum(size * num for size, num in slot_counts(self.sizes, self.depth, self.lasting).items())
+        return sum(size * num for size, num in self.slots().items())
 
-
-def slot_counts(sizes: Sequence[int], depth: int, lasting: Sequence[int] = ()) -> dict[int, int]:
-    """Slots by size: ``depth`` in a class, but no more than it serves of the ``sizes``; ``lasting`` ones add theirs."""
-    classes = list[int]()
-    for size in sorted(sizes, reverse=True):
-        if not classes or size < CLASS_SHARE * min(classes):
-            classes.append(size)
-    counts = {}
-    for size in classes:
-        served, kept = (sum(class_of(classes, other) == size for other in group) for group in (sizes, lasting))
-        counts[size] = min(depth + kept, served)
-    return counts
+    def slots(self) -> dict[int, int]:
+        """How many by size: no more in a class than it serves of the ``sizes``."""
+        classes = list[int]()
+        for size in sorted(self.sizes, reverse=True):
+            if not classes or size < CLASS_SHARE * min(classes):
+                classes.append(size)
+        counts = {}
+        for size in classes:
+            served, kept = (
+                sum(class_of(classes, other) == size for other in group) for group in (self.sizes, self.lasting)
+            )
+            counts[size] = min(self.depth + kept, served)
+        return counts
 
 
 def class_of(classes: Sequence[int], num_bytes: int) -> int | None:

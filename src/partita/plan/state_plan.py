@@ -66,6 +66,11 @@ class StatePlan:
         return self.gradients_rest and all(r.tier is Tier.DEVICE for r in (self.grad_step, self.master, self.moments))
 
     @property
+    def uses_disk(self) -> bool:
+        """Whether parameters, master weights or moments rest on disk."""
+        return Tier.DISK in (self.param_rest.tier, self.master.tier, self.moments.tier)
+
+    @property
     def summed_axes(self) -> tuple[str, ...]:
         """The axes over which gradients are summed. Each rank of such a group owns a part of every segment."""
         return self.grad_arrival.partial_axes

@@ -27,7 +27,7 @@ class StepShape:
     after how many of them gradients that rest split are reduced (if after none of them, then at the step); None: after
     each, as without ``no_sync``. ``returns_loss``: the mean loss over the ranks is asked for, as ``train_batch`` does
     (which also has the ranks tell each other what they have drawn).
-    ``announced``: a unit's number is exchanged beside each gather, as it is on CUDA.
+    ``announced``: a unit's number is exchanged beside each gather, as it is on accelerators.
     """
 
     accumulate: int = 1

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from partita.plan.planned import BUCKET_BYTES, PlannedSegment, PlannedUnit
 from partita.plan.residence import Tier
 from partita.plan.slots import CLASS_SHARE, RECEIVING, SENDING, SUMMED, PlannedPool, unit_pool
-from partita.plan.steps import AllGather, steps
 
 # Tensors of one kind that are on their way between disk and host at a time: of a unit that is updated, of the one that
 # is read ahead, and of one whose last request is still under way.
@@ -77,8 +76,7 @@ def _publish_bytes(trained: Sequence[PlannedSegment]) -> int:
         (
             segment.held_bytes(segment.row.param_rest)
             for segment in trained
-            if segment.row.param_rest.tier is not Tier.DEVICE
-            if any(isinstance(op, AllGather) for op in steps(segment.row.master, segment.row.param_rest, segment.mesh))
+            if segment.row.param_rest.tier is not Tier.DEVICE and segment.update_is_gathered
         ),
         default=0,
     )

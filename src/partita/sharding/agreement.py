@@ -80,7 +80,8 @@ class ComparedLogs:
 
     def step(self) -> None:
         self._log.add(STEP)
-        message, counts = self._group.exchange(torch.tensor([self._log.count], device="cpu"), "engine.step"), set[int]()
+        message = self._group.exchange(torch.tensor([self._log.count], device="cpu"), "engine.step")
+        counts = set[int]()
         self.wait(Event(lambda: counts.update(message.wait().view(-1).tolist()), wait_for=message.wait_for))
         if len(counts) > 1:
             raise PartitaError(

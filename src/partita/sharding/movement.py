@@ -33,7 +33,7 @@ class Movement:
         Args:
             tag: ranks that gather under different tags wait for each other.
             accumulate: what arrives is added to what the target has.
-            received: scratch memory of :meth:`scratch_elements`, where ``ops`` reduce.
+            received: scratch memory of :meth:`scratch_bytes`, where ``ops`` reduce.
 
         Raises:
             NotImplementedError: an operation that it does not know.
@@ -74,10 +74,11 @@ class Movement:
                 target.copy_(source, non_blocking=target.device == self.device)
         return handles
 
-    def scratch_elements(self, ops: Sequence[Step], num_elements: int, itemsize: int) -> int:
-        """Elements of scratch memory that the reduction in ``ops``, if there is one, needs for what is sent."""
+    def scratch_bytes(self, ops: Sequence[Step], num_elements: int, itemsize: int) -> int:
+        """Scratch memory that the reduction in ``ops``, if there is one, needs for what is sent."""
         reductions = (op for op in in_phases(ops) if isinstance(op, ReduceScatter))
-        return sum(self._collectives.group(op.axes).received_elements(num_elements, itemsize) for op in reductions)
+        groups = (self._collectives.group(op.axes) for op in reductions)
+        return itemsize * sum(group.received_elements(num_elements, itemsize) for group in groups)
 
 
 def _part(whole: Tensor, group: Group) -> Tensor:

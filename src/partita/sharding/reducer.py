@@ -6,7 +6,7 @@ different modules (or none) and still meet in the same reductions. What arrives 
 the next wave; what is left when the step ends is agreed on by all ranks and reduced then.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from partita.memory.buffer_pool import BufferPool
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event, record
 from partita.plan.residence import Tier
-from partita.plan.slots import RECEIVING, SENDING, SUMMED
+from partita.plan.slots import RECEIVING, SENDING, SUMMED, PlannedPool
 from partita.sharding.buckets import Bucket
 from partita.sharding.movement import Movement
 from partita.sharding.scaled import factor_under_way
@@ -53,14 +53,16 @@ class GradientReducer:
         self._device = collectives.mesh.device
         self._bucket_of = {id(member): bucket for bucket in buckets for member in bucket.members}
         self._order = [bucket for bucket in buckets if bucket.moves]
-        sent = [bucket.num_bytes for bucket in self._order if bucket.passes]
-        received = [num_bytes for bucket in buckets if (num_bytes := self._received_bytes(bucket))]
-        self._sending = BufferPool("buckets", sent, SENDING, ledger, self._device)
-        self._receiving = BufferPool("buckets", received, RECEIVING, ledger, self._device)
-        summed = {tier: [b.shard_bytes for b in buckets if b.sums_pass is tier] for tier in (Tier.DEVICE, Tier.HOST)}
+
+        def pool(sizes: Iterable[int], depth: int, tier: Tier = Tier.DEVICE) -> BufferPool:
+            planned = PlannedPool(tuple(size for size in sizes if size), depth)
+            return BufferPool("buckets", planned, ledger, self._device, tier=tier)
+
+        self._sending = pool((bucket.num_bytes for bucket in buckets if bucket.passes), SENDING)
+        self._receiving = pool(map(self._received_bytes, buckets), RECEIVING)
         self._summed = {
-            tier: BufferPool("buckets", sizes, SUMMED, ledger, self._device, tier=tier)
-            for tier, sizes in summed.items()
+            tier: pool((bucket.shard_bytes for bucket in buckets if bucket.sums_pass is tier), SUMMED, tier)
+            for tier in (Tier.DEVICE, Tier.HOST)
         }
         self._stream = collectives.mesh.stream("gradients")
         self._launched = Event()  # passes when everything launched so far is reduced
@@ -102,10 +104,7 @@ class GradientReducer:
 
     def _received_bytes(self, bucket: Bucket) -> int:
         """Scratch memory that the bucket's reduction needs."""
-        return self._received_elements(bucket) * bucket.dtype.itemsize
-
-    def _received_elements(self, bucket: Bucket) -> int:
-        return self._movement.scratch_elements(bucket.steps, bucket.layout.num_elements, bucket.dtype.itemsize)
+        return self._movement.scratch_bytes(bucket.steps, bucket.layout.num_elements, bucket.dtype.itemsize)
 
     # -------------------------------------------------------------- what a wave does
 
@@ -176,10 +175,11 @@ class GradientReducer:
         self.scales.add(factor_under_way())
         bucket = self._bucket_of[id(member)]
         in_wave = not bucket.in_place and (self._synchronizes or bucket.rests_whole)
+        if in_wave:
+            self.backward_began()
         bucket.note(member, in_wave=in_wave)
         if not in_wave:
             return
-        self.backward_began()
         if bucket.rests_whole:
             bucket.reopen()
             bucket.collect(member)
@@ -271,7 +271,8 @@ class GradientReducer:
         receiving = self._receiving.borrow(num_bytes) if num_bytes else None
         sums = None if bucket.sums_pass is None else self._summed[bucket.sums_pass]
         summed = None if sums is None else sums.borrow(bucket.shard_bytes)
-        received = None if receiving is None else over(receiving.storage, bucket.dtype, self._received_elements(bucket))
+        num_received = num_bytes // bucket.dtype.itemsize
+        received = None if receiving is None else over(receiving.storage, bucket.dtype, num_received)
         reduce = bucket.launch(self._movement, received, summed)
         awaited = [record(self._device), *(slot.last_use for slot in (receiving, summed) if slot is not None)]
 

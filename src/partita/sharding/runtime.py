@@ -68,9 +68,7 @@ class Runtime:
         self.loan = Loan(swap)
         pool = unit_pool(blueprint.units, config.zero.prefetch_bytes)
         with together(collectives.all_ranks):
-            self.pool = BufferPool(
-                "buffer_pool", pool.sizes, pool.depth, ledger, mesh.device, lasting=pool.lasting, backed=self.loan.swap
-            )
+            self.pool = BufferPool("buffer_pool", pool, ledger, mesh.device, backed=self.loan.swap)
         self.executor = Executor(collectives, self.pool, self.loan)
         first = mesh.log.register([unit.title for unit in self.units])
         for unit in self.units:

@@ -18,7 +18,6 @@ from rich.console import Console
 from torch import Tensor
 
 from partita.checkpoint.format.folder import complete
-from partita.config.resolve import resolve
 from partita.engine.engine import Engine
 from partita.engine.start import initialize
 from partita.errors import PartitaError
@@ -68,17 +67,13 @@ def train(job: Job, console: Console) -> Outcome:
 
 class _Run:
     def __init__(self, job: Job, ready: ReadyModel, corpus: Corpus, engine: Engine, console: Console) -> None:
-        self._job, self._ready, self._engine = job, ready, engine
-        device = engine.mesh.device
-        self._batches = Batches(
-            corpus,
-            job.data,
-            resolve(job.engine, engine.mesh.num_ranks, device.type).batch,
-            engine.mesh.coordinate("data"),
-            engine.mesh.size("data"),
-            device,
-        )
-        self._is_first = engine.mesh.rank == 0
+        self._job = job
+        self._ready = ready
+        self._engine = engine
+        mesh = engine.mesh
+        batch = engine.blueprint.resolved.batch
+        self._batches = Batches(corpus, job.data, batch, mesh.coordinate("data"), mesh.size("data"), mesh.device)
+        self._is_first = mesh.rank == 0
         self._progress = TrainingProgress(console if self._is_first else Console(quiet=True), job.train.steps)
         self._start = self._resume()
         self._writer = MetricsWriter(job.out, after=self._start) if self._is_first else None
@@ -114,7 +109,8 @@ class _Run:
         plan = self._job.train
         if self._start % plan.eval_every == 0 or self._start == plan.steps:
             self._evaluate(self._start)
-        meter, step = _Meter(), self._start
+        meter = _Meter()
+        step = self._start
         while step < plan.steps and interruption.agreed is not Wish.STOP:
             step += 1
             step = self._take_step(step, meter)
@@ -182,7 +178,7 @@ class _Run:
             )
 
     def _memory_of_ranks(self) -> tuple[int, ...]:
-        """Peak bytes of each rank: of the CUDA allocator where there is one, else of the whole process."""
+        """Peak bytes of each rank: of the device's allocator where there is one, else of the whole process."""
         report = self._engine.memory_report()
         mine = report.device_peak_bytes or report.process_peak_bytes
         return tuple(round(num_bytes) for num_bytes in self._engine.each(mine))

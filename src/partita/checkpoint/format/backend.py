@@ -43,7 +43,7 @@ class FileBackend(Backend):
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.snapshots = mesh, Snapshots(mesh.device)
         self._boxes = BoxLayout([])
-        self._noticed = False
+        self.noticed = False  # that others use the folder, too
 
     def draft(self, request: Request, token: str) -> "FileDraft":
         return FileDraft(self, request, token)
@@ -56,13 +56,6 @@ class FileBackend(Backend):
         if self._boxes.values != boxes:
             self._boxes = BoxLayout(boxes)
         return self._boxes
-
-    def notice(self, request: Request) -> None:
-        """Warn, once, of what else is in the folder."""
-        said = notice(request.folder, request.step) if not self._noticed else None
-        if said is not None:
-            self._noticed = True
-            warnings.warn(said, stacklevel=7)
 
 
 class FileDraft(Draft):
@@ -80,7 +73,10 @@ class FileDraft(Draft):
     def begin(self, boxes: Sequence[Value], others: Sequence[Value]) -> None:
         self._layout = FileLayout(self._backend.lay_out(boxes), others)
         if self._rank == 0:
-            self._backend.notice(self._request)
+            said = notice(self._request.folder, self._request.step) if not self._backend.noticed else None
+            if said is not None:
+                self._backend.noticed = True
+                warnings.warn(said, stacklevel=6)
             start_partial(self._partial)
 
     def join(self) -> None:

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from partita.checkpoint.format.record import BoxLayout, FileLayout, Part, Record
 from partita.checkpoint.format.system import explained, open_direct
+from partita.memory.accelerator import HOST
 from partita.memory.allocate import allocate_host
 from partita.memory.collector import collector_paused
 from partita.memory.disk import ALIGNMENT as PAGE_BYTES
-from partita.memory.streams import Event, finish
-from partita.memory.workers import Workers
+from partita.memory.streams import Event, Workers, finish
 
 # Few bytes in all: the first time, memory that was never touched costs more than what is copied into it.
 BLOCK_BYTES = 2 * 2**20
@@ -169,7 +169,7 @@ class _Writer:
         while done < whole:
             done += os.pwrite(self._file, view[done:whole], offset + done)
         if rest := view[whole:]:
-            page = allocate_host(PAGE_BYTES, torch.uint8, torch.device("cpu"))
+            page = allocate_host(PAGE_BYTES, torch.uint8, HOST)
             page[: len(rest)] = torch.frombuffer(rest, dtype=torch.uint8)
             os.pwrite(self._file, page.numpy().data, offset + whole)
 

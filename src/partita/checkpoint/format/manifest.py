@@ -8,7 +8,7 @@ import torch
 
 from partita.checkpoint.backend import Chunk, Stored, StoredTensor
 from partita.checkpoint.format.record import Record
-from partita.checkpoint.format.system import checksum, damaged, inside, read_small
+from partita.checkpoint.format.system import checksum, damaged, inside_folder, read_small
 from partita.errors import PartitaError
 from partita.memory.collector import collector_paused
 from partita.plan.box import Box
@@ -40,7 +40,7 @@ def table_of(file: str, records: Iterable[Record], sums: Iterable[str], num_byte
 def add_table(stored: Stored, table: bytes) -> int:
     """Take up what a table says; returns the number of bytes of its file."""
     made = json.loads(table)
-    file = inside(stored.folder, made["file"])
+    file = inside_folder(stored.folder, made["file"])
     for row in made["records"]:
         offset, num_bytes, head_bytes = row["at"]
         box = Box(*map(tuple, row["box"])) if "box" in row else None
@@ -83,7 +83,7 @@ def read_manifest(stored: Stored) -> None:
             f"{FORMAT}; update partita"
         )
     for name, expected in manifest["tables"].items():
-        table = read_small(folder / inside(folder, name))
+        table = read_small(folder / inside_folder(folder, name))
         if checksum(table) != expected:
             raise damaged(folder / name)
         add_table(stored, table)

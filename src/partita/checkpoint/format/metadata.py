@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from partita.checkpoint.backend import Chunk, Stored, StoredTensor
-from partita.checkpoint.format.system import inside, read_small
+from partita.checkpoint.format.system import inside_folder, read_small
 from partita.checkpoint.names import path_of
 from partita.errors import PartitaError
 from partita.plan.box import Box
@@ -125,7 +125,7 @@ def add_metadata(stored: Stored, metadata: Metadata) -> None:
     }
     for index, place in metadata.storage_data.items():
         found = metadata.state_dict_metadata[index.fqn]
-        at = (inside(stored.folder, place.relative_path), place.offset, place.length)
+        at = (inside_folder(stored.folder, place.relative_path), place.offset, place.length)
         if isinstance(found, BytesStorageMetadata):
             stored.values[index.fqn] = Chunk(index.fqn, None, *at)
             continue

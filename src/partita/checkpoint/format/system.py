@@ -42,7 +42,7 @@ def damaged(path: Path) -> PartitaError:
     return PartitaError(f"checkpoint: '{path}' is damaged: it is not what was written; load an earlier checkpoint")
 
 
-def inside(folder: Path, name: str) -> str:
+def inside_folder(folder: Path, name: str) -> str:
     """A file's name that an index gives.
 
     Raises:

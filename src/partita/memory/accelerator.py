@@ -1,0 +1,148 @@
+"""The accelerator: a device with streams and a memory of its own, and the only file that knows which kinds there are.
+
+CUDA, ROCm (``cuda`` to PyTorch), XPU and others come through what PyTorch has for all of them: ``torch.accelerator``,
+``torch.Stream``, ``torch.Event``, and the device's own module, whose functions have the same names everywhere. Without
+an accelerator tensors are computed on the host, which has neither streams nor events: work there is in order.
+"""
+
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from partita.errors import PartitaError
+
+HOST = torch.device("cpu")
+
+
+def device_type() -> str:
+    """What tensors are computed on here, in PyTorch's words: ``cpu``, ``cuda``, ``xpu``, ..."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return HOST.type
+    if found.type == "mps":
+        warnings.warn(
+            "PyTorch's mps device is not used, training runs on the CPU: mps has no float64, in which the norm of the "
+            "gradients is added up, and no process groups",
+            stacklevel=3,
+        )
+        return HOST.type
+    return found.type
+
+
+def own_device(local_rank: int | None) -> torch.device:
+    """The rank's own; where no launcher numbers those of a node, the one that is set (``torch.cuda.set_device``)."""
+    kind = device_type()
+    if kind == HOST.type:
+        return HOST
+    return torch.device(kind, torch.accelerator.current_device_index() if local_rank is None else local_rank)
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether what is on the device is in the host's memory, and computed there."""
+    return device.type == HOST.type
+
+
+def set_device(device: torch.device) -> None:
+    """Have the calling thread use this accelerator where none is named."""
+    torch.accelerator.set_device_index(device)
+
+
+def count() -> int:
+    """Accelerators of this machine that partita uses."""
+    return 0 if device_type() == HOST.type else torch.accelerator.device_count()
+
+
+def installed() -> list[tuple[str, int]]:
+    """Name and bytes of memory of each of them."""
+    module = torch.get_device_module(device_type())
+    found = [module.get_device_properties(index) for index in range(count())]
+    return [(properties.name, properties.total_memory) for properties in found]
+
+
+def new_stream(device: torch.device) -> torch.Stream | None:
+    """A stream beside the current one; None on the host."""
+    return None if is_host(device) else torch.Stream(device=device)
+
+
+def new_event(device: torch.device) -> torch.Event:
+    """Of an accelerator."""
+    return torch.Event(device=device)
+
+
+def wait_for_stream(device: torch.device) -> None:
+    """Hold the caller until all is done that the current stream has been given."""
+    if not is_host(device):
+        torch.accelerator.current_stream(device).synchronize()
+
+
+def wait_for_all(device: torch.device) -> None:
+    """Hold the caller until all is done that any stream has been given."""
+    if not is_host(device):
+        torch.accelerator.synchronize(device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of an accelerator's memory, whoever has the rest."""
+    return int(torch.get_device_module(device).mem_get_info(device)[0])
+
+
+def allocated_bytes(device: torch.device) -> tuple[int, int]:
+    """What this process's tensors take of an accelerator's memory, now and at their peak; 0 on the host."""
+    if is_host(device):
+        return 0, 0
+    module = torch.get_device_module(device)
+    return module.memory_allocated(device), module.max_memory_allocated(device)
+
+
+def pin(address: int, num_bytes: int, device: torch.device) -> Callable[[], object]:
+    """Register host memory that is there already, so that the device copies from and to it while the caller goes on;
+    returns what undoes that.
+
+    PyTorch reaches such a call for CUDA and ROCm. Elsewhere the memory stays as it is: copies hold the caller.
+
+    Raises:
+        PartitaError: so much cannot be pinned.
+    """
+    runtime = getattr(torch.get_device_module(device), "cudart", None)
+    if runtime is None:
+        warnings.warn(
+            f"PyTorch cannot pin memory for {device.type} that it did not allocate: copies between the host and the "
+            "device hold the caller, so offload (zero.offload) is slower",
+            stacklevel=2,
+        )
+        return lambda: None
+    calls = runtime()
+    status = calls.cudaHostRegister(address, num_bytes, 0)
+    if int(status):
+        raise PartitaError(
+            f"{device.type} cannot pin {num_bytes} bytes of host memory ({calls.cudaGetErrorString(status)}): raise "
+            "the limit of locked memory (`ulimit -l unlimited`, or the container's), or offload less to the host"
+        )
+    return lambda: calls.cudaHostUnregister(address)
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """Of an accelerator's generator."""
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_random_state(state: torch.Tensor, device: torch.device) -> None:
+    torch.get_device_module(device).set_rng_state(state, device)
+
+
+def backend(device: torch.device) -> str:
+    """The process groups' for tensors on the device: gloo, nccl, xccl, or what was registered for it.
+
+    Raises:
+        PartitaError: there is none.
+    """
+    try:
+        return dist.get_default_backend_for_device(device)
+    except ValueError as error:
+        raise PartitaError(
+            f"torch.distributed has no backend for {device.type}: import the package that registers one "
+            "(torch.distributed.Backend.register_backend) before partita.initialize"
+        ) from error

@@ -1,0 +1,53 @@
+"""Devices: which is used, and what is said of those that cannot do all. (tests/simulated has an accelerator.)"""
+
+import types
+
+import pytest
+import torch
+
+from partita.errors import PartitaError
+from partita.memory import accelerator
+from partita.memory.accelerator import HOST
+
+OTHER = torch.device("xpu", 1)
+
+
+def test_without_an_accelerator_the_host_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    assert (accelerator.device_type(), accelerator.count(), accelerator.installed()) == ("cpu", 0, [])
+    assert accelerator.own_device(3) == HOST
+    assert accelerator.is_host(HOST)
+    assert accelerator.new_stream(HOST) is None
+    assert accelerator.allocated_bytes(HOST) == (0, 0)
+    assert accelerator.backend(HOST) == "gloo"
+    accelerator.wait_for_stream(HOST)
+    accelerator.wait_for_all(HOST)
+
+
+def test_a_rank_has_the_device_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert accelerator.own_device(0) == torch.device("xpu", 0)
+    assert accelerator.own_device(None) == OTHER, "the one that is set"
+    assert accelerator.count() == 2
+    assert not accelerator.is_host(OTHER)
+    assert accelerator.backend(OTHER) == "xccl"
+
+
+def test_mps_is_not_used_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
+    with pytest.warns(UserWarning, match="mps device is not used, training runs on the CPU: mps has no float64"):
+        assert accelerator.own_device(0) == HOST
+
+
+def test_memory_that_pytorch_cannot_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace())
+    with pytest.warns(UserWarning, match="cannot pin memory for xpu that it did not allocate: .*zero.offload"):
+        undo = accelerator.pin(4096, 4096, OTHER)
+    undo()
+
+
+def test_a_device_without_process_groups() -> None:
+    with pytest.raises(PartitaError, match="no backend for vulkan: import the package that registers one"):
+        accelerator.backend(torch.device("vulkan"))

@@ -1,0 +1,110 @@
+"""Registers the simulated accelerator with PyTorch: for a process that then computes on it wherever it may."""
+
+import fcntl
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import subprocess
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import cpp_extension
+
+NAME, BACKEND = "sim", "simcl"
+HERE = Path(__file__).parent
+CACHE = HERE.parents[1] / "build" / "simulated"
+
+
+def build() -> Path:
+    """The extension module's file, compiled where this torch and these sources have none yet (about a minute).
+
+    Raises:
+        subprocess.CalledProcessError: the compiler's errors are on standard error.
+    """
+    sources = b"".join(path.read_bytes() for path in sorted(HERE.glob("*.[ch]pp")))
+    digest = hashlib.sha256(sources + torch.__version__.encode()).hexdigest()[:16]
+    built = CACHE / f"{NAME}-{digest}.so"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.exists():
+            partial = built.with_suffix(".partial")
+            includes = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
+            libraries = [*cpp_extension.library_paths()]
+            command = ["c++", "-O1", "-std=c++20", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={NAME}_native"]
+            command += [f"-isystem{folder}" for folder in includes]
+            command += [str(HERE / "device.cpp"), "-o", str(partial)]
+            command += [f"-L{folder}" for folder in libraries] + ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
+            subprocess.run(command, check=True)
+            partial.rename(built)
+    return built
+
+
+@functools.cache
+def register() -> Any:
+    """The device of this rank's number as the process's accelerator, with process groups; returns the extension module.
+
+    Its ``races()`` are what was found so far, ``memory()`` the bytes held, their peak and their limit, ``set_limit``
+    changes that.
+    """
+    torch.utils.rename_privateuse1_backend(NAME)
+    loader = importlib.machinery.ExtensionFileLoader(f"{NAME}_native", str(build()))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    native = importlib.util.module_from_spec(spec)
+    loader.exec_module(native)
+    native.use(int(os.environ.get("LOCAL_RANK", "0")))
+    torch._register_device_module(NAME, _module(native))
+    torch.utils.generate_methods_for_privateuse1_backend()
+    from tests.simulated.group import Group  # it has an event of the device
+
+    dist.Backend.register_backend(BACKEND, functools.partial(Group, native), devices=[NAME])
+    return native
+
+
+def _module(native: Any) -> ModuleType:
+    """What ``torch.cuda`` is to CUDA. Operators draw the host's random numbers."""
+    module = ModuleType(f"torch.{NAME}")
+    functions: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_is_in_bad_fork": lambda: False,
+        "device_count": torch.accelerator.device_count,
+        "current_device": torch.accelerator.current_device_index,
+        "set_device": lambda device: None,
+        "get_device_properties": lambda device=None: SimpleNamespace(name=NAME, total_memory=native.memory()[2]),
+        "manual_seed": lambda seed: None,
+        "manual_seed_all": lambda seed: None,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "mem_get_info": lambda device=None: (native.memory()[2] - native.memory()[0], native.memory()[2]),
+        "memory_allocated": lambda device=None: native.memory()[0],
+        "max_memory_allocated": lambda device=None: native.memory()[1],
+        "cudart": lambda: _Runtime(native),
+    }
+    for name, function in functions.items():
+        setattr(module, name, function)
+    return module
+
+
+class _Runtime:
+    """The calls of CUDA's runtime that pin memory which is there already."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
+        self._native.pin(address, num_bytes)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self._native.unpin(address)
+        return 0

@@ -1,0 +1,187 @@
+"""Takes waits out of src/, one at a time, and sees that the simulated accelerator finds each.
+
+    python -m tests.simulated.mutations           # all of them: three minutes
+    python -m tests.simulated.mutations "stage 2" # those that show under a plan
+
+Each mutation is a snippet of a file and what stands there instead; one that no longer occurs is an error. A mutation is
+found where a race is reported, where numbers are not those of the CPU, or where the run ends with an error.
+"""
+
+import importlib.machinery
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from tests.local import pool
+
+SOURCE = Path(__file__).parents[2] / "src" / "partita"
+NUM_RANKS = 2
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """``old`` occurs once in the file; ``plan`` is one of :data:`tests.simulated.training.PLANS`, which is trained, or
+    (``saves``) saved and loaded again.
+    """
+
+    file: str
+    old: str
+    new: str
+    plan: str
+    saves: bool = False
+
+    @property
+    def text(self) -> str:
+        """The file's, mutated.
+
+        Raises:
+            LookupError: the snippet does not occur once.
+        """
+        text = (SOURCE / self.file).read_text()
+        if text.count(self.old) != 1:
+            raise LookupError(f"{self.file}: occurs {text.count(self.old)} times, not once: {self.old!r}")
+        return text.replace(self.old, self.new)
+
+
+MUTATIONS = (
+    Mutation(
+        "memory/streams.py",
+        "return Event(record(self._device).wait, keeps=work)",
+        "return Event(keeps=work)",
+        "stage 3",
+    ),
+    Mutation(
+        "memory/streams.py",
+        "            task.wait()\n            done.wait()",
+        "            task.wait()",
+        "optimizer on host",
+    ),
+    Mutation("memory/streams.py", "                done.record()\n", "", "all on host"),
+    Mutation("memory/tiers.py", "        accelerator.wait_for_all(self._device)\n", "", "all on host"),
+    Mutation("memory/tiers.py", "        finish(self._device)\n", "", "all on disk"),
+    Mutation("sharding/executor.py", "            slot.last_use.wait()\n", "", "stage 3"),
+    Mutation(
+        "sharding/executor.py",
+        "            updated.wait()\n            handles",
+        "            handles",
+        "optimizer on host",
+    ),
+    Mutation(
+        "sharding/executor.py",
+        "            finish_all(handles)\n            for lease",
+        "            for lease",
+        "stage 3",
+    ),
+    Mutation("sharding/executor.py", "        unit.gathered.wait()\n", "", "optimizer on host, stage 1"),
+    Mutation(
+        "sharding/executor.py", "give_back(unit.slot, record(self.device))", "give_back(unit.slot, Event())", "stage 3"
+    ),
+    Mutation(
+        "sharding/executor.py", "            updated.wait()\n            under_way", "            under_way", "stage 1"
+    ),
+    Mutation("sharding/executor.py", "        published.wait()\n", "", "stage 1"),
+    Mutation(
+        "sharding/executor.py",
+        "            event.wait()\n            work()",
+        "            work()",
+        "optimizer on host, stage 1",
+    ),
+    Mutation("sharding/buckets.py", "        slot.last_use.wait()\n", "", "stage 2"),
+    Mutation("sharding/reducer.py", "awaited = [record(self._device), *(slot", "awaited = [*(slot", "stage 2"),
+    Mutation("sharding/reducer.py", "slot in (receiving, summed) if", "slot in (receiving,) if", "in backward"),
+    Mutation("sharding/reducer.py", "        self._launched.wait()\n", "", "stage 2"),
+    Mutation("sharding/reducer.py", "give_back(sent, self._launched)", "give_back(sent, Event())", "stage 2"),
+    Mutation("sharding/reducer.py", "            ready.wait()\n", "", "stage 0"),
+    Mutation("sharding/reducer.py", "self._stream.run(gather).wait()", "self._stream.run(gather)", "stage 0"),
+    Mutation("optim/updates.py", "        ready.wait()\n", "", "in backward"),
+    Mutation("checkpoint/format/file.py", "        finish(self._device)\n", "", "stage 3", saves=True),
+    Mutation("checkpoint/format/file.py", "            finish(device)\n", "", "saved while training waits", saves=True),
+    Mutation("comm/transport.py", "async_op=True).wait()\n        land", "async_op=True)\n        land", "stage 2"),
+    Mutation(
+        "inspection/whole.py", ".all_gather(whole, part).wait()", ".all_gather(whole, part)", "bf16, optimizer on host"
+    ),
+)
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def __init__(self, name: str, path: str, text: str) -> None:
+        super().__init__(name, path)
+        self._text = text
+
+    def get_code(self, fullname: str) -> CodeType:
+        return compile(self._text, self.path, "exec")
+
+
+class _Finder:
+    """Finds one module, with its text mutated."""
+
+    def __init__(self, mutation: Mutation) -> None:
+        parts = Path(mutation.file).with_suffix("").parts
+        self._name, self._path, self._text = ".".join(("partita", *parts)), SOURCE / mutation.file, mutation.text
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name != self._name:
+            return None
+        loader = _Loader(name, str(self._path), self._text)
+        return importlib.util.spec_from_file_location(name, self._path, loader=loader)
+
+
+def run(mutation: Mutation | None, plan: str, saves: bool, folder: str) -> tuple[Any, list[str]]:
+    """On a rank: what came of the plan, and the races."""
+    assert "partita" not in sys.modules, "the process has imported what is to be mutated"
+    if mutation is not None:
+        sys.meta_path.insert(0, _Finder(mutation))  # type: ignore[arg-type]
+    from tests.simulated import training
+
+    call: Sequence[Any] = (
+        (training.resume, training.PLANS[plan], folder) if saves else (training.train, training.PLANS[plan])
+    )
+    return training.simulated(*call)
+
+
+def outcome(mutation: Mutation | None, plan: str, saves: bool, folder: Path) -> list[tuple[Any, list[str]]]:
+    pool.close()
+    try:
+        return pool.run(NUM_RANKS, run, mutation, plan, saves, str(folder), with_group=False)
+    finally:
+        pool.close()
+
+
+def found(mutation: Mutation, folder: Path) -> str:
+    """How a mutation shows; empty where it does not."""
+    expected = outcome(None, mutation.plan, mutation.saves, folder / "expected")
+    assert not any(races for _, races in expected), expected
+    try:
+        results = outcome(mutation, mutation.plan, mutation.saves, folder / "mutated")
+    except Exception as error:  # whatever it leads to
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    races = [race for _, found in results for race in found]
+    if races:
+        return f"{len(races)} races: {races[0]}"
+    same = all(mine.same(theirs) for (mine, _), (theirs, _) in zip(results, expected, strict=True))
+    return "" if same else "other numbers"
+
+
+def main() -> int:
+    num_lost = 0
+    chosen = [mutation for mutation in MUTATIONS if not sys.argv[1:] or mutation.plan in sys.argv[1:]]
+    for mutation in chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            how = found(mutation, Path(folder))
+        num_lost += not how
+        removed = " ".join(mutation.old.split())
+        sys.stdout.write(
+            f"{'found' if how else 'LOST '}  {mutation.file}: {removed}  ({mutation.plan})\n       {how}\n"
+        )
+        sys.stdout.flush()
+    sys.stdout.write(f"{len(chosen) - num_lost} of {len(chosen)} found\n")
+    return 1 if num_lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""The simulated accelerator: it computes as the CPU does, is apart from the host, and finds what is not in order."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.local import pool
+
+
+def on_device(function: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
+    """What a function gives in a new process with the device, and the races."""
+    pool.close()
+    return pool.run(1, _registered, function, *args, with_group=False)[0]
+
+
+def _registered(function: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
+    from tests.simulated.device import register
+
+    native = register()
+    return function(*args), native.races()
+
+
+def side() -> torch.Stream:
+    return torch.Stream(device="sim")
+
+
+def recorded(stream: torch.Stream | None = None) -> torch.Event:
+    event = torch.Event("sim")
+    event.record(stream or torch.accelerator.current_stream())
+    return event
+
+
+def pinned(num: int) -> Tensor:
+    from partita.memory.allocate import allocate_host
+
+    return allocate_host(num, torch.float32, torch.device("sim", 0))
+
+
+# ------------------------------------------------------------------------------------------------------------ computing
+
+
+def trained(device: str) -> list[float]:
+    torch.manual_seed(1)
+    layers = nn.Embedding(20, 8), nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 20)
+    model, losses = nn.Sequential(*layers).to(device), list[float]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        tokens = torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(step)).to(device)
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_trains_with_the_bits_of_the_cpu() -> None:
+    (expected,) = pool.run(1, trained, "cpu", with_group=False)
+    assert on_device(trained, "sim") == (expected, [])
+
+
+def is_the_accelerator() -> tuple[str, str, bool, bool]:
+    here = torch.accelerator.current_accelerator()
+    assert here is not None
+    return here.type, str(torch.ones(3, device="sim").device), pinned(4).is_pinned(), torch.ones(4).is_pinned()
+
+
+def test_is_the_accelerator_of_its_process() -> None:
+    assert on_device(is_the_accelerator) == (("sim", "sim:0", True, False), [])
+    assert not hasattr(torch, "sim"), "and of no other"
+
+
+def mixed() -> None:
+    torch.ones(3) + torch.ones(3, device="sim")
+
+
+def test_devices_do_not_mix() -> None:
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device, .* sim:0 and cpu!"):
+        on_device(mixed)
+
+
+def too_much() -> tuple[int, int]:
+    from tests.simulated.device import register
+
+    native, module = register(), torch.get_device_module("sim")
+    kept = torch.empty(1000, dtype=torch.uint8, device="sim")
+    native.set_limit(3000)
+    assert module.mem_get_info()[0] == 2000
+    with pytest.raises(torch.OutOfMemoryError, match="sim out of memory. Tried to allocate 2001 bytes; 1000 of 3000"):
+        torch.empty(2001, dtype=torch.uint8, device="sim")
+    del kept
+    torch.empty(2001, dtype=torch.uint8, device="sim")
+    return module.memory_allocated(), module.max_memory_allocated()
+
+
+def test_memory_has_a_limit() -> None:
+    assert on_device(too_much) == ((0, 2001), [])
+
+
+# ------------------------------------------------------------------------------------------------------------ the order
+
+
+def two_streams(waits: bool, writes: bool) -> None:
+    values, beside = torch.zeros(100, device="sim"), side()
+    before = recorded()
+    with beside:
+        before.wait()
+        seen = values[:50] * 2
+    done = recorded(beside)
+    if waits:
+        done.wait()
+    (values[40:].add_(1) if writes else values[40:] + 1)
+    torch.accelerator.synchronize()
+    del seen
+
+
+@pytest.mark.parametrize(("waits", "writes"), [(False, True), (True, True), (False, False)])
+def test_two_accesses_in_no_order(waits: bool, writes: bool) -> None:
+    _, races = on_device(two_streams, waits, writes)
+    assert len(races) == (not waits and writes), races
+    assert all("writes on stream 0 memory that aten::mul" in race for race in races)
+
+
+def freed(how: str) -> None:
+    values, beside = torch.zeros(100, device="sim"), side()
+    recorded().wait(beside)
+    with beside:
+        other = values * 2
+    if how == "recorded":
+        values.record_stream(beside)
+    elif how == "waited":
+        recorded(beside).wait()
+    del values
+    torch.accelerator.synchronize()
+    del other
+
+
+@pytest.mark.parametrize("how", ["at once", "waited", "recorded"])
+def test_memory_that_is_freed_while_it_is_used(how: str) -> None:
+    _, races = on_device(freed, how)
+    assert len(races) == (how == "at once"), races
+    assert all("memory of stream 0 is freed while it may be in use: aten::mul" in race for race in races)
+
+
+# ---------------------------------------------------------------------------------------------- copies beside the host
+
+
+def copied_to_host(waits: bool) -> list[float]:
+    target = pinned(4)
+    target.copy_(torch.ones(4, device="sim"), non_blocking=True)
+    if waits:
+        torch.accelerator.current_stream().synchronize()
+    seen = target.tolist()
+    torch.accelerator.synchronize()
+    assert target.tolist() == [1.0] * 4
+    return seen
+
+
+def test_a_copy_to_the_host_is_poison_until_it_is_waited_for() -> None:
+    assert on_device(copied_to_host, True) == ([1.0] * 4, [])
+    seen, races = on_device(copied_to_host, False)
+    assert str(seen) == "[nan, nan, nan, nan]"
+    assert races == []
+
+
+def copied_from_host(waits: bool) -> None:
+    source, target = pinned(4), torch.empty(4, device="sim")
+    target.copy_(source, non_blocking=True)
+    if waits:
+        recorded().synchronize()
+    source.fill_(1.0)
+    torch.accelerator.synchronize()
+
+
+def test_the_source_of_a_copy_stays_as_it_is() -> None:
+    assert on_device(copied_from_host, True) == (None, [])
+    _, races = on_device(copied_from_host, False)
+    assert len(races) == 1
+    assert "host memory was changed while a copy from the host on stream 0" in races[0]
+
+
+def there_and_back(waits: bool) -> list[float]:
+    """To the host on one stream and from there on another, without the host."""
+    host, beside, back = pinned(4), side(), torch.zeros(4, device="sim")
+    host.copy_(torch.ones(4, device="sim"), non_blocking=True)
+    ready = recorded()
+    with beside:
+        if waits:
+            ready.wait()
+        back.copy_(host, non_blocking=True)
+    torch.accelerator.synchronize()
+    return back.tolist()
+
+
+def test_copies_that_meet_on_the_host() -> None:
+    assert on_device(there_and_back, True) == ([1.0] * 4, [])
+    _, races = on_device(there_and_back, False)
+    assert any("a copy from the host on stream 1 uses memory that a copy to the host on stream 0" in r for r in races)
+
+
+def given_up() -> None:
+    host = pinned(4)
+    host.copy_(torch.ones(4, device="sim"), non_blocking=True)
+    del host
+    torch.accelerator.synchronize()
+
+
+def test_pinned_memory_is_kept_until_its_copies_are_done() -> None:
+    _, races = on_device(given_up)
+    assert races == ["a copy to the host on stream 0 uses pinned memory that is given up"]

@@ -1,0 +1,69 @@
+"""Every plan on the simulated accelerator: the bits of the CPU, and no race."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from partita import PartitaError
+from tests.local import pool
+from tests.simulated.training import PLANS, on, open_engine, resume, simulated, train_all
+
+SAMPLE = ("stage 0", "stage 2", "all on host", "all on disk", "lean, in backward, on host", "accumulated")
+
+
+def check(num_ranks: int, names: list[str]) -> None:
+    plans = {name: PLANS[name] for name in names}
+    expected = pool.run(num_ranks, train_all, plans, with_group=False)
+    pool.close()
+    results = pool.run(num_ranks, simulated, train_all, plans, with_group=False, timeout=200)
+    for rank, (trained, races) in enumerate(results):
+        assert races == [], f"rank {rank}"
+        differ = [name for name in names if not trained[name].same(expected[rank][name])]
+        assert not differ, f"rank {rank}: other bits than on the CPU"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_sample_of_the_plans(num_ranks: int) -> None:
+    check(num_ranks, list(SAMPLE))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_every_plan(num_ranks: int) -> None:
+    check(num_ranks, list(PLANS))
+
+
+@pytest.mark.parametrize("plan", ["all on host", "all on disk"])
+def test_a_checkpoint_is_what_was_trained(plan: str, tmp_path: Path) -> None:
+    results = pool.run(2, simulated, resume, PLANS[plan], str(tmp_path), with_group=False)
+    for trained, races in results:
+        assert races == []
+        first, again = trained.losses[1:]
+        assert first == again
+        assert trained.norms[1] == trained.norms[2]
+
+
+def with_little_memory() -> str:
+    from tests.simulated.device import register
+
+    native = register()
+    with open_engine(on(3)) as engine:
+        held, _, limit = native.memory()
+        native.set_limit(held + 20_000)
+        tokens = torch.zeros(200, 9, dtype=torch.int64).to(engine.mesh.device)
+        with pytest.raises(PartitaError) as caught:
+            engine(tokens)
+        native.set_limit(limit)
+        engine.zero_grad()
+        engine.backward(engine(tokens))
+        assert engine.step().stepped
+    return str(caught.value)
+
+
+def test_out_of_memory_is_explained() -> None:
+    ((said, races),) = pool.run(1, simulated, with_little_memory, with_group=False)
+    assert races == []
+    assert "out of memory in forward, on rank 0 (sim:0): sim out of memory. Tried to allocate" in said
+    assert "device allocator" in said
+    assert "What would help most:" in said

@@ -1,0 +1,153 @@
+"""Trains a small model, on the simulated accelerator or on the CPU, and says what came of it."""
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import partita
+from tests.local.training import small_buckets
+
+WIDTH, VOCAB, LENGTH = 24, 32, 8
+OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.1}
+LEAN = {"compute": "bf16", "master": "split", "moments": "int8", "gradients": "bf16"}
+ON_HOST = {"parameters": "host", "optimizer": "host"}
+ON_DISK = {"parameters": "disk", "optimizer": "disk"}
+
+
+def on(stage: int, **offload: str) -> dict[str, Any]:
+    return {"zero": {"stage": stage, "offload": offload}}
+
+
+# Each with the bits of the CPU: where the update of 16-bit parameters runs on the device, it is torch's and not ours.
+PLANS: dict[str, Mapping[str, Any]] = {
+    "stage 0": on(0),
+    "stage 1": on(1),
+    "stage 2": on(2),
+    "stage 3": on(3),
+    "kept": {"zero": {"stage": 3, "keep_gathered": True}},
+    "optimizer on host": on(3, optimizer="host"),
+    "optimizer on host, stage 0": on(0, optimizer="host", gradients="none"),
+    "optimizer on host, stage 1": on(1, optimizer="host"),
+    "all on host": on(3, **ON_HOST),
+    "parameters on host": on(3, parameters="host"),
+    "all on disk": on(3, **ON_DISK),
+    "optimizer on disk, gradients on device": on(2, optimizer="disk", gradients="none"),
+    "bf16, optimizer on host": {**on(3, optimizer="host"), "precision": {"compute": "bf16"}},
+    "bf16, optimizer on host, stage 1": {**on(1, optimizer="host"), "precision": {"compute": "bf16"}},
+    "lean": {**on(3), "precision": LEAN},
+    "lean, parameters on host": {**on(3, parameters="host"), "precision": LEAN},
+    "lean, all on host": {**on(3, **ON_HOST), "precision": LEAN},
+    "in backward": {**on(3), "precision": {"gradients": "in_backward"}},
+    "lean, in backward, on host": {**on(2, **ON_HOST), "precision": {**LEAN, "gradients": "in_backward"}},
+    "lean, in backward, on disk": {**on(3, **ON_DISK), "precision": {**LEAN, "gradients": "in_backward"}},
+    "accumulated": {**on(3), "batch": {"accumulate": 3}},
+    "saved while training waits": {**on(3), "checkpoint": {"background": False}},
+    "accumulated, stage 1, on host": {**on(1, optimizer="host"), "batch": {"accumulate": 3}},
+}
+
+
+@dataclass
+class Trained:
+    """Numbers of this rank; the whole weights are on rank 0."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+    def same(self, other: "Trained") -> bool:
+        """Whether all numbers are the same bits."""
+        numbers = (self.losses, self.norms) == (other.losses, other.norms)
+        return numbers and all(torch.equal(weight, other.weights[name]) for name, weight in self.weights.items())
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Tokens to their mean loss."""
+
+    def __init__(self, num_blocks: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def open_engine(config: Mapping[str, Any]) -> partita.Engine:
+    torch.manual_seed(0)
+    precision = {"compute": "fp32", **config.get("precision", {})}
+    whole = {"optimizer": OPTIMIZER, "clip_grad_norm": 0.5, **config, "precision": precision}
+    with small_buckets():
+        engine = partita.initialize(Model(), whole)
+    torch.set_num_threads(1)  # as on the CPU: sums depend on it
+    return engine
+
+
+def train_step(engine: partita.Engine, step: int, trained: Trained) -> None:
+    accumulate = engine.config.batch.accumulate
+    for micro in range(accumulate if isinstance(accumulate, int) else 1):
+        generator = torch.Generator().manual_seed(100 * step + 10 * micro + engine.mesh.rank)
+        tokens = torch.randint(0, VOCAB, (3, LENGTH), generator=generator).to(engine.mesh.device)
+        loss = engine(tokens)
+        engine.backward(loss)
+        outcome = engine.step()
+        trained.losses.append(loss.item())
+    trained.norms.append(outcome.grad_norm)
+
+
+def train(config: Mapping[str, Any], num_steps: int = 3) -> Trained:
+    trained = Trained()
+    with open_engine(config) as engine:
+        for step in range(num_steps):
+            train_step(engine, step, trained)
+        trained.weights = engine.state_dict()
+    del engine
+    gc.collect()  # its memory goes now, not when it happens to
+    return trained
+
+
+def train_all(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Trained]:
+    """Each plan, one after the other."""
+    return {name: train(config) for name, config in configs.items()}
+
+
+def resume(config: Mapping[str, Any], folder: str) -> Trained:
+    """Two steps, saved after the first while the second goes on, and the second once more from what was saved."""
+    trained = Trained()
+    with open_engine(config) as engine:
+        train_step(engine, 0, trained)
+        engine.save(folder)
+        train_step(engine, 1, trained)
+        engine.wait_for_checkpoint()
+        engine.load(folder)
+        train_step(engine, 1, trained)
+        trained.weights = engine.state_dict()
+    return trained
+
+
+def simulated(function: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
+    """What a function gives where the simulated accelerator is the device, and the races that were found."""
+    from tests.simulated.device import register
+
+    native = register()
+    result = function(*args)
+    return result, native.races()

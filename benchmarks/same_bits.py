@@ -3,6 +3,7 @@
     python -m benchmarks.same_bits BEFORE AFTER           # the interpreters of the two, each with its partita installed
     python -m benchmarks.same_bits BEFORE AFTER --quick   # one model, few plans, 1 and 2 ranks
     python -m benchmarks.same_bits BEFORE AFTER --save    # everything, into benchmarks/results/same_bits.md
+    python -m benchmarks.same_bits BEFORE AFTER --ranks 2 # every model and plan, on 2 ranks
 
 Every kind of model is trained under every plan (stages, tiers, lean states, accumulation, ...) by both, in processes of
 their own. Compared are losses, gradient norms, weights, optimizer states, counted messages and bytes, checkpoints and
@@ -37,6 +38,7 @@ def main() -> int:
     made.add_argument("before", type=Path, nargs="?", default=own, help="the interpreter of the one (this one)")
     made.add_argument("after", type=Path, nargs="?", default=own, help="the interpreter of the other (this one)")
     made.add_argument("--quick", action="store_true", help="one model, few plans, 1 and 2 ranks")
+    made.add_argument("--ranks", type=int, nargs="+", default=list(WORLDS), help="numbers of ranks (not with --quick)")
     made.add_argument("--save", action="store_true", help=f"write the report into {RESULTS.relative_to(ROOT)}/")
     options = made.parse_args()
     report = Report("Two checkouts")
@@ -44,7 +46,7 @@ def main() -> int:
     report.write(_TEXT)
     report.write()
     cases = ("decoder",) if options.quick else tuple(CASES)
-    worlds = WORLDS[:2] if options.quick else WORLDS
+    worlds = WORLDS[:2] if options.quick else options.ranks
     rows = (row for world in worlds for row in _rows(report, options, world, cases))
     report.table(["model", "ranks", "plans", "digests compared", "that differ"], rows)
     return report.end(options.save)

@@ -101,7 +101,12 @@ MUTATIONS = (
     Mutation("optim/updates.py", "        ready.wait()\n", "", "in backward"),
     Mutation("checkpoint/format/file.py", "        finish(self._device)\n", "", "stage 3", saves=True),
     Mutation("checkpoint/format/file.py", "            finish(device)\n", "", "saved while training waits", saves=True),
-    Mutation("comm/transport.py", "async_op=True).wait()\n        land", "async_op=True)\n        land", "stage 2"),
+    Mutation(
+        "comm/transport.py",
+        'group=self._groups["gradients"], async_op=True).wait()',
+        'group=self._groups["gradients"], async_op=True)',
+        "stage 2",
+    ),
     Mutation(
         "inspection/whole.py", ".all_gather(whole, part).wait()", ".all_gather(whole, part)", "bf16, optimizer on host"
     ),

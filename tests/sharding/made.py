@@ -1,6 +1,6 @@
 """Units of a small model on one rank of a mesh, without config, optimizer or engine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from partita.plan.state_plan import Tiers, preset
 from partita.planner.parameters import find_holdings
 from partita.sharding import resting
 from partita.sharding.buckets import Bucket, make_buckets
+from partita.sharding.events import FollowedUnit
 from partita.sharding.executor import Executor
 from partita.sharding.reducer import GradientReducer
 from partita.sharding.residency import Residency
@@ -98,6 +99,7 @@ class Made:
     pool: BufferPool
     memory: StateMemory
     collectives: Collectives
+    followed: list[FollowedUnit] = field(default_factory=list)
 
     def touched(self, param: nn.Parameter, what: str) -> None:
         self.residency.touched(param, what)

@@ -12,7 +12,7 @@ from partita.memory.streams import Event
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import Tier
 from partita.plan.state_plan import Tiers
-from partita.sharding.events import Visit
+from partita.sharding.events import Backwards, FollowedUnit, Visit
 from partita.sharding.resting import is_resting
 from partita.sharding.unit import Unit, UnitState
 from tests.fakes import on_ranks
@@ -42,7 +42,8 @@ def assert_whole(*units: Unit) -> None:
 
 def visit(unit: Unit, made: Made) -> Visit:
     """A visit that the unit's hooks would make."""
-    return Visit(unit, [made.residency.subscriber])
+    made.followed.append(FollowedUnit(unit, Backwards(), [made.residency.subscriber]))
+    return Visit(made.followed[-1])
 
 
 # ---------------------------------------------------------------------------------------------------------- executor

@@ -1,5 +1,6 @@
 """Events of units: opened and closed, in forward and in backward; at every stage, for whoever subscribes to them."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -35,17 +36,51 @@ class Subscriber:
 
 
 @dataclass(eq=False)
+class FollowedUnit:
+    """A unit, and who is told of its visits."""
+
+    unit: Unit
+    backwards: "Backwards"
+    subscribers: list[Subscriber] = field(default_factory=list)
+
+
 class Visit:
     """One forward through a unit whose graph may come back in backward.
 
-    ``inputs`` are held while it runs; ``version`` is for the subscriber that watches for changed parameters.
+    ``inputs`` are held while it runs; ``version`` is for the subscriber that watches for changed parameters. A graph's
+    hooks hold a visit, so it holds nothing of the engine: a module may keep an output, with the graph, and no garbage
+    collector sees through that.
     """
 
-    unit: Unit
-    subscribers: Sequence[Subscriber]
-    inputs: list[Tensor] = field(default_factory=list)
-    version: int = 0
-    in_backward: bool = False
+    def __init__(self, followed: FollowedUnit) -> None:
+        self._followed = weakref.ref(followed)
+        self.inputs = list[Tensor]()
+        self.version = 0
+        self.in_backward = False
+
+    @property
+    def unit(self) -> Unit:
+        return self._known.unit
+
+    @property
+    def subscribers(self) -> Sequence[Subscriber]:
+        return self._known.subscribers
+
+    @property
+    def _known(self) -> FollowedUnit:
+        followed = self._followed()
+        assert followed is not None
+        return followed
+
+    def open_backward(self, _: Tensor) -> None:
+        """A hook: the gradient of an output has come."""
+        if (followed := self._followed()) is not None:  # the engine is there still
+            followed.backwards.open(self)
+
+    def close_backward(self, _: Tensor) -> None:
+        """A hook: the gradient of an input is complete."""
+        if (followed := self._followed()) is not None:
+            followed.backwards.close(self)
 
 
 class Backwards:

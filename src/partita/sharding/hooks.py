@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from partita.sharding.events import Backwards, Subscriber, Visit
+from partita.sharding.events import Backwards, FollowedUnit, Subscriber, Visit
 from partita.sharding.nested import map_tensors, tensors_in
 from partita.sharding.unit import Unit
 
@@ -38,8 +38,8 @@ class UnitHooks:
     """
 
     def __init__(self, unit: Unit, backwards: Backwards) -> None:
-        self._unit, self._backwards = unit, backwards
-        self._subscribers = list[Subscriber]()
+        self._unit = unit
+        self._followed = FollowedUnit(unit, backwards)
         self._follows = False
         self._stack = list[Visit]()
         self._handles = list[RemovableHandle]()
@@ -52,7 +52,7 @@ class UnitHooks:
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Tell one more of this unit's visits."""
-        self._subscribers.append(subscriber)
+        self._followed.subscribers.append(subscriber)
         if not (self._follows or subscriber.only_opens):
             self._follows = True
             leave, mark = Hook(self._leave), Hook(self._mark_inner)
@@ -65,17 +65,17 @@ class UnitHooks:
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        visit = Visit(self._unit, self._subscribers)
+        visit = Visit(self._followed)
         if self._follows:
             self._stack.append(visit)
-        for subscriber in self._subscribers:
+        for subscriber in visit.subscribers:
             subscriber.opened(visit)
         if self._follows and torch.is_grad_enabled():
             for tensor in tensors_in((args, kwargs)):
                 visit.inputs.append(tensor)
                 # A leaf's gradient is accumulated as soon as it is ready, before the rest of the unit's backward.
                 if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(lambda _: self._backwards.close(visit))
+                    tensor.register_hook(visit.close_backward)
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -90,13 +90,13 @@ class UnitHooks:
                 if id(tensor) not in passed:
                     has_graph |= self._mark(tensor, visit)
         visit.inputs.clear()
-        for subscriber in reversed(self._subscribers):
+        for subscriber in reversed(visit.subscribers):
             subscriber.closed(visit, has_graph)
         return output
 
     def _mark(self, tensor: Tensor, visit: Visit) -> bool:
         if tensor.requires_grad:
-            tensor.register_hook(lambda _: self._backwards.open(visit))
+            tensor.register_hook(visit.open_backward)
         return tensor.requires_grad
 
     def _mark_inner(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -172,11 +172,12 @@ class Runtime:
 
     def _graph_of_now(self) -> Callable[[], None]:
         """What to do when a backward reaches the output of the forward that ends now."""
-        version = self.residency.version
+        version, to_runtime = self.residency.version, weakref.ref(self)
 
         def began() -> None:
-            self.residency.check_version(version, "the model's output")
-            self.reducer.backward_began()
+            if (runtime := to_runtime()) is not None:
+                runtime.residency.check_version(version, "the model's output")
+                runtime.reducer.backward_began()
 
         return began
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partita
-from tests.local.training import small_buckets
+from tests.local.training import WIDTH, Block, small_buckets
 
-WIDTH, VOCAB, LENGTH = 24, 32, 8
+VOCAB, LENGTH = 32, 8
 OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.1}
 LEAN = {"compute": "bf16", "master": "split", "moments": "int8", "gradients": "bf16"}
 ON_HOST = {"parameters": "host", "optimizer": "host"}
@@ -63,17 +63,6 @@ class Trained:
         """Whether all numbers are the same bits."""
         numbers = (self.losses, self.norms) == (other.losses, other.norms)
         return numbers and all(torch.equal(weight, other.weights[name]) for name, weight in self.weights.items())
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Model(nn.Module):

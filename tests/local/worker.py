@@ -8,6 +8,7 @@ import pickle
 import random
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -24,6 +25,8 @@ from tests.hygiene import Snapshot
 
 # From the pool to a rank that has answered: all have, its process group may go.
 RELEASE = b"release"
+# For partita's threads to end, once nothing asks more of them.
+GRACE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,18 @@ def _serve(pipe: Connection, job: Job) -> None:
     if answer.traceback is not None:
         pipe.send_bytes(pickle.dumps(answer))
     del answer
+    _collect_garbage()
+
+
+def _collect_garbage() -> None:
+    """Free what the job has left behind, once partita's threads have let go of it: before torch frees a process group it
+    waits for its operations, which wait for the other ranks as long as these still have their group.
+    """
+    gc.collect()
+    deadline = time.monotonic() + GRACE_S
+    for thread in threading.enumerate():
+        if thread.name.startswith("partita"):
+            thread.join(max(0.0, deadline - time.monotonic()))
     gc.collect()
 
 

@@ -92,8 +92,8 @@ def _serve(pipe: Connection, job: Job) -> None:
 
 
 def _collect_garbage() -> None:
-    """Free what the job has left behind, once partita's threads have let go of it: before torch frees a process group it
-    waits for its operations, which wait for the other ranks as long as these still have their group.
+    """Free what the job has left behind, once partita's threads have let go of it: before torch frees a process group
+    it waits for its operations, which wait for the other ranks as long as these still have their group.
     """
     gc.collect()
     deadline = time.monotonic() + GRACE_S

@@ -89,6 +89,7 @@ def freed(config: Config[str, Any], close: bool) -> None:
     ]
     seen = [weakref.ref(found) for found in [*made, *model.parameters()]]
     mesh = engine.mesh
+    engine(inputs(rank(), 2))  # gathers ahead for a backward that does not come
     engine.memory_report()  # waits for updates under way, which need the engine
     if close:
         engine.close()

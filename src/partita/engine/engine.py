@@ -326,6 +326,7 @@ class Engine:
             self._parts.updater.wait_for_updates()
             self._parts.runtime.reducer.drain()
             try:
+                self._parts.runtime.residency.reset()  # gathers under way end before their connections do
                 self._parts.checkpoints.wait()
             finally:
                 self._end()

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from partita.cli.checkpoint import checkpoint
+from partita.cli.convert import convert
 from partita.cli.doctor import doctor
 from partita.cli.train import train
 
@@ -18,6 +19,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(doctor)
 app.add_typer(checkpoint)
+app.add_typer(convert)
 
 
 def _show_version(wanted: bool) -> None:

@@ -39,7 +39,7 @@ def own_device(local_rank: int | None) -> torch.device:
     return torch.device(kind, torch.accelerator.current_device_index() if local_rank is None else local_rank)
 
 
-def chosen_device(wanted: torch.device | str, local_rank: int | None) -> torch.device:
+def chosen_device(wanted: object, local_rank: int | None) -> torch.device:
     """The device that the user names, with the rank's own index where it names none.
 
     Raises:

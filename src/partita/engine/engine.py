@@ -218,11 +218,14 @@ class Engine:
         """The whole optimizer state of a parameter by key (``exp_avg``, ``step``, ...)."""
         return self._open().whole.optimizer_state(name)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, trainable: bool = False) -> dict[str, Any]:
         """The model's state dict (modules' extra states, too), whole, with master weights, on the host of rank 0; empty
         on the other ranks.
+
+        Args:
+            trainable: only the parameters that require gradients (adapters); units without any are not gathered.
         """
-        return self._open().whole.state_dict()
+        return self._open().whole.state_dict(trainable=trainable)
 
     def export(self, folder: str | Path, beside: str | Path | None = None) -> None:
         """Write the weights in the compute dtype as safetensors, in Hugging Face's layout; with them configuration and

@@ -57,7 +57,7 @@ def chosen_device(wanted: object, local_rank: int | None) -> torch.device:
         return HOST
     if device.type != kind or (device.index or 0) >= count():
         raise ConfigError(f"device: expected one that this machine trains on ({expected}); got '{device}'")
-    return own_device(local_rank) if device.index is None else device
+    return own_device(local_rank) if str(device) == kind else device
 
 
 def is_host(device: torch.device) -> bool:

@@ -19,7 +19,8 @@ from partita.planner.memory import model_state_bytes
 from tests.local import pool
 from tests.local.models import CASES
 from tests.local.test_visits import Tied, freeze
-from tests.local.training import ADAMW, PLANS, WIDTH, Recipe, Stack, rank, square_loss, train_plain, world
+from tests.local.training import ADAMW, PLANS, WIDTH, Recipe, Stack, rank, square_loss, train_plain
+from tests.local.training import world as num_ranks
 
 
 def gradients_and_states() -> None:
@@ -114,7 +115,9 @@ def trained_states() -> None:
             sent = engine.traffic_report().since(before).sent_bytes("parameters")
             block = next(unit for unit in engine.units if unit.name == "blocks.0")
             masters = [s.layout.padded * 4 for s in block.segments if s.trains]  # fp32
-            assert sent * world() == (world() - 1) * (sum(masters) * (zero["stage"] > 0) + gathered_bytes(block)), name
+            assert sent * num_ranks() == (num_ranks() - 1) * (
+                sum(masters) * (zero["stage"] > 0) + gathered_bytes(block)
+            ), name
 
 
 def gathered_bytes(unit: PlannedUnit) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import partita
 from partita import ConfigError, PartitaError, StepResult
+from partita.memory import accelerator
 from tests import seeds
 from tests.local import pool
 from tests.local.training import PLANS, WIDTH, Stack, assert_idle, inputs, rank, square_loss, whole_weights, world
@@ -323,6 +325,18 @@ def wrong_meshes() -> None:
         partita.initialize(Stack(1), mesh=mesh)
 
 
+def named_devices() -> None:
+    for device in ("cpu", torch.device("cpu")):
+        with partita.initialize(Stack(1), device=device) as engine:
+            assert engine.mesh.device == torch.device("cpu")
+            partita.initialize(Stack(1), mesh=engine.mesh, device=device).close()
+            other = mock.patch.object(accelerator, "chosen_device", return_value=torch.device("xpu:1"))
+            with other, pytest.raises(ConfigError, match=r"device: 'xpu:1' is not that of the given mesh, 'cpu'"):
+                partita.initialize(Stack(1), mesh=engine.mesh, device="xpu:1")
+    with pytest.raises(ConfigError, match=r"device: expected a torch.device, or the name of one .*; got 'gpu'"):
+        partita.initialize(Stack(1), device="gpu")
+
+
 def plain_loop() -> float:
     """In a plain script: no group is running, none is left."""
     assert not torch.distributed.is_initialized()
@@ -400,6 +414,10 @@ def test_not_available() -> None:
 
 def test_wrong_meshes() -> None:
     pool.run(2, wrong_meshes)
+
+
+def test_a_device_that_is_named() -> None:
+    pool.run(2, named_devices)
 
 
 @pytest.mark.parametrize("world", [1, 2])

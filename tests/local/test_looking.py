@@ -14,12 +14,14 @@ from torch import Tensor, nn
 import partita
 from partita import PartitaError
 from partita.huggingface import export as export_module
+from partita.plan.planned import PlannedUnit
 from partita.planner.memory import model_state_bytes
 from tests import seeds
 from tests.local import pool
 from tests.local.models import CASES
 from tests.local.test_visits import Tied, freeze
 from tests.local.training import ADAMW, PLANS, WIDTH, Recipe, Stack, rank, square_loss, train_plain
+from tests.local.training import world as num_ranks
 
 
 def gradients_and_states() -> None:
@@ -86,12 +88,41 @@ def state_dicts() -> None:
         if rank():
             assert state == {}
             continue
-        assert state.keys() == expected.keys()
+        assert list(state) == list(expected)
         for name, value in state.items():
             assert value.dtype == expected[name].dtype
             assert value.is_contiguous()
             torch.testing.assert_close(value, expected[name], rtol=1e-2, atol=0)
         WithBuffers().load_state_dict(state)
+
+
+def trained_states() -> None:
+    """What trains alone, out of the units that have some of it."""
+    names = ["blocks.0.up.weight", "blocks.1.norm.bias", "last.bias"]
+    for name, zero in PLANS.items():
+        seeds.start()
+        model = freeze(WithBuffers(), names.__contains__)
+        with partita.initialize(model, {"zero": zero, "precision": {"compute": "bf16"}}) as engine:
+            engine.backward(square_loss(engine, rank(), 0))
+            engine.step()
+            expected = engine.state_dict()
+            state = engine.state_dict(trainable=True)
+            assert list(state) == (names if rank() == 0 else [])
+            assert all(torch.equal(value, expected[key]) for key, value in state.items())
+            model.blocks[1].requires_grad_(False)
+            model.last.requires_grad_(False)
+            before = engine.traffic_report()
+            assert list(engine.state_dict(trainable=True)) == (names[:1] if rank() == 0 else [])
+            sent = engine.traffic_report().since(before).sent_bytes("parameters")
+            block = next(unit for unit in engine.units if unit.name == "blocks.0")
+            masters = [s.layout.padded * 4 for s in block.segments if s.trains]  # fp32
+            assert sent * num_ranks() == (num_ranks() - 1) * (
+                sum(masters) * (zero["stage"] > 0) + gathered_bytes(block)
+            ), name
+
+
+def gathered_bytes(unit: PlannedUnit) -> int:
+    return 0 if unit.rests_whole else unit.num_bytes
 
 
 def exports(folder: Path) -> None:
@@ -283,6 +314,11 @@ def test_tied_parameters_have_all_their_names() -> None:
 
 def test_state_dict() -> None:
     pool.run(2, state_dicts)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_state_dict_of_what_trains(world: int) -> None:
+    pool.run(world, trained_states)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -371,7 +371,7 @@ def goes_on_after_the_trainer(folder: str) -> list[float]:
         return losses
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what transformers imports
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:OMP_NUM_THREADS")  # of what transformers imports
 def test_trainer(tmp_path: Path) -> None:
     losses = pool.run(1, train_plainly, str(tmp_path / "run"), with_group=False)[0]
     folder = tmp_path / "run" / f"checkpoint-{NUM_BEFORE}"

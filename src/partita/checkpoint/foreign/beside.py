@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch import Tensor
 
 from partita.checkpoint.backend import Stored
 from partita.checkpoint.foreign.foreign import Foreign, latest_step
@@ -76,4 +77,5 @@ def _random_states(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 "python": found["python"],
                 "numpy": (name, torch.from_numpy(keys.astype(numpy.int64)), place, has_gauss, gauss),
             }
-            yield int(match[1] or 0), state | {kind: found[kind] for kind in ("cuda",) if kind in found}
+            devices = {kind: value for kind, value in found.items() if kind != "cpu" and isinstance(value, Tensor)}
+            yield int(match[1] or 0), state | devices

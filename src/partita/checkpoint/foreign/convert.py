@@ -36,5 +36,5 @@ def open_foreign(folder: Path, read_model: Callable[[Path], Model]) -> Foreign:
     raise PartitaError(
         f"convert: '{folder}' is no checkpoint that is known: expected a universal one of DeepSpeed (zero/), one of "
         "FSDP (pytorch_model_fsdp_0/ or pytorch_model_fsdp.bin), of torch.distributed.checkpoint (.metadata), or the "
-        "Trainer's (optimizer.pt beside the weights)"
+        "Trainer's ('optimizer.pt' beside the weights)"
     )

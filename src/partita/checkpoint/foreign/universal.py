@@ -4,7 +4,7 @@
 below stage 3 a dictionary with the tensor under ``param``, at stage 3 the tensor itself, flat, and no ``step.pt``.
 ``zero/optimizer_state.pt`` has the settings of the optimizer's groups; beside ``zero/`` stands how far the run is.
 
-Source: DeepSpeed 0.19.8, ``checkpoint/ds_to_universal.py``.
+Source: DeepSpeed 0.19.8, deepspeed.checkpoint.ds_to_universal.
 """
 
 from collections.abc import Mapping

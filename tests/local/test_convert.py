@@ -194,7 +194,7 @@ def write_universal(folder: Path, plain: Plain, stage: int, schedule: dict[str, 
         "global_steps": NUM_BEFORE + 1,
         "skipped_steps": 1,
         "global_samples": 20,
-        "ds_config": {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": SETTINGS["lr"]}}},
+        "ds_config": {"scheduler": {"type": "WarmupDecayLR"}},
         "ds_version": "0.19.8",
         **client,
     }

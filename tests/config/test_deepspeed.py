@@ -71,7 +71,8 @@ KEYS = {
     "zero_optimization.leaf_module": "classes names name_suffixes",
     "optimizer": "type legacy_fusion",
     "optimizer.params": "lr betas eps weight_decay momentum adam_w_mode torch_adam bias_correction amsgrad "
-    "set_grad_none fp32_optimizer_states max_grad_norm nesterov dampening foreach fused maximize capturable differentiable",
+    "set_grad_none fp32_optimizer_states max_grad_norm nesterov dampening foreach fused maximize capturable "
+    "differentiable",
     "scheduler": "type",
     "scheduler.params": "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type total_num_steps warmup_min_ratio "
     "cos_min_ratio last_batch_iteration",

@@ -16,6 +16,7 @@ from partita.comm.mesh import Mesh
 from partita.comm.together import check_settings_alike, together
 from partita.config.resolve import Resolved
 from partita.engine.budget import agreed_budget
+from partita.huggingface.conversion import open_weights
 from partita.huggingface.weights import Weights
 from partita.inspection.whole import Whole
 from partita.memory.disk import open_disk
@@ -87,7 +88,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     counted = counted_attributes(optimizer, apart=not all(row.updates_on_device for row in rows))
     shortages = Shortages(blueprint, ledger, mesh.device, mesh.rank)
     with together(all_ranks):
-        source = Weights(given.weights) if given.weights is not None else None
+        source = open_weights(Weights(given.weights), model) if given.weights is not None else None
     try:
         with shortages.explained("initialize"):
             runtime = Runtime(model, blueprint, collectives, memory, source)

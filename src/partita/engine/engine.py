@@ -343,6 +343,7 @@ class Engine:
         parts.runtime.reducer.drain()
         copies = parts.whole.copies() if whole else []
         try:
+            parts.runtime.residency.reset()  # gathers under way end before their connections do
             parts.checkpoints.wait()
         finally:
             for member, values in copies:

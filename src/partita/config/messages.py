@@ -127,6 +127,8 @@ def expectation(schema: Mapping[str, Any]) -> str:
             return _number_expectation(schema)
         case "array" if "prefixItems" in schema:
             return f"a list of {len(schema['prefixItems'])} values, each {expectation(schema['prefixItems'][0])}"
+        case "array" if "enum" in schema["items"]:
+            return f"a list out of {', '.join(schema['items']['enum'])}"
         case "array":
             return f"a list of {'one or more ' if 'minItems' in schema else ''}{expectation(schema['items'])}s"
         case "null":

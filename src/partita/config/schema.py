@@ -65,7 +65,8 @@ def _path(value: object) -> object:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _tuple(value: object) -> object:
+def as_tuple(value: object) -> object:
+    """A list as YAML has it."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -76,10 +77,10 @@ Bytes = Annotated[int, Strict(), Field(ge=0, le=_LARGEST_SIZE, examples=["64MiB"
 Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
 NotNegative = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False), BeforeValidator(_number)]
 Share = Annotated[float, Strict(), Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(_number)]
-SharePair = Annotated[tuple[Share, Share], Strict(), BeforeValidator(_tuple)]
+SharePair = Annotated[tuple[Share, Share], Strict(), BeforeValidator(as_tuple)]
 Text = Annotated[str, Strict(), Field(min_length=1)]
-Texts = Annotated[tuple[Text, ...], Strict(), BeforeValidator(_tuple)]
-SomeTexts = Annotated[tuple[Text, ...], Strict(), Field(min_length=1), BeforeValidator(_tuple)]
+Texts = Annotated[tuple[Text, ...], Strict(), BeforeValidator(as_tuple)]
+SomeTexts = Annotated[tuple[Text, ...], Strict(), Field(min_length=1), BeforeValidator(as_tuple)]
 PathText = Annotated[str, Strict(), Field(min_length=1), BeforeValidator(_path)]
 
 Auto = Literal["auto"]

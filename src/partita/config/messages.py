@@ -108,7 +108,7 @@ def _wrong_value(model: type[BaseModel], path: KeyPath, value: object) -> Proble
 
 @cache
 def _key_schemas(section: type[BaseModel]) -> dict[str, dict[str, Any]]:
-    schemas: dict[str, dict[str, Any]] = section.model_json_schema()["properties"]
+    schemas: dict[str, dict[str, Any]] = section.model_json_schema(mode="serialization")["properties"]
     return schemas
 
 

@@ -36,7 +36,7 @@ _HUGGINGFACE_SCHEMA = {
     ]
 }
 Sinks = Annotated[tuple[SinkName, ...], Strict(), BeforeValidator(as_tuple)]
-HuggingFace = Annotated[PathText | dict[str, Any] | None, WithJsonSchema(_HUGGINGFACE_SCHEMA)]
+HuggingFace = Annotated[PathText | dict[str, Any] | None, WithJsonSchema(_HUGGINGFACE_SCHEMA, mode="serialization")]
 Weight = Annotated[float, Strict(), Field(gt=0, lt=1, allow_inf_nan=False)]
 
 

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import partita
+from tests import seeds
 from tests.local import pool
 from tests.local.training import (
     ADAMW,
@@ -84,7 +85,7 @@ def steps(engine: partita.Engine) -> list[float]:
 def train(zero: dict[str, Any], prepare: Callable[[Any], Any], later: Callable[[Any], Any]) -> tuple[list[float], Any]:
     """Losses and weights. ``later`` prepares after initialize."""
     torch._dynamo.reset()
-    torch.manual_seed(0)
+    seeds.start()
     with small_buckets(), partita.initialize(prepare(Stack(3)), {"zero": zero, "optimizer": ADAMW}) as engine:
         later(engine.module)
         losses = steps(engine)
@@ -133,12 +134,26 @@ def checkpointed() -> None:
         results = []
         for backend in (None, "aot_eager"):
             torch._dynamo.reset()
-            torch.manual_seed(0)
+            seeds.start()
             with partita.initialize(Checkpointed(3), {"zero": zero, "optimizer": ADAMW}) as engine:
                 if backend:
                     compile_blocks(engine.module, backend)
                 results.append(steps(engine))
         assert results[0] == results[1], f"plan {name}"
+
+
+def recomputed(choice: str) -> None:
+    """Compiled blocks that the engine recomputes in backward."""
+    for zero in (PLANS["0"], PLANS["3"]):
+        results = []
+        for keep in ("none", choice):
+            torch._dynamo.reset()
+            seeds.start()
+            config = {"zero": zero, "optimizer": ADAMW, "activations": {"checkpoint": keep}}
+            with partita.initialize(Stack(3), config) as engine:
+                compile_blocks(engine.module, "aot_eager")
+                results.append(steps(engine))
+        assert results[0] == results[1], zero
 
 
 def train_and_evaluate() -> None:
@@ -172,6 +187,11 @@ def test_compiled_by_inductor() -> None:
 
 def test_compiled_and_checkpointed() -> None:
     pool.run(2, checkpointed, timeout=120)
+
+
+@pytest.mark.parametrize("choice", ["units", "selective"])
+def test_compiled_and_recomputed(choice: str) -> None:
+    pool.run(2, recomputed, choice, timeout=120)
 
 
 def test_training_and_evaluation_compile_once_each() -> None:

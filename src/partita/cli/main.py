@@ -6,6 +6,7 @@ import typer
 
 from partita.cli.checkpoint import checkpoint
 from partita.cli.doctor import doctor
+from partita.cli.schema import schema
 from partita.cli.train import train
 
 app = typer.Typer(
@@ -17,6 +18,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(doctor)
+app.command()(schema)
 app.add_typer(checkpoint)
 
 

@@ -317,7 +317,7 @@ def _absolute_rates(conversion: Conversion, kind: str) -> None:
     if key in conversion:
         conversion.set("schedule.max_lr", conversion.value(key), key, "it takes precedence over optimizer.lr")
     elif kind == "WarmupDecayLR":
-        conversion.set("schedule.max_lr", _DECAYED_FROM, key, "the default there, whatever optimizer.params.lr is")
+        conversion.set("schedule.max_lr", _DECAYED_FROM, key, "the default there, whatever the optimizer's lr is")
 
 
 def _cosine_rates(conversion: Conversion) -> None:
@@ -327,8 +327,8 @@ def _cosine_rates(conversion: Conversion) -> None:
     key = f"{SCHEDULER_PARAMS}warmup_min_ratio"
     share = conversion.number(key, 0.0)
     if share and f"{OPTIMIZER_PARAMS}lr" not in conversion:
-        fix = "give optimizer.params.lr, or set warmup_min_ratio to 0"
-        return conversion.refuse(key, "it is a share of optimizer.params.lr, which is not given", fix)
+        fix = "give the optimizer's lr, or set warmup_min_ratio to 0"
+        return conversion.refuse(key, "it is a share of the optimizer's lr, which is not given", fix)
     conversion.set("schedule.initial_lr", share * conversion.number(f"{OPTIMIZER_PARAMS}lr", 0.0), key)
     if share:
         conversion.say(KeyClass.WARNING, key, "the first step is at this rate, too; it is at 0 in DeepSpeed")

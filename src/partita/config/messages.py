@@ -108,7 +108,7 @@ def _wrong_value(model: type[BaseModel], path: KeyPath, value: object) -> Proble
 
 @cache
 def _key_schemas(section: type[BaseModel]) -> dict[str, dict[str, Any]]:
-    schemas: dict[str, dict[str, Any]] = section.model_json_schema()["properties"]
+    schemas: dict[str, dict[str, Any]] = section.model_json_schema(mode="serialization")["properties"]
     return schemas
 
 
@@ -127,6 +127,8 @@ def expectation(schema: Mapping[str, Any]) -> str:
             return _number_expectation(schema)
         case "array" if "prefixItems" in schema:
             return f"a list of {len(schema['prefixItems'])} values, each {expectation(schema['prefixItems'][0])}"
+        case "array" if "enum" in schema["items"]:
+            return f"a list out of {', '.join(schema['items']['enum'])}"
         case "array":
             return f"a list of {'one or more ' if 'minItems' in schema else ''}{expectation(schema['items'])}s"
         case "null":

@@ -21,7 +21,7 @@ from partita.errors import ConfigError
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
 _NUMBER = re.compile(r"[+-]?([0-9]{1,400}(\.[0-9]{0,400})?|\.[0-9]{1,400})([eE][+-]?[0-9]{1,9})?")
-_SIZE = re.compile(r"([0-9.eE+]+) ?([kmgt]i?)?b", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9.eE+]+) ?([kKmMgGtT][iI]?)?[bB]")
 _LARGEST_COUNT = 2**31 - 1
 _LARGEST_SIZE = 2**63 - 1
 
@@ -65,22 +65,29 @@ def _path(value: object) -> object:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _tuple(value: object) -> object:
+def as_tuple(value: object) -> object:
+    """A list as YAML has it."""
     return tuple(value) if isinstance(value, list) else value
 
 
 Flag = Annotated[bool, Strict()]
 Count = Annotated[int, Strict(), Field(ge=1, le=_LARGEST_COUNT), BeforeValidator(as_whole)]
 CountOrZero = Annotated[int, Strict(), Field(ge=0, le=_LARGEST_COUNT), BeforeValidator(as_whole)]
-Bytes = Annotated[int, Strict(), Field(ge=0, le=_LARGEST_SIZE, examples=["64MiB"]), BeforeValidator(_size)]
+_WrittenBytes = Annotated[int, Field(ge=0, le=_LARGEST_SIZE)] | Annotated[str, Field(pattern=rf"^{_SIZE.pattern}$")]
+Bytes = Annotated[
+    int,
+    Strict(),
+    Field(ge=0, le=_LARGEST_SIZE, examples=["64MiB"]),
+    BeforeValidator(_size, json_schema_input_type=_WrittenBytes),
+]
 Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False), BeforeValidator(as_number)]
 NotNegative = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False), BeforeValidator(as_number)]
 Share = Annotated[float, Strict(), Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(as_number)]
 Ratio = Annotated[float, Strict(), Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(as_number)]
-SharePair = Annotated[tuple[Share, Share], Strict(), BeforeValidator(_tuple)]
+SharePair = Annotated[tuple[Share, Share], Strict(), BeforeValidator(as_tuple)]
 Text = Annotated[str, Strict(), Field(min_length=1)]
-Texts = Annotated[tuple[Text, ...], Strict(), BeforeValidator(_tuple)]
-SomeTexts = Annotated[tuple[Text, ...], Strict(), Field(min_length=1), BeforeValidator(_tuple)]
+Texts = Annotated[tuple[Text, ...], Strict(), BeforeValidator(as_tuple)]
+SomeTexts = Annotated[tuple[Text, ...], Strict(), Field(min_length=1), BeforeValidator(as_tuple)]
 PathText = Annotated[str, Strict(), Field(min_length=1), BeforeValidator(_path)]
 
 Auto = Literal["auto"]
@@ -213,7 +220,11 @@ class Schedule(Section):
 class Activations(Section):
     """What is kept of the forward for the backward, and where."""
 
-    checkpoint: Text = Field("none", description="which activations are recomputed in backward")
+    checkpoint: Literal["none", "units", "selective"] | SomeTexts = Field(
+        "none",
+        description="what runs forward again in backward: units; selective: units, but for matrix products, "
+        "convolutions and attention, whose results are kept; or modules, by class name or name pattern",
+    )
     partition: Flag = Field(False, description="split kept activations over the tensor axis")
     offload: Tier = Field("none", description="tier of kept activations")
 
@@ -285,7 +296,6 @@ AVAILABLE: dict[str, tuple[object, ...]] = {
     "parallel.tensor": (1,),
     "parallel.pipeline": (1,),
     "parallel.sequence": (1,),
-    "activations.checkpoint": ("none",),
     "activations.partition": (False,),
     "activations.offload": ("none",),
     "communication.gradients": ("full",),

@@ -23,7 +23,7 @@ from partita.checkpoint.foreign.universal import CLIENT_STATE, COUNTERS
 from partita.checkpoint.format.stored import open_stored
 from partita.cli.main import app
 from partita.config.schema import Schedule as ScheduleSection
-from partita.optim.build import Schedule
+from partita.optim.schedule import Schedule
 from tests.local import pool
 
 NUM_BEFORE, NUM_AFTER = 3, 3

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from partita.activation.recompute import Recomputation, chosen_modules
 from partita.checkpoint.checkpoints import Checkpoints
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
@@ -55,6 +56,7 @@ class Parts:
     blueprint: Blueprint
     shortages: Shortages
     runtime: Runtime
+    recomputation: Recomputation
     updater: Updater
     whole: Whole
     checkpoints: Checkpoints
@@ -80,6 +82,8 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     with together(all_ranks):
         check_unclaimed(model)
         blueprint = make_blueprint(model, resolved, num_moments, budget)
+        choice = settings.activations.checkpoint
+        recomputed = chosen_modules(model, [unit.name for unit in blueprint.units], choice)
     check_alike(model, blueprint.units, all_ranks)
     check_settings_alike(settings_of(optimizer), all_ranks)
     rows = [unit.row for unit in blueprint.units]
@@ -92,7 +96,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     try:
         with shortages.explained("initialize"):
             runtime = Runtime(model, blueprint, collectives, memory, source)
-        scale = LossScale(settings.precision.loss_scale, resolved.compute_dtype == "fp16")
+        scale = LossScale(settings.precision, resolved.compute_dtype == "fp16")
         kind = BackwardUpdater if settings.precision.gradients == "in_backward" else StepUpdater
         with together(all_ranks, runtime.give_back):
             updater = kind(runtime, optimizer, scale, settings.clip_grad_norm, counted)
@@ -102,4 +106,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
         memory.close()
         raise
     weights = source.folder if source is not None else None
-    return Parts(optimizer, scheduler, blueprint, shortages, runtime, updater, whole, checkpoints, weights)
+    recomputation = Recomputation(recomputed, selective=choice == "selective")
+    return Parts(
+        optimizer, scheduler, blueprint, shortages, runtime, recomputation, updater, whole, checkpoints, weights
+    )

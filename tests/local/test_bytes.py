@@ -153,6 +153,14 @@ def test_hierarchical(ranks_per_node: int) -> None:
     check(4, *(Run(zero, accumulate=accumulate, ranks_per_node=ranks_per_node) for accumulate in (1, 3)))
 
 
+@pytest.mark.parametrize("ranks_per_node", [2, 4])
+def test_replicated(ranks_per_node: int) -> None:
+    zero = {"stage": 3, "replicate": "nodes"}
+    precisions = [*PRECISIONS.values(), *IN_BACKWARD]
+    check(4, *(Run(zero, precision, ranks_per_node=ranks_per_node) for precision in precisions))
+    check(4, Run(zero, accumulate=3, ranks_per_node=ranks_per_node))
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_frozen_parameters(row: str) -> None:
     check(2, Run(ROWS[row], PRECISIONS["bf16"], frozen=("blocks.1.", "head")))

@@ -88,7 +88,7 @@ class DeepSpeedEngine:
             PartitaError: there is a loss scale (fp16).
         """
         if self.fp16_enabled():
-            raise PartitaError("engine.scale(loss): under fp16 call engine.backward(loss), which scales the loss")
+            raise PartitaError("scale(loss): under fp16 call engine.backward(loss), which scales the loss")
         return loss
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -253,7 +253,8 @@ class DeepSpeedEngine:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save all that training goes on from, as ``save_dir/tag/step-N``; every rank calls this.
+        """Save all that training goes on from, as ``step-N`` in the tag's folder below ``save_dir``; every rank calls
+        this.
 
         Args:
             tag: the same on every rank; None: ``global_step`` and the number.

@@ -3,12 +3,14 @@
 import argparse
 import json
 import math
+import os
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -239,6 +241,25 @@ def resumes(folder: str) -> None:
         assert found.keys() == weights.keys()
         assert all(torch.equal(found[name], weights[name]) for name in found)
     deepspeed.comm.destroy_process_group()
+
+
+def meets_by_arguments(folder: str) -> None:
+    own = int(os.environ["RANK"])
+    with mock.patch.dict(os.environ, clear=True):  # as torch.multiprocessing.spawn leaves it
+        deepspeed.init_distributed("gloo", init_method=f"file://{folder}/store", rank=own, world_size=2)
+        engine = engine_of(Loop())
+        assert (engine.global_rank, engine.world_size) == (own, 2)
+        steps(engine, 0, 1)
+        engine.save_checkpoint(f"{folder}/run", tag="a")
+        said = "there is no checkpoint 'b' in" if own else r"ranks \[1\] do not find in"
+        with pytest.raises(PartitaError, match=said):
+            engine.load_checkpoint(f"{folder}/run", tag="ab"[own])
+        engine.destroy()
+        deepspeed.comm.destroy_process_group()
+
+
+def test_ranks_that_are_told_by_arguments(tmp_path: Path) -> None:
+    pool.run(2, meets_by_arguments, str(tmp_path), with_group=False)
 
 
 def test_checkpoints(tmp_path: Path) -> None:

@@ -23,12 +23,22 @@ _SAME = frozenset(
 )
 
 
-def init_distributed(dist_backend: str | None = None, *_: Any, timeout: timedelta = _TIMEOUT, **__: Any) -> None:
+def init_distributed(
+    dist_backend: str | None = None,
+    *_: Any,
+    timeout: timedelta = _TIMEOUT,
+    init_method: str | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+    **__: Any,
+) -> None:
     """Start torch.distributed, if it does not run, as the launcher's variables say; for one process without any, too.
 
     Args:
         dist_backend: is partita's choice: gloo for tensors on the host, the accelerator's own for those on it.
-        timeout: how long an operation may take. Other arguments, of where ranks meet, have no effect: launchers say it.
+        timeout: how long an operation may take.
+        init_method: where the ranks meet, of which this is ``rank`` of ``world_size``; None: the launcher says it.
+            DeepSpeed's other arguments have no effect.
 
     Raises:
         ConfigError: a launcher's variable is missing or wrong.
@@ -41,7 +51,10 @@ def init_distributed(dist_backend: str | None = None, *_: Any, timeout: timedelt
     backend = accelerator.backend(device)
     if dist_backend not in (None, backend) and not launch.rank:
         _log.info("init_distributed: %s for tensors on %s, not %s", backend, device.type, dist_backend)
-    if launch.world_size == 1:
+    if init_method is not None or rank >= 0:
+        both = backend if accelerator.is_host(device) else f"cpu:gloo,{device.type}:{backend}"
+        dist.init_process_group(both, init_method, timeout, world_size, rank)
+    elif launch.world_size == 1:
         store = dist.HashStore()  # type: ignore[attr-defined]  # torch does not declare it
         dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
     else:

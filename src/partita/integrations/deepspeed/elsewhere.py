@@ -111,5 +111,5 @@ def missing_attribute(name: str) -> AttributeError:
 
 
 def _said(where: str, name: str, remedies: Mapping[str, str]) -> str:
-    remedy = remedies.get(name, "use partita.initialize and its engine, whose calls the README lists")
+    remedy = remedies.get(name, "use partita.initialize and its engine: see the README")
     return f"{where}.{name} of DeepSpeed is not in partita.integrations.deepspeed: {remedy}"

@@ -13,8 +13,8 @@ from partita.config.resolve import Resolved
 from partita.engine.batches import call, draw, loss_of
 from partita.engine.engine import Engine
 from partita.errors import PartitaError
-from partita.integrations.deepspeed.checkpoints import Checkpoints, Kept
 from partita.integrations.deepspeed.elsewhere import ENGINE, missing_attribute
+from partita.integrations.deepspeed.tags import Kept, TaggedCheckpoints
 from partita.integrations.deepspeed.zero import ended
 
 
@@ -49,7 +49,7 @@ class DeepSpeedEngine:
         self._iterator: Iterator[Any] | None = None
         self._grad_norm: float | None = None
         self._stepped = False
-        self._checkpoints = Checkpoints(engine)
+        self._checkpoints = TaggedCheckpoints(engine)
 
     # ------------------------------------------------------------------ training
 

@@ -38,7 +38,8 @@ class Arguments:
     ``model_parameters``: what the configuration's optimizer updates: parameters, or groups of them; None: all.
     ``optimizer`` and ``lr_scheduler``: objects, or callables that make them of parameters and of the optimizer.
     ``training_data``: a dataset, of which each rank gets micro-batches of its own. ``config`` (or ``config_params``): a
-    file, or a mapping.
+    file, or a mapping. ``distributed_port`` and ``dist_init_required`` have no effect: the launcher says where ranks
+    meet.
     """
 
     args: Any = None
@@ -59,13 +60,16 @@ class Arguments:
         """Where the configuration is.
 
         Raises:
-            ConfigError: nowhere, or in two places; or arguments ask for what this version does not have.
+            ConfigError: nowhere, or in two places; or another argument is wrong, or asks for what is not available.
         """
         if self.mpu is not None or self.mesh_param is not None:
             raise ConfigError(
                 "deepspeed.initialize(mpu=) and (mesh_param=): model and sequence parallelism are not available in "
                 "this version; leave them out"
             )
+        if self.training_data is not None and not isinstance(self.training_data, Dataset):
+            kind = type(self.training_data).__name__
+            raise ConfigError(f"deepspeed.initialize(training_data=): expected a torch Dataset, got a {kind}")
         given = {
             "config": self.config,
             "config_params": self.config_params,
@@ -138,9 +142,6 @@ def _on_parameters(given: Arguments, settings: Mapping[str, Any]) -> Factory | N
 
 def _loader(given: Arguments, source: Source, mesh: Mesh, micro: int) -> DataLoader[Any]:
     """Micro-batches of the training data; each rank's share of them."""
-    if not isinstance(given.training_data, Dataset):
-        kind = type(given.training_data).__name__
-        raise ConfigError(f"deepspeed.initialize(training_data=): expected a torch Dataset, got a {kind}")
     share = mesh.size("data"), mesh.coordinate("data")
     streams = isinstance(given.training_data, IterableDataset)
     return DataLoader(

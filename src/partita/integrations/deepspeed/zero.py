@@ -34,7 +34,8 @@ class Init:
     """A context in which models are built: with values on rank 0 of the job alone, whose they will be on all ranks.
 
     The others build on the ``meta`` device, and have memory that nothing was written into (which takes none) until
-    ``initialize`` gives each its shard.
+    ``initialize`` gives each its shard. Weights that are read from files inside (``from_pretrained``) take a real
+    device: leave the context out there.
 
     Args:
         module: one that is built already, which stays as it is.

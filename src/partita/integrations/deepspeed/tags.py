@@ -27,7 +27,7 @@ class Kept:
     skipped_steps: int = 0
 
 
-class Checkpoints:
+class TaggedCheckpoints:
     """Of one engine. Every method is a collective."""
 
     def __init__(self, engine: Engine) -> None:
@@ -76,13 +76,29 @@ class Checkpoints:
         Raises:
             PartitaError: on all ranks: it is damaged, of another model, or was written by DeepSpeed.
         """
-        found = self._find(folder, tag)
+        found = self._agreed(folder, tag)
         if found is None:
             return None
         restored = self._engine.load(found, only_model=only_model, strict=strict)
         stored = open_stored(restored.path)
         extra: dict[str, Any] = stored.value(EXTRA) if EXTRA in stored.values else {}
-        return restored.path, Kept(extra.get(CLIENT_STATE, {}), **extra.get(COUNTERS, {"global_steps": restored.step}))
+        counters = extra.get(COUNTERS) or {"global_steps": restored.step}
+        return restored.path, Kept(extra.get(CLIENT_STATE, {}), **counters)
+
+    def _agreed(self, folder: Path, tag: str | None) -> Path | None:
+        """What :meth:`_find` finds, if it does on every rank."""
+        found, problem = None, None
+        try:
+            found = self._find(folder, tag)
+        except PartitaError as error:
+            problem = error
+        there = self._engine.each(float(found is not None))
+        if self._engine.any(problem is not None) or len(set(there)) > 1:
+            others = [rank for rank, is_there in enumerate(there) if not is_there]
+            raise problem or PartitaError(
+                f"load_checkpoint: ranks {others} do not find in '{folder}' what others do: all ranks need the folder"
+            )
+        return found
 
     def _find(self, folder: Path, tag: str | None) -> Path | None:
         named = tag

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import partita
+from tests import seeds
 from tests.local import pool
 from tests.local.test_visits import siamese
 from tests.local.training import PLANS, Recipe, Stack, Trained, close, rank, same, square_loss, train, whole_weights
@@ -51,6 +52,7 @@ def the_same_on_every_node(config: dict[str, Any]) -> None:
         for step in range(3):
             engine.backward(square_loss(engine, rank(), step).float())
             engine.step()
+        engine._parts.updater.wait_for_updates()
         states = [segment.rest.load() for unit in engine._parts.runtime.units for segment in unit.segments]
         mine = torch.cat([state.float().view(-1) for state in states])
         every = [torch.empty_like(mine) for _ in range(4)]
@@ -63,7 +65,7 @@ def looked_at() -> None:
     """Gradients and optimizer states are whole, and counted once."""
     found = []
     for zero in (REPLICATED, PLANS["3"]):
-        torch.manual_seed(0)
+        seeds.start()
         with on_nodes(2), partita.initialize(Stack(2), {"zero": zero, "batch": {"accumulate": 2}}) as engine:
             for step in range(2):
                 engine.backward(square_loss(engine, rank(), step))
@@ -80,7 +82,7 @@ def looked_at() -> None:
 
 def saved(folder: Path, zero: dict[str, Any], ranks_per_node: int) -> list[float]:
     """Two steps, a checkpoint, and the losses of two more."""
-    torch.manual_seed(0)
+    seeds.start()
     with on_nodes(ranks_per_node), partita.initialize(Stack(2), {"zero": zero}) as engine:
         take_steps(engine, 0)
         engine.save(folder)

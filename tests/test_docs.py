@@ -33,7 +33,7 @@ DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "
 OF_A_RUN = re.compile(r"(runs|folder|model|build)/.*|\w+\.(safetensors|json|jsonl|yaml|png|txt)")
 PLACEHOLDERS = {"benchmarks.name", "benchmarks/name.py", "derived", "ignored", "ErrorType"}
 BUILT = {"partita.kernels._native"}
-FOREIGN = {"PR_SET_PTRACER", "SKBUILD_WHEEL_CMAKE", "xpu"}
+FOREIGN = {"PR_SET_PTRACER", "activation_checkpointing_enable", "SKBUILD_WHEEL_CMAKE", "xpu"}
 
 PATH = re.compile(r"\.?[\w*-]+(\.[\w*-]+)*(/[\w.*-]*)+|[\w*]+\.(py|md|hpp|cpp|toml)")
 KEY_AND_VALUE = re.compile(r"([a-z_][\w.]*): (\S.*)")

@@ -114,7 +114,6 @@ NOT_AVAILABLE = [
         ("parallel", {"tensor": 2}, "parallel.tensor"),
         ("parallel", {"pipeline": 2}, "parallel.pipeline"),
         ("parallel", {"sequence": 2}, "parallel.sequence"),
-        ("activations", {"checkpoint": "full"}, "activations.checkpoint"),
         ("activations", {"partition": True}, "activations.partition"),
         ("activations", {"offload": "host"}, "activations.offload"),
         ("communication", {"gradients": "onebit"}, "communication.gradients"),

@@ -203,7 +203,11 @@ class Schedule(Section):
 class Activations(Section):
     """What is kept of the forward for the backward, and where."""
 
-    checkpoint: Text = Field("none", description="which activations are recomputed in backward")
+    checkpoint: Literal["none", "units", "selective"] | SomeTexts = Field(
+        "none",
+        description="what runs forward again in backward: units; selective: units, but for matrix products, "
+        "convolutions and attention, whose results are kept; or modules, by class name or name pattern",
+    )
     partition: Flag = Field(False, description="split kept activations over the tensor axis")
     offload: Tier = Field("none", description="tier of kept activations")
 
@@ -275,7 +279,6 @@ AVAILABLE: dict[str, tuple[object, ...]] = {
     "parallel.tensor": (1,),
     "parallel.pipeline": (1,),
     "parallel.sequence": (1,),
-    "activations.checkpoint": ("none",),
     "activations.partition": (False,),
     "activations.offload": ("none",),
     "communication.gradients": ("full",),

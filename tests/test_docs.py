@@ -27,7 +27,10 @@ from tests.test_architecture import LAYERS
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "partita"
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")
+DOCUMENTS = (
+    *("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"),
+    *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))),
+)
 
 # What a run or a build leaves, what stands for others in examples, what is built, and what is another project's.
 OF_A_RUN = re.compile(r"(runs|folder|model|build)/.*|\w+\.(safetensors|json|jsonl|yaml|png|txt)")

@@ -174,14 +174,14 @@ def suggest_keys(root: type[BaseModel], section: KeyPath, key: str) -> list[str]
     Siblings come first, then the same key in another section, then a similar one.
     """
     paths = key_paths(root)
-    sibling = _nearest(key, [path[-1] for path in paths if path[:-1] == section])
+    sibling = nearest(key, [path[-1] for path in paths if path[:-1] == section])
     if sibling:
         return [".".join((*section, sibling))]
-    leaf = _nearest(key, [path[-1] for path in paths])
+    leaf = nearest(key, [path[-1] for path in paths])
     return [".".join(path) for path in paths if path[-1] == leaf]
 
 
-def _nearest(name: str, candidates: Iterable[str]) -> str | None:
+def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """The candidate most like ``name``, whatever its case and dashes; None where none is near."""
     by_folded = {_folded(candidate): candidate for candidate in candidates}
     found = difflib.get_close_matches(_folded(name[:_LONGEST_KEY]), by_folded, n=1, cutoff=0.6)

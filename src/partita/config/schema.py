@@ -26,7 +26,7 @@ _LARGEST_COUNT = 2**31 - 1
 _LARGEST_SIZE = 2**63 - 1
 
 
-def _number(value: object) -> object:
+def as_number(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError("a truth value is not a number")
     if isinstance(value, str):
@@ -44,21 +44,21 @@ def _number(value: object) -> object:
     return value
 
 
-def _whole(value: object) -> object:
-    number = _number(value)
+def as_whole(value: object) -> object:
+    number = as_number(value)
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 def _size(value: object) -> object:
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
-        return _whole(value)
-    amount = _number(match[1])
+        return as_whole(value)
+    amount = as_number(match[1])
     prefix = (match[2] or "").lower()
     if not isinstance(amount, int | float):
         raise ValueError("not a number of bytes")
     base = 1024 if prefix.endswith("i") else 1000
-    return _whole(amount * base ** ("", "k", "m", "g", "t").index(prefix[:1]))
+    return as_whole(amount * base ** ("", "k", "m", "g", "t").index(prefix[:1]))
 
 
 def _path(value: object) -> object:
@@ -71,8 +71,8 @@ def as_tuple(value: object) -> object:
 
 
 Flag = Annotated[bool, Strict()]
-Count = Annotated[int, Strict(), Field(ge=1, le=_LARGEST_COUNT), BeforeValidator(_whole)]
-CountOrZero = Annotated[int, Strict(), Field(ge=0, le=_LARGEST_COUNT), BeforeValidator(_whole)]
+Count = Annotated[int, Strict(), Field(ge=1, le=_LARGEST_COUNT), BeforeValidator(as_whole)]
+CountOrZero = Annotated[int, Strict(), Field(ge=0, le=_LARGEST_COUNT), BeforeValidator(as_whole)]
 _WrittenBytes = Annotated[int, Field(ge=0, le=_LARGEST_SIZE)] | Annotated[str, Field(pattern=rf"^{_SIZE.pattern}$")]
 Bytes = Annotated[
     int,
@@ -80,9 +80,10 @@ Bytes = Annotated[
     Field(ge=0, le=_LARGEST_SIZE, examples=["64MiB"]),
     BeforeValidator(_size, json_schema_input_type=_WrittenBytes),
 ]
-Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
-NotNegative = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False), BeforeValidator(_number)]
-Share = Annotated[float, Strict(), Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(_number)]
+Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False), BeforeValidator(as_number)]
+NotNegative = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False), BeforeValidator(as_number)]
+Share = Annotated[float, Strict(), Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(as_number)]
+Ratio = Annotated[float, Strict(), Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(as_number)]
 SharePair = Annotated[tuple[Share, Share], Strict(), BeforeValidator(as_tuple)]
 Text = Annotated[str, Strict(), Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], Strict(), BeforeValidator(as_tuple)]
@@ -90,7 +91,7 @@ SomeTexts = Annotated[tuple[Text, ...], Strict(), Field(min_length=1), BeforeVal
 PathText = Annotated[str, Strict(), Field(min_length=1), BeforeValidator(_path)]
 
 Auto = Literal["auto"]
-Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)]
+Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(as_whole)]
 Tier = Literal["none", "host", "disk", "auto"]
 Gradients = Literal["fp32", "bf16", "fp16", "in_backward"]
 Compute = Literal["auto", "fp32", "bf16", "fp16"]
@@ -164,6 +165,10 @@ class Precision(Section):
     loss_scale: Literal["dynamic"] | Positive = Field(
         "dynamic", description="factor on the loss under fp16 compute; dynamic: as large as stays finite"
     )
+    initial_loss_scale: Positive = Field(2.0**16, description="dynamic loss scale: the factor of the first step")
+    loss_scale_window: Count = Field(
+        2000, description="dynamic loss scale: steps without an overflow after which the factor doubles"
+    )
     nonfinite: Literal["skip", "raise", "rewind"] = Field(
         "skip",
         description="where loss or gradients are not finite: leave the update out, end in an error, or go back to the "
@@ -192,12 +197,24 @@ class Optimizer(Section):
 
 
 class Schedule(Section):
-    """The learning rate over optimizer steps: a linear warm-up, then the named curve."""
+    """The learning rate over optimizer steps: a warm-up to the highest, then the named curve."""
 
     name: Literal["constant", "linear", "cosine"] = Field("constant", description="the curve after the warm-up")
     warmup_steps: CountOrZero = Field(0, description="optimizer steps of warm-up")
+    warmup: Literal["linear", "log"] = Field("linear", description="how the rate rises in the warm-up")
+    max_lr: Positive | None = Field(
+        None, description="highest learning rate, of all parameter groups; null: each group's own (optimizer.lr)"
+    )
+    initial_lr: NotNegative | None = Field(
+        None, description="learning rate of the first step of the warm-up; null: it is a step above 0 already"
+    )
+    initial_steps: CountOrZero = Field(0, description="optimizer steps at initial_lr, before the warm-up")
     total_steps: Count | None = Field(None, description="optimizer steps, warm-up included, until min_lr is reached")
+    decay_steps: Count | None = Field(
+        None, description="how many of total_steps, the last ones, the curve takes; null: all after the warm-up"
+    )
     min_lr: NotNegative = Field(0.0, description="learning rate at and after total_steps")
+    min_ratio: Ratio = Field(0.0, description="the same, as a share of each parameter group's highest learning rate")
 
 
 class Activations(Section):

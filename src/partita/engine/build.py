@@ -96,7 +96,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     try:
         with shortages.explained("initialize"):
             runtime = Runtime(model, blueprint, collectives, memory, source)
-        scale = LossScale(settings.precision.loss_scale, resolved.compute_dtype == "fp16")
+        scale = LossScale(settings.precision, resolved.compute_dtype == "fp16")
         kind = BackwardUpdater if settings.precision.gradients == "in_backward" else StepUpdater
         with together(all_ranks, runtime.give_back):
             updater = kind(runtime, optimizer, scale, settings.clip_grad_norm, counted)

@@ -1,10 +1,10 @@
 """What the site has beside the pages of this folder (a hook of mkdocs): the repository's documents, as they stand, and
-the reference of the configuration, from the schema that checks it.
+the references of configurations, from what checks and converts them.
 """
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -13,6 +13,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from pydantic import BaseModel
 
+from partita.config.deepspeed_keys import RULES
 from partita.config.messages import expectation, section_of, shown
 from partita.config.schema import AVAILABLE, Config
 
@@ -26,7 +27,6 @@ DOCUMENTS = {
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
 }
-KEYS = "<!-- every key -->"
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 _ROLE = re.compile(r":\w+:(?=<code>)|(?<=<code>)~")
 
@@ -39,7 +39,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     document = next((name for name, uri in DOCUMENTS.items() if uri == page.file.src_uri), f"docs/{page.file.src_uri}")
-    return linked(markdown.replace(KEYS, "\n".join(reference())), document)
+    for mark, lines in TABLES.items():
+        if mark in markdown:
+            markdown = markdown.replace(mark, "\n".join(lines()))
+    return linked(markdown, document)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -90,3 +93,17 @@ def _table(model: type[BaseModel], prefix: str) -> Iterator[str]:
         else:
             takes = expectation(schemas[name]) if values is None else f"{', '.join(map(shown, values))} in this version"
             yield f"| `{name}` | {takes} | `{shown(field.default)}` | {field.description} |"
+
+
+def deepspeed_keys() -> Iterator[str]:
+    """Markdown: what becomes of each key of DeepSpeed's configuration."""
+    yield from ("| key | here | |", "|---|---|---|")
+    for key, rule in RULES.items():
+        yield f"| `{key}` | {rule.kind} | {rule.text} |"
+
+
+# What stands in a page for a table that is made.
+TABLES: dict[str, Callable[[], Iterator[str]]] = {
+    "<!-- every key -->": reference,
+    "<!-- every key of DeepSpeed -->": deepspeed_keys,
+}

@@ -150,7 +150,8 @@ def _unknown_cli(text: str, words: list[str]) -> Iterator[str]:
             for name in names:
                 if name not in subcommands:
                     yield f"{text}: there is no command {name}"
-            command = subcommands.get(names[0])
+                    return
+            command = subcommands[names[0]]
 
 
 def unknown_path(text: str, folder: Path) -> Iterator[str]:
@@ -360,6 +361,7 @@ BAD = [
     "`make tests`",
     "`make test TORCHES=2`",
     "`partita trian`",
+    "`partita trian JOB --processes 2`",
     "`partita train --process 2`",
     "`python -m benchmarks.speed`",
     "[how](NOWHERE.md)",

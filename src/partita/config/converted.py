@@ -181,7 +181,8 @@ class Conversion:
     def leave(self, section: str, text: str) -> None:
         """Says one thing of all keys of a section that nothing was said of."""
         for key in self.keys(section):
-            self._notices.setdefault(key, Notice(key, KeyClass.IGNORED, text))
+            if key in self:
+                self._notices.setdefault(key, Notice(key, KeyClass.IGNORED, text))
 
     def finish(self, processes: int | None = None) -> Converted:
         """What has come of it, once every key has been looked at.

@@ -54,8 +54,10 @@ def read(
     name, data = _load(source)
     conversion = Conversion(name, _in_sections(data), RULES, MEANT)
     conversion.fill(_trained_with(arguments or {}, ranks), refuse=not leave_auto)
-    compute = _precision(conversion)
-    _batch(conversion, by_trainer=arguments is not None or leave_auto)
+    by_trainer = arguments is not None or leave_auto
+    compute = _precision(conversion, by_trainer=by_trainer)
+    _gradients(conversion, compute)
+    _batch(conversion, by_trainer=by_trainer)
     stage = _zero(conversion, compute, ranks_per_node or ranks)
     _offload(conversion, stage)
     _optimizer(conversion)
@@ -139,31 +141,40 @@ def _batch(conversion: Conversion, *, by_trainer: bool) -> None:
         conversion.set("clip_grad_norm", _CLIP, key)
 
 
-def _precision(conversion: Conversion) -> str | None:
+def _precision(conversion: Conversion, *, by_trainer: bool) -> str | None:
     """The compute dtype; None where a trainer says which."""
-    enabled = [key for key in (f"{FP16}enabled", f"{BF16}enabled", "bfloat16.enabled") if conversion.flag(key)]
-    compute = "fp32" if not enabled else "fp16" if enabled[0].startswith("fp16") else "bf16"
+    switches = (f"{FP16}enabled", f"{BF16}enabled", "bfloat16.enabled")
+    enabled = [key for key in switches if conversion.flag(key)]
+    compute: str | None = "fp32" if not enabled else "fp16" if enabled[0] == switches[0] else "bf16"
     if compute == "fp16" and len(enabled) > 1:
         conversion.refuse(enabled[1], "fp16 is enabled, too", "enable one of them")
-    asked = enabled[0] if enabled else "bf16.enabled"
-    if not enabled and any(key.endswith(".enabled") for key in conversion.left):
-        return None
-    conversion.set("precision.compute", compute, asked, "" if enabled else "neither fp16 nor bf16 is enabled")
+    if enabled:
+        conversion.set("precision.compute", compute, enabled[0])
+    elif by_trainer and (set(switches) & set(conversion.left) or not any(key in conversion for key in switches)):
+        compute = None
+    else:
+        conversion.set("precision.compute", compute, switches[1], "neither fp16 nor bf16 is enabled")
+    if compute == "fp16":
+        _loss_scale(conversion)
+    elif f"{FP16}enabled" in conversion.left:
+        conversion.leave(FP16, "the trainer says whether fp16 is enabled, and how")
+    return compute
+
+
+def _gradients(conversion: Conversion, compute: str | None) -> None:
+    """The dtype in which they rest and travel."""
     dtypes = {}
     for key in ("data_types.grad_accum_dtype", "communication_data_type", "data_types.param_dtype"):
         if (text := conversion.text(key)) and (dtype := _DTYPES.get(text.lower())) is None:
             conversion.refuse(key, f"expected fp32, bf16 or fp16; got {shown(text)}", "write one of them")
         elif text:
             dtypes[key] = dtype
-    if dtypes.pop("data_types.param_dtype", None) == compute:
+    if dtypes.pop("data_types.param_dtype", "") == compute:
         conversion.say(KeyClass.IGNORED, "data_types.param_dtype", "it is the compute dtype")
     for key, dtype in dtypes.items():
         widest = "fp32" if "fp32" in dtypes.values() else dtype
         text = "" if dtype == widest else "gradients rest and travel in one dtype, the wider"
         conversion.set("precision.gradients", widest, key, text)
-    if compute == "fp16":
-        _loss_scale(conversion)
-    return compute
 
 
 def _loss_scale(conversion: Conversion) -> None:

@@ -30,7 +30,7 @@ SOURCE = ROOT / "src" / "partita"
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")
 
 # What a run or a build leaves, what stands for others in examples, what is built, and what is another project's.
-OF_A_RUN = re.compile(r"(runs|folder|model|build)/.*|\w+\.(safetensors|json|jsonl|yaml|png|txt)")
+OF_A_RUN = re.compile(r"(runs|folder|model|build|zero)/.*|\w+\.(safetensors|json|jsonl|yaml|png|txt|pt|bin)")
 PLACEHOLDERS = {"benchmarks.name", "benchmarks/name.py", "derived", "ignored", "ErrorType"}
 BUILT = {"partita.kernels._native"}
 FOREIGN = {"PR_SET_PTRACER", "activation_checkpointing_enable", "SKBUILD_WHEEL_CMAKE", "xpu"}

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from partita.cli.checkpoint import checkpoint
+from partita.cli.convert import convert
 from partita.cli.doctor import doctor
 from partita.cli.schema import schema
 from partita.cli.train import train
@@ -20,6 +21,7 @@ app.command()(train)
 app.command()(doctor)
 app.command()(schema)
 app.add_typer(checkpoint)
+app.add_typer(convert)
 
 
 def _show_version(wanted: bool) -> None:

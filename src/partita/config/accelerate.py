@@ -194,7 +194,7 @@ def _deepspeed(conversion: Conversion, ranks: int, ranks_per_node: int | None) -
     key = f"{DEEPSPEED}deepspeed_config_file"
     if file := conversion.text(key):
         conversion.say(KeyClass.MAPPED, key, "read as well")
-        return deepspeed.read(file, ranks, ranks_per_node, leave_auto=True)
+        return deepspeed.read(file, ranks, ranks_per_node, arguments={})
     key = f"{DEEPSPEED}zero_stage"
     stage = conversion.number(key, 2)
     conversion.set("zero.stage", stage, key)

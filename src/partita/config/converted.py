@@ -153,7 +153,7 @@ class Conversion:
                 continue
             self.left.append(key)
             if refuse:
-                fix = "write a value, or have the arguments at hand: partita run, or transformers' Trainer"
+                fix = "write a value, or start a script with transformers' Trainer by partita run"
                 self.refuse(key, '"auto" is filled in from transformers\' TrainingArguments, which are not known', fix)
 
     # ----------------------------------------------------------------------------------------------------- deciding

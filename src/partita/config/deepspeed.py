@@ -10,7 +10,7 @@ from partita.config.deepspeed_keys import OPTIMIZER as OPTIMIZER_PARAMS
 from partita.config.deepspeed_keys import SCHEDULER as SCHEDULER_PARAMS
 from partita.config.load import read_text
 from partita.config.messages import shown
-from partita.config.plain import parse_hjson
+from partita.config.plain import parse_hjson, parse_yaml
 from partita.errors import ConfigError
 
 # What DeepSpeed does where a key is not there.
@@ -34,8 +34,6 @@ def read(
     ranks: int,
     ranks_per_node: int | None = None,
     arguments: Mapping[str, object] | None = None,
-    *,
-    leave_auto: bool = False,
 ) -> Converted:
     """What a DeepSpeed configuration means here.
 
@@ -43,18 +41,17 @@ def read(
         source: the path of a file (JSON, in which comments and trailing commas are allowed), or a mapping.
         ranks: the number of data-parallel ranks.
         ranks_per_node: of these, on each node (None: all are on one).
-        arguments: transformers' ``TrainingArguments`` by their names, as far as they are known: ``"auto"`` is filled in
-            from them.
-        leave_auto: leave out what is ``"auto"`` and not among ``arguments``, since a trainer gives it later, instead
-            of raising an error.
+        arguments: transformers' ``TrainingArguments`` by their names, as far as they are known, of the trainer that the
+            configuration is for: ``"auto"`` is filled in from them, and what they do not say yet is left out, since the
+            trainer gives it later. None: there is no trainer, and ``"auto"`` is an error.
 
     Raises:
         ConfigError: the source cannot be read; or listing each key that cannot be had, with its remedy.
     """
-    name, data = _load(source)
+    name, data = load(source)
     conversion = Conversion(name, _in_sections(data), RULES, MEANT)
-    conversion.fill(_trained_with(arguments or {}, ranks), refuse=not leave_auto)
-    by_trainer = arguments is not None or leave_auto
+    by_trainer = arguments is not None
+    conversion.fill(_trained_with(arguments or {}, ranks), refuse=not by_trainer)
     compute = _precision(conversion, by_trainer=by_trainer)
     _gradients(conversion, compute)
     _batch(conversion, by_trainer=by_trainer)
@@ -65,11 +62,17 @@ def read(
     return conversion.finish()
 
 
-def _load(source: str | Path | Mapping[str, object]) -> tuple[str, Mapping[str, object]]:
+def load(source: str | Path | Mapping[str, object]) -> tuple[str, Mapping[str, object]]:
+    """What to call a source in messages, and its content.
+
+    Raises:
+        ConfigError: it cannot be read, or has no sections.
+    """
     name, data = "the given mapping", cast("object", source)
     if isinstance(source, str | Path):
         name, text = read_text(Path(source))
-        data, _ = parse_hjson(text, name)
+        parser = parse_yaml if Path(source).suffix.lower() in (".yaml", ".yml") else parse_hjson
+        data, _ = parser(text, name)
     if not isinstance(data, Mapping):
         raise ConfigError(f"{name}: expected sections (key: value) at the top level; got {shown(data)}")
     return name, data

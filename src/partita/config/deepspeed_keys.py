@@ -12,7 +12,7 @@ OPTIMIZER, SCHEDULER = "optimizer.params.", "scheduler.params."
 
 _MAPPED, _IGNORED, _WARNING, _ERROR = KeyClass.MAPPED, KeyClass.IGNORED, KeyClass.WARNING, KeyClass.ERROR
 _SIZED = "partita chooses and sizes this itself"
-_REPORTS = "partita has its own reports: engine.memory_report(), engine.traffic_report(), and its metrics"
+_REPORTS = "partita has reports of its own (engine.memory_report, engine.traffic_report)"
 _SAVED = "partita's checkpoints need no settings here"
 _SAME = "it changes no results here"
 _NUMERICS = "leave it out: it would change the numbers, and partita has nothing like it"

@@ -86,6 +86,7 @@ def test_fsdp(tmp_path: Path) -> None:
         ("FULL_SHARD", 1, {"stage": 3}),
         ("SHARD_GRAD_OP", 1, {"stage": 3, "keep_gathered": True}),
         ("NO_SHARD", 1, {"stage": 0}),
+        ("HYBRID_SHARD", 1, {"stage": 3, "replicate": "nodes"}),
     ],
 )
 def test_what_is_sharded(tmp_path: Path, reshard: object, version: int, expected: dict[str, object]) -> None:
@@ -129,6 +130,13 @@ def test_deepspeed_by_its_file(tmp_path: Path) -> None:
     converted = read(data | {"mixed_precision": "bf16"}, 4)
     assert converted.settings == {"zero": {"stage": 2}, "precision": {"compute": "bf16"}}
     assert [notice.key for notice in converted.of(KeyClass.WARNING)] == ["zero_optimization.overlap_com"]
+
+
+def test_copies_of_the_states_on_each_node() -> None:
+    data = {"distributed_type": "FSDP", "parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 4}}
+    assert read(data, 8, 4).settings == {"zero": {"stage": 3, "replicate": "nodes"}}
+    (notice,) = (notice for notice in read(data, 16, 4).notices if "replicate" in notice.key)
+    assert notice.text == "becomes zero.replicate: 'nodes' (4 nodes, not 2)"
 
 
 @pytest.mark.parametrize("kind", ["NO", "MULTI_GPU", "MULTI_CPU"])

@@ -16,6 +16,7 @@ _COMPUTE = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 _TIERS = {"none": "none", "cpu": "host", "nvme": "disk"}
 # What is sharded, and whether parameters stay whole from forward to backward.
 _FULL, _KEPT, _NONE = {"stage": 3}, {"stage": 3, "keep_gathered": True}, {"stage": 0}
+_HYBRID = {"stage": 3, "replicate": "nodes"}
 _SHARDING = {
     "full_shard": _FULL,
     "true": _FULL,
@@ -26,6 +27,10 @@ _SHARDING = {
     "no_shard": _NONE,
     "no_reshard": _NONE,
     "3": _NONE,
+    "hybrid_shard": _HYBRID,
+    "4": _HYBRID,
+    "hybrid_shard_zero2": _HYBRID,
+    "5": _HYBRID,
 }
 FSDP, DEEPSPEED, PARALLEL = "fsdp_config.fsdp_", "deepspeed_config.", "parallelism_config.parallelism_config_"
 
@@ -47,7 +52,7 @@ RULES: dict[str, Rule] = {
     **rules(_MAPPED, "", "deepspeed_config_file zero_stage gradient_accumulation_steps gradient_clipping", DEEPSPEED),
     **rules(_MAPPED, "", "offload_optimizer_device offload_optimizer_nvme_path", DEEPSPEED),
     **rules(_MAPPED, "", "offload_param_device offload_param_nvme_path", DEEPSPEED),
-    **rules(_MAPPED, "", "tp_size cp_size sp_size", PARALLEL),
+    **rules(_MAPPED, "", "dp_replicate_size tp_size cp_size sp_size", PARALLEL),
     **_FSDP_RULES,
     **rules(_IGNORED, _LAUNCHED, "machine_rank num_machines gpu_ids main_process_ip main_process_port rdzv_backend"),
     **rules(_IGNORED, _LAUNCHED, "same_network main_training_function enable_cpu_affinity mpirun_config debug use_cpu"),
@@ -59,7 +64,6 @@ RULES: dict[str, Rule] = {
     **rules(_IGNORED, _SIZED, "dp_shard_size cp_comm_strategy cp_backend sp_backend sp_seq_length", PARALLEL),
     **rules(_IGNORED, _SIZED, "sp_seq_length_is_variable sp_attn_implementation", PARALLEL),
     "dynamo_config": Rule(_WARNING, "compile blocks with torch.compile before they are prepared"),
-    f"{PARALLEL}dp_replicate_size": Rule(_WARNING, "states are split over all data-parallel ranks", (1, "1")),
     "compute_environment": Rule(
         _ERROR, "write LOCAL_MACHINE, and start the script there by partita run or torchrun", ("LOCAL_MACHINE",)
     ),
@@ -94,6 +98,9 @@ def read(source: str | Path | Mapping[str, object], ranks: int, ranks_per_node: 
     for axis, target in (("tp", "parallel.tensor"), ("cp", "parallel.sequence"), ("sp", "parallel.sequence")):
         if conversion.number(key := f"{PARALLEL}{axis}_size", 1) > 1:
             conversion.set(target, conversion.value(key), key)
+    if (nodes := conversion.number(key := f"{PARALLEL}dp_replicate_size", 1)) > 1:
+        copies = ranks // (ranks_per_node or ranks)
+        conversion.set("zero.replicate", "nodes", key, "" if nodes == copies else f"{copies} nodes, not {nodes:g}")
     named = _distributed(conversion, ranks, ranks_per_node)
     key = "num_processes"
     processes = int(conversion.number(key, 0)) or None

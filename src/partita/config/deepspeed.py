@@ -208,10 +208,13 @@ def _zero(conversion: Conversion, compute: str | None, ranks_per_node: int) -> i
             elements = int(conversion.number(key, 0))
             size = 4 if compute == "fp32" else 2
             conversion.set("zero.prefetch_bytes", elements * size, key, f"{elements} elements of {size} bytes")
-    key = f"{ZERO}zero_hpz_partition_size"
-    if (ranks := conversion.number(key, 1)) > 1:
-        text = "" if ranks == ranks_per_node else f"over the {ranks_per_node} ranks of a node, not over {ranks:g}"
-        conversion.set("zero.hierarchical", True, key, text)
+    for name, target, value in (
+        ("zero_hpz_partition_size", "zero.hierarchical", True),
+        ("mics_shard_size", "zero.replicate", "nodes"),
+    ):
+        if (ranks := conversion.number(ZERO + name, 1)) > 1:
+            text = "" if ranks == ranks_per_node else f"over the {ranks_per_node} ranks of a node, not over {ranks:g}"
+            conversion.set(target, value, ZERO + name, text)
     return int(stage)
 
 

@@ -14,23 +14,18 @@ _LAUNCHED = "the launcher says this: partita run, torchrun or srun"
 _SAVED = "partita's checkpoints need no settings here"
 _COMPUTE = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 _TIERS = {"none": "none", "cpu": "host", "nvme": "disk"}
-# What is sharded, and whether parameters stay whole from forward to backward.
-_FULL, _KEPT, _NONE = {"stage": 3}, {"stage": 3, "keep_gathered": True}, {"stage": 0}
-_HYBRID = {"stage": 3, "replicate": "nodes"}
-_SHARDING = {
-    "full_shard": _FULL,
-    "true": _FULL,
-    "1": _FULL,
-    "shard_grad_op": _KEPT,
-    "false": _KEPT,
-    "2": _KEPT,
-    "no_shard": _NONE,
-    "no_reshard": _NONE,
-    "3": _NONE,
-    "hybrid_shard": _HYBRID,
-    "4": _HYBRID,
-    "hybrid_shard_zero2": _HYBRID,
-    "5": _HYBRID,
+# What each strategy of FSDP's asks for; the first version's are numbers, too, the second's truth values.
+_STRATEGIES: dict[str, tuple[str, ...]] = {
+    "full_shard": ("full_shard", "1", "true"),
+    "shard_grad_op": ("shard_grad_op", "2", "false"),
+    "no_shard": ("no_shard", "3", "no_reshard"),
+    "hybrid_shard": ("hybrid_shard", "4", "hybrid_shard_zero2", "5"),
+}
+_ZERO: dict[str, dict[str, object]] = {
+    "full_shard": {"stage": 3},
+    "shard_grad_op": {"stage": 3, "keep_gathered": True},
+    "no_shard": {"stage": 0},
+    "hybrid_shard": {"stage": 3, "replicate": "nodes"},
 }
 FSDP, DEEPSPEED, PARALLEL = "fsdp_config.fsdp_", "deepspeed_config.", "parallelism_config.parallelism_config_"
 
@@ -177,15 +172,15 @@ def _fsdp(conversion: Conversion) -> None:
     keys = (f"{FSDP}reshard_after_forward", f"{FSDP}sharding_strategy")
     key = next((key for key in keys if key in conversion), keys[0])
     asked = str(conversion.value(key, "full_shard")).lower()
-    if asked in _SHARDING:
-        for name, value in _SHARDING[asked].items():
-            conversion.set(f"zero.{name}", value, key)
-    else:
-        conversion.refuse(key, f"{shown(asked)} is not available", f"write one of {', '.join(_SHARDING)}")
+    strategy = next((name for name, words in _STRATEGIES.items() if asked in words), "")
+    if not strategy:
+        conversion.refuse(key, f"{shown(asked)} is not available", f"write one of {', '.join(_STRATEGIES)}")
+    for name, value in _ZERO.get(strategy, {}).items():
+        conversion.set(f"zero.{name}", value, key)
     for name in ("offload_params", "cpu_offload"):
         if conversion.flag(f"{FSDP}{name}"):
             conversion.set("zero.offload.optimizer", "host", f"{FSDP}{name}")
-            if _SHARDING.get(asked) != _NONE:
+            if strategy != "no_shard":
                 conversion.set("zero.offload.parameters", "host", f"{FSDP}{name}")
     key = f"{FSDP}transformer_layer_cls_to_wrap"
     classes = conversion.value(key)

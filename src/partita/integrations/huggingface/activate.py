@@ -1,0 +1,61 @@
+"""partita in place of accelerate's Accelerator and transformers' Trainer, for scripts that stay as they are."""
+
+import sys
+from collections.abc import Iterator
+
+import accelerate
+import accelerate.accelerator
+import transformers
+import transformers.trainer
+
+from partita.config.load import load_config
+from partita.errors import ConfigError
+from partita.integrations.huggingface.accelerator import Accelerator, Source
+from partita.integrations.huggingface.loading import read_on_rank_0
+from partita.integrations.huggingface.trainer import OnPartita, on_partita
+
+
+def activate(config: Source = None) -> None:
+    """Replace ``accelerate.Accelerator`` and ``transformers.Trainer``, and with it every trainer that is derived from
+    it later; have ``from_pretrained`` read weights on rank 0 alone. The first line of a script, once per process.
+
+    Args:
+        config: a YAML or JSON file, a mapping, or a :class:`partita.Config`; None: all defaults. What the script's
+            arguments say (batch, clipping, precision, optimizer, schedule) is left out of it.
+
+    Raises:
+        ConfigError: the configuration is wrong, or a script has taken one of the two classes already.
+    """
+    settings = load_config(config)
+    taken = list(_taken())
+    if taken:
+        raise ConfigError(
+            f"activate: {taken[0]} before it could be replaced; call activate() as the first line of the script, "
+            "before transformers, accelerate and trl are imported, or start the script with 'partita run'"
+        )
+    trainer = on_partita(transformers.Trainer, settings)
+    accelerator = type("Accelerator", (Accelerator,), {"default_config": settings, "__doc__": Accelerator.__doc__})
+    for module in (transformers, transformers.trainer):
+        module.Trainer = trainer
+    for module in (accelerate, accelerate.accelerator):
+        module.Accelerator = accelerator
+    read_on_rank_0()
+
+
+def _taken() -> Iterator[str]:
+    """Who has one of the classes that are to be replaced."""
+    trainer, accelerator = transformers.trainer.Trainer, accelerate.accelerator.Accelerator
+    if issubclass(trainer, OnPartita):
+        yield "it was called already,"
+        return
+    own = on_partita.__module__
+    for derived in trainer.__subclasses__():
+        if derived.__module__ != own and not issubclass(derived, OnPartita):
+            yield f"{derived.__module__}.{derived.__name__} was derived from Trainer"
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("transformers", "accelerate", "partita"):
+            continue
+        held = list(vars(module).values()) if module is not None else []
+        for kind in (trainer, accelerator):
+            if any(value is kind for value in held):
+                yield f"{name} imported {kind.__name__}"

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from partita.errors import PartitaError
+from partita.errors import ConfigError, PartitaError
 from partita.memory import accelerator
 from partita.memory.accelerator import HOST
 
@@ -33,6 +33,32 @@ def test_a_rank_has_the_device_of_its_number(monkeypatch: pytest.MonkeyPatch) ->
     assert accelerator.count() == 2
     assert not accelerator.is_host(OTHER)
     assert accelerator.backend(OTHER) == "xccl"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [("cpu", HOST), ("cpu:0", HOST), ("xpu:1", OTHER), (OTHER, OTHER), ("xpu", torch.device("xpu", 0))],
+)
+def test_a_device_that_is_named(wanted: str, found: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert accelerator.chosen_device(wanted, 0) == found
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ("xpu:2", r"this machine trains on \(cpu, xpu, or xpu:0 to xpu:1\); got 'xpu:2'"),
+        ("meta", "this machine trains on .*; got 'meta'"),
+        ("gpu", r"expected a torch.device, or the name of one \(cpu, xpu, .*; got 'gpu'"),
+        (1, "expected a torch.device, or the name of one .*; got a int"),
+    ],
+)
+def test_a_device_that_is_none(wanted: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match=f"device: .*{said}"):
+        accelerator.chosen_device(wanted, 0)
 
 
 def test_mps_is_not_used_and_why(monkeypatch: pytest.MonkeyPatch) -> None:

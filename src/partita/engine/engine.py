@@ -219,12 +219,15 @@ class Engine:
         """The whole optimizer state of a parameter by key (``exp_avg``, ``step``, ...)."""
         return self._open().whole.optimizer_state(name)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, trainable: bool = False) -> dict[str, Any]:
         """The model's state dict (modules' extra states, too), whole, with master weights, on the host of rank 0; empty
         on the other ranks.
+
+        Args:
+            trainable: only the parameters that require gradients (adapters); units without any are not gathered.
         """
         self.attend("engine.state_dict")
-        return self._open().whole.state_dict()
+        return self._open().whole.state_dict(trainable=trainable)
 
     def export(self, folder: str | Path, beside: str | Path | None = None) -> None:
         """Write the weights in the compute dtype as safetensors, in Hugging Face's layout; with them configuration and
@@ -332,15 +335,32 @@ class Engine:
 
     # ----------------------------------------------------------------------- end
 
-    def close(self) -> None:
-        """Take the hooks off, and end the process groups that were started here."""
-        if not self._closed:
-            self._parts.updater.wait_for_updates()
-            self._parts.runtime.reducer.drain()
-            try:
-                self._parts.checkpoints.wait()
-            finally:
-                self._end()
+    def close(self, *, whole: bool = False) -> None:
+        """Take the hooks off, and end the process groups that were started here.
+
+        Args:
+            whole: also make the model an ordinary module again: every rank has all parameters, in the compute dtype, in
+                memory of their own on its device.
+
+        Raises:
+            PartitaError: with ``whole``, on all ranks, the engine staying open: the memory of one does not suffice
+                (with the bytes needed and free), or a block of :meth:`gathered` is open.
+        """
+        if self._closed:
+            return
+        parts = self._parts
+        if whole and parts.whole.num_gathered:
+            raise PartitaError("engine.close(whole=True) inside engine.gathered(...): leave the block first")
+        parts.updater.wait_for_updates()
+        parts.runtime.reducer.drain()
+        copies = parts.whole.copies() if whole else []
+        try:
+            parts.runtime.residency.reset()  # gathers under way end before their connections do
+            parts.checkpoints.wait()
+        finally:
+            for member, values in copies:
+                member.leave(values)
+            self._end()
 
     def _end(self) -> None:
         self._closed = True

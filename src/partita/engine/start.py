@@ -37,6 +37,7 @@ def initialize(
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     weights: str | Path | None = None,
     mesh: Mesh | None = None,
+    device: torch.device | str | None = None,
 ) -> Engine:
     """Put a model under a plan.
 
@@ -52,15 +53,17 @@ def initialize(
         weights: a safetensors file or folder to take the values from, the same for all ranks.
         mesh: the mesh of another engine in this process, to share its process groups and how they were set up
             (``communication.timeout_s``, ``within_node``); None: a new one.
+        device: what this rank computes on (``"cpu"``, ``"cuda"``, ``"cuda:1"``); None: the mesh's, or the rank's own
+            accelerator where there is one.
 
     Raises:
         ConfigError: the config, the model or the optimizer do not fit together; the model can be initialized again.
     """
     settings = load_config(config)
     launch = launch_environment(running=world.running())
-    device = accelerator.own_device(launch.local_rank)
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ConfigError(f"mesh: expected the mesh of another engine; got a {type(mesh).__name__}")
+    device = _device(device, mesh, launch.local_rank)
     num_ranks = mesh.num_ranks if mesh else launch.world_size
     resolved = resolve(settings, num_ranks, device.type, launch.local_world_size)
     given = {"optimizer": optimizer, "schedule": scheduler}
@@ -95,6 +98,20 @@ def initialize(
     if launch.rank == 0 and leaves_a_choice(settings.zero.offload):
         _log.info("%s", describe_placement(engine.planned_bytes))
     return engine
+
+
+def _device(wanted: torch.device | str | None, mesh: Mesh | None, local_rank: int | None) -> torch.device:
+    """What this rank computes on.
+
+    Raises:
+        ConfigError: it is no device to train on, or another one than the mesh's.
+    """
+    if wanted is None:
+        return mesh.device if mesh is not None else accelerator.own_device(local_rank)
+    device = accelerator.chosen_device(wanted, local_rank)
+    if mesh is not None and mesh.device != device:
+        raise ConfigError(f"device: '{device}' is not that of the given mesh, '{mesh.device}'; leave device out")
+    return device
 
 
 def _announce(resolved: Resolved) -> None:

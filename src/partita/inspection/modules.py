@@ -1,4 +1,4 @@
-"""What of a model's state dict is no parameter."""
+"""A model's state dict without its values: the names, and what of it is no parameter."""
 
 from collections.abc import Iterator
 
@@ -10,9 +10,15 @@ EXTRA_STATE = "_extra_state"
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The buffers that belong to a state dict, by name."""
     for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield (f"{path}.{name}" if path else name), buffer
+        for name, buffer in persistent_buffers_of(module):
+            yield (f"{path}.{name}" if path else name), buffer
+
+
+def persistent_buffers_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The same of a module without those inside it, by the names that it has for them."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
 
 
 def extra_states(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -20,8 +26,22 @@ def extra_states(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     state dict.
     """
     for path, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
+        if has_extra_state(module):
             yield (f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE), module
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    """Whether a module itself has a state that is no parameter and no buffer."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def state_dict_names(model: nn.Module) -> Iterator[str]:
+    """The names of a state dict, in its order; every name of a tied parameter."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        names = [name for name, param in module._parameters.items() if param is not None]
+        names += [name for name, buffer in persistent_buffers_of(module)]
+        names += [EXTRA_STATE] * has_extra_state(module)
+        yield from (f"{path}.{name}" if path else name for name in names)
 
 
 def is_extra_state(name: str) -> bool:

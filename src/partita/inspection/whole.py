@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
+from partita.comm.together import lack_of_memory, together
 from partita.errors import PartitaError
-from partita.inspection.modules import extra_states, persistent_buffers
+from partita.inspection.modules import extra_states, persistent_buffers, state_dict_names
+from partita.memory.accelerator import is_host
+from partita.memory.capacity import free_now
 from partita.optim.updater import Updater
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member, Segment, Unit
@@ -154,19 +157,24 @@ class Whole:
                     segment.master.set(segment.part(segment.full, segment.plan.master), names)
         self._runtime.updated()
 
-    def weights(self, *, master: bool) -> Iterator[tuple[Member, Tensor]]:
+    def weights(self, *, master: bool, trainable: bool = False) -> Iterator[tuple[Member, Tensor]]:
         """Every parameter once, whole, unit by unit: valid until the next one is asked for.
 
         Args:
             master: the values that the optimizer updates, where they have more digits than those in compute.
+            trainable: only the parameters that require gradients; units without any are not gathered.
         """
         self._updater.take_written()
         for unit in self._runtime.units:
+            wanted = [member for member in unit.members if member.param.requires_grad or not trainable]
+            if not wanted:
+                continue
             sharded = [] if unit.rests_whole else [unit]
             self._runtime.residency.hold(sharded)
-            separate = {id(s): self._master_of(s) for s in unit.segments if master and not s.master_is_parameter}
+            segments = {id(member.segment): member.segment for member in wanted if master}
+            separate = {key: self._master_of(s) for key, s in segments.items() if not s.master_is_parameter}
             try:
-                for member in unit.members:
+                for member in wanted:
                     full = separate.get(id(member.segment))
                     if full is None:
                         full = member.segment.full
@@ -174,6 +182,34 @@ class Whole:
                     yield member, self._global(member, local)
             finally:
                 self._runtime.residency.let_go(sharded)
+
+    def copies(self) -> list[tuple[Member, Tensor]]:
+        """Every parameter whole, as it computes, in memory of its own on this rank's device.
+
+        Raises:
+            PartitaError: on every rank: the memory of one does not suffice; says how much is needed and free.
+        """
+        device, all_ranks = self._collectives.mesh.device, self._collectives.all_ranks
+        needed = sum(m.param.numel() * m.segment.dtype.itemsize for _, m in self._runtime.members())
+        needed += max((unit.planned.num_bytes for unit in self._runtime.units if not unit.rests_whole), default=0)
+        call = "engine.close(whole=True)"
+        short = lack_of_memory(needed, free_now(device), all_ranks, call, shared=is_host(device))
+        if short is not None:
+            raise PartitaError(
+                f"{call}: {short.memory} needs {short.needed} bytes for whole parameters and has {short.free} bytes "
+                "free; the engine stays open: engine.export or engine.save writes the parameters without holding them "
+                "whole, engine.close() leaves them as they are"
+            )
+        found, error = list[tuple[Member, Tensor]](), None
+        for member, weight in self.weights(master=False):
+            try:
+                found += [(member, weight.detach().clone())] if error is None else []
+            except RuntimeError as raised:  # out of memory after all: the other ranks need this one for every unit
+                error = raised
+        with together(all_ranks):
+            if error is not None:
+                raise error
+        return found
 
     def _master_of(self, segment: Segment) -> Tensor | None:
         """The whole master weights of a segment that is whole."""
@@ -186,18 +222,22 @@ class Whole:
             self._collectives.group(segment.plan.master.shard_axes).all_gather(whole, part).wait()
         return segment.master.joined(segment.full, whole)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The model's state dict with master weights, whole, on the host of rank 0; empty on the others."""
+    def state_dict(self, *, trainable: bool = False) -> dict[str, Any]:
+        """The model's state dict with master weights, whole, on the host of rank 0; empty on the others.
+
+        Args:
+            trainable: only the parameters that require gradients.
+        """
         values = dict[str, Any]()
-        for member, weight in self.weights(master=True):
+        for member, weight in self.weights(master=True, trainable=trainable):
             if self.is_first:
                 whole = weight.detach().cpu().clone().contiguous()
                 values.update((fqn, whole) for fqn in member.holding.fqns)
-        if self.is_first:
-            model = self._runtime.model
+        model = self._runtime.model
+        if self.is_first and not trainable:
             values.update((name, buffer.detach().cpu().clone()) for name, buffer in persistent_buffers(model))
             values.update((name, module.get_extra_state()) for name, module in extra_states(model))
-        return values
+        return {name: values[name] for name in state_dict_names(model) if name in values}
 
 
 def _spread_dtype(value: object) -> torch.dtype | None:

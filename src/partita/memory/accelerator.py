@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from partita.errors import PartitaError
+from partita.errors import ConfigError, PartitaError
 
 HOST = torch.device("cpu")
 
@@ -37,6 +37,27 @@ def own_device(local_rank: int | None) -> torch.device:
     if kind == HOST.type:
         return HOST
     return torch.device(kind, torch.accelerator.current_device_index() if local_rank is None else local_rank)
+
+
+def chosen_device(wanted: object, local_rank: int | None) -> torch.device:
+    """The device that the user names, with the rank's own index where it names none.
+
+    Raises:
+        ConfigError: it is no device, or none that this machine trains on.
+    """
+    expected = "cpu" if (kind := device_type()) == HOST.type else f"cpu, {kind}, or {kind}:0 to {kind}:{count() - 1}"
+    try:
+        device = torch.device(wanted) if isinstance(wanted, torch.device | str) else None
+    except RuntimeError:
+        device = None
+    if device is None:
+        said = f"a {type(wanted).__name__}" if not isinstance(wanted, str) else f"'{wanted}'"
+        raise ConfigError(f"device: expected a torch.device, or the name of one ({expected}); got {said}")
+    if device.type == HOST.type:
+        return HOST
+    if device.type != kind or (device.index or 0) >= count():
+        raise ConfigError(f"device: expected one that this machine trains on ({expected}); got '{device}'")
+    return own_device(local_rank) if str(device) == kind else device
 
 
 def is_host(device: torch.device) -> bool:
@@ -86,6 +107,12 @@ def wait_for_all(device: torch.device) -> None:
 def free_bytes(device: torch.device) -> int:
     """Of an accelerator's memory, whoever has the rest."""
     return int(torch.get_device_module(device).mem_get_info(device)[0])
+
+
+def reclaim(device: torch.device) -> None:
+    """Give back to an accelerator what PyTorch keeps of its memory for tensors to come."""
+    if not is_host(device):
+        torch.get_device_module(device).empty_cache()
 
 
 def allocated_bytes(device: torch.device) -> tuple[int, int]:

@@ -4,13 +4,13 @@
 :func:`on_partita` are for scripts that name them.
 """
 
+from importlib.util import find_spec
+
 from partita.errors import PartitaError
 
-try:
-    import accelerate as _accelerate
-    import transformers as _transformers
-except ImportError as error:
-    raise PartitaError(f"partita.integrations.huggingface: {error}; pip install 'partita[hf]'") from error
+for _library in ("accelerate", "transformers"):
+    if find_spec(_library) is None:
+        raise PartitaError(f"partita.integrations.huggingface needs {_library}: pip install 'partita[hf]'")
 
 from partita.integrations.huggingface.accelerator import Accelerator
 from partita.integrations.huggingface.activate import activate

@@ -61,7 +61,7 @@ class Accelerator(accelerate.Accelerator):
         batch = {"batch.accumulate": steps} if steps > 1 else {}
         settings = merged(config, batch | dict(partita_values or {}))
         resolve(settings, self.num_processes, self.device.type)  # what contradicts the batch is found here
-        self.engines = Engines(_fed_by_the_loop(settings), precision.compute)
+        self.engines = Engines(_fed_by_the_loop(settings), precision.compute, self.device)
         self._waiting = list[nn.Module]()  # prepared, until their optimizer is
 
     # ------------------------------------------------------------------ preparing
@@ -158,9 +158,11 @@ class Accelerator(accelerate.Accelerator):
         with prepared.engine.no_sync() if prepared and adds_up_whole(prepared.engine) else nullcontext():
             yield
 
-    def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2) -> Tensor:
+    def clip_grad_norm_(
+        self, parameters: nn.Parameter | Iterable[nn.Parameter], max_norm: float, norm_type: float = 2
+    ) -> Tensor:
         """Have the next step clip the gradients; returns their norm before."""
-        items = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        items = _listed(parameters)
         prepared = self.engines.with_parameters(items, "clip_grad_norm_")
         if prepared is None:
             norm: Tensor = super().clip_grad_norm_(items, max_norm, norm_type)
@@ -173,9 +175,9 @@ class Accelerator(accelerate.Accelerator):
         clipped: Tensor = optimizer.clip(max_norm)
         return clipped
 
-    def clip_grad_value_(self, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
+    def clip_grad_value_(self, parameters: nn.Parameter | Iterable[nn.Parameter], clip_value: float) -> None:
         """Not available for an engine's model."""
-        items = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        items = _listed(parameters)
         if self.engines.with_parameters(items, "clip_grad_value_") is not None:
             raise PartitaError("clip_grad_value_: gradients are in an engine's buffers; use clip_grad_norm_")
         super().clip_grad_value_(items, clip_value)
@@ -217,7 +219,8 @@ class Accelerator(accelerate.Accelerator):
     @contextmanager
     def _without_engines(self) -> Iterator[None]:
         """Inside, accelerate knows only of what no engine has."""
-        models, optimizers = self._models, self._optimizers
+        models: list[nn.Module] = self._models
+        optimizers: list[Optimizer] = self._optimizers
         self._models = [model for model in models if self.engines.of(model) is None]
         self._optimizers = [one for one in optimizers if not isinstance(one, EngineOptimizer)]
         try:
@@ -246,6 +249,10 @@ class Accelerator(accelerate.Accelerator):
 
 def _trains(model: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def _listed(parameters: nn.Parameter | Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
 
 
 def _folder(number: int) -> str:

@@ -12,7 +12,7 @@ from partita.config.load import load_config
 from partita.errors import ConfigError
 from partita.integrations.huggingface.accelerator import Accelerator, Source
 from partita.integrations.huggingface.loading import read_on_rank_0
-from partita.integrations.huggingface.trainer import OnPartita, on_partita
+from partita.integrations.huggingface.trainer import Trainer, on_partita
 
 
 def activate(config: Source = None) -> None:
@@ -45,17 +45,16 @@ def activate(config: Source = None) -> None:
 def _taken() -> Iterator[str]:
     """Who has one of the classes that are to be replaced."""
     trainer, accelerator = transformers.trainer.Trainer, accelerate.accelerator.Accelerator
-    if issubclass(trainer, OnPartita):
+    if issubclass(trainer, Trainer):
         yield "it was called already,"
         return
-    own = on_partita.__module__
     for derived in trainer.__subclasses__():
-        if derived.__module__ != own and not issubclass(derived, OnPartita):
+        if derived is not Trainer:
             yield f"{derived.__module__}.{derived.__name__} was derived from Trainer"
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in ("transformers", "accelerate", "partita"):
             continue
-        held = list(vars(module).values()) if module is not None else []
+        held = list(getattr(module, "__dict__", {}).values())
         for kind in (trainer, accelerator):
             if any(value is kind for value in held):
                 yield f"{name} imported {kind.__name__}"

@@ -1,4 +1,4 @@
-"""The Trainer's checkpoints, ``output_dir/checkpoint-N``, with an engine's states in them."""
+"""The Trainer's checkpoints, folders ``checkpoint-N``, with an engine's states in them."""
 
 import json
 import re

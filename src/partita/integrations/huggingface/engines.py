@@ -45,10 +45,11 @@ class Engines:
     Args:
         config: of every engine; what the trainer gives is in it.
         compute: ``precision.compute``; None: as each model's parameters are.
+        device: of every engine.
     """
 
-    def __init__(self, config: Config, compute: str | None) -> None:
-        self._config, self._compute = config, compute
+    def __init__(self, config: Config, compute: str | None, device: torch.device) -> None:
+        self._config, self._compute, self._device = config, compute, device
         self._prepared = dict[int, Prepared]()
 
     def __iter__(self) -> Iterator[Prepared]:
@@ -108,6 +109,7 @@ class Engines:
             optimizer=optimizer,
             scheduler=LeftToTheLoop,
             mesh=first.engine.mesh if first is not None else None,
+            device=self._device,
         )
         made = self._prepared[id(model)] = Prepared(engine, optimizer is not None, dtypes)
         return made

@@ -1,4 +1,4 @@
-"""``model.generate`` of an engine's model: whole where that fits, so that no token waits for a gather."""
+"""The ``generate`` of an engine's model: whole where that fits, so that no token waits for a gather."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +37,7 @@ class Generation:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._engine
-        engine.attend("model.generate")
+        engine.attend("generate")
         if engine.any(self._num_bytes > self._room()):
             return self._generate(*args, **kwargs | {"synced_gpus": engine.mesh.num_ranks > 1})
         with engine.gathered():

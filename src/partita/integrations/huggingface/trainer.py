@@ -26,12 +26,13 @@ from partita.planner.blueprint import row_of
 _SCHEDULER = "scheduler.pt"
 
 
-class OnPartita:
-    """What a Trainer does otherwise on partita; stands before it among a class's bases.
+class Trainer(transformers.Trainer):
+    """A Trainer whose model trains on partita.
 
     Args:
         partita_config: a YAML or JSON file, a mapping, or a :class:`partita.Config`, in place of the class's; what
             TrainingArguments say (batch, clipping, precision, optimizer, schedule) is left out of it.
+        *args: transformers' own, as **kwargs are.
 
     Raises:
         ConfigError: configuration and TrainingArguments differ, or ask for what does not go together.
@@ -45,11 +46,11 @@ class OnPartita:
         super().__init__(*args, **kwargs)
 
     @property
-    def _prepared(self: Any) -> Prepared | None:
+    def _prepared(self) -> Prepared | None:
         found: Prepared | None = self.accelerator.engines.of(self.model)
         return found
 
-    def create_accelerator_and_postprocess(self: Any) -> None:
+    def create_accelerator_and_postprocess(self) -> None:
         args = self.args
         config = load_config(self.default_config)
         check_training_arguments(config, args, own_optimizer=getattr(self, "optimizer", None) is None)
@@ -67,14 +68,14 @@ class OnPartita:
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The engine brings what belongs on the device; whole, the model may not fit there."""
 
-    def call_model_init(self: Any, trial: Any = None) -> nn.Module:
+    def call_model_init(self, trial: Any = None) -> nn.Module:
         """A new model; the engine of the one before ends."""
         if isinstance(self.model, nn.Module):
             self.accelerator.free_memory(self.model)
         model: nn.Module = super().call_model_init(trial)
         return model
 
-    def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Before training, the model is put under the plan with its optimizer, as training will want it."""
         if self._prepared is None and any(parameter.requires_grad for parameter in self.model.parameters()):
             self.create_optimizer()
@@ -83,7 +84,7 @@ class OnPartita:
 
     # -------------------------------------------------------------------- resuming
 
-    def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """See ``transformers.Trainer.train``; True resumes from the newest complete checkpoint."""
         if resume_from_checkpoint is True:
             folder = Path(self.args.output_dir)
@@ -93,18 +94,18 @@ class OnPartita:
             raise PartitaError(f"resume_from_checkpoint: '{resume_from_checkpoint}': {reason}")
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """The weights come with the optimizer's states, once the model is under the plan."""
         if not (Path(resume_from_checkpoint) / CHECKPOINT).is_dir():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
-    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         self._prepared.engine.load(Path(checkpoint) / CHECKPOINT)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
 
-    def _load_best_model(self: Any) -> None:
+    def _load_best_model(self) -> None:
         states = Path(self.state.best_model_checkpoint) / CHECKPOINT
         if states.is_dir():
             self._prepared.engine.load(states, only_model=True)
@@ -114,7 +115,7 @@ class OnPartita:
 
     # ---------------------------------------------------------------------- saving
 
-    def _save(self: Any, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Gathered on all ranks, written by rank 0."""
         prepared = self._prepared
         if prepared is not None and state_dict is None:
@@ -123,7 +124,7 @@ class OnPartita:
         if prepared is not None and self.args.should_save:
             keep_dtype(Path(output_dir or self.args.output_dir), prepared.dtypes)
 
-    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         engine = self._prepared.engine
         engine.save(Path(output_dir) / CHECKPOINT)
         engine.wait_for_checkpoint()
@@ -138,12 +139,9 @@ def on_partita(trainer_class: type[transformers.Trainer], config: Source = None)
         trainer_class: transformers' Trainer, or a class derived from it.
         config: of its trainers; each may be given another one as ``partita_config``.
     """
-    bases = (trainer_class,) if issubclass(trainer_class, OnPartita) else (OnPartita, trainer_class)
+    bases = (trainer_class,) if issubclass(trainer_class, Trainer) else (Trainer, trainer_class)
     own = {"default_config": config, "__module__": trainer_class.__module__, "__doc__": trainer_class.__doc__}
     return type(trainer_class.__name__, bases, own)
-
-
-Trainer = on_partita(transformers.Trainer)
 
 
 @contextmanager

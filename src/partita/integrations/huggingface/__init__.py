@@ -4,17 +4,16 @@
 :func:`on_partita` are for scripts that name them.
 """
 
-from importlib.util import find_spec
-
 from partita.errors import PartitaError
 
-for _library in ("accelerate", "transformers"):
-    if find_spec(_library) is None:
-        raise PartitaError(f"partita.integrations.huggingface needs {_library}: pip install 'partita[hf]'")
-
-from partita.integrations.huggingface.accelerator import Accelerator
-from partita.integrations.huggingface.activate import activate
-from partita.integrations.huggingface.loading import rank_0_reads
-from partita.integrations.huggingface.trainer import Trainer, on_partita
+try:
+    from partita.integrations.huggingface.accelerator import Accelerator
+    from partita.integrations.huggingface.activate import activate
+    from partita.integrations.huggingface.loading import rank_0_reads
+    from partita.integrations.huggingface.trainer import Trainer, on_partita
+except ModuleNotFoundError as error:
+    if error.name not in ("accelerate", "transformers"):
+        raise
+    raise PartitaError(f"partita.integrations.huggingface needs {error.name}: pip install 'partita[hf]'") from error
 
 __all__ = ["Accelerator", "Trainer", "activate", "on_partita", "rank_0_reads"]

@@ -50,6 +50,8 @@ class Accelerator(accelerate.Accelerator):
         _check_alone(kwargs)
         config = load_config(partita_config if partita_config is not None else self.default_config)
         super().__init__(*args, **kwargs)
+        self._models: list[nn.Module]
+        self._optimizers: list[Optimizer]
         if self.distributed_type in _OTHERS:
             raise _not_alone(self.distributed_type.value)
         steps = self.gradient_accumulation_steps
@@ -137,7 +139,7 @@ class Accelerator(accelerate.Accelerator):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of a loss, averaged over the ranks and divided by the accumulation steps."""
-        for optimizer in self._optimizers:
+        for optimizer in self._of_engines:
             optimizer.collected()
         prepared = self.engines.the_trained()
         loss = loss / self.gradient_accumulation_steps
@@ -171,9 +173,13 @@ class Accelerator(accelerate.Accelerator):
             raise PartitaError(f"clip_grad_norm_: expected norm_type 2 (the gradients' 2-norm); got {norm_type}")
         config = prepared.engine.config
         check_alike(config, [Argument("clip_grad_norm", "max_norm of clip_grad_norm_", float(max_norm))])
-        optimizer = next(one for one in self._optimizers if one.optimizer is prepared.engine.optimizer)
-        clipped: Tensor = optimizer.clip(max_norm)
-        return clipped
+        optimizer = next(one for one in self._of_engines if one.optimizer is prepared.engine.optimizer)
+        return optimizer.clip(max_norm)
+
+    @property
+    def _of_engines(self) -> list[EngineOptimizer]:
+        """The optimizers that were prepared."""
+        return [optimizer for optimizer in self._optimizers if isinstance(optimizer, EngineOptimizer)]
 
     def clip_grad_value_(self, parameters: nn.Parameter | Iterable[nn.Parameter], clip_value: float) -> None:
         """Not available for an engine's model."""
@@ -219,8 +225,7 @@ class Accelerator(accelerate.Accelerator):
     @contextmanager
     def _without_engines(self) -> Iterator[None]:
         """Inside, accelerate knows only of what no engine has."""
-        models: list[nn.Module] = self._models
-        optimizers: list[Optimizer] = self._optimizers
+        models, optimizers = self._models, self._optimizers
         self._models = [model for model in models if self.engines.of(model) is None]
         self._optimizers = [one for one in optimizers if not isinstance(one, EngineOptimizer)]
         try:

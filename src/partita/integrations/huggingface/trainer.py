@@ -11,10 +11,12 @@ import transformers
 import transformers.trainer
 from accelerate.utils import broadcast_object_list
 from torch import nn
+from torch.optim import Optimizer
 
 from partita.config.load import load_config
 from partita.config.resolve import resolve
 from partita.config.schema import Config
+from partita.engine.engine import Engine
 from partita.errors import ConfigError, PartitaError
 from partita.integrations.huggingface.accelerator import CHECKPOINT, Accelerator, Source
 from partita.integrations.huggingface.arguments import check_training_arguments
@@ -43,12 +45,19 @@ class Trainer(transformers.Trainer):
     def __init__(self, *args: Any, partita_config: Source = None, **kwargs: Any) -> None:
         if partita_config is not None:
             self.default_config = partita_config
+        self.optimizer: Optimizer | None
         super().__init__(*args, **kwargs)
 
     @property
     def _prepared(self) -> Prepared | None:
         found: Prepared | None = self.accelerator.engines.of(self.model)
         return found
+
+    @property
+    def _engine(self) -> Engine:
+        prepared = self._prepared
+        assert prepared is not None, "the Trainer prepares its model before it trains"
+        return prepared.engine
 
     def create_accelerator_and_postprocess(self) -> None:
         args = self.args
@@ -102,15 +111,15 @@ class Trainer(transformers.Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        self._prepared.engine.load(Path(checkpoint) / CHECKPOINT)
+        self._engine.load(Path(checkpoint) / CHECKPOINT)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
 
     def _load_best_model(self) -> None:
         states = Path(self.state.best_model_checkpoint) / CHECKPOINT
         if states.is_dir():
-            self._prepared.engine.load(states, only_model=True)
+            self._engine.load(states, only_model=True)
             return
-        with self._prepared.engine.gathered(modify=True):
+        with self._engine.gathered(modify=True):
             super()._load_best_model()
 
     # ---------------------------------------------------------------------- saving
@@ -125,9 +134,8 @@ class Trainer(transformers.Trainer):
             keep_dtype(Path(output_dir or self.args.output_dir), prepared.dtypes)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        engine = self._prepared.engine
-        engine.save(Path(output_dir) / CHECKPOINT)
-        engine.wait_for_checkpoint()
+        self._engine.save(Path(output_dir) / CHECKPOINT)
+        self._engine.wait_for_checkpoint()
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 

@@ -1,0 +1,86 @@
+"""``activate()``: scripts that stay as they are run on partita, in processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+UNCHANGED = """
+import json, sys
+import torch
+from accelerate import Accelerator
+from transformers import Trainer, TrainingArguments, LlamaForCausalLM
+from tests.integrations.huggingface.runs import arguments, llama, losses_of, samples
+
+class Mine(Trainer):
+    pass
+
+folder = sys.argv[1]
+llama().save_pretrained(folder + "/start")
+model = LlamaForCausalLM.from_pretrained(folder + "/start")
+trainer = Mine(model=model, args=arguments(folder), train_dataset=samples(9, 1))
+trainer.train()
+trainer.save_model(folder + "/end")
+engines = getattr(trainer.accelerator, "engines", None)
+print("FOUND", json.dumps({
+    "losses": losses_of(trainer),
+    "trainer": [kind.__module__ for kind in Mine.__mro__],
+    "accelerators": [isinstance(trainer.accelerator, Accelerator), Accelerator.__mro__[1].__module__],
+    "stage": engines and engines.of(trainer.model).engine.config.zero.stage,
+}))
+"""
+FIRST_LINE = "from partita.integrations.huggingface import activate; activate({'zero': {'stage': 3}})\n"
+
+
+def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    folder.mkdir(exist_ok=True)
+    path = folder / "script.py"
+    path.write_text(script)
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(path), str(folder)]
+    return subprocess.run(command, env=os.environ | own, capture_output=True, text=True, timeout=200, check=False)
+
+
+def found(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("FOUND "))
+    content: dict[str, object] = json.loads(line.removeprefix("FOUND "))
+    return content
+
+
+def test_a_script_with_one_line_before_it(tmp_path: Path) -> None:
+    plain, activated = (found(run(line + UNCHANGED, tmp_path / str(len(line)))) for line in ("", FIRST_LINE))
+    assert activated["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+    assert "partita.integrations.huggingface.trainer" in activated["trainer"]  # type: ignore[operator]
+    assert activated["accelerators"] == [True, "partita.integrations.huggingface.accelerator"]
+    assert (plain["stage"], activated["stage"]) == (None, 3)
+
+
+def test_too_late(tmp_path: Path) -> None:
+    """Where a script has one of the classes already, or has derived another one from it."""
+    checks = """
+from transformers import Trainer
+class Mine(Trainer): pass
+from partita import ConfigError
+from partita.integrations.huggingface import activate
+said = []
+def attempt():
+    try:
+        activate({"zero": {"stage": 3}})
+    except ConfigError as error:
+        said.append(str(error))
+attempt()
+import gc
+del Mine; gc.collect(); attempt()
+del Trainer; attempt(); attempt()
+import json; print("FOUND", json.dumps(said))
+"""
+    derived, imported, again = found(run(checks, tmp_path))
+    assert "__main__.Mine was derived from Trainer before it could be replaced" in derived
+    assert "__main__ imported Trainer before it could be replaced" in imported
+    assert "it was called already" in again

@@ -140,7 +140,7 @@ def _private_bytes(pid: str) -> int:
     except OSError:
         return 0
     sizes = {key: value for key, _, value in (line.partition(":") for line in lines)}
-    return sum(int(sizes[key].split()[0]) * 1024 for key in ("RssAnon", "RssShmem"))
+    return sum(int(sizes[key].split()[0]) * 1024 for key in ("RssAnon", "RssShmem") if key in sizes)  # none at exit
 
 
 def _run(way: str, world: int, options: Options, folder: Path) -> list[dict[str, Any]]:

@@ -28,9 +28,8 @@ def trained_from(folder: Path, run: Run, apart: bool) -> tuple[list[float], bool
         held = any(not parameter.is_meta for parameter in made.parameters())
         trainer = trainer_of(run, output, model=made)
         try:
-            before = trainer.evaluate()["eval_loss"]
             trainer.train()
-            return [before, *losses_of(trainer)], held
+            return [*losses_of(trainer), trainer.evaluate()["eval_loss"]], held
         finally:
             end(trainer)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from partita.integrations.huggingface import on_partita
 from tests.integrations.huggingface.runs import alone, end, llama, losses_of, scratch
@@ -68,6 +69,7 @@ def trl_trainer(kind: str, config: dict[str, Any] | None, folder: Path, lora: bo
             given["ref_model"] = llama()
     else:
         trainer = trl.GRPOTrainer
+        given["model"] = saved(folder)  # TRL reads the reference model from where the model came
         sampled = {"num_generations": 4, "max_completion_length": 6, "beta": 0.1, "seed": 5}
         args = trl.GRPOConfig(str(folder), **(SETTINGS | sampled | {"max_steps": 2}))
         given["reward_funcs"] = reward
@@ -78,6 +80,16 @@ def trl_trainer(kind: str, config: dict[str, Any] | None, folder: Path, lora: bo
     if config is not None:
         trainer = on_partita(trainer, config)
     return trainer(args=args, **given)
+
+
+def saved(folder: Path) -> Any:
+    """A model that was read from a folder."""
+    model = llama()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        model.save_pretrained(folder / "start")
+    if dist.is_initialized():
+        dist.barrier()
+    return type(model).from_pretrained(folder / "start")
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:

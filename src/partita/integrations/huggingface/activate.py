@@ -35,6 +35,7 @@ def activate(config: Source = None) -> None:
         )
     trainer = on_partita(transformers.Trainer, settings)
     accelerator = type("Accelerator", (Accelerator,), {"default_config": settings, "__doc__": Accelerator.__doc__})
+    trainer.accelerator_class = accelerator
     for module in (transformers, transformers.trainer):
         module.Trainer = trainer
     for module in (accelerate, accelerate.accelerator):

@@ -40,6 +40,7 @@ def _reading_on_rank_0(reads: Any) -> Any:
                 if module in name:
                     tensor.data = tensor.data.to(dtype)
             tensor._is_hf_initialized = True  # transformers would make values otherwise
-        return LoadStateDictInfo(set(), set(), set(), [], {}, set()), None
+        tied = set(model.all_tied_weights_keys)  # what is said to be missing is tied again
+        return LoadStateDictInfo(tied, set(), set(), [], {}, set()), None
 
     return load

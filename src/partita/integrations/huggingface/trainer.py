@@ -41,6 +41,7 @@ class Trainer(transformers.Trainer):
     """
 
     default_config: Source = None
+    accelerator_class = Accelerator
 
     def __init__(self, *args: Any, partita_config: Source = None, **kwargs: Any) -> None:
         if partita_config is not None:
@@ -70,7 +71,7 @@ class Trainer(transformers.Trainer):
         }
         if args.auto_find_batch_size:
             _check_whole(config, args)
-        made = partial(Accelerator, partita_config=config, partita_values=values)
+        made = partial(self.accelerator_class, partita_config=config, partita_values=values)
         with replaced(transformers.trainer, "Accelerator", made):
             super().create_accelerator_and_postprocess()
 

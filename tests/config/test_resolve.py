@@ -165,6 +165,22 @@ def test_compute_dtype(compute: str, device: str, expected: str) -> None:
             "cpu",
             ("ignored: schedule.min_lr (a constant schedule stays at optimizer.lr)",),
         ),
+        (
+            {"schedule": {"min_ratio": 0.1, "decay_steps": 5}},
+            "cpu",
+            (
+                "ignored: schedule.decay_steps (a constant schedule does not decay)",
+                "ignored: schedule.min_ratio (a constant schedule stays at optimizer.lr)",
+            ),
+        ),
+        (
+            {"schedule": {"warmup": "log", "initial_lr": 0.0}},
+            "cpu",
+            (
+                "ignored: schedule.warmup (there are no warmup_steps)",
+                "ignored: schedule.initial_lr (there are no warmup_steps)",
+            ),
+        ),
         ({"schedule": {"name": "cosine", "total_steps": 9, "min_lr": 1e-5}}, "cpu", ()),
         ({"precision": {"gradients": "fp16"}}, "cpu", ()),
         (

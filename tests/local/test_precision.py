@@ -176,14 +176,10 @@ def dynamic_scale() -> list[str]:
 
 
 def scale_grows() -> None:
-    intervals = loss_scale.GROWTH_INTERVAL
-    loss_scale.GROWTH_INTERVAL = 3
-    try:
-        with partita.initialize(Explosive(), {"precision": {"compute": "fp16"}}) as engine:
-            scales = [explode(engine, step, -1).loss_scale for step in range(7)]
-            assert scales == [2.0**16] * 3 + [2.0**17] * 3 + [2.0**18]
-    finally:
-        loss_scale.GROWTH_INTERVAL = intervals
+    precision = {"compute": "fp16", "initial_loss_scale": 2.0**10, "loss_scale_window": 3}
+    with partita.initialize(Explosive(), {"precision": precision}) as engine:
+        scales = [explode(engine, step, -1).loss_scale for step in range(7)]
+        assert scales == [2.0**10] * 3 + [2.0**11] * 3 + [2.0**12]
 
 
 def scale_ends() -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from partita.comm.collectives import Collectives
+from partita.config.schema import Precision
 from partita.errors import PartitaError
 from partita.optim.consensus import Agreed, Consensus
 from partita.optim.loss_scale import LossScale
@@ -52,7 +53,7 @@ def agreed(ranks: Sequence[dict[str, Any]], ask: Callable[[Consensus], T], loss_
         runtime: Any = SimpleNamespace(
             gradient_group=group, executor=SimpleNamespace(device=torch.device("cpu")), **ranks[group.index]
         )
-        return ask(Consensus(runtime, LossScale(loss_scale, needed=loss_scale != 1.0)))
+        return ask(Consensus(runtime, LossScale(Precision(loss_scale=loss_scale), needed=loss_scale != 1.0)))
 
     return on_ranks(MeshShape(data=len(ranks)), work, DATA)
 

@@ -33,6 +33,11 @@ class Whole:
         self.is_first = runtime.collectives.mesh.is_first_replica()
         self._named = {fqn: member for _, member in runtime.members() for fqn in member.holding.fqns}
 
+    @property
+    def members(self) -> list[Member]:
+        """Every parameter once."""
+        return [member for _, member in self._runtime.members()]
+
     def member(self, name: str) -> Member:
         """The parameter called ``name``.
 

@@ -191,6 +191,8 @@ def refused(what: str) -> str:
                 accelerator.prepare(model, adam, torch.optim.SGD(model.parameters(), lr=1.0))
             elif what == "plateau":
                 accelerator.prepare(model, adam, ReduceLROnPlateau(adam))
+            elif what == "no optimizer":
+                accelerator.backward(accelerator.prepare(model)(torch.ones(2, 8)).sum())
             elif what == "not elementwise":
                 accelerator.prepare(model, torch.optim.LBFGS(model.parameters()))
             else:
@@ -214,6 +216,7 @@ def refused(what: str) -> str:
     [
         ("two optimizers", "an optimizer on parameters of no model that was prepared and has none yet"),
         ("plateau", "ReduceLROnPlateau is told a metric, which may differ between the ranks"),
+        ("no optimizer", "the Sequential that was prepared has no optimizer yet"),
         ("not elementwise", "optimizer LBFGS cannot run on slices of parameters"),
         ("part", "got some without '2.weight'"),
         ("value", "use clip_grad_norm_"),

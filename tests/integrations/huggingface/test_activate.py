@@ -84,3 +84,37 @@ import json; print("FOUND", json.dumps(said))
     assert "__main__.Mine was derived from Trainer before it could be replaced" in derived
     assert "__main__ imported Trainer before it could be replaced" in imported
     assert "it was called already" in again
+
+
+def test_the_argument_for_deepspeed_is_read(tmp_path: Path) -> None:
+    """Beside a configuration it is refused."""
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": "auto"}
+    content = {
+        "zero_optimization": zero,
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+    }
+    reads = f"""
+from partita.integrations.huggingface import activate; activate()
+import json, sys
+from transformers import Trainer
+from partita import ConfigError
+from tests.integrations.huggingface.runs import arguments, llama, losses_of, samples
+args = arguments(sys.argv[1], deepspeed={content!r})
+trainer = Trainer(model=llama(), args=args, train_dataset=samples(9, 1))
+trainer.train()
+config = trainer.accelerator.engines.of(trainer.model).engine.config
+said = ""
+try:
+    Trainer(model=llama(), args=args, train_dataset=samples(9, 1), partita_config={{"zero": {{"stage": 1}}}})
+except ConfigError as error:
+    said = str(error)
+print("FOUND", json.dumps({{"losses": losses_of(trainer), "stage": config.zero.stage, "said": said,
+    "tier": config.zero.offload.optimizer, "clip": config.clip_grad_norm, "compute": config.precision.compute}}))
+"""
+    done = found(run(reads, tmp_path))
+    assert (done["stage"], done["tier"], done["clip"], done["compute"]) == (2, "host", 1.0, "fp32")
+    assert len(done["losses"]) == 6  # type: ignore[arg-type]
+    assert "beside a configuration of partita's" in str(done["said"])

@@ -142,6 +142,11 @@ class Accelerator(accelerate.Accelerator):
         for optimizer in self._of_engines:
             optimizer.collected()
         prepared = self.engines.the_trained()
+        if self._waiting and not any(one.trains for one in self.engines):
+            raise PartitaError(
+                f"accelerator.backward: the {type(self._waiting[0]).__name__} that was prepared has no optimizer yet, "
+                "so its gradients would stay on each rank; prepare its optimizer, too, before the first backward"
+            )
         loss = loss / self.gradient_accumulation_steps
         if prepared is not None and not kwargs:
             prepared.engine.backward(loss)

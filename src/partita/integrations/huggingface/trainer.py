@@ -23,6 +23,7 @@ from partita.integrations.huggingface.arguments import check_training_arguments
 from partita.integrations.huggingface.checkpoints import newest_complete, what_lacks
 from partita.integrations.huggingface.engines import Prepared
 from partita.integrations.huggingface.saving import keep_dtype
+from partita.integrations.huggingface.training_arguments import SETTINGS
 from partita.planner.blueprint import row_of
 
 _SCHEDULER = "scheduler.pt"
@@ -62,7 +63,7 @@ class Trainer(transformers.Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         args = self.args
-        config = load_config(self.default_config)
+        config = load_config(self._source())
         check_training_arguments(config, args, own_optimizer=getattr(self, "optimizer", None) is None)
         values = {
             "batch.micro": args.train_batch_size,
@@ -74,6 +75,15 @@ class Trainer(transformers.Trainer):
         made = partial(self.accelerator_class, partita_config=config, partita_values=values)
         with replaced(transformers.trainer, "Accelerator", made):
             super().create_accelerator_and_postprocess()
+
+    def _source(self) -> Source:
+        """The configuration, from the class, the constructor, or ``TrainingArguments(deepspeed=...)``."""
+        settings: Source = getattr(self.args, SETTINGS, None)
+        if settings is not None and self.default_config is not None:
+            raise ConfigError(
+                "TrainingArguments(deepspeed=...) beside a configuration of partita's: leave one of the two out"
+            )
+        return settings if settings is not None else self.default_config
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The engine brings what belongs on the device; whole, the model may not fit there."""

@@ -106,16 +106,16 @@ def clipped_by_hand(limit: float, num_steps: int) -> dict[str, Tensor]:
     """Plain PyTorch on all ranks' samples, with the gradients of each unit clipped by their own norm."""
     seeds.start()
     model = Stack()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer, norms = torch.optim.SGD(model.parameters(), lr=0.1), list[Tensor]()
     for step in range(num_steps):
         optimizer.zero_grad()
         for other in range(world()):
             (square_loss(model, other, step) / world()).backward()
         units = [list(block.parameters()) for block in model.blocks]
         units.append([*model.first.parameters(), *model.last.parameters()])
-        norms = [nn.utils.clip_grad_norm_(unit, limit) for unit in units]
-        assert min(norms) < limit < max(norms)
+        norms += [nn.utils.clip_grad_norm_(unit, limit) for unit in units]
         optimizer.step()
+    assert min(norms) < limit < max(norms)
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 

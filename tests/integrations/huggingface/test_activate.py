@@ -4,9 +4,16 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
+import accelerate
 import pytest
+import transformers
+
+from partita import ConfigError
+from partita.integrations.huggingface.activate import _taken, activate
+from tests.integrations.huggingface.runs import Run, history
 
 ROOT = Path(__file__).parents[3]
 
@@ -27,10 +34,15 @@ trainer = Mine(model=model, args=arguments(folder), train_dataset=samples(9, 1))
 trainer.train()
 trainer.save_model(folder + "/end")
 engines = getattr(trainer.accelerator, "engines", None)
+try:
+    activate()
+except Exception as error:
+    again = str(error)
 print("FOUND", json.dumps({
     "losses": losses_of(trainer),
     "trainer": [kind.__module__ for kind in Mine.__mro__],
     "accelerators": [isinstance(trainer.accelerator, Accelerator), Accelerator.__mro__[1].__module__],
+    "again": again,
     "stage": engines and engines.of(trainer.model).engine.config.zero.stage,
 }))
 """
@@ -54,36 +66,32 @@ def found(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
 
 
 def test_a_script_with_one_line_before_it(tmp_path: Path) -> None:
-    plain, activated = (found(run(line + UNCHANGED, tmp_path / str(len(line)))) for line in ("", FIRST_LINE))
-    assert activated["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+    activated = found(run(FIRST_LINE + UNCHANGED, tmp_path))
+    assert activated["losses"] == pytest.approx(losses_of_rows(history(Run())), rel=1e-6)
     assert "partita.integrations.huggingface.trainer" in activated["trainer"]  # type: ignore[operator]
     assert activated["accelerators"] == [True, "partita.integrations.huggingface.accelerator"]
-    assert (plain["stage"], activated["stage"]) == (None, 3)
+    assert activated["stage"] == 3
+    assert "it was called already" in str(activated["again"])
 
 
-def test_too_late(tmp_path: Path) -> None:
+def losses_of_rows(rows: list[dict[str, float]]) -> list[float]:
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+class Mine(transformers.Trainer):  # type: ignore[misc]
+    """A trainer that was derived before."""
+
+
+def test_too_late() -> None:
     """Where a script has one of the classes already, or has derived another one from it."""
-    checks = """
-from transformers import Trainer
-class Mine(Trainer): pass
-from partita import ConfigError
-from partita.integrations.huggingface import activate
-said = []
-def attempt():
-    try:
-        activate({"zero": {"stage": 3}})
-    except ConfigError as error:
-        said.append(str(error))
-attempt()
-import gc
-del Mine; gc.collect(); attempt()
-del Trainer; attempt(); attempt()
-import json; print("FOUND", json.dumps(said))
-"""
-    derived, imported, again = found(run(checks, tmp_path))
-    assert "__main__.Mine was derived from Trainer before it could be replaced" in derived
-    assert "__main__ imported Trainer before it could be replaced" in imported
-    assert "it was called already" in again
+    with pytest.raises(ConfigError, match="before it could be replaced; call activate\\(\\) as the first line"):
+        activate()
+    assert f"{__name__}.Mine was derived from Trainer" in list(_taken())
+    script = types.ModuleType("script")
+    script.Loop = accelerate.accelerator.Accelerator  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "script", script)
+        assert "script imported Accelerator" in list(_taken())
 
 
 def test_the_argument_for_deepspeed_is_read(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def _taken() -> Iterator[str]:
         yield "it was called already,"
         return
     for derived in trainer.__subclasses__():
-        if derived is not Trainer:
+        if not issubclass(derived, Trainer):
             yield f"{derived.__module__}.{derived.__name__} was derived from Trainer"
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in ("transformers", "accelerate", "partita"):

@@ -22,6 +22,7 @@ zero:
   prefetch_bytes: auto
   keep_gathered: false
   hierarchical: false
+  replicate: none
 precision:
   {compute: auto, master: fp32, gradients: fp32, moments: fp32, loss_scale: dynamic,
    initial_loss_scale: 65536.0, loss_scale_window: 2000, nonfinite: skip, keep_fp32: []}

@@ -196,6 +196,18 @@ CROSS_FIELD = [
         ("zero.hierarchical gathers parameters inside the node", "Fix: leave zero.keep_gathered out."),
     ),
     Wrong(
+        {"zero": {"stage": 2, "replicate": "nodes"}},
+        ("zero.replicate belongs to stage 3", "2  config", "Fix: leave"),
+    ),
+    Wrong(
+        {"zero": {"stage": 3, "hierarchical": True, "replicate": "nodes"}},
+        ("zero.replicate: nodes and zero.hierarchical are two ways", "Fix: leave zero.hierarchical out."),
+    ),
+    Wrong(
+        {"zero": {"stage": 3, "keep_gathered": True, "replicate": "nodes"}},
+        ("zero.replicate: nodes and zero.keep_gathered are two ways", "Fix: leave zero.keep_gathered out."),
+    ),
+    Wrong(
         {"zero": {"prefetch_bytes": "1MiB"}},
         ("zero.prefetch_bytes belongs to stage 3", "1048576  config", "Fix: leave"),
     ),

@@ -16,6 +16,7 @@ from partita.plan.box import Box
 from tests.huggingface.cases import CASES, build, logits
 from tests.local import pool
 from tests.local.training import rank, whole_weights
+from tests.matrix import matrix
 
 
 def exported(name: str, folder: Path, config: dict[str, Any]) -> None:
@@ -86,8 +87,7 @@ def test_an_export_is_the_folder_that_the_model_writes(name: str, tmp_path: Path
         assert dtype == "bf16" or torch.equal(logits(model), logits(build(name)))
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("world", [1, 2])
+@matrix(world=[1, 2], name=CASES)
 def test_files_are_read_by_their_own_names(world: int, name: str, tmp_path: Path) -> None:
     build(name).save_pretrained(tmp_path)
     pool.run(world, loaded, name, tmp_path)

@@ -23,7 +23,7 @@ from partita.checkpoint.foreign.universal import CLIENT_STATE, COUNTERS
 from partita.checkpoint.format.stored import open_stored
 from partita.cli.main import app
 from partita.config.schema import Schedule as ScheduleSection
-from partita.optim.build import Schedule
+from partita.optim.schedule import Schedule
 from tests.local import pool
 
 NUM_BEFORE, NUM_AFTER = 3, 3
@@ -194,7 +194,7 @@ def write_universal(folder: Path, plain: Plain, stage: int, schedule: dict[str, 
         "global_steps": NUM_BEFORE + 1,
         "skipped_steps": 1,
         "global_samples": 20,
-        "ds_config": {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": SETTINGS["lr"]}}},
+        "ds_config": {"scheduler": {"type": "WarmupDecayLR"}},
         "ds_version": "0.19.8",
         **client,
     }

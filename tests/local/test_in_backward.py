@@ -30,6 +30,7 @@ from tests.local.training import (
     whole_weights,
     world,
 )
+from tests.matrix import matrix
 
 LEAN = {"compute": "bf16", "master": "split", "moments": "int8"}
 PRECISIONS: dict[str, dict[str, str]] = {"fp32": {}, "16 bits": {"compute": "bf16"}, "lean": LEAN}
@@ -64,8 +65,7 @@ def same_numbers(name: str, precision: str, stages: tuple[str, ...]) -> None:
             same(got, expected, f"{name}, {precision}, stage {stage}, {offload}")
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@matrix(precision=PRECISIONS, world=[1, 2])
 def test_the_numbers_of_updates_at_the_step(world: int, precision: str) -> None:
     pool.run(world, same_numbers, "clipped", precision, STAGES, timeout=120)
 

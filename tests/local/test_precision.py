@@ -27,6 +27,7 @@ from tests.local.training import (
     train,
     whole_weights,
 )
+from tests.matrix import matrix
 
 HALF = ("bf16", "fp16")
 
@@ -377,8 +378,7 @@ def inputs_are_cast() -> None:
             assert x.dtype == torch.float32
 
 
-@pytest.mark.parametrize("compute", HALF)
-@pytest.mark.parametrize("gradients", ["fp32", "bf16"])
+@matrix(gradients=["fp32", "bf16"], compute=HALF)
 def test_half_precision_as_stage_0(compute: str, gradients: str) -> None:
     pool.run(2, as_stage_0, {"compute": compute, "gradients": gradients})
 
@@ -461,8 +461,7 @@ def test_plain_backward_under_a_loss_scale_says_what_is_lost() -> None:
     pool.run(1, plain_backward_says_so)
 
 
-@pytest.mark.parametrize("on_rank", [None, 0, 1])
-@pytest.mark.parametrize("stage", [1, 3])
+@matrix(stage=[1, 3], on_rank=[None, 0, 1])
 def test_several_loss_scales_in_a_batch(stage: int, on_rank: int | None) -> None:
     for said in pool.run(2, mixed_scales, {"stage": stage}, on_rank):
         assert "several loss scales" in said

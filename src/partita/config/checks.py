@@ -14,6 +14,7 @@ Contradiction = tuple[tuple[str, ...], str, str]
 _BELONGS: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ("zero.keep_gathered", "zero.stage", (3,), "stage 3; at stages 0 to 2 parameters are always whole"),
     ("zero.hierarchical", "zero.stage", (3,), "stage 3; at stages 0 to 2 nothing is gathered in backward"),
+    ("zero.replicate", "zero.stage", (3,), "stage 3; at stages 0 to 2 every rank has the parameters"),
     ("zero.prefetch_bytes", "zero.stage", (3,), "stage 3; at stages 0 to 2 no parameters are gathered for forward"),
     ("precision.loss_scale", "precision.compute", ("fp16",), "fp16 compute; under {0} the loss is not scaled"),
     ("precision.initial_loss_scale", "precision.compute", ("fp16",), "fp16 compute; under {0} the loss is not scaled"),
@@ -56,6 +57,13 @@ def _states(config: Config, compute: str, accumulates: bool) -> Iterator[Contrad
             "them",
             "leave zero.keep_gathered out",
         )
+    for key in ("keep_gathered", "hierarchical"):
+        if zero.replicate != "none" and getattr(zero, key):
+            yield (
+                ("zero.replicate", f"zero.{key}"),
+                f"zero.replicate: {zero.replicate} and zero.{key} are two ways to send less between nodes",
+                f"leave zero.{key} out",
+            )
     if precision.master == "split" and compute == "fp16":
         yield (
             ("precision.master", "precision.compute"),

@@ -147,6 +147,9 @@ class Zero(Section):
     )
     keep_gathered: Flag = Field(False, description="stage 3: keep parameters whole between forward and backward")
     hierarchical: Flag = Field(False, description="stage 3: backward gathers inside the node, from a second shard")
+    replicate: Literal["none", "nodes"] = Field(
+        "none", description="stage 3: nodes splits all states over the ranks of a node alone, so every node has them"
+    )
 
 
 class Precision(Section):

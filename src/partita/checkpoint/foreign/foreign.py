@@ -15,13 +15,14 @@ from partita.checkpoint.names import GROUPS, MODEL, STATE
 from partita.checkpoint.plain import plain
 from partita.checkpoint.training_state import ENGINE
 from partita.checkpoint.versions import versions
-from partita.config.schema import Precision
 from partita.errors import PartitaError
 from partita.plan.box import FlatRange
 
 # The optimizer's counter of a parameter's updates.
 STEP = ".step"
 _KEEP_ALL = 2**31
+# Where nothing is known: that of a run's first step.
+_FIRST_SCALE = 2.0**16
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Foreign:
         for key in self.stored.values:
             if key.startswith((MODEL, STATE, GROUPS)) and key.rpartition(".")[2] not in IMPLEMENTATION:
                 self.values.setdefault(key, self.stored.value(key))
-        counters = {"steps": self.step, "loss_scale": Precision().initial_loss_scale, "good_steps": 0}
+        counters = {"steps": self.step, "loss_scale": _FIRST_SCALE, "good_steps": 0}
         self.values[ENGINE] = counters | self.values.get(ENGINE, {})
 
     def tensors(self) -> list[str]:
@@ -97,11 +98,9 @@ def _batches(stored: Stored, keys: list[str]) -> Iterator[list[Tensor]]:
         yield [flat[place] for _, place in _boxes(stored, key)]
 
 
-def schedule_of(step: int, rates: list[float], peaks: list[float]) -> dict[str, Any]:
-    """The state of a torch scheduler that was stepped after each of ``step`` updates: the groups' rates in the next
-    one, and those that they were configured with.
-    """
-    return {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates, "base_lrs": peaks}
+def schedule_of(step: int, rates: list[float]) -> dict[str, Any]:
+    """The state of a torch scheduler that was stepped after each of ``step`` updates; ``rates``: in the next one."""
+    return {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates}
 
 
 def latest_step(stored: Stored) -> int:

@@ -17,7 +17,7 @@ from partita.checkpoint.foreign.foreign import Foreign, latest_step, schedule_of
 from partita.checkpoint.foreign.torch_files import IMPLEMENTATION, TorchFiles, load_mapped
 from partita.checkpoint.format.system import explained
 from partita.checkpoint.names import GROUPS, MODEL, STATE, some_of
-from partita.checkpoint.training_state import ENGINE, EXTRA, SCHEDULER
+from partita.checkpoint.training_state import CONFIGURED, ENGINE, EXTRA, SCHEDULER
 from partita.errors import PartitaError
 
 LIBRARY = "DeepSpeed"
@@ -161,23 +161,12 @@ def _add_optimizer(foreign: Foreign, folder: Path, run: Mapping[str, Any]) -> No
             f"does not say which of {len(names)} groups of parameters each is of"
         )
         return
-    peaks = _peaks(run, [float(group["lr"]) for group in groups])
-    for number, (group, peak) in enumerate(zip(groups, peaks, strict=True)):
-        settings = {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
-        for key, value in (settings | {"params": names[number], "initial_lr": peak}).items():
+    settings = [{key: value for key, value in group.items() if key not in _NOT_SETTINGS} for group in groups]
+    for number, found in enumerate(settings):
+        for key, value in {**found, "params": names[number]}.items():
             foreign.values[f"{GROUPS}{number}.{key}"] = value
+    # What the rate was configured to be is nowhere: that which the run had come to holds.
+    foreign.values[CONFIGURED] = [{key: value for key, value in found.items() if key != "lr"} for found in settings]
     if (schedule := run.get("lr_scheduler")) is not None:
-        own = schedule_of(foreign.step, [float(group["lr"]) for group in groups], peaks)
+        own = schedule_of(foreign.step, [float(group["lr"]) for group in groups])
         foreign.values[SCHEDULER] = schedule if "last_epoch" in schedule else own
-
-
-def _peaks(run: Mapping[str, Any], rates: list[float]) -> list[float]:
-    """The rates that the groups were configured with, of which a schedule makes those of each step."""
-    schedule, config = run.get("lr_scheduler") or {}, run.get("ds_config") or {}
-    if "base_lrs" in schedule:
-        return [float(rate) for rate in schedule["base_lrs"]]
-    params = (config.get("scheduler") or {}).get("params") or {}
-    configured = params.get("warmup_max_lr", ((config.get("optimizer") or {}).get("params") or {}).get("lr"))
-    if not schedule or not isinstance(configured, int | float):
-        return rates
-    return [float(configured)] * len(rates)

@@ -18,11 +18,11 @@ from partita.integrations.huggingface.training_arguments import read_sharding_ar
 
 def activate(config: Source = None) -> None:
     """Replace ``accelerate.Accelerator`` and ``transformers.Trainer``, and with it every trainer that is derived from
-    it later; have ``from_pretrained`` read weights on rank 0 alone, and ``TrainingArguments(deepspeed=...)`` be read as
-    a configuration. The first line of a script, once per process.
+    it later; have ``from_pretrained`` read weights on rank 0 alone, and ``TrainingArguments(deepspeed=..., fsdp=...)``
+    be read as a configuration. The first line of a script, once per process.
 
     Args:
-        config: a YAML or JSON file, a mapping, or a :class:`partita.Config`; None: that of ``deepspeed=``, or all
+        config: a YAML or JSON file, a mapping, or a :class:`partita.Config`; None: that of these arguments, or all
             defaults. What the script's
             arguments say (batch, clipping, precision, optimizer, schedule) is left out of it.
 

@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 import partita
+from partita.config.deepspeed_keys import RULES
 from partita.config.messages import key_paths
 from partita.config.schema import Config
 
@@ -66,6 +67,12 @@ def test_every_key_is_in_the_reference(site: Path) -> None:
             owner = owner.model_fields[part].annotation  # type: ignore[attr-defined]
         assert f"<code>{path[-1]}</code>" in page
         assert str(owner.model_fields[path[-1]].description) in unescape(page)  # type: ignore[attr-defined]
+
+
+def test_every_key_of_deepspeeds_is_said_with_what_becomes_of_it(site: Path) -> None:
+    page = (site / "libraries" / "deepspeed" / "index.html").read_text()
+    rows = re.findall(r"<tr>\n<td><code>(.+?)</code></td>\n<td>(\w+)</td>", page)
+    assert dict(rows) == {key: str(rule.kind) for key, rule in RULES.items()}
 
 
 def test_every_public_name_is_in_the_reference(site: Path) -> None:

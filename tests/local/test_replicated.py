@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import partita
+from tests import seeds
 from tests.local import pool
 from tests.local.test_visits import siamese
 from tests.local.training import PLANS, Recipe, Stack, Trained, rank, same, square_loss, train, whole_weights
@@ -65,7 +66,7 @@ def looked_at() -> None:
     """Gradients and optimizer states are whole, and counted once."""
     found = []
     for zero in (REPLICATED, PLANS["3"]):
-        torch.manual_seed(0)
+        seeds.start()
         with on_nodes(2), partita.initialize(Stack(2), {"zero": zero, "batch": {"accumulate": 2}}) as engine:
             for step in range(2):
                 engine.backward(square_loss(engine, rank(), step))
@@ -82,7 +83,7 @@ def looked_at() -> None:
 
 def saved(folder: Path, zero: dict[str, Any], ranks_per_node: int) -> list[float]:
     """Two steps, a checkpoint, and the losses of two more."""
-    torch.manual_seed(0)
+    seeds.start()
     with on_nodes(ranks_per_node), partita.initialize(Stack(2), {"zero": zero}) as engine:
         take_steps(engine, 0)
         engine.save(folder)

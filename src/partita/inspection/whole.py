@@ -32,6 +32,7 @@ class Whole:
         self._group = runtime.gradient_group
         self.num_gathered = 0  # blocks of gathered that are open
         self.is_first = runtime.collectives.mesh.is_first_replica()
+        self._quantized = {id(holding.param) for holding in find_quantized(runtime.model)}  # which are always whole
         self._named = {fqn: member for _, member in runtime.members() for fqn in member.holding.fqns}
 
     @property
@@ -136,8 +137,7 @@ class Whole:
 
     def _parameters_of(self, items: tuple[nn.Module | nn.Parameter, ...]) -> set[int]:
         """Ids of the parameters that are asked for."""
-        quantized = {id(holding.param) for holding in find_quantized(self._runtime.model)}  # always whole
-        known = {id(member.param) for _, member in self._runtime.members()} | quantized
+        known = {id(member.param) for _, member in self._runtime.members()} | self._quantized
         wanted = set[int]()
         for item in items:
             if not isinstance(item, nn.Module | nn.Parameter):

@@ -1,0 +1,1 @@
+"""What stands between partita and other libraries, beside those libraries themselves."""

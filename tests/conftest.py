@@ -8,12 +8,21 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests import seeds
 from tests.hygiene import Snapshot
 from tests.local import pool
 
 # No test measures time; what is tried is random while developing, and always the same in continuous integration.
 hypothesis.settings.register_profile("partita", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("partita")
+
+seeds.chosen()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which random numbers were drawn."""
+    seed = f"{seeds.VARIABLE}={seeds.chosen()}"
+    terminalreporter.write_line(f"seed: {seeds.chosen()} ({seed} in the environment draws the same numbers again)")
 
 
 @pytest.fixture(autouse=True)

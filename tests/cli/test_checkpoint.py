@@ -10,12 +10,13 @@ from typer.testing import CliRunner, Result
 
 import partita
 from partita.cli.main import app
+from tests import seeds
 from tests.local import pool
 from tests.local.training import Stack, rank, square_loss
 
 
 def save_two(folder: str) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
+    seeds.start()
     with partita.initialize(Stack(2), {"zero": {"stage": 3}, "precision": {"compute": "bf16"}}) as engine:
         for step in range(2):
             engine.backward(square_loss(engine, rank(), step))

@@ -13,6 +13,7 @@ from partita.comm.world import Rendezvous
 from partita.errors import ConfigError
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.traffic import TrafficCount, TrafficKey
+from tests import seeds
 from tests.fakes import in_rank_order, on_ranks
 from tests.local import pool
 from tests.local.training import rank, world
@@ -36,7 +37,7 @@ def real(shape: MeshShape) -> Collectives:
 
 def values(of: int, num: int, dtype: torch.dtype) -> torch.Tensor:
     """What rank ``of`` sends: numbers whose sum depends on the order."""
-    drawn = torch.randn(num, generator=torch.Generator().manual_seed(of)) * 10.0**of
+    drawn = torch.randn(num, generator=seeds.generator(of)) * 10.0**of
     return drawn.to(dtype)
 
 

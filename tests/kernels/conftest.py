@@ -2,21 +2,16 @@
 
 import importlib.util
 import os
-import secrets
-import sys
 
 import pytest
-import torch
 
 from partita.kernels import native
+from tests import seeds
 
 
 @pytest.fixture(autouse=True)
 def fresh_inputs() -> None:
-    """Other random inputs each time (the same in continuous integration); a failure shows the seed."""
-    seed = 0 if "CI" in os.environ else secrets.randbits(32)
-    sys.stdout.write(f"seed {seed}\n")
-    torch.manual_seed(seed)
+    seeds.start()
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from partita import PartitaError
 from partita.checkpoint.format.folder import complete
 from partita.checkpoint.format.stored import open_stored
 from partita.checkpoint.offline import verify
+from tests import seeds
 from tests.local import pool
 from tests.local.training import ADAMW, WIDTH, Stack, rank
 
@@ -49,7 +50,7 @@ def config(number: int) -> dict[str, Any]:
 
 
 def step_of(engine: partita.Engine, step: int) -> float:
-    samples = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(RANKS * step + rank()))
+    samples = torch.randn(4, WIDTH, generator=seeds.generator(RANKS * step + rank()))
     loss = engine(samples).square().mean()
     engine.backward(loss)
     engine.step()
@@ -58,14 +59,14 @@ def step_of(engine: partita.Engine, step: int) -> float:
 
 def uninterrupted(num_steps: int) -> list[float]:
     """This rank's losses of a run that nobody kills."""
-    torch.manual_seed(0)
+    seeds.start()
     with partita.initialize(Stack(2), config(0)) as engine:
         return [step_of(engine, step) for step in range(num_steps)]
 
 
 def train_until_killed(folder: str, number: int, expected: list[list[float]]) -> None:
     """Resume, and train and save until something ends it (or the expected losses do)."""
-    torch.manual_seed(0)
+    seeds.start()
     with partita.initialize(Stack(2), config(number)) as engine:
         first = engine.load(folder).step if complete(Path(folder)) else 0
         (Path(folder) / f"running-{rank()}").write_text(str(os.getpid()))

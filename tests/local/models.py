@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+from tests import seeds
+
 VOCAB = 96
 WIDTH = 64
 LENGTH = 16
@@ -34,12 +36,12 @@ class Case:
     def build(self, seed: int = 0, device: str = "cpu") -> nn.Module:
         """The model in training mode, with the same weights for the same seed."""
         with torch.random.fork_rng(devices=[]), torch.device(device):
-            torch.manual_seed(seed)
+            seeds.start(seed)
             return self.construct().train()
 
     def batches(self, num_samples: int, seed: int = 0) -> Iterator[Batch]:
         """Batches without end: [num_samples, ...] each."""
-        generator = Generator().manual_seed(seed)
+        generator = seeds.generator(seed)
         while True:
             yield self.make_batch(generator, num_samples)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import partita
+from tests import seeds
 from tests.local import pool
 from tests.local.training import (
     ADAMW,
@@ -27,7 +28,7 @@ NUM_STEPS, NUM_PARTS = 2, 4
 
 def plain_training() -> tuple[list[float], dict[str, Tensor]]:
     """One process on every micro-batch of every rank: the mean loss of each step, and the weights."""
-    torch.manual_seed(0)
+    seeds.start()
     model = Stack()
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     losses = []
@@ -56,7 +57,7 @@ def trained(zero: Mapping[str, Any], how: str) -> tuple[list[float], list[float 
         "zero": zero,
         "batch": {"accumulate": 1 if how == "several backwards" else accumulate},
     }
-    torch.manual_seed(0)
+    seeds.start()
     losses, norms = [], []
     with small_buckets(), partita.initialize(Stack(), config) as engine:
         for step in range(NUM_STEPS):
@@ -100,7 +101,7 @@ def everything_in_no_sync() -> None:
     """The step inside no_sync, too: it reduces what is there."""
     _, weights = plain_training()
     for zero in PLANS.values():
-        torch.manual_seed(0)
+        seeds.start()
         config = {"optimizer": ADAMW, "zero": zero, "batch": {"accumulate": NUM_PARTS // world()}}
         with small_buckets(), partita.initialize(Stack(), config) as engine:
             with engine.no_sync():
@@ -141,7 +142,7 @@ def no_gradient_between() -> None:
     """Gradients before the boundary, with and without reduction, are those collected so far."""
     config = {"batch": {"accumulate": 2}}
     for name, zero in PLANS.items():
-        torch.manual_seed(0)
+        seeds.start()
         with small_buckets(), partita.initialize(Stack(), {**config, "zero": zero}) as engine:
             engine.backward(square_loss(engine, rank(), 0))
             half = engine.gradient("first.weight")
@@ -159,7 +160,7 @@ def zeroed() -> None:
     """zero_grad drops what was collected, reduced or not."""
     for zero in PLANS.values():
         for sync in (True, False):
-            torch.manual_seed(0)
+            seeds.start()
             with small_buckets(), partita.initialize(Stack(), {"zero": zero, "batch": {"accumulate": 2}}) as engine:
                 if sync:
                     engine.backward(square_loss(engine, rank(), 7))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import partita
+from tests import seeds
 from tests.local import pool
 from tests.local.training import PLANS, WIDTH, inputs, rank, square_loss
 
@@ -37,7 +38,7 @@ class Normalized(nn.Module):
 
 def against_ddp() -> None:
     """Batch statistics are each rank's own, running statistics are rank 0's: as in DistributedDataParallel."""
-    torch.manual_seed(0)
+    seeds.start()
     ddp = DistributedDataParallel(Normalized())
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     for step in range(4):
@@ -48,7 +49,7 @@ def against_ddp() -> None:
     for buffer in ddp.module.buffers():
         dist.broadcast(buffer, 0)
     for zero in PLANS.values():
-        torch.manual_seed(0)
+        seeds.start()
         with partita.initialize(Normalized(), {"zero": zero, "optimizer": SGD}) as engine:
             for step in range(4):
                 engine.backward(square_loss(engine, rank(), step))
@@ -64,11 +65,11 @@ def against_ddp() -> None:
 
 def start() -> None:
     """Rank 0's buffers go to all at the start, whatever their strides."""
-    torch.manual_seed(rank())
+    seeds.start(rank())
     with partita.initialize(Normalized(), {"zero": {"stage": 1}}) as engine:
         module: Any = engine.module
         assert torch.equal(module.constant, torch.zeros(3))
-        torch.manual_seed(0)
+        seeds.start()
         assert torch.equal(module.sliced, Normalized().sliced)
 
 
@@ -116,7 +117,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def evaluated(setting: str, zero: Mapping[str, Any]) -> list[float]:
     """What each rank's evaluation of the same samples gives after steps on samples of its own."""
-    torch.manual_seed(0)
+    seeds.start()
     with partita.initialize(Normalized(), {"zero": zero, "communication": {"buffers": setting}}) as engine:
         for step in range(3):
             if step < 2 or rank() == 0:  # the other ranks have nothing to run in the last step

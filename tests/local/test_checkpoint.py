@@ -28,6 +28,7 @@ from partita.checkpoint.format.backend import FileDraft
 from partita.checkpoint.format.folder import complete
 from partita.checkpoint.format.stored import open_stored
 from partita.huggingface.export import export_checkpoint
+from tests import seeds
 from tests.local import pool
 from tests.local.training import ADAMW, WIDTH, Stack, rank, square_loss, whole_weights, world
 
@@ -67,7 +68,7 @@ def losses_of(engine: partita.Engine, first: int, num_steps: int) -> list[float]
     """Mean losses of steps whose samples are the same however many ranks there are."""
     losses = []
     for step in range(first, first + num_steps):
-        samples = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
+        samples = torch.randn(BATCH, WIDTH, generator=seeds.generator(step))
         loss = engine(samples.chunk(world())[rank()]).square().mean()
         engine.backward(loss)
         assert engine.step().stepped
@@ -84,7 +85,7 @@ def states_of(engine: partita.Engine, *, weights: bool = True) -> dict[str, Tens
 
 
 def saved(folder: str, layout: Layout) -> tuple[dict[str, Tensor], list[float]]:
-    torch.manual_seed(0)
+    seeds.start()
     with partita.initialize(Stack(2), layout.config) as engine:
         losses_of(engine, 0, STEPS_BEFORE)
         engine.save(folder)
@@ -93,7 +94,7 @@ def saved(folder: str, layout: Layout) -> tuple[dict[str, Tensor], list[float]]:
 
 
 def loaded(folder: str, layout: Layout) -> tuple[dict[str, Tensor], list[float]]:
-    torch.manual_seed(1 + rank())
+    seeds.start(1 + rank())
     with partita.initialize(Stack(2), layout.config) as engine:
         restored = engine.load(folder)
         assert (restored.step, restored.missing, restored.unexpected) == (STEPS_BEFORE, (), ())
@@ -198,7 +199,7 @@ CONFIG = {"batch": {"accumulate": 2}, "schedule": {"name": "cosine", "warmup_ste
 
 def resumes(folder: str, sections: dict[str, Any]) -> None:
     config = {**CONFIG, **sections}
-    torch.manual_seed(5 + rank())
+    seeds.start(5 + rank())
     with partita.initialize(Noisy(), config) as engine:
         noisy_steps(engine, 3)
         engine.extra.update(position=12, names=["a"])
@@ -208,7 +209,7 @@ def resumes(folder: str, sections: dict[str, Any]) -> None:
     stored = open_stored(Path(folder, "step-3"))
     shapes = {name: stored.value(f"model.{name}").shape for name in ("none", "frozen_none", "cache")}
     assert shapes == {"none": (0, 8), "frozen_none": (3, 0), "cache": (2, 0, 3)}
-    torch.manual_seed(99)
+    seeds.start(99)
     with partita.initialize(Noisy(), config) as engine:
         engine.load(folder)
         assert engine.extra == {"position": 12, "names": ["a"]}
@@ -422,7 +423,7 @@ def test_a_run_in_the_folder_of_a_longer_one_keeps_its_own(tmp_path: Path) -> No
 
 def goes_back_to_the_start(folder: str, offload: dict[str, str]) -> None:
     """A checkpoint from before the first step, when the optimizer had kept nothing."""
-    torch.manual_seed(0)
+    seeds.start()
     with partita.initialize(Stack(1), {"zero": {"stage": 3, "offload": offload}}) as engine:
         engine.save(folder)
         expected = losses_of(engine, 0, 3)
@@ -437,7 +438,7 @@ def test_a_checkpoint_from_before_the_first_step(offload: dict[str, str], tmp_pa
 
 
 def save_one(folder: str) -> None:
-    torch.manual_seed(0)
+    seeds.start()
     with partita.initialize(Stack(2), {"zero": {"stage": 3}}) as engine:
         losses_of(engine, 0, 1)
         engine.save(folder)
@@ -682,7 +683,7 @@ def numbers_of_numpy(folder: str) -> None:
     """Rates as half of all schedules compute them, and values that no checkpoint can give back."""
 
     def engine() -> partita.Engine:
-        torch.manual_seed(0)
+        seeds.start()
         return partita.initialize(
             Stack(1),
             {"zero": {"stage": 3}},

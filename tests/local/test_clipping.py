@@ -9,6 +9,7 @@ from torch import Tensor
 
 import partita
 from partita import PartitaError
+from tests import seeds
 from tests.local import pool
 from tests.local.training import PLANS, Stack, inputs, rank, square_loss, whole_weights, world
 
@@ -21,7 +22,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def trained(config: Mapping[str, Any], by_hand: bool) -> tuple[list[float | None], list[Tensor], dict[str, Tensor]]:
-    torch.manual_seed(0)
+    seeds.start()
     norms, gradients = list[float | None](), list[Tensor]()
     with partita.initialize(Stack(2), {**config, **({} if by_hand else {"clip_grad_norm": 0.05})}) as engine:
         for step in range(4):
@@ -154,7 +155,7 @@ def collected(config: Mapping[str, Any], accumulate: int = 1) -> None:
 
 def inner_losses(zero: Mapping[str, Any], create_graph: bool) -> dict[str, Tensor]:
     """Backwards that reach weights without passing the model's output, after one that was collected."""
-    torch.manual_seed(0)
+    seeds.start()
     with partita.initialize(Stack(1), {"zero": zero, "optimizer": {"name": "sgd", "lr": 0.1}}) as engine:
         kept = list[Tensor]()
         engine.module.blocks[0].register_forward_hook(lambda module, args, output: kept.append(output))
@@ -169,7 +170,7 @@ def inner_losses(zero: Mapping[str, Any], create_graph: bool) -> dict[str, Tenso
 
 def all_inner_losses(create_graph: bool) -> None:
     first, *others = (inner_losses(zero, create_graph) for zero in PLANS.values())
-    torch.manual_seed(0)
+    seeds.start()
     model = Stack(1)
     for other in range(world()):
         x = model.first(inputs(other, 0))

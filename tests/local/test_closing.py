@@ -1,12 +1,16 @@
 """After an engine is closed, or could not be made: nothing of it is left on the model or in the process."""
 
+import copy
 import gc
 import logging
+import pickle
+import re
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from collections.abc import Mapping as Config
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,9 +22,12 @@ from torch import Tensor, nn
 
 import partita
 from partita import PartitaError
+from partita.inspection import whole
 from partita.memory.allocate import Mapping
 from partita.sharding import resting
+from tests import seeds
 from tests.local import pool
+from tests.local.models import CASES
 from tests.local.training import PLANS, WIDTH, Stack, inputs, rank, square_loss
 
 HOST = {"parameters": "host", "gradients": "host", "optimizer": "host"}
@@ -89,6 +96,7 @@ def freed(config: Config[str, Any], close: bool) -> None:
     ]
     seen = [weakref.ref(found) for found in [*made, *model.parameters()]]
     mesh = engine.mesh
+    engine(inputs(rank(), 2))  # gathers ahead for a backward that does not come
     engine.memory_report()  # waits for updates under way, which need the engine
     if close:
         engine.close()
@@ -122,6 +130,77 @@ def left_on_the_model(config: Config[str, Any]) -> None:
         engine.step()
         assert _hooks(model) != before
     assert _hooks(model) == before
+
+
+def ordinary_after_close(config: Config[str, Any]) -> None:
+    """The model is what it was before, with the values of now; an engine can be made of it again."""
+    model = Buffered()
+    classes, before = [type(param) for param in model.parameters()], _hooks(model)
+    engine = partita.initialize(model, config)
+    for step in range(2):
+        engine.backward(square_loss(engine, rank(), step).float())
+        engine.step()
+    with engine.gathered():
+        expected = {name: param.detach().clone() for name, param in model.named_parameters()}
+        with pytest.raises(PartitaError, match=r"engine.close\(whole=True\) inside engine.gathered"):
+            engine.close(whole=True)
+    if config.get("precision") != LEAN:  # which updates in backward
+        engine.backward(square_loss(engine, rank(), 2).float())
+    engine.close(whole=True)
+    engine.close()
+    assert _hooks(model) == before
+    assert [type(param) for param in model.parameters()] == classes
+    for name, param in model.named_parameters():
+        assert param.untyped_storage().nbytes() == param.nbytes, f"{name} has no memory of its own"
+        assert torch.equal(param, expected[name])
+    model.zero_grad()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        values = other.state_dict()
+        assert torch.equal(values["seen"], torch.arange(3))
+        assert all(torch.equal(values[name], value) for name, value in expected.items())
+    for module in model.modules():
+        module.float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    square_loss(model, 0, 0).backward()
+    optimizer.step()
+    assert not torch.equal(model.first.weight, expected["first.weight"].float())
+    with partita.initialize(model, config) as again:
+        again.backward(square_loss(again, rank(), 0).float())
+        assert again.step().stepped
+
+
+class Buffered(Stack):
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.register_buffer("seen", torch.arange(3))
+
+
+def no_room_for_the_whole(config: Config[str, Any]) -> str:
+    """Refused on all ranks; the engine goes on."""
+    engine = partita.initialize(Stack(2), config)
+    free = 100 if rank() == 1 else 10**12
+    with mock.patch.object(whole, "free_now", return_value=free), pytest.raises(PartitaError) as raised:
+        engine.close(whole=True)
+    failing = mock.patch.object(Tensor, "clone", side_effect=RuntimeError("can't allocate memory"))
+    with failing if rank() == 0 else nullcontext(), pytest.raises((PartitaError, RuntimeError), match="can't allocate"):
+        engine.close(whole=True)
+    engine.backward(square_loss(engine, rank(), 0))
+    assert engine.step().stepped
+    engine.close()
+    return str(raised.value)
+
+
+def saved_by_its_own(name: str, folder: Path) -> Tensor:
+    """A Hugging Face model, closed whole, saves itself."""
+    model = CASES[name].build()
+    engine = partita.initialize(model, {"zero": {"stage": 3}})
+    batch = next(CASES[name].batches(2, seed=9))
+    engine.close(whole=True)
+    if rank() == 0:
+        model.save_pretrained(folder)
+    with torch.no_grad():
+        logits: Tensor = model.eval()(**batch).logits
+    return logits
 
 
 def read_after_close() -> str:
@@ -177,6 +256,31 @@ def test_nothing_stays_on_the_model(world: int, name: str, tmp_path: Path) -> No
     pool.run(world, left_on_the_model, _settings(name, tmp_path))
 
 
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_ordinary_model_again(world: int, name: str, tmp_path: Path) -> None:
+    pool.run(world, ordinary_after_close, _settings(name, tmp_path))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_no_room_for_an_ordinary_model(stage: int) -> None:
+    one, other = pool.run(2, no_room_for_the_whole, {"zero": {"stage": stage}})
+    assert one == other
+    num_bytes = sum(param.nbytes for param in Stack(2).parameters())
+    needed = int(re.search(r"node .* needs (\d+) bytes for whole parameters and has 100 bytes free", one)[1])  # type: ignore[index]
+    assert needed == 2 * num_bytes if stage == 1 else 2 * num_bytes < needed < 4 * num_bytes
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_hugging_face_model_saves_itself_again(name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    logits = pool.run(2, saved_by_its_own, name, tmp_path)[1]
+    with torch.no_grad():
+        got = AutoModelForCausalLM.from_pretrained(tmp_path).eval()(**next(CASES[name].batches(2, seed=9))).logits
+    assert torch.equal(got, logits)
+
+
 def test_reading_a_parameter_of_a_closed_engine() -> None:
     for said in pool.run(2, read_after_close):
         assert "'first.weight' has no data" in said
@@ -213,9 +317,9 @@ class Unfilled(Stack):
 
 def failed_start(config: Config[str, Any], others: Config[str, Any]) -> None:
     """The same model is initialized again and trained as if nothing had been."""
-    torch.manual_seed(0)
+    seeds.start()
     expected = trained(Unfilled().repaired(), config)
-    torch.manual_seed(0)
+    seeds.start()
     model = Unfilled()
     before, carried = dict(model.named_parameters()), _hooks(model)
     values = {name: param.detach().clone() for name, param in before.items()}
@@ -238,7 +342,7 @@ def failed_start(config: Config[str, Any], others: Config[str, Any]) -> None:
 
 def failed_after_the_hooks(config: Config[str, Any]) -> None:
     """What is wrong with the optimizer is found when all has been moved."""
-    torch.manual_seed(0)
+    seeds.start()
     model = Stack(2)
     carried, values = _hooks(model), {name: param.detach().clone() for name, param in model.named_parameters()}
     optimizer = torch.optim.SGD([{"params": [param]} for param in model.parameters()], 0.1)

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import partita
+from tests import seeds
 from tests.local import pool
 from tests.local.training import (
     ADAMW,
@@ -84,7 +85,7 @@ def steps(engine: partita.Engine) -> list[float]:
 def train(zero: dict[str, Any], prepare: Callable[[Any], Any], later: Callable[[Any], Any]) -> tuple[list[float], Any]:
     """Losses and weights. ``later`` prepares after initialize."""
     torch._dynamo.reset()
-    torch.manual_seed(0)
+    seeds.start()
     with small_buckets(), partita.initialize(prepare(Stack(3)), {"zero": zero, "optimizer": ADAMW}) as engine:
         later(engine.module)
         losses = steps(engine)
@@ -133,7 +134,7 @@ def checkpointed() -> None:
         results = []
         for backend in (None, "aot_eager"):
             torch._dynamo.reset()
-            torch.manual_seed(0)
+            seeds.start()
             with partita.initialize(Checkpointed(3), {"zero": zero, "optimizer": ADAMW}) as engine:
                 if backend:
                     compile_blocks(engine.module, backend)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import partita
+from tests import seeds
 from tests.local import pool
 from tests.local.training import PLANS, Stack, inputs, rank, whole_weights
 
@@ -23,7 +24,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def trained(config: Mapping[str, Any], folder: Path, device: str | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    torch.manual_seed(0)
+    seeds.start()
     model, samples = Stack(1), [inputs(rank(), step) for step in range(4)]
     torch.set_default_device(device)
     torch.set_default_dtype(dtype)

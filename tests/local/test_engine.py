@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 import partita
 from partita import ConfigError, PartitaError, StepResult
 from partita.memory import accelerator
+from tests import seeds
 from tests.local import pool
 from tests.local.training import PLANS, WIDTH, Stack, assert_idle, inputs, rank, square_loss, whole_weights, world
 
@@ -54,7 +55,7 @@ def trains_batches() -> None:
     """Every form of batch and output; one mean loss for all ranks, over all micro-batches."""
     for zero in PLANS.values():
         for batch, output in (("dict", "scalar"), ("tuple", "tuple"), ("list", "dict"), ("tensor", "scalar")):
-            torch.manual_seed(0)
+            seeds.start()
             model = Learner(2)
             model.form = output
             expected = []
@@ -136,7 +137,7 @@ def epochs(zero: Mapping[str, Any], lengths: tuple[int, ...], folder: Path) -> N
 def after_an_unfinished_batch() -> None:
     """A batch that ended in the middle trains on nothing, and counting begins anew."""
     for zero in PLANS.values():
-        torch.manual_seed(0)
+        seeds.start()
         with partita.initialize(Learner(2), {"zero": zero, "batch": {"accumulate": 2}}) as engine:
             with pytest.raises(PartitaError, match="ended after 1 of 2"):
                 engine.train_batch([inputs(rank(), 7)])
@@ -287,7 +288,7 @@ def chosen_units() -> None:
     """Units by class, by name, and of any size train the same."""
     results = []
     for units in ("auto", ["Block"], ["blocks.*"], ["Linear", "LayerNorm"], ["Stack"]):
-        torch.manual_seed(0)
+        seeds.start()
         with partita.initialize(Stack(2), {"zero": {"stage": 3, "units": units}}) as engine:
             for step in range(3):
                 engine.backward(square_loss(engine, rank(), step))
@@ -339,7 +340,7 @@ def named_devices() -> None:
 def plain_loop() -> float:
     """In a plain script: no group is running, none is left."""
     assert not torch.distributed.is_initialized()
-    torch.manual_seed(0)
+    seeds.start()
     with partita.initialize(Stack(1), {"zero": {"stage": 3}}) as engine:
         for step in range(2):
             loss = square_loss(engine, rank(), step)

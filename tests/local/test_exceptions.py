@@ -11,6 +11,7 @@ from torch import Tensor
 
 import partita
 from partita import PartitaError
+from tests import seeds
 from tests.local import pool
 from tests.local.training import (
     ADAMW,
@@ -104,7 +105,7 @@ def _raise(*_: Any) -> None:
 
 def train_over(zero: Mapping[str, Any], where: str, plain: bool) -> tuple[list[float], dict[str, Tensor]]:
     """Three steps, with a failed one before the second."""
-    torch.manual_seed(0)
+    seeds.start()
     losses = []
     with small_buckets(), partita.initialize(Fragile(), {"optimizer": ADAMW, "zero": zero}) as engine:
         for step in range(3):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import partita
+from tests import seeds
 from tests.local import pool
 from tests.local.test_visits import freeze, only_norms
 from tests.local.training import PLANS, WIDTH, Recipe, Stack, check, inputs, rank, square_loss
@@ -128,7 +129,7 @@ def state_of_frozen() -> None:
 def nothing_trains() -> None:
     """A frozen model can be evaluated (a teacher), at any stage, and holds parameters only."""
     for zero in PLANS.values():
-        torch.manual_seed(0)
+        seeds.start()
         model = Stack().requires_grad_(False)
         expected = model(inputs(0, 0))
         with partita.initialize(model, {"zero": zero}) as engine:

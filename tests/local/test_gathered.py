@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import partita
 from partita import PartitaError
 from partita.sharding.resting import is_resting
+from tests import seeds
 from tests.local import pool
 from tests.local.training import PLANS, WIDTH, Stack, assert_idle, inputs, rank, square_loss, whole_weights
 
@@ -18,10 +19,10 @@ HALF = {"precision": {"compute": "bf16"}}
 
 
 def reads() -> None:
-    torch.manual_seed(0)
+    seeds.start()
     expected = {name: p.detach().clone() for name, p in Stack().named_parameters()}
     for zero in PLANS.values():
-        torch.manual_seed(0)
+        seeds.start()
         with partita.initialize(Stack(), {"zero": zero}) as engine:
             module: Any = engine.module
             with engine.gathered():
@@ -53,7 +54,7 @@ def writes() -> None:
     for config in ({}, HALF):
         ends = []
         for zero in PLANS.values():
-            torch.manual_seed(0)
+            seeds.start()
             with partita.initialize(Stack(), {"zero": zero, **config}) as engine:
                 module: Any = engine.module
                 engine.backward(square_loss(engine, rank(), 0))
@@ -115,7 +116,7 @@ def exception_inside() -> None:
 def trains_inside() -> None:
     """Forward and backward work inside; the step does not, at any stage."""
     for zero in PLANS.values():
-        torch.manual_seed(0)
+        seeds.start()
         with partita.initialize(Stack(), {"zero": zero}) as engine:
             with engine.gathered():
                 loss = square_loss(engine, rank(), 0)
@@ -137,10 +138,10 @@ class Generator(Stack):
 
 def generates() -> None:
     """Unequal lengths on the ranks, and gathers once, not for every token."""
-    torch.manual_seed(0)
+    seeds.start()
     expected = Generator().generate(inputs(rank(), 0), 3 + 4 * rank())
     for zero in PLANS.values():
-        torch.manual_seed(0)
+        seeds.start()
         with partita.initialize(Generator(), {"zero": zero}) as engine, torch.no_grad():
             before = engine.traffic_report()
             module: Any = engine.module
@@ -155,10 +156,10 @@ def generates() -> None:
 
 def generates_at_rest() -> None:
     """The same number of tokens everywhere works without gathered, too."""
-    torch.manual_seed(0)
+    seeds.start()
     expected = Generator().generate(inputs(rank(), 0), 3)
     for zero in PLANS.values():
-        torch.manual_seed(0)
+        seeds.start()
         with partita.initialize(Generator(), {"zero": zero}) as engine, torch.no_grad():
             assert torch.equal(engine.module.generate(inputs(rank(), 0), 3), expected)  # type: ignore[operator]
 
@@ -177,7 +178,7 @@ def everything_in_turn() -> None:
     """Training, evaluation, generation and other methods: no warning, no leak, the same numbers at every stage."""
     results = []
     for zero in PLANS.values():
-        torch.manual_seed(0)
+        seeds.start()
         outputs = []
         with partita.initialize(ManySided(), {"zero": zero}) as engine:
             module: Any = engine.module
@@ -203,7 +204,7 @@ def everything_in_turn() -> None:
 def evaluates() -> None:
     """Evaluation before any training: no optimizer states, no gradients beyond what rests from the start."""
     for zero in PLANS.values():
-        torch.manual_seed(0)
+        seeds.start()
         model = Stack()
         expected = [model(inputs(rank(), step)) for step in range(3)]
         with partita.initialize(model, {"zero": zero}) as engine, torch.no_grad():
@@ -258,7 +259,7 @@ def averages() -> None:
     """An exponential moving average of the weights, kept by the user."""
     averages = []
     for zero in PLANS.values():
-        torch.manual_seed(0)
+        seeds.start()
         with partita.initialize(Stack(), {"zero": zero}) as engine:
             average = whole_weights(engine)
             for step in range(3):

@@ -13,6 +13,7 @@ from partita.memory.ledger import STATES
 from partita.plan.residence import Tier
 from partita.planner.memory import model_state_bytes
 from partita.planner.working import working_bytes
+from tests import seeds
 from tests.local import parity, pool
 from tests.local.models import CASES
 from tests.local.test_offload import RECIPES
@@ -103,7 +104,7 @@ def test_real_models(name: str) -> None:
 
 def clipped_by_hand(limit: float, num_steps: int) -> dict[str, Tensor]:
     """Plain PyTorch on all ranks' samples, with the gradients of each unit clipped by their own norm."""
-    torch.manual_seed(0)
+    seeds.start()
     model = Stack()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(num_steps):
@@ -122,7 +123,7 @@ def clips_each_unit(limit: float) -> None:
     expected = clipped_by_hand(limit, 3)
     config = {"optimizer": {"name": "sgd", "lr": 0.1, "weight_decay": 0.0}, "clip_grad_norm": limit}
     for zero in (PLANS["1"], {**PLANS["3"], "offload": OFFLOADS["host"]}):
-        torch.manual_seed(0)
+        seeds.start()
         with partita.initialize(Stack(), {**config, "zero": zero, "precision": {"gradients": "in_backward"}}) as engine:
             for step in range(3):
                 engine.backward(square_loss(engine, rank(), step))
@@ -169,7 +170,7 @@ def test_six_bytes_a_parameter(offload: str) -> None:
 
 
 def engine_of(stage: int = 3, num_blocks: int = 3, **sections: Any) -> partita.Engine:
-    torch.manual_seed(0)
+    seeds.start()
     config = {"zero": {"stage": stage}, "precision": {"gradients": "in_backward"}, **sections}
     return partita.initialize(Stack(num_blocks), config)
 
@@ -247,7 +248,7 @@ def uses_the_users_own() -> None:
     """An optimizer, a scheduler and a hook of the user's."""
     called: list[Tensor] = []
     for stage in (1, 3):
-        torch.manual_seed(0)
+        seeds.start()
         model, rates = Stack(2), []
         with partita.initialize(
             model,

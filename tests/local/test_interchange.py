@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import partita
 from partita import PartitaError
+from tests import seeds
 from tests.local import pool
 from tests.local.training import ADAMW, Stack, rank, square_loss, whole_weights, world
 
@@ -28,7 +29,7 @@ NUM_STEPS = 3
 
 def fsdp() -> tuple[nn.Module, torch.optim.Optimizer]:
     """A module under FSDP2, and its optimizer."""
-    torch.manual_seed(0)
+    seeds.start()
     model = Stack(2)
     mesh = init_device_mesh("cpu", (world(),))
     for block in model.blocks:
@@ -75,7 +76,7 @@ def from_fsdp(folder: str, optimizer_name: str, zero: dict[str, Any]) -> None:
         fsdp_steps(model, optimizer, 0)
         dcp.save(nested(model, optimizer, optimizer_name), checkpoint_id=folder)
         saved = whole(model)
-        torch.manual_seed(1)
+        seeds.start(1)
         other = partita.initialize(Stack(2), {"zero": zero, "optimizer": ADAMW}, mesh=starts_the_group.mesh)
         with other as engine:
             restored = engine.load(folder)
@@ -96,7 +97,7 @@ def test_what_fsdp2_has_saved(name: str, zero: dict[str, Any], tmp_path: Path) -
 
 
 def into_fsdp(folder: str, zero: dict[str, Any]) -> None:
-    torch.manual_seed(2)
+    seeds.start(2)
     with partita.initialize(Stack(2), {"zero": zero, "optimizer": ADAMW}) as engine:
         our_steps(engine, 0)
         path = engine.save(folder)

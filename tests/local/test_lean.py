@@ -11,6 +11,7 @@ from partita import ConfigError
 from partita.memory.ledger import STATES
 from partita.optim.fused import FusedAdam, FusedLion, FusedSGD
 from partita.planner.memory import model_state_bytes
+from tests import seeds
 from tests.local import pool
 from tests.local.training import PLANS, Recipe, Stack, Trained, rank, same, square_loss, train, whole_weights
 
@@ -77,7 +78,7 @@ def test_every_optimizer_of_the_config() -> None:
 
 
 def what_is_read(master: str) -> dict[str, Tensor]:
-    torch.manual_seed(0)
+    seeds.start()
     precision = {**BF16, "master": master, "moments": "int8"}
     with partita.initialize(Stack(2), {"precision": precision, "zero": {"stage": 3, "offload": ON_DISK}}) as engine:
         for step in range(3):

@@ -16,17 +16,19 @@ from partita import PartitaError
 from partita.huggingface import export as export_module
 from partita.plan.planned import PlannedUnit
 from partita.planner.memory import model_state_bytes
+from tests import seeds
 from tests.local import pool
 from tests.local.models import CASES
 from tests.local.test_visits import Tied, freeze
-from tests.local.training import ADAMW, PLANS, WIDTH, Recipe, Stack, rank, square_loss, train_plain, world
+from tests.local.training import ADAMW, PLANS, WIDTH, Recipe, Stack, rank, square_loss, train_plain
+from tests.local.training import world as num_ranks
 
 
 def gradients_and_states() -> None:
     """Names, shapes and values are those of one process that sees all samples."""
     plain = train_plain(Recipe(Stack, num_steps=1))
     for name, zero in PLANS.items():
-        torch.manual_seed(0)
+        seeds.start()
         with partita.initialize(Stack(), {"zero": zero, "optimizer": ADAMW}) as engine:
             assert engine.gradient("first.weight") is None
             assert engine.optimizer_state("first.weight") == {}
@@ -78,7 +80,7 @@ class WithBuffers(Stack):
 
 def state_dicts() -> None:
     for zero in PLANS.values():
-        torch.manual_seed(0)
+        seeds.start()
         model = WithBuffers()
         expected = {name: value.clone() for name, value in model.state_dict().items()}
         with partita.initialize(model, {"zero": zero, "precision": {"compute": "bf16"}}) as engine:
@@ -98,7 +100,7 @@ def trained_states() -> None:
     """What trains alone, out of the units that have some of it."""
     names = ["blocks.0.up.weight", "blocks.1.norm.bias", "last.bias"]
     for name, zero in PLANS.items():
-        torch.manual_seed(0)
+        seeds.start()
         model = freeze(WithBuffers(), names.__contains__)
         with partita.initialize(model, {"zero": zero, "precision": {"compute": "bf16"}}) as engine:
             engine.backward(square_loss(engine, rank(), 0))
@@ -114,7 +116,9 @@ def trained_states() -> None:
             sent = engine.traffic_report().since(before).sent_bytes("parameters")
             block = next(unit for unit in engine.units if unit.name == "blocks.0")
             masters = [s.layout.padded * 4 for s in block.segments if s.trains]  # fp32
-            assert sent * world() == (world() - 1) * (sum(masters) * (zero["stage"] > 0) + gathered_bytes(block)), name
+            assert sent * num_ranks() == (num_ranks() - 1) * (
+                sum(masters) * (zero["stage"] > 0) + gathered_bytes(block)
+            ), name
 
 
 def gathered_bytes(unit: PlannedUnit) -> int:
@@ -123,7 +127,7 @@ def gathered_bytes(unit: PlannedUnit) -> int:
 
 def exports(folder: Path) -> None:
     for name, zero in PLANS.items():
-        torch.manual_seed(0)
+        seeds.start()
         model = freeze(WithBuffers(), lambda key: not key.startswith("blocks.1"))
         target = folder / name
         with partita.initialize(model, {"zero": zero}) as engine:
@@ -137,7 +141,7 @@ def exports(folder: Path) -> None:
             loaded = load_file(target / "model.safetensors")
             assert loaded.keys() == {*weights, "seen"}
             assert all(torch.equal(loaded[key], value) for key, value in weights.items())
-        torch.manual_seed(1)
+        seeds.start(1)
         with partita.initialize(WithBuffers(), {"zero": {"stage": 3}}, weights=target) as engine:
             again = _whole(engine)
         assert all(torch.equal(again[key], value) for key, value in weights.items())
@@ -150,7 +154,7 @@ def _whole(engine: partita.Engine) -> dict[str, Tensor]:
 
 def exports_in_parts(folder: Path) -> None:
     """Large models: several files and an index, as Hugging Face reads them; what was there before is replaced."""
-    torch.manual_seed(0)
+    seeds.start()
     with partita.initialize(Stack(), {"zero": {"stage": 3}}) as engine:
         engine.export(folder)
         export_module.export(engine._parts.whole, engine.module, folder, file_bytes=4096)
@@ -230,7 +234,7 @@ def exports_to_nowhere(folder: Path) -> None:
 
 
 def wrong_weights(folder: Path) -> None:
-    torch.manual_seed(0)
+    seeds.start()
     with partita.initialize(Stack(2), {"zero": {"stage": 1}}) as engine:
         engine.export(folder)
     model = Stack(3)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import partita
 from partita import ConfigError
+from tests import seeds
 from tests.local import pool
 from tests.local.models import CASES, parts
 from tests.local.training import PLANS, WIDTH, Block, Stack, assert_idle, rank, square_loss, whole_weights, world
@@ -20,7 +21,7 @@ def on_meta(build: Any) -> Any:
 
 
 def whole(build: Any, zero: dict[str, Any]) -> dict[str, Tensor]:
-    torch.manual_seed(7 + rank())  # the values are rank 0's
+    seeds.start(7 + rank())  # the values are rank 0's
     model = on_meta(build)
     with partita.initialize(model, {"zero": zero}) as engine:
         assert all(not p.is_meta for p in model.parameters())
@@ -129,7 +130,7 @@ def without_reset() -> list[str]:
 
 def half_meta() -> None:
     """Some modules real, some not."""
-    torch.manual_seed(0)
+    seeds.start()
     model = Stack()
     kept = model.blocks[0].up.weight.detach().clone()
     model.blocks[1] = on_meta(Block)
@@ -170,7 +171,7 @@ def hugging_face(name: str) -> None:
     case = CASES[name]
     losses = []
     for zero in PLANS.values():
-        torch.manual_seed(7)
+        seeds.start(7)
         with partita.initialize(case.build(device="meta"), {"zero": zero}) as engine:
             same_buffers(engine.module, case.build())
             loss = case.loss(engine(**parts(next(case.batches(4)), world())[rank()]))

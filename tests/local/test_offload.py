@@ -15,6 +15,7 @@ from partita import PartitaError
 from partita.errors import ConfigError
 from partita.memory.disk import Disk
 from partita.planner.memory import model_state_bytes
+from tests import seeds
 from tests.local import parity, pool
 from tests.local.test_visits import siamese
 from tests.local.training import PLANS, Recipe, Stack, inputs, rank, same, square_loss, train, whole_weights
@@ -113,7 +114,7 @@ def accumulated() -> None:
     """Gradients of several micro-batches add up where they rest, with and without no_sync."""
     ends: list[tuple[list[float], dict[str, Tensor]]] = []
     for offload in ({}, {"optimizer": "host"}, EVERYWHERE):
-        torch.manual_seed(0)
+        seeds.start()
         with partita.initialize(
             Stack(2), {"zero": {"stage": 2, "offload": offload}, "batch": {"accumulate": 4}}
         ) as engine:
@@ -140,7 +141,7 @@ def read_at_once() -> None:
     seen: list[dict[str, Any]] = []
     for offload in ({}, {"optimizer": "host"}, {"optimizer": "disk"}):
         for stage in (1, 3):
-            torch.manual_seed(0)
+            seeds.start()
             model = Stack(3)
             with partita.initialize(model, {"zero": {"stage": stage, "offload": offload}}) as engine:
                 for step in range(3):
@@ -171,7 +172,7 @@ def test_what_is_read_at_once_is_up_to_date() -> None:
 def step_hooks_find_it_done() -> None:
     """Who hooks on the optimizer's step is called once a step, when all parameters are updated."""
     calls: list[Tensor] = []
-    torch.manual_seed(0)
+    seeds.start()
     model = Stack(2)
     with partita.initialize(model, {"zero": {"stage": 1, "offload": {"optimizer": "disk"}}}) as engine:
         engine.optimizer.register_step_post_hook(lambda *_: calls.append(model.last.weight.detach().clone()))

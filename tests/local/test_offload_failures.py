@@ -24,6 +24,7 @@ from partita import PartitaError
 from partita.huggingface.weights import Weights
 from partita.memory.disk import Disk
 from partita.sharding import agreement
+from tests import seeds
 from tests.local import pool
 from tests.local.training import PLANS, Recipe, Stack, inputs, rank, same, square_loss, train
 from tests.memory.scratch import refuse
@@ -248,7 +249,7 @@ def test_a_slow_disk(world: int, tmp_path: Path) -> None:
 
 def bytes_on_host(offload: dict[str, str]) -> int:
     """What a rank's states take on the host."""
-    torch.manual_seed(0)
+    seeds.start()
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
     with partita.initialize(model, {"zero": {"stage": 3, "offload": offload}}) as engine:

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 import partita
 from partita import ConfigError, PartitaError
 from partita.optim import traits
+from tests import seeds
 from tests.local import pool
 from tests.local.training import PLANS, Stack, rank, square_loss, whole_weights, world
 
@@ -117,7 +118,7 @@ def counts_right(plan: str, hooks: bool, folder: Path) -> None:
 
     def trained(plan: str, stops: bool) -> dict[str, Tensor]:
         for first, last in ((0, 3), (3, 5)) if stops else ((0, 5),):
-            torch.manual_seed(0)
+            seeds.start()
             model = Stack(2)
             optimizer = Counting(model.parameters())
             if hooks:
@@ -163,7 +164,7 @@ def adafactor(folder: Path, stage: int) -> None:
     config = {"zero": {"stage": stage}}
 
     def engine_of() -> partita.Engine:
-        torch.manual_seed(0)
+        seeds.start()
         return partita.initialize(Stack(2), config, optimizer=torch.optim.Adafactor)
 
     def steps(engine: partita.Engine, *numbers: int) -> None:
@@ -185,7 +186,7 @@ def adafactor(folder: Path, stage: int) -> None:
 
 
 def state_added_later(config: Mapping[str, Any], make: Make | None, setting: Mapping[str, Any]) -> dict[str, Tensor]:
-    torch.manual_seed(0)
+    seeds.start()
     with partita.initialize(Stack(1), config, optimizer=make) as engine:
         for step in range(4):
             if step == 1:
@@ -223,7 +224,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def train_plain(make: Callable[[nn.Module], Optimizer], num_steps: int = 3) -> dict[str, Tensor]:
-    torch.manual_seed(0)
+    seeds.start()
     model = Stack(3)
     optimizer = make(model)
     for step in range(num_steps):
@@ -237,7 +238,7 @@ def train_plain(make: Callable[[nn.Module], Optimizer], num_steps: int = 3) -> d
 def train(
     zero: Mapping[str, Any], make: Callable[[nn.Module], Any], num_steps: int = 3, **more: Any
 ) -> dict[str, Tensor]:
-    torch.manual_seed(0)
+    seeds.start()
     model = Stack(3)
     with partita.initialize(model, {"zero": zero}, optimizer=make(model), **more) as engine:
         assert isinstance(engine.optimizer, Optimizer)
@@ -268,7 +269,7 @@ def given(name: str, how: str) -> None:
 def from_config(section: Mapping[str, Any]) -> None:
     results = []
     for zero in PLANS.values():
-        torch.manual_seed(0)
+        seeds.start()
         with partita.initialize(Stack(3), {"zero": zero, "optimizer": section}) as engine:
             for step in range(3):
                 engine.backward(square_loss(engine, rank(), step))
@@ -297,7 +298,7 @@ def with_state() -> None:
 
     compare(used, used)
     for zero in SHARDED.values():
-        torch.manual_seed(0)
+        seeds.start()
         model = Stack(3)
         with partita.initialize(model, {"zero": zero}, optimizer=used(model)) as engine:
             held = sum(value.numel() for state in engine.optimizer.state.values() for value in state.values())
@@ -317,7 +318,7 @@ def part_of_the_model() -> None:
 def group_added_later() -> None:
     results = []
     for zero in PLANS.values():
-        torch.manual_seed(0)
+        seeds.start()
         model = Stack(3)
         optimizer = torch.optim.AdamW(model.blocks.parameters(), lr=0.01, eps=1e-3)
         with partita.initialize(model, {"zero": zero}, optimizer=optimizer) as engine:
@@ -375,7 +376,7 @@ def not_elementwise(name: str) -> list[str]:
             engine.backward(square_loss(engine, rank(), 0))
             assert engine.step().stepped
     if name != "LBFGS":
-        torch.manual_seed(0)
+        seeds.start()
         model = Stack(2)
         with partita.initialize(model, {"zero": {"stage": 0}}, optimizer=makes[name]) as engine:
             before = whole_weights(engine)
@@ -497,7 +498,7 @@ def attached_by_the_user() -> None:
 def rate_at_the_step() -> None:
     """The rate that counts is the one at step(): one that is set by hand, too."""
     for zero in PLANS.values():
-        torch.manual_seed(0)
+        seeds.start()
         config = {"zero": zero, "optimizer": {"name": "sgd", "lr": 0.1, "weight_decay": 0.0}}
         with partita.initialize(Stack(1), config) as engine:
             engine.backward(square_loss(engine, rank(), 0))

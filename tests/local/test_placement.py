@@ -24,6 +24,7 @@ from partita.planner.blueprint import make_blueprint
 from partita.planner.budget import MemoryBudget
 from partita.planner.memory import model_state_bytes
 from partita.planner.working import working_bytes
+from tests import seeds
 from tests.local import pool
 from tests.local.test_offload import RECIPES
 from tests.local.training import PLANS, Recipe, Stack, rank, same, square_loss, train, whole_weights, world
@@ -130,7 +131,7 @@ class Counting(torch.optim.AdamW):
 def counted(hooked: bool) -> list[dict[str, Tensor]]:
     ends = []
     for offload in ({}, AUTO):
-        torch.manual_seed(0)
+        seeds.start()
         model = Stack(5)
         with having(mixed_budgets("1")[-1]):
             engine = partita.initialize(model, {"zero": {"offload": offload}}, optimizer=Counting)

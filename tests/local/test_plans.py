@@ -15,6 +15,7 @@ from partita import ConfigError
 from partita.plan.slots import unit_pool
 from partita.planner.blueprint import make_blueprint
 from partita.sharding.unit import UnitState
+from tests import seeds
 from tests.local import pool
 from tests.local.models import CASES
 from tests.local.test_visits import siamese
@@ -49,7 +50,7 @@ def second_shards_are_not_stale() -> None:
     with on_two_nodes():
         ends = []
         for zero in (HIERARCHICAL, PLANS["0"]):
-            torch.manual_seed(0)
+            seeds.start()
             with partita.initialize(Stack(2), {"zero": zero}) as engine:
                 module: Any = engine.module
                 engine.backward(square_loss(engine, rank(), 0))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import partita
 from partita import PartitaError
 from partita.optim import loss_scale
+from tests import seeds
 from tests.local import pool
 from tests.local.training import (
     PLANS,
@@ -149,7 +150,7 @@ def dynamic_scale() -> list[str]:
     """A gradient that is not finite halves the scale and is skipped; the parameters stay as they were."""
     said = []
     for zero in PLANS.values():
-        torch.manual_seed(0)
+        seeds.start()
         with partita.initialize(Explosive(), {"zero": zero, "precision": {"compute": "fp16"}}) as engine:
             first = explode(engine, 0, -1)
             assert first.stepped
@@ -238,7 +239,7 @@ def plain_backwards() -> None:
 
 
 def seeded(num_blocks: int = 1) -> Stack:
-    torch.manual_seed(0)
+    seeds.start()
     return Stack(num_blocks)
 
 
@@ -309,7 +310,7 @@ def without_scale(compute: str) -> list[str]:
     """In fp32 and bf16, too, such an update is skipped with a warning; training goes on."""
     said = []
     for zero in PLANS.values():
-        torch.manual_seed(0)
+        seeds.start()
         with partita.initialize(Explosive(), {"zero": zero, "precision": {"compute": compute}}) as engine:
             explode(engine, 0, -1)
             before = whole_weights(engine)
@@ -343,7 +344,7 @@ def clipped() -> None:
     for config in ({}, {"precision": {"compute": "bf16"}}):
         recipe = Recipe(Stack, config={"clip_grad_norm": 0.05, **config}, plain=False)
         check(recipe)
-    torch.manual_seed(0)
+    seeds.start()
     plain = Stack()
     for other in range(2):
         (square_loss(plain, other, 0) / 2).backward()
@@ -351,7 +352,7 @@ def clipped() -> None:
     expected = {name: p - 0.5 * p.grad for name, p in plain.named_parameters() if p.grad is not None}
     config = {"clip_grad_norm": 0.05, "optimizer": {"name": "sgd", "lr": 0.5, "weight_decay": 0.0}}
     for zero in PLANS.values():
-        torch.manual_seed(0)
+        seeds.start()
         with partita.initialize(Stack(), {"zero": zero, **config}) as engine:
             engine.backward(square_loss(engine, rank(), 0))
             result = engine.step()

@@ -15,6 +15,7 @@ import partita
 from partita import PartitaError
 from partita.memory import buffer_pool
 from partita.sharding.resting import Resting, is_resting
+from tests import seeds
 from tests.local import pool
 from tests.local.training import PLANS, WIDTH, Recipe, Stack, check, inputs, quiet, rank, same, square_loss, train
 
@@ -258,7 +259,7 @@ def attends_without_gradient() -> None:
     """torch's fast path in evaluation reads every weight of the layer at once."""
     outputs = []
     for zero in PLANS.values():
-        torch.manual_seed(0)
+        seeds.start()
         with partita.initialize(Attends(), {"zero": zero}) as engine, torch.no_grad():
             engine.eval()
             outputs.append(engine(inputs(0, 0)))

@@ -14,10 +14,11 @@ import partita
 from partita import PartitaError
 from partita.checkpoint.format.manifest import MANIFEST, sealed
 from partita.engine.engine import Engine
+from tests import seeds
 
 
 def _engine(folder: str | Path | None = None, optimizer: Callable[..., Optimizer] | None = None) -> Engine:
-    torch.manual_seed(0)
+    seeds.start()
     config: dict[str, Any] = {"checkpoint": {"dir": str(folder)}} if folder is not None else {}
     return partita.initialize(nn.Linear(3, 3), config, optimizer=optimizer)
 

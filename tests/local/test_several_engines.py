@@ -14,13 +14,14 @@ from torch.distributed.distributed_c10d import PrefixStore
 import partita
 from partita import PartitaError
 from partita.comm import world as world_module
+from tests import seeds
 from tests.local import pool
 from tests.local.training import ADAMW, PLANS, Stack, assert_idle, inputs, rank, square_loss, whole_weights, world
 
 
 def gan(zero_one: Mapping[str, Any], zero_other: Mapping[str, Any], share: bool) -> dict[str, Tensor]:
     """A generator and a discriminator, trained in turn through each other."""
-    torch.manual_seed(0)
+    seeds.start()
     config = {"optimizer": ADAMW}
     with partita.initialize(Stack(2), {**config, "zero": zero_one}) as generator:
         mesh = generator.mesh if share else None
@@ -41,7 +42,7 @@ def gan(zero_one: Mapping[str, Any], zero_other: Mapping[str, Any], share: bool)
 
 
 def plain_gan() -> dict[str, Tensor]:
-    torch.manual_seed(0)
+    seeds.start()
     generator, discriminator = Stack(2), Stack(3)
     g_step, d_step = (torch.optim.AdamW(m.parameters(), **ADAMW) for m in (generator, discriminator))
     for step in range(3):
@@ -75,7 +76,7 @@ def distilled() -> None:
     """A frozen teacher at stage 3 and a student at each stage."""
     weights = []
     for zero in PLANS.values():
-        torch.manual_seed(0)
+        seeds.start()
         teacher_model = Stack().requires_grad_(False)
         with (
             partita.initialize(teacher_model, {"zero": {"stage": 3}}) as teacher,
@@ -96,7 +97,7 @@ def differentiable_teacher() -> None:
     """Gradients flow through a frozen engine's model into another's."""
     weights = []
     for zero in PLANS.values():
-        torch.manual_seed(0)
+        seeds.start()
         judge_model = Stack(2).requires_grad_(False)
         with (
             partita.initialize(judge_model, {"zero": zero}) as judge,
@@ -113,7 +114,7 @@ def one_loss_two_engines() -> None:
     """One backward for both engines' parameters."""
     results = []
     for zero in PLANS.values():
-        torch.manual_seed(0)
+        seeds.start()
         with (
             partita.initialize(Stack(2), {"optimizer": ADAMW, "zero": zero}) as encoder,
             partita.initialize(Stack(2), {"optimizer": ADAMW, "zero": zero}, mesh=encoder.mesh) as decoder,

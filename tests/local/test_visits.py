@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests import seeds
 from tests.local import pool
 from tests.local.training import PLANS, WIDTH, Block, Recipe, Stack, backward, check, inputs, module_of, square_loss
 
@@ -58,7 +59,7 @@ class Shuffled(Stack):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        order = torch.randperm(len(self.blocks), generator=torch.Generator().manual_seed(self.calls))
+        order = torch.randperm(len(self.blocks), generator=seeds.generator(self.calls))
         self.calls += 1
         for number in order.tolist():
             x = self.blocks[number](x)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import partita
 from partita import PartitaError
+from tests import seeds
 from tests.local import pool
 from tests.local.training import Stack, rank, square_loss, whole_weights, world
 
@@ -28,7 +29,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def fresh_values(module: nn.Module) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(7)
+    generator = seeds.generator(7)
     return {name: torch.randn(p.shape, generator=generator).bfloat16().float() for name, p in module.named_parameters()}
 
 
@@ -45,7 +46,7 @@ def holds(engine: partita.Engine, expected: Mapping[str, Tensor]) -> None:
 
 
 def lasts(plan: str, folder: Path) -> None:
-    torch.manual_seed(0)
+    seeds.start()
     config = {**PLANS[plan], "optimizer": STILL, "checkpoint": {"dir": str(folder), "background": False}}
     with partita.initialize(Stack(2), config) as engine:
         train_step(engine, 0)
@@ -71,7 +72,7 @@ def lasts(plan: str, folder: Path) -> None:
 
 def leaves_the_rest() -> None:
     """A master weight keeps its digits where nothing else was written."""
-    torch.manual_seed(0)
+    seeds.start()
     with partita.initialize(Stack(1), {**PLANS["stage 2"], "optimizer": {"lr": 1e-3}}) as engine:
         train_step(engine, 0)
         before = engine.state_dict()

@@ -17,6 +17,7 @@ import partita
 from partita.plan.planned import share_buckets
 from partita.planner import blueprint
 from partita.sharding.unit import UnitState
+from tests import seeds
 
 WIDTH = 16
 PLANS: dict[str, dict[str, Any]] = {
@@ -60,7 +61,7 @@ class Stack(nn.Module):
 
 def inputs(rank: int, step: int, *shape: int) -> Tensor:
     """[4, WIDTH] (or the given shape), others for each rank and step."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
+    generator = seeds.generator(1000 * step + rank)
     return torch.randn(shape or (4, WIDTH), generator=generator)
 
 
@@ -121,7 +122,7 @@ class Recipe:
     bucket_bytes: int = 1
 
     def built(self) -> nn.Module:
-        torch.manual_seed(0)
+        seeds.start()
         return self.build()
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import seeds
 from tests.hygiene import Snapshot
 
 # From the pool to a rank that has answered: all have, its process group may go.
@@ -72,7 +73,7 @@ def _serve(pipe: Connection, job: Job) -> None:
     """Be a rank for one job: what that took, and what the job leaves behind, is gone afterwards."""
     before = Snapshot.take()
     _set_environment(job)
-    torch.manual_seed(1000 + job.rank)  # differs by rank, so that nothing is equal on all ranks by accident
+    seeds.start(1000 + job.rank)  # differs by rank, so that nothing is equal on all ranks by accident
     random.seed(1000 + job.rank)
     try:
         answer = _answer(job)

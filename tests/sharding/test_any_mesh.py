@@ -17,6 +17,7 @@ from partita.engine.build import Given
 from partita.engine.engine import Engine
 from partita.plan.box import Box
 from partita.plan.mesh_shape import MeshShape
+from tests import seeds
 from tests.fakes import on_ranks
 from tests.local.training import Stack, square_loss
 
@@ -30,7 +31,7 @@ def train(
     shape: MeshShape, zero: dict[str, Any], *, load: Path | None = None, save: Path | None = None
 ) -> list[Course]:
     """Three steps on every rank of a mesh; ranks with one data coordinate have the same model and samples."""
-    torch.manual_seed(0)
+    seeds.start()
     model, config = Stack(2), {"zero": zero, "clip_grad_norm": 0.1, "checkpoint": {"background": False}}
     resolved = replace(resolve(load_config(config), shape.data, "cpu", shape.data // shape.node), mesh=shape)
 

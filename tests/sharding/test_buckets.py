@@ -24,6 +24,7 @@ from partita.planner.parameters import Holding
 from partita.sharding.bucket_layout import BucketLayout
 from partita.sharding.buckets import Bucket, make_buckets
 from partita.sharding.unit import Member, Segment, Unit
+from tests import seeds
 
 CPU = torch.device("cpu")
 Shapes = list[list[tuple[int, ...]]]
@@ -93,7 +94,7 @@ def places(bucket: Bucket, member: Member) -> list[tuple[int, int]]:
 
 def filled(bucket: Bucket, seed: int = 0, scale: float = 1.0) -> dict[int, Tensor]:
     """Give every member a random gradient; returns them by member."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeds.generator(seed)
     grads = {}
     for member in bucket.members:
         grad = torch.randint(-64, 64, tuple(member.shape), generator=generator) * scale

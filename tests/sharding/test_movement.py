@@ -13,6 +13,7 @@ from partita.plan.residence import BF16, FP32, Residence, Tier
 from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
 from partita.plan.steps import AllReduce, Step, in_phases, steps
 from partita.sharding.movement import Movement, finish_all
+from tests import seeds
 from tests.fakes import on_ranks
 from tests.plan.interpreter import DTYPES, State
 
@@ -78,7 +79,7 @@ def test_an_all_reduce_is_two_phases() -> None:
 
     def work(collectives: Collectives) -> tuple[Tensor, Tensor, Tensor]:
         movement, rank = Movement(collectives), collectives.mesh.rank
-        sent = torch.rand(8, generator=torch.Generator().manual_seed(rank))
+        sent = torch.rand(8, generator=seeds.generator(rank))
         at_once, received = torch.empty(8), torch.empty(4)
         finish_all(movement.begin(whole, sent.clone(), at_once, received=received))
         parts = torch.empty(8)

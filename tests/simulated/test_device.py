@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests import seeds
 from tests.local import pool
 
 
@@ -44,12 +45,12 @@ def pinned(num: int) -> Tensor:
 
 
 def trained(device: str) -> list[float]:
-    torch.manual_seed(1)
+    seeds.start(1)
     layers = nn.Embedding(20, 8), nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 20)
     model, losses = nn.Sequential(*layers).to(device), list[float]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(3):
-        tokens = torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(step)).to(device)
+        tokens = torch.randint(0, 20, (4, 5), generator=seeds.generator(step)).to(device)
         loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

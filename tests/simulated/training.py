@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partita
+from tests import seeds
 from tests.local.training import WIDTH, Block, small_buckets
 
 VOCAB, LENGTH = 32, 8
@@ -82,7 +83,7 @@ class Model(nn.Module):
 
 
 def open_engine(config: Mapping[str, Any]) -> partita.Engine:
-    torch.manual_seed(0)
+    seeds.start()
     precision = {"compute": "fp32", **config.get("precision", {})}
     whole = {"optimizer": OPTIMIZER, "clip_grad_norm": 0.5, **config, "precision": precision}
     with small_buckets():
@@ -94,7 +95,7 @@ def open_engine(config: Mapping[str, Any]) -> partita.Engine:
 def train_step(engine: partita.Engine, step: int, trained: Trained) -> None:
     accumulate = engine.config.batch.accumulate
     for micro in range(accumulate if isinstance(accumulate, int) else 1):
-        generator = torch.Generator().manual_seed(100 * step + 10 * micro + engine.mesh.rank)
+        generator = seeds.generator(100 * step + 10 * micro + engine.mesh.rank)
         tokens = torch.randint(0, VOCAB, (3, LENGTH), generator=generator).to(engine.mesh.device)
         loss = engine(tokens)
         engine.backward(loss)

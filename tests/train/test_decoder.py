@@ -7,17 +7,18 @@ import torch
 import torch.nn.functional as F
 
 from partita.train.decoder import Attention, Decoder, DecoderShape, rotary_table, rotate
+from tests import seeds
 
 SHAPE = DecoderShape(layers=2, width=32, heads=4, kv_heads=2, ffn_width=48)
 
 
 def decoder(shape: DecoderShape = SHAPE, seed: int = 0) -> Decoder:
-    torch.manual_seed(seed)
+    seeds.start(seed)
     return Decoder(shape)
 
 
 def some_tokens(*size: int) -> torch.Tensor:
-    return torch.randint(256, size, generator=torch.Generator().manual_seed(1))
+    return torch.randint(256, size, generator=seeds.generator(1))
 
 
 def test_targets_give_the_mean_cross_entropy_of_the_logits() -> None:
@@ -44,7 +45,7 @@ def test_no_token_sees_a_later_one() -> None:
 
 def test_positions_are_relative() -> None:
     table = rotary_table(20, 16, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(0)
+    generator = seeds.generator()
     query, key = (torch.randn(16, generator=generator).expand(1, 1, 20, 16) for _ in range(2))
     scores = rotate(query, table) @ rotate(key, table).transpose(-1, -2)
     for distance in range(-5, 6):
@@ -59,7 +60,7 @@ def test_grouped_queries_are_full_attention_with_shared_keys() -> None:
     queries, keys, values = grouped.qkv.weight.detach().view(8, 8, 32).split([4, 2, 2])
     shared = torch.cat((queries, keys.repeat_interleave(2, 0), values.repeat_interleave(2, 0)))
     full.load_state_dict({"qkv.weight": shared.reshape(96, 32), "out.weight": grouped.out.weight.detach()})
-    x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 9, 32, generator=seeds.generator())
     table = rotary_table(9, 8, x.device)
     torch.testing.assert_close(grouped(x, table), full(x, table))
 
@@ -89,7 +90,7 @@ def test_a_decoder_on_meta_is_filled_by_its_modules() -> None:
         model = Decoder(SHAPE)
     assert all(parameter.is_meta for parameter in model.parameters())
     model.to_empty(device="cpu")
-    torch.manual_seed(0)
+    seeds.start()
     for module in model.modules():
         if next(module.parameters(recurse=False), None) is not None:
             module.reset_parameters()

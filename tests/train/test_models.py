@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from partita.errors import ConfigError
 from partita.train.job import DataSection, ModelSection
 from partita.train.models import build_model, decoder_shape
+from tests import seeds
 
 TINY_LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -29,7 +30,7 @@ DATA = DataSection(sequence=8)
 
 
 def windows(vocab: int = 256) -> torch.Tensor:
-    return torch.randint(vocab, (2, 9), generator=torch.Generator().manual_seed(0))
+    return torch.randint(vocab, (2, 9), generator=seeds.generator())
 
 
 def pretrained_folder(folder: Path) -> LlamaForCausalLM:
@@ -38,7 +39,7 @@ def pretrained_folder(folder: Path) -> LlamaForCausalLM:
     tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
-    torch.manual_seed(5)
+    seeds.start(5)
     settings = {key: value for key, value in TINY_LLAMA.items() if key != "model_type"}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=4, bos_token_id=None, eos_token_id=None, **settings))
     model.save_pretrained(folder)

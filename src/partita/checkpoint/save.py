@@ -7,16 +7,14 @@ disk, or the host has no room for the copies, the states are streamed, and train
 import itertools
 import logging
 import secrets
-import socket
 import threading
 import warnings
-from collections import Counter
 from pathlib import Path
 
 from partita.checkpoint.backend import Backend, Draft, Request
 from partita.checkpoint.content import Content
 from partita.checkpoint.training_state import TrainingState
-from partita.comm.together import together
+from partita.comm.together import lack_of_memory, together
 from partita.memory.capacity import HOST_SHARE, host_memory
 
 _log = logging.getLogger("partita")
@@ -123,12 +121,8 @@ class Saver:
 
     def _have_room(self, num_bytes: int) -> bool:
         """Whether every node has room for the copies of its ranks; the same on all ranks."""
-        found = self._all_ranks.exchange_objects((socket.gethostname(), num_bytes, host_memory()[1]), "engine.save")
-        needed, free = Counter[str](), dict[str, int]()
-        for node, of_rank, memory in found:
-            needed[node] += of_rank
-            free[node] = min(memory, free.get(node, memory))
-        full = [node for node in needed if needed[node] > HOST_SHARE * free[node]]
-        if full and self._is_first:
-            _log.info("checkpoint: training waits for it, as node %s has no room for a copy of the states", full[0])
-        return not full
+        free = int(HOST_SHARE * host_memory()[1])
+        full = lack_of_memory(num_bytes, free, self._all_ranks, "engine.save")
+        if full is not None and self._is_first:
+            _log.info("checkpoint: training waits for it, as %s has no room for a copy of the states", full.memory)
+        return full is None

@@ -1,7 +1,12 @@
-"""What all ranks find out together, so that none waits for one that has given up: errors, and settings that differ."""
+"""What all ranks find out together, so that none waits for one that has given up: errors, settings that differ, memory
+that does not suffice.
+"""
 
+import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -56,3 +61,28 @@ def check_settings_alike(settings: Mapping[str, object], group: Group) -> None:
                     f"the ranks' settings differ: {name} is {shown(first)} on rank 0 and {shown(found)} on rank "
                     f"{rank}; give every rank the same configuration and optimizer"
                 )
+
+
+@dataclass(frozen=True)
+class TooLittle:
+    """A memory (a node's, or ``rank N``'s own) that has fewer bytes ``free`` than its ranks need."""
+
+    memory: str
+    needed: int
+    free: int
+
+
+def lack_of_memory(needed: int, free: int, group: Group, call: str, *, shared: bool = True) -> TooLittle | None:
+    """The first memory that does not suffice for what its ranks ``needed``, in bytes; the same answer on every rank.
+
+    Args:
+        free: bytes of the memory that this rank uses.
+        shared: whether that is the node's; off: a device of its own.
+    """
+    memory = f"node {socket.gethostname()}" if shared else f"rank {group.index}"
+    total, least = Counter[str](), dict[str, int]()
+    for where, num_bytes, there in group.exchange_objects((memory, needed, free), call):
+        total[where] += num_bytes
+        least[where] = min(there, least.get(where, there))
+    short = [TooLittle(where, total[where], least[where]) for where in total if total[where] > least[where]]
+    return short[0] if short else None

@@ -323,15 +323,32 @@ class Engine:
 
     # ----------------------------------------------------------------------- end
 
-    def close(self) -> None:
-        """Take the hooks off, and end the process groups that were started here."""
-        if not self._closed:
-            self._parts.updater.wait_for_updates()
-            self._parts.runtime.reducer.drain()
-            try:
-                self._parts.checkpoints.wait()
-            finally:
-                self._end()
+    def close(self, *, whole: bool = False) -> None:
+        """Take the hooks off, and end the process groups that were started here.
+
+        Args:
+            whole: also make the model an ordinary module again: every rank has all parameters, in the compute dtype, in
+                memory of their own on its device.
+
+        Raises:
+            PartitaError: with ``whole``, on all ranks, the engine staying open: the memory of one does not suffice
+                (with the bytes needed and free), or a block of :meth:`gathered` is open.
+        """
+        if self._closed:
+            return
+        parts = self._parts
+        if whole and parts.whole.num_gathered:
+            raise PartitaError("engine.close(whole=True) inside engine.gathered(...): leave the block first")
+        parts.updater.wait_for_updates()
+        parts.runtime.reducer.drain()
+        copies = parts.whole.copies() if whole else []
+        try:
+            parts.runtime.residency.reset()  # gathers under way end before their connections do
+            parts.checkpoints.wait()
+        finally:
+            for member, values in copies:
+                member.leave(values)
+            self._end()
 
     def _end(self) -> None:
         self._closed = True

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
+from partita.comm.together import lack_of_memory, together
 from partita.errors import PartitaError
 from partita.inspection.modules import extra_states, persistent_buffers, state_dict_names
+from partita.memory.accelerator import is_host
+from partita.memory.capacity import free_now
 from partita.optim.updater import Updater
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member, Segment, Unit
@@ -179,6 +182,34 @@ class Whole:
                     yield member, self._global(member, local)
             finally:
                 self._runtime.residency.let_go(sharded)
+
+    def copies(self) -> list[tuple[Member, Tensor]]:
+        """Every parameter whole, as it computes, in memory of its own on this rank's device.
+
+        Raises:
+            PartitaError: on every rank: the memory of one does not suffice; says how much is needed and free.
+        """
+        device, all_ranks = self._collectives.mesh.device, self._collectives.all_ranks
+        needed = sum(m.param.numel() * m.segment.dtype.itemsize for _, m in self._runtime.members())
+        needed += max((unit.planned.num_bytes for unit in self._runtime.units if not unit.rests_whole), default=0)
+        call = "engine.close(whole=True)"
+        short = lack_of_memory(needed, free_now(device), all_ranks, call, shared=is_host(device))
+        if short is not None:
+            raise PartitaError(
+                f"{call}: {short.memory} needs {short.needed} bytes for whole parameters and has {short.free} bytes "
+                "free; the engine stays open: engine.export or engine.save writes the parameters without holding them "
+                "whole, engine.close() leaves them as they are"
+            )
+        found, error = list[tuple[Member, Tensor]](), None
+        for member, weight in self.weights(master=False):
+            try:
+                found += [(member, weight.detach().clone())] if error is None else []
+            except RuntimeError as raised:  # out of memory after all: the other ranks need this one for every unit
+                error = raised
+        with together(all_ranks):
+            if error is not None:
+                raise error
+        return found
 
     def _master_of(self, segment: Segment) -> Tensor | None:
         """The whole master weights of a segment that is whole."""

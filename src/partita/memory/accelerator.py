@@ -109,6 +109,12 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.get_device_module(device).mem_get_info(device)[0])
 
 
+def reclaim(device: torch.device) -> None:
+    """Give back to an accelerator what PyTorch keeps of its memory for tensors to come."""
+    if not is_host(device):
+        torch.get_device_module(device).empty_cache()
+
+
 def allocated_bytes(device: torch.device) -> tuple[int, int]:
     """What this process's tensors take of an accelerator's memory, now and at their peak; 0 on the host."""
     if is_host(device):

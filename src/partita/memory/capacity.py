@@ -31,6 +31,12 @@ def free_budget(device: torch.device, offload: Offload) -> MemoryBudget:
     return MemoryBudget(int(DEVICE_SHARE * accelerator.free_bytes(device)), int(HOST_SHARE * host), disk)
 
 
+def free_now(device: torch.device) -> int:
+    """Bytes of the device's memory that tensors can have; on the CPU those are the node's."""
+    accelerator.reclaim(device)
+    return host_memory()[1] if accelerator.is_host(device) else accelerator.free_bytes(device)
+
+
 def usable_cores() -> int:
     """Cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):

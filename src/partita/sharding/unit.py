@@ -90,6 +90,11 @@ class Member:
         if isinstance(grad, Collected):
             self.param.grad, grad.added = grad.added, None
 
+    def leave(self, values: Tensor) -> None:
+        """Make the parameter one of no unit: its own class, with ``values`` of its shape, wherever the unit is."""
+        resting.wake(self.param, self.kind)
+        self.param.data = values
+
     def elements(self, start: int, stop: int) -> FlatRange:
         """Elements ``[start, stop)`` in this parameter's stride order, as a piece of the global parameter."""
         return FlatRange(self.span.global_shape, self.span.box, memory_order(self.stride), start, stop)

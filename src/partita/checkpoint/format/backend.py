@@ -13,7 +13,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from partita.checkpoint.backend import Backend, Draft, Request, Value
+from partita.checkpoint.backend import Backend, Draft, Request, Stored, Value
+from partita.checkpoint.foreign.opening import open_any
 from partita.checkpoint.format.file import Snapshots, stream_file, write_snapshot
 from partita.checkpoint.format.folder import (
     LOCK_SUFFIX,
@@ -27,7 +28,7 @@ from partita.checkpoint.format.folder import (
 from partita.checkpoint.format.manifest import FORMAT, MANIFEST, SEQUENCE, add_aliases, add_table, sealed, table_of
 from partita.checkpoint.format.metadata import METADATA, metadata_of
 from partita.checkpoint.format.record import BoxLayout, FileLayout
-from partita.checkpoint.format.stored import StoredFiles, open_stored
+from partita.checkpoint.format.stored import StoredFiles
 from partita.checkpoint.format.system import Lock, checksum, explained, is_locked, read_small, write_small
 from partita.comm.mesh import Mesh
 from partita.errors import PartitaError
@@ -48,8 +49,8 @@ class FileBackend(Backend):
     def draft(self, request: Request, token: str) -> "FileDraft":
         return FileDraft(self, request, token)
 
-    def open(self, folder: Path) -> StoredFiles:
-        return open_stored(folder)
+    def open(self, folder: Path) -> Stored:
+        return open_any(folder)
 
     def lay_out(self, boxes: Sequence[Value]) -> BoxLayout:
         """The same layout for as long as the boxes are the same."""

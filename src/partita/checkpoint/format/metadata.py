@@ -114,9 +114,9 @@ def read_metadata(path: Path) -> Metadata:
     return found
 
 
-def add_metadata(stored: Stored, metadata: Metadata) -> None:
-    """Take up what an index says."""
-    stored.paths = dict(metadata.planner_data or {})
+def add_metadata(stored: Stored, metadata: Metadata, below: str = "") -> None:
+    """Take up what an index says, of files that are ``below`` the checkpoint's folder."""
+    stored.paths |= metadata.planner_data or {}
     sizes_at = {
         (key, tuple(chunk.offsets)): tuple(chunk.sizes)
         for key, found in metadata.state_dict_metadata.items()
@@ -125,7 +125,8 @@ def add_metadata(stored: Stored, metadata: Metadata) -> None:
     }
     for index, place in metadata.storage_data.items():
         found = metadata.state_dict_metadata[index.fqn]
-        at = (inside_folder(stored.folder, place.relative_path), place.offset, place.length)
+        file = inside_folder(stored.folder, place.relative_path)
+        at = (f"{below}/{file}" if below else file, place.offset, place.length)
         if isinstance(found, BytesStorageMetadata):
             stored.values[index.fqn] = Chunk(index.fqn, None, *at)
             continue

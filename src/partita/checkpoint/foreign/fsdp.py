@@ -1,0 +1,50 @@
+"""FSDP's checkpoints as accelerate and the Trainer lay them out: model and optimizer side by side, each by
+torch.distributed.checkpoint (``SHARDED_STATE_DICT``) or whole by ``torch.save`` (``FULL_STATE_DICT``).
+"""
+
+from pathlib import Path
+
+from partita.checkpoint.backend import Stored
+from partita.checkpoint.foreign.torch_files import TorchFiles
+from partita.checkpoint.format.metadata import METADATA, add_metadata, read_metadata
+from partita.checkpoint.format.stored import StoredFiles
+from partita.checkpoint.format.system import damaged
+from partita.errors import PartitaError
+
+SHARDED = ("pytorch_model_fsdp_0", "optimizer_0")
+FULL = ("pytorch_model_fsdp.bin", "optimizer.bin")
+
+
+def open_fsdp(folder: Path) -> Stored | None:
+    """The weights, and the optimizer states that are beside them, of an FSDP checkpoint; None where there is none.
+
+    Raises:
+        PartitaError: a file of it is damaged or holds what is not loaded, or each rank wrote its own shards.
+    """
+    model, optimizer = SHARDED
+    if (folder / model / METADATA).exists():
+        return _sharded(folder, [name for name in SHARDED if (folder / name / METADATA).exists()])
+    model, optimizer = FULL
+    if (folder / model).exists():
+        stored = TorchFiles(folder)
+        stored.add_weights(model)
+        if (folder / optimizer).exists():
+            stored.add_optimizer(optimizer)
+        return stored
+    if own := sorted(folder.glob("pytorch_model_fsdp*_rank*.bin")):
+        raise PartitaError(
+            f"checkpoint: '{own[0]}' is one rank's shard, which only FSDP on as many ranks can read: save with "
+            "fsdp_state_dict_type: SHARDED_STATE_DICT or FULL_STATE_DICT"
+        )
+    return None
+
+
+def _sharded(folder: Path, parts: list[str]) -> StoredFiles:
+    stored = StoredFiles(folder)
+    for part in parts:
+        index = folder / part / METADATA
+        try:
+            add_metadata(stored, read_metadata(index), part)
+        except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+            raise damaged(index) from error
+    return stored

@@ -1,0 +1,126 @@
+"""Values in files that ``torch.save`` wrote, by the keys that they have in a checkpoint of partita."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partita.checkpoint.backend import Chunk, Stored, StoredTensor
+from partita.checkpoint.format.system import explained
+from partita.checkpoint.names import GROUPS, MODEL, STATE
+from partita.errors import PartitaError
+from partita.plan.box import Box
+
+# Kept mapped; a checkpoint may have more files than a process may have mappings.
+MOST_FILES = 8
+# How a torch.optim class computes, not what: the optimizer that goes on has its own.
+IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+
+@dataclass
+class TorchFiles(Stored):
+    """Files of one folder. ``within``: where in its file's nested containers each key's value is."""
+
+    within: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    content: Callable[[str], Any] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.content = lru_cache(MOST_FILES)(lambda file: load_mapped(self.folder / file))
+
+    def add(self, key: str, value: Any, file: str, *within: Any) -> None:
+        """Take up a value that is at a place of a file."""
+        self.within[key] = within
+        if isinstance(value, Tensor):
+            chunk = Chunk(key, Box.whole(value.shape), file, 0, value.nbytes)
+            self.tensors[key] = StoredTensor(tuple(value.shape), value.dtype, [chunk])
+        else:
+            self.values[key] = Chunk(key, None, file, 0, 0)
+
+    def add_weights(self, file: str) -> None:
+        """Take up a file that is a model's state dict."""
+        for name, value in self.mapping(file).items():
+            self.add(f"{MODEL}{name}", value, file, name)
+
+    def add_optimizer(self, file: str, names: Mapping[Any, str] | None = None) -> None:
+        """Take up a file that is an optimizer's state dict.
+
+        Args:
+            names: of the parameters, by what stands for each in the file; None: that is its name.
+
+        Raises:
+            PartitaError: it is no optimizer's state dict, or has parameters without a name.
+        """
+        found = self.mapping(file)
+        if not {"state", "param_groups"} <= found.keys():
+            raise PartitaError(
+                f"checkpoint: '{self.folder / file}' holds {sorted(map(str, found))[:5]}: expected an optimizer's "
+                "state dict, with 'state' and 'param_groups'"
+            )
+        for known, states in found["state"].items():
+            name = self._name(file, known, names)
+            for state, value in states.items():
+                self.add(f"{STATE}{name}.{state}", value, file, "state", known, state)
+        for number, group in enumerate(found["param_groups"]):
+            for setting in group.keys() - {"params"}:
+                self.add(f"{GROUPS}{number}.{setting}", group[setting], file, "param_groups", number, setting)
+
+    def _name(self, file: str, known: Any, names: Mapping[Any, str] | None) -> str:
+        name = known if names is None else names.get(known)
+        if not isinstance(name, str):
+            raise PartitaError(
+                f"checkpoint: '{self.folder / file}' numbers the optimizer's parameters, and nothing says the name of "
+                f"number {known}: convert it with the model's configuration beside it (partita convert checkpoint)"
+            )
+        return name
+
+    def mapping(self, file: str) -> Mapping[Any, Any]:
+        """What a file holds.
+
+        Raises:
+            PartitaError: it is no dictionary, or cannot be read.
+        """
+        found = self.content(file)
+        if not isinstance(found, Mapping):
+            raise PartitaError(
+                f"checkpoint: '{self.folder / file}' holds a {type(found).__name__}: expected a state dict"
+            )
+        return found
+
+    def value(self, key: str) -> Any:
+        return self._at(self.values[key] if key in self.values else self.tensors[key].chunks[0])
+
+    @contextmanager
+    def read(self, chunks: Sequence[Chunk]) -> Iterator[Iterator[Tensor]]:
+        yield (self._at(chunk) for chunk in chunks)
+
+    def _at(self, chunk: Chunk) -> Any:
+        found = self.content(chunk.file)
+        for part in self.within[chunk.key]:
+            found = found[part]
+        return found
+
+
+def load_mapped(path: Path) -> Any:
+    """What ``torch.save`` wrote, if it is of plain values, containers and tensors only; these are read when they are
+    used.
+
+    Raises:
+        PartitaError: it cannot be read, is damaged, or names other classes, which could run any code.
+    """
+    try:
+        with explained(path):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except PartitaError:
+        raise
+    except Exception as error:  # bytes that are no archive, or name any class, raise anything
+        reason = next(iter(str(error).strip().splitlines()), "")
+        raise PartitaError(
+            f"checkpoint: '{path}' cannot be loaded, as it is damaged or holds more than numbers, text, tensors and "
+            f"containers of them, which could run any code ({type(error).__name__}: {reason}); save it again as plain "
+            "state dicts (torch.save(model.state_dict(), ...))"
+        ) from error

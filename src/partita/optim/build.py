@@ -141,7 +141,7 @@ class Schedule(LRScheduler):
     def get_lr(self) -> list[float | Tensor]:
         """The rate of each group in the next step; groups may have been added since."""
         step, groups = self.last_epoch, self.optimizer.param_groups
-        if self._name == "constant" and step > self._warmup:
+        if self._name == "constant" and (step > self._warmup or not self._warmup):
             return [group["lr"] for group in groups]
         peaks = [float(group.setdefault("initial_lr", group["lr"])) for group in groups]
         return [peak * self._factor(min(1.0, self._least / peak) if peak else 1.0, step) for peak in peaks]

@@ -38,7 +38,7 @@ class Regression(pl.LightningModule):
 
     def training_step(self, batch: list[Tensor], number: int) -> Tensor:
         loss = self.loss(batch) + 1e-3 * self.scale.square().sum()
-        self.losses.append(float(loss))
+        self.losses.append(loss.item())
         return loss
 
     def validation_step(self, batch: list[Tensor], number: int) -> None:

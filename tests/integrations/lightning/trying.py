@@ -1,15 +1,14 @@
-from tests.integrations.lightning.modules import *
-import os
+from tests.integrations.lightning.loops import *
+import os, pathlib
 from unittest import mock
 @mock.patch.dict(os.environ)
-def go(stage):
+def go(stage, folder):
     import torch.distributed as dist
-    out={}
-    for name, strategy in (("ddp", on_ddp()), ("partita", on_partita(stage))):
-        m=Regression(); t=trainer(strategy, dist.get_world_size(), accumulate_grad_batches=2, gradient_clip_val=0.5)
-        t.fit(m, loader(), loader(20))
-        out[name]=(m.losses, m.rates, float(t.callback_metrics["held_out"]))
-        if name=="partita":
-            print(t.test(m, loader(20), verbose=False))
-            strategy.engine.close()
-    return out
+    w=dist.get_world_size()
+    a=Loop(fabric(on_ddp(), w)).run(0,6)
+    s=on_partita(stage)
+    l=Loop(fabric(s,w)); l.run(0,3); l.save(pathlib.Path(folder)); b=l.run(3,6); s.teardown()
+    s=on_partita(3-stage)
+    l=Loop(fabric(s,w)); st=l.state(); st["step"]=None; print("left", l.fabric.load(folder, st), st["step"]); c=l.run(3,6)
+    s.teardown()
+    return a,b,c

@@ -41,11 +41,11 @@ def load(engine: Engine, folder: Path, *, only_model: bool, strict: bool, weight
     """
     restored = engine.load(folder, only_model=only_model, strict=strict)
     engine.extra.pop(_KEY, None)
-    stored = open_stored(restored.folder)
+    stored = open_stored(restored.path)
     extra = stored.value(EXTRA) if EXTRA in stored.values else {}
     if _KEY not in extra:
         raise PartitaError(
-            f"checkpoint: '{restored.folder}' was saved without Lightning, whose progress is not in it; take it up "
+            f"checkpoint: '{restored.path}' was saved without Lightning, whose progress is not in it; take it up "
             "with engine.load in a loop of your own, or name a folder that Lightning saved"
         )
     return torch.load(io.BytesIO(extra[_KEY]), map_location="cpu", weights_only=weights_only)

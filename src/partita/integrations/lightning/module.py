@@ -18,11 +18,13 @@ class EngineModule(nn.Module):
 
     So ``training_step`` and others run inside the model's forward (Lightning puts them in its place for that call),
     where parameters of the model's own are whole.
+
+    Attributes: ``engine``, its ``module``, and whether it ``trains`` that.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, trains: bool) -> None:
         super().__init__()
-        self.engine = engine
+        self.engine, self.trains = engine, trains
         self.module = engine.module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -38,11 +40,8 @@ class EngineModule(nn.Module):
 def start(
     model: nn.Module, config: Config, optimizer: Optimizer | None, device: torch.device, weights: str | None
 ) -> EngineModule:
-    """Put the model under an engine on ``device``."""
-    _move_others(model, device)
-    engine = initialize(model, config, optimizer=optimizer, weights=weights, device=device)
-    _update_properties(model, device=device)
-    return EngineModule(engine)
+    """Put the model under an engine that trains it on ``device``."""
+    return EngineModule(_engine(model, config, optimizer, device, weights), trains=True)
 
 
 def start_frozen(model: nn.Module, config: Config, device: torch.device, weights: str | None) -> EngineModule:
@@ -50,9 +49,18 @@ def start_frozen(model: nn.Module, config: Config, device: torch.device, weights
     trained = [param for param in model.parameters() if param.requires_grad]
     _require_gradients(trained, False)
     try:
-        return start(model, config, None, device, weights)
+        return EngineModule(_engine(model, config, None, device, weights), trains=False)
     finally:
         _require_gradients(trained, True)
+
+
+def _engine(
+    model: nn.Module, config: Config, optimizer: Optimizer | None, device: torch.device, weights: str | None
+) -> Engine:
+    _move_others(model, device)
+    engine = initialize(model, config, optimizer=optimizer, weights=weights, device=device)
+    _update_properties(model, device=device)
+    return engine
 
 
 def _require_gradients(params: Iterable[nn.Parameter], wanted: bool) -> None:

@@ -60,10 +60,9 @@ class EnginePrecision(Precision):
         Raises:
             PartitaError: it would miss the loss scale of fp16.
         """
-        engine = self._engine()
         own = isinstance(model, LightningModule) and is_overridden("backward", model)
         if not (own or args or kwargs):
-            engine.backward(tensor)
+            self._engine().backward(tensor)
             return
         if self.config.precision.compute == "fp16":
             raise PartitaError(

@@ -12,5 +12,6 @@ def require(library: str, extra: str) -> None:
         PartitaError: it is not installed; names the extra.
     """
     if find_spec(library) is None:
-        raise PartitaError(f"partita.integrations.{extra} needs '{library}', which is not installed: pip install "
-                           f"'partita[{extra}]'")
+        raise PartitaError(
+            f"partita.integrations.{extra} needs '{library}', which is not installed: pip install 'partita[{extra}]'"
+        )

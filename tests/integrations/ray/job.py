@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import ray.train
 import torch
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
@@ -42,6 +43,7 @@ def train(job: dict[str, Any]) -> None:
             with (Path(job["folder"]) / f"losses-{rank}").open("a") as file:
                 file.write(json.dumps([step, loss.item()]) + "\n")
             if step == job["dies_at"] and rank == 1 and restored is None:
+                ray.train.get_all_reported_checkpoints()  # Ray has heard of what was reported
                 os.kill(os.getpid(), signal.SIGKILL)
             engine.step()
             if (step + 1) % EVERY == 0:
@@ -64,9 +66,7 @@ def run(folder: Path, stage: int, dies_at: int | None) -> dict[str, Any]:
     )
     result = trainer.fit()
     kept = [sorted(path.name for path in Path(saved.path).iterdir()) for saved, _ in result.best_checkpoints]
-    losses = [
-        [json.loads(line) for line in (folder / f"losses-{rank}").read_text().splitlines()] for rank in range(2)
-    ]
+    losses = [[json.loads(line) for line in (folder / f"losses-{rank}").read_text().splitlines()] for rank in range(2)]
     return {"losses": losses, "kept": kept, "metrics": result.metrics}
 
 

@@ -1,8 +1,8 @@
 """The strategy for Lightning Fabric."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.precision import Precision
-from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -73,19 +73,18 @@ class PartitaStrategy(DDPStrategy):
 
     @precision.setter
     def precision(self, given: Precision | None) -> None:
-        self._plugin = EnginePrecision(given or Precision(), self._config, lambda: self._only("fabric.backward"))
+        self._plugin = EnginePrecision(given or Precision(), self._config, self._only)
 
     # ---------------------------------------------------------------------- begin
 
-    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Where ``fabric.init_module`` builds modules: on the host, with ``empty_init`` on the meta device."""
-        context: AbstractContextManager[None] = torch.device("meta") if empty_init else accelerator.HOST
-        return context
+        return torch.device("meta") if empty_init else accelerator.HOST
 
     def module_to_device(self, module: nn.Module) -> None:
         """Nothing: the engine brings to the device what rests there."""
 
-    def setup_module(self, module: nn.Module) -> EngineModule:
+    def setup_module(self, module: nn.Module) -> EngineModule:  # type: ignore[override]  # Lightning's says DDP
         """A model to evaluate alone."""
         return self._hold(start_frozen(module, self.precision.config, self.root_device, self._weights))
 
@@ -126,16 +125,15 @@ class PartitaStrategy(DDPStrategy):
         Raises:
             PartitaError: there are several engines, or none.
         """
-        if args or kwargs:
-            self.precision.backward(tensor, module, None, *args, **kwargs)
-        else:
-            (self._only("fabric.backward") if module is None else self._engine(module)).backward(tensor)
+        held = self._only() if module is None else module
+        assert isinstance(held, EngineModule)
+        held.backward(tensor, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """The engine's step, after the ``closure`` if there is one; returns what that does."""
         closure: Callable[[], Any] | None = kwargs.get("closure")
         output = closure() if closure is not None else None
-        self._of_optimizer(optimizer).step()
+        self._of(optimizer).step()
         return output
 
     def clip_gradients_norm(
@@ -154,7 +152,7 @@ class PartitaStrategy(DDPStrategy):
         """
         if norm_type != 2:
             raise ConfigError(f"clip_gradients: partita clips by the 2-norm; got norm_type={norm_type}")
-        norm = self._of_optimizer(optimizer).clip_grad_norm(float(max_norm))
+        norm = self._of(optimizer).engine.clip_grad_norm(float(max_norm))
         if error_if_nonfinite and not math.isfinite(norm):
             raise PartitaError(
                 f"clip_gradients: the norm of the gradients is {norm}; pass error_if_nonfinite=False to leave such an "
@@ -190,7 +188,9 @@ class PartitaStrategy(DDPStrategy):
             super().save_checkpoint(path, state, storage_options, dict(filter or {}))
             return
         if filter or storage_options is not None:
-            raise PartitaError("fabric.save: an engine's checkpoint is whole, and a folder: no filter, no storage_options")
+            raise PartitaError(
+                "fabric.save: an engine's checkpoint is a whole folder; pass neither filter nor storage_options"
+            )
         beside = self._convert_stateful_objects_in_state(others, filter={})
         checkpoints.save(engine, Path(self.broadcast(path)), beside)
 
@@ -248,22 +248,22 @@ class PartitaStrategy(DDPStrategy):
     def _engine(self, module: nn.Module) -> Engine:
         return next(engine for engine in self.engines if engine.module is _model(module))
 
-    def _of_optimizer(self, optimizer: Any) -> Engine:
-        return next(engine for engine in self.engines if engine.optimizer is optimizer)
+    def _of(self, optimizer: Any) -> EngineModule:
+        return next(held for held in self._held if held.engine.optimizer is optimizer)
 
-    def _only(self, call: str) -> Engine:
-        trained = [held.engine for held in self._held if held.trains]
+    def _only(self) -> EngineModule:
+        trained = [held for held in self._held if held.trains]
         if len(trained) != 1:
             raise PartitaError(
-                f"{call}: {len(trained)} models were set up with an optimizer, each has an engine of its own; name one: "
-                f"{call}(loss, model=model)"
+                f"fabric.backward: {len(trained)} models were set up with an optimizer, each has an engine of its own; "
+                "name one: fabric.backward(loss, model=model)"
             )
         return trained[0]
 
     def teardown(self) -> None:
         """End the engines; the models are ordinary modules again."""
         while self._held:
-            self._held.pop().engine.close(whole=True)
+            self._held.pop().close()
         super().teardown()
 
 
@@ -273,13 +273,7 @@ class _BackwardSync(_BackwardSyncControl):
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Gradients that rest whole are summed over the ranks at the first backward outside."""
         assert isinstance(module, EngineModule)
-        return _local(module.engine) if enabled and module.adds_locally else nullcontext()
-
-
-@contextmanager
-def _local(engine: Engine) -> Iterator[None]:
-    with engine.no_sync():
-        yield
+        return module.no_sync() if enabled else nullcontext()
 
 
 def _model(module: nn.Module) -> nn.Module:

@@ -1,16 +1,18 @@
 """A model under an engine, as Lightning's strategies hold it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partita.config.schema import Config
 from partita.engine.engine import Engine
 from partita.engine.start import initialize
+from partita.errors import PartitaError
 
 
 class EngineModule(nn.Module):
@@ -26,15 +28,70 @@ class EngineModule(nn.Module):
         super().__init__()
         self.engine, self.trains = engine, trains
         self.module = engine.module
+        self._has_gradients = False
+        self._optimizer_class = type(engine.optimizer)
+        # Lightning makes the class of its own wrapper around an optimizer from that optimizer's class.
+        own = {"zero_grad": lambda optimizer, set_to_none=True: self.zero_grad(set_to_none)}
+        engine.optimizer.__class__ = type(self._optimizer_class.__name__, (self._optimizer_class,), own)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's."""
         return self.engine(*args, **kwargs)
 
-    @property
-    def adds_locally(self) -> bool:
-        """Whether gradients of several backwards cost no more memory when they are summed over the ranks at the last."""
-        return all(bool(row.grad_between.partial_axes) for row in self.engine.plan.values())
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """The engine's; with arguments (``retain_graph``, ...) the loss's own.
+
+        Raises:
+            PartitaError: that would miss the loss scale of fp16.
+        """
+        if args or kwargs:
+            with self.own_backward():
+                loss.backward(*args, **kwargs)
+        else:
+            self._has_gradients = True
+            self.engine.backward(loss)
+
+    @contextmanager
+    def own_backward(self) -> Iterator[None]:
+        """Around a backward that is not the engine's.
+
+        Raises:
+            PartitaError: it would miss the loss scale of fp16.
+        """
+        if self.engine.config.precision.compute == "fp16":
+            raise PartitaError(
+                "a backward of the module's own, or with arguments (retain_graph=True), would miss the loss scale of "
+                "fp16: compute in bf16 (precision='bf16-mixed'), or leave the backward to Lightning"
+            )
+        self._has_gradients = True
+        yield
+
+    def step(self) -> None:
+        """The engine's."""
+        self.engine.step()
+        self._has_gradients = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients since the last step: the engine has them, and ``.grad`` does not."""
+        if self._has_gradients:
+            self.engine.zero_grad()
+            self._has_gradients = False
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Around backwards that are not a batch's last: gradients are summed over the ranks once, where they rest
+        whole; elsewhere that would take their memory.
+        """
+        whole = all(bool(row.grad_between.partial_axes) for row in self.engine.plan.values())
+        return self.engine.no_sync() if whole else nullcontext()
+
+    def close(self) -> None:
+        """The model and its optimizer are ordinary ones again.
+
+        Raises:
+            PartitaError: the model does not fit into memory whole; the engine is still open.
+        """
+        self.engine.close(whole=True)
+        self.engine.optimizer.__class__ = self._optimizer_class
 
 
 def start(

@@ -5,15 +5,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.fabric.plugins.precision import Precision as FabricPrecision
+from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from partita.config.schema import Config
-from partita.engine.engine import Engine
-from partita.errors import ConfigError, PartitaError
+from partita.errors import ConfigError
+from partita.integrations.lightning.module import EngineModule
 from partita.integrations.lightning.settings import with_precision
 
 
@@ -27,15 +28,15 @@ class EnginePrecision(Precision):
     Attributes: ``config``, with the dtype that the precision stands for.
 
     Args:
-        engine: gives the engine that is open.
+        held: gives the model under the engine that is open.
 
     Raises:
         ConfigError: the config says another dtype.
     """
 
-    def __init__(self, given: FabricPrecision, config: Config, engine: Callable[[], Engine]) -> None:
+    def __init__(self, given: FabricPrecision, config: Config, held: Callable[[], EngineModule]) -> None:
         self.precision = given.precision
-        self._given, self._engine = given, engine
+        self._given, self._held = given, held
         self.config, autocasts = with_precision(config, given.precision)
         self._enters = autocasts or not given.precision.endswith("-mixed")
 
@@ -52,37 +53,31 @@ class EnginePrecision(Precision):
         """Fabric's outputs as the given plugin has them: in fp32."""
         return self._given.convert_output(data)
 
-    def backward(
-        self, tensor: Tensor, model: nn.Module | None, optimizer: Optimizer | None = None, *args: Any, **kwargs: Any
+    def backward(  # type: ignore[override]  # as in Lightning's own
+        self, tensor: Tensor, model: LightningModule, optimizer: Steppable | None, *args: Any, **kwargs: Any
     ) -> None:
-        """By the engine; a backward of the LightningModule's own, or one with arguments, as it stands.
+        """By the engine, or by the LightningModule where that has a ``backward`` of its own.
 
         Raises:
-            PartitaError: it would miss the loss scale of fp16.
+            PartitaError: the latter would miss the loss scale of fp16.
         """
-        own = isinstance(model, LightningModule) and is_overridden("backward", model)
-        if not (own or args or kwargs):
-            self._engine().backward(tensor)
-            return
-        if self.config.precision.compute == "fp16":
-            raise PartitaError(
-                "a backward of the module's own, or with arguments (retain_graph=True), would miss the loss scale of "
-                "fp16: compute in bf16 (precision='bf16-mixed'), or leave the backward to Lightning"
-            )
-        if own:
-            model.backward(tensor, *args, **kwargs)
+        if is_overridden("backward", model):
+            with self._held().own_backward():
+                model.backward(tensor, *args, **kwargs)
         else:
-            tensor.backward(*args, **kwargs)
+            self._held().backward(tensor, *args, **kwargs)
 
-    def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
+    def optimizer_step(  # type: ignore[override]  # as in Lightning's own
+        self, optimizer: Steppable, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
         """Run the closure (forward and backward), Lightning's hooks before the step, and the engine's step."""
         output = self._wrap_closure(model, optimizer, closure)
-        self._engine().step()
+        self._held().step()
         return output
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip the batch's gradients by their global norm in the step that follows."""
-        self._engine().clip_grad_norm(float(clip_val))
+        self._held().engine.clip_grad_norm(float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Refused.

@@ -33,9 +33,9 @@ class PartitaStrategy(DDPStrategy):
     """Trains a LightningModule under partita's plan; processes, samplers and logging are those of Lightning's DDP.
 
     Accumulation, clipping, precision, optimizer and schedulers are the Trainer's and the module's. Where
-    ``configure_optimizers`` returns None, the config's optimizer and schedule are taken. A checkpoint is a folder, which
-    loads at any stage and on any number of ranks; one with ``save_weights_only=True`` is an ordinary file with the whole
-    weights. The engine stays open after ``fit``, for ``test`` and ``save_checkpoint``, until the next ``fit``.
+    ``configure_optimizers`` returns None, the config's optimizer and schedule are taken. A checkpoint is a folder,
+    which loads at any stage and on any number of ranks; one with ``save_weights_only=True`` is an ordinary file with
+    the whole weights. The engine stays open after ``fit``, for ``test`` and ``save_checkpoint``, until the next ``fit``.
 
     Attributes: ``engine``, once the Trainer has set the strategy up.
 
@@ -63,7 +63,7 @@ class PartitaStrategy(DDPStrategy):
         settings.check(self._config)
         timeout = timedelta(seconds=self._config.communication.timeout_s)
         self._weights = None if weights is None else str(weights)
-        self._engine_module: EngineModule | None = None
+        self._held: EngineModule | None = None
         super().__init__(cluster_environment=cluster_environment, timeout=timeout, start_method=start_method)
 
     @property
@@ -73,11 +73,14 @@ class PartitaStrategy(DDPStrategy):
         Raises:
             PartitaError: the Trainer has not set the strategy up.
         """
-        if self._engine_module is None:
+        return self._open().engine
+
+    def _open(self) -> EngineModule:
+        if self._held is None:
             raise PartitaError(
                 "PartitaStrategy has no engine yet: the Trainer makes one in fit, validate, test and predict"
             )
-        return self._engine_module.engine
+        return self._held
 
     @property
     def precision_plugin(self) -> EnginePrecision:
@@ -86,7 +89,7 @@ class PartitaStrategy(DDPStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, given: FabricPrecision | None) -> None:
-        self._precision = EnginePrecision(given or FabricPrecision(), self._config, lambda: self.engine)
+        self._precision = EnginePrecision(given or FabricPrecision(), self._config, self._open)
 
     # ---------------------------------------------------------------------- begin
 
@@ -104,11 +107,11 @@ class PartitaStrategy(DDPStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING
-        held = self._engine_module
+        held = self._held
         if held is None or fits or held.module is not self.lightning_module:
             self._end()
             held = self._start_training(trainer) if fits else self._start_evaluation()
-        self.model = self._engine_module = held
+        self.model = self._held = held
 
     def _start_training(self, trainer: Trainer) -> EngineModule:
         module = self.lightning_module
@@ -150,13 +153,19 @@ class PartitaStrategy(DDPStrategy):
 
     # ---------------------------------------------------------------------- train
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, inside its forward; under manual optimization, which updates parameters meanwhile, outside."""
+        module = self.lightning_module
+        assert module is not None
+        if module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        with self.precision_plugin.train_step_context():
+            return module.training_step(*args, **kwargs)
+
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Around backwards that are not a batch's last: gradients that rest whole are summed over the ranks once."""
-        if self._engine_module is not None and self._engine_module.adds_locally:
-            with self.engine.no_sync():
-                yield
-        else:
+        """Around backwards that are not a batch's last."""
+        with self._open().no_sync():
             yield
 
     # ---------------------------------------------------------------- checkpoints
@@ -191,7 +200,7 @@ class PartitaStrategy(DDPStrategy):
             super().save_checkpoint({**checkpoint, "state_dict": weights}, path, storage_options)
             return
         if storage_options is not None:
-            raise PartitaError("storage_options: a checkpoint of PartitaStrategy is a folder of a file system; pass none")
+            raise PartitaError("storage_options: a checkpoint of PartitaStrategy is a folder; pass none")
         checkpoints.save(self.engine, path, checkpoint)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -228,13 +237,13 @@ class PartitaStrategy(DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """End the engine, and tell the ranks that wait for this one why."""
-        held, self._engine_module = self._engine_module, None
+        held, self._held = self._held, None
         if held is not None:
             held.engine.__exit__(type(exception), exception, exception.__traceback__)
 
     def teardown(self) -> None:
         """End of fit or evaluation; parameters stay where the engine has them."""
-        if self._engine_module is not None:
+        if self._held is not None:
             self.engine.wait_for_checkpoint()
         assert self.cluster_environment is not None
         assert self.accelerator is not None
@@ -245,6 +254,6 @@ class PartitaStrategy(DDPStrategy):
 
     def _end(self) -> None:
         """Make the module of the engine that is open an ordinary one again."""
-        held, self._engine_module = self._engine_module, None
-        if held is not None:
-            held.engine.close(whole=True)
+        if self._held is not None:
+            self._held.close()
+            self._held = None

@@ -1,14 +1,14 @@
 """Ray Train on partita: Ray places the workers, keeps the checkpoints, and starts the workers again.
 
-    from partita.integrations.ray import PartitaTorchConfig, report, resume
+from partita.integrations.ray import PartitaTorchConfig, report, resume
 
-    def train(config):
-        engine = partita.initialize(model, config)
-        resume(engine)
-        ...
-        report(engine, {"loss": loss})
+def train(config):
+    engine = partita.initialize(model, config)
+    resume(engine)
+    ...
+    report(engine, {"loss": loss})
 
-    TorchTrainer(train, torch_config=PartitaTorchConfig(), scaling_config=..., run_config=...).fit()
+TorchTrainer(train, torch_config=PartitaTorchConfig(), scaling_config=..., run_config=...).fit()
 """
 
 from partita.integrations.extras import require

@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 import ray.train
-from ray.train.backend import Backend
+from ray.train.backend import Backend, BackendConfig
 from ray.train.torch import TorchConfig
 
 from partita.config.launchers import LaunchEnvironment, set_launch_environment
@@ -33,14 +33,14 @@ class PartitaBackend(Backend):
 
     share_cuda_visible_devices = True  # a rank computes on the device of its local rank
 
-    def on_start(self, worker_group: Any, backend_config: PartitaTorchConfig) -> None:
+    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
         """Agree on an address of the first worker's, and set the variables of each."""
         worker_group.execute(_be_a_rank, worker_group.execute_single(0, _free_address))
 
 
 def _free_address() -> tuple[str, int]:
     """This node's address, and a port that is free there."""
-    host = ray.util.get_node_ip_address()
+    host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with closing(socket.socket(family, socket.SOCK_STREAM)) as tried:
         tried.bind((host, 0))

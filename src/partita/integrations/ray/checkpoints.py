@@ -5,7 +5,6 @@ from datetime import datetime
 from typing import Any
 
 import ray.train
-from pyarrow.fs import LocalFileSystem
 from ray.train import Checkpoint, CheckpointUploadMode
 from ray.train.collective import broadcast_from_rank_zero
 
@@ -21,11 +20,11 @@ def report(engine: Engine, metrics: Mapping[str, Any]) -> None:
     Ray keeps as many checkpoints as ``CheckpointConfig`` says, and hands the newest to workers that it starts again.
 
     Raises:
-        PartitaError: on all ranks: ``RunConfig.storage_path`` is no folder that every node sees, or it cannot be written.
+        PartitaError: on all ranks: ``RunConfig.storage_path`` is no folder of a file system, or cannot be written.
     """
     context = ray.train.get_context()
     storage = context.get_storage()
-    if not isinstance(storage.storage_filesystem, LocalFileSystem):
+    if storage.storage_filesystem.type_name != "local":
         raise PartitaError(
             f"report: the run's storage is on '{storage.storage_filesystem.type_name}', but all ranks write one "
             "checkpoint together: set RunConfig(storage_path=) to a folder that every node sees (NFS, ...)"

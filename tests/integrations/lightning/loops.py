@@ -1,6 +1,5 @@
-"""Loops with Fabric, alike on partita and on Lightning's own DDP."""
+"""A loop with Fabric, alike on partita and on Lightning's own DDP."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -8,45 +7,25 @@ import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from lightning.fabric.strategies import DDPStrategy, Strategy
-from torch import Tensor, nn
+from lightning.fabric.strategies.ddp import DDPStrategy
+from torch import Tensor
 
 from partita.integrations.lightning.fabric import PartitaStrategy
-from tests.integrations.lightning.modules import WIDTH
-
-
-class Net(nn.Module):
-    """[batch, WIDTH] to a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3)])
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(x * self.scale))
-
-    def penalty(self) -> Tensor:
-        """Of a parameter of the module's own, outside its forward."""
-        return 1e-3 * self.scale.square().sum()
-
-
-def fabric(strategy: Strategy, devices: int, **arguments: Any) -> Fabric:
-    logging.getLogger("partita").setLevel(logging.ERROR)
-    strategy.cluster_environment = TorchElasticEnvironment()  # type: ignore[attr-defined]
-    made = Fabric(accelerator="cpu", strategy=strategy, devices=devices, **arguments)
-    made.launch()
-    return made
+from tests.integrations.lightning.modules import WIDTH, Net
 
 
 def on_partita(stage: int, **config: Any) -> PartitaStrategy:
-    return PartitaStrategy({"zero": {"stage": stage}, **config})
+    return PartitaStrategy({"zero": {"stage": stage}, **config}, cluster_environment=TorchElasticEnvironment())
 
 
 def on_ddp() -> DDPStrategy:
-    return DDPStrategy()
+    return DDPStrategy(cluster_environment=TorchElasticEnvironment())
+
+
+def fabric(strategy: PartitaStrategy | DDPStrategy, devices: int, **arguments: Any) -> Fabric:
+    made = Fabric(accelerator="cpu", strategy=strategy, devices=devices, **arguments)
+    made.launch()
+    return made
 
 
 def batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
@@ -58,29 +37,34 @@ class Loop:
     """A model in training: two micro-batches to a step, clipped."""
 
     def __init__(self, fabric: Fabric) -> None:
-        self.fabric, self.losses = fabric, list[float]()
+        self.fabric, self.losses, self.norms = fabric, list[float](), list[float]()
         model = Net()
-        self.model, self.optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        self.model, self.optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3))
         self.model.mark_forward_method("penalty")
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.1 + 1 / (1 + step))
 
+    def loss(self, number: int) -> Tensor:
+        x, y = batch(self.fabric.global_rank, number)
+        return F.mse_loss(self.model(x), y) + self.model.penalty()
+
     def run(self, start: int, stop: int) -> list[float]:
-        """The loss of every micro-batch of these steps."""
+        """The loss of every micro-batch of these steps, and the norm after each."""
         for step in range(start, stop):
             self.optimizer.zero_grad()
             for micro in range(2):
-                x, y = batch(self.fabric.global_rank, 2 * step + micro)
                 with self.fabric.no_backward_sync(self.model, enabled=micro == 0):
-                    loss = F.mse_loss(self.model(x), y) + self.model.penalty()
+                    loss = self.loss(2 * step + micro)
                     self.fabric.backward(loss / 2)
                 self.losses.append(loss.item())
-            self.fabric.clip_gradients(self.model, self.optimizer, max_norm=0.5)
+            norm = self.fabric.clip_gradients(self.model, self.optimizer, max_norm=0.5)
+            assert norm is not None
+            self.losses.append(float(norm))
             self.optimizer.step()
             self.schedule.step()
         return self.losses
 
-    def state(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule, "step": 3}
+    def state(self, step: int = 0) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule, "step": step}
 
     def save(self, folder: Path) -> None:
-        self.fabric.save(folder, self.state())
+        self.fabric.save(folder, self.state(step=3))

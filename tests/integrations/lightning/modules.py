@@ -39,7 +39,7 @@ def quietly() -> Iterator[None]:
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        with mock.patch.dict(os.environ):
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):

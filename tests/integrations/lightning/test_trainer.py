@@ -49,7 +49,7 @@ def beside_ddp(kind: type[Regression], arguments: dict[str, Any]) -> list[dict[s
 FITS = {
     "accumulated, clipped": (Regression, ACCUMULATED),
     "manual": (Manual, {}),
-    "on a plateau": (Plateau, {}),
+    "on a plateau": (Plateau, {"max_epochs": 3}),
 }
 
 

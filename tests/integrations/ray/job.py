@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,27 +28,33 @@ NUM_STEPS = 6
 EVERY = 2
 
 
-def train(job: dict[str, Any]) -> None:
-    """Steps 0 to NUM_STEPS - 1; every loss goes into a file of the rank's."""
-    logging.getLogger("partita").setLevel(logging.ERROR)
+def losses_of(stage: int, dies_at: int | None, under_ray: bool = False) -> Iterator[tuple[int, float]]:
+    """(step, loss) of this rank; rank 1 dies in the step ``dies_at`` of a run that was not resumed."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
-    config = {"zero": {"stage": job["stage"]}, "communication": {"timeout_s": 60.0}}
+    config = {"zero": {"stage": stage}, "communication": {"timeout_s": 60.0}}
     with partita.initialize(model, config, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2)) as engine:
-        restored = resume(engine)
-        rank = engine.mesh.rank
+        restored = resume(engine) if under_ray else None
         for step in range(restored.step if restored else 0, NUM_STEPS):
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + engine.mesh.rank))
             loss = F.mse_loss(engine(x), x.sum(1, keepdim=True))
             engine.backward(loss)
-            with (Path(job["folder"]) / f"losses-{rank}").open("a") as file:
-                file.write(json.dumps([step, loss.item()]) + "\n")
-            if step == job["dies_at"] and rank == 1 and restored is None:
+            yield step, loss.item()
+            if step == dies_at and engine.mesh.rank == 1 and restored is None:
                 ray.train.get_all_reported_checkpoints()  # Ray has heard of what was reported
                 os.kill(os.getpid(), signal.SIGKILL)
             engine.step()
-            if (step + 1) % EVERY == 0:
+            if under_ray and (step + 1) % EVERY == 0:
                 report(engine, {"step": step})
+
+
+def train(job: dict[str, Any]) -> None:
+    """What each worker runs; its losses go into a file."""
+    logging.getLogger("partita").setLevel(logging.ERROR)
+    notes = Path(job["folder"]) / f"losses-{ray.train.get_context().get_world_rank()}"
+    for noted in losses_of(job["stage"], job["dies_at"], under_ray=True):
+        with notes.open("a") as file:
+            file.write(json.dumps(noted) + "\n")
 
 
 def run(folder: Path, stage: int, dies_at: int | None) -> dict[str, Any]:
@@ -72,18 +79,18 @@ def run(folder: Path, stage: int, dies_at: int | None) -> dict[str, Any]:
 
 def main() -> None:
     """Start a small Ray of its own, run the job, and end it."""
+    folder, stage, *dies_at = sys.argv[1:]
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as temporary:  # paths of sockets are short
         ray.init(
             num_cpus=2,
             include_dashboard=False,
             object_store_memory=80 * 2**20,
             _temp_dir=temporary,
-            log_to_driver="--logs" in sys.argv,
+            log_to_driver=False,
             configure_logging=False,
         )
         try:
-            numbers = [int(text) for text in sys.argv[2:] if text.isdigit()]
-            found = run(Path(sys.argv[1]), numbers[0], numbers[1] if len(numbers) > 1 else None)
+            found = run(Path(folder), int(stage), int(dies_at[0]) if dies_at else None)
         finally:
             ray.shutdown()
     print(json.dumps(found))  # noqa: T201  (it is what the job is asked for)

@@ -67,13 +67,13 @@ def test_storage_that_is_no_file_system_is_refused() -> None:
         get_storage=lambda: SimpleNamespace(storage_filesystem=SimpleNamespace(type_name="s3")),
         get_world_rank=lambda: 0,
     )
-    with mock.patch.object(ray.train, "get_context", lambda: context):
+    with mock.patch.object(ray.train, "get_context", return_value=context):
         with pytest.raises(PartitaError, match="the run's storage is on 's3'.* RunConfig\\(storage_path=\\)"):
             report(mock.create_autospec(partita.Engine), {})
 
 
 def test_the_first_start_resumes_nothing() -> None:
-    with mock.patch.object(ray.train, "get_checkpoint", lambda: None):
+    with mock.patch.object(ray.train, "get_checkpoint", return_value=None):
         assert checkpoints.resume(mock.create_autospec(partita.Engine)) is None
 
 

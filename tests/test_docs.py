@@ -22,7 +22,7 @@ from partita.config.messages import key_paths
 from partita.config.schema import Config
 from partita.engine.engine import Engine
 from partita.errors import ConfigError
-from partita.train.job import Job
+from partita.train.job import Job, load_job
 from tests.test_architecture import LAYERS
 
 ROOT = Path(__file__).parents[1]
@@ -30,10 +30,10 @@ SOURCE = ROOT / "src" / "partita"
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")
 
 # What a run or a build leaves, what stands for others in examples, what is built, and what is another project's.
-OF_A_RUN = re.compile(r"(runs|folder|model|build)/.*|\w+\.(safetensors|json|jsonl|yaml|png|txt)")
+OF_A_RUN = re.compile(r"(runs|folder|model|build|zero)/.*|\w+\.(safetensors|json|jsonl|yaml|png|txt|pt|bin)")
 PLACEHOLDERS = {"benchmarks.name", "benchmarks/name.py", "derived", "ignored", "ErrorType"}
 BUILT = {"partita.kernels._native"}
-FOREIGN = {"PR_SET_PTRACER", "SKBUILD_WHEEL_CMAKE", "xpu"}
+FOREIGN = {"PR_SET_PTRACER", "activation_checkpointing_enable", "SKBUILD_WHEEL_CMAKE", "xpu"}
 
 PATH = re.compile(r"\.?[\w*-]+(\.[\w*-]+)*(/[\w.*-]*)+|[\w*]+\.(py|md|hpp|cpp|toml)")
 KEY_AND_VALUE = re.compile(r"([a-z_][\w.]*): (\S.*)")
@@ -163,8 +163,8 @@ def unknown_path(text: str, folder: Path) -> Iterator[str]:
 
 
 def unknown_setting(key: str, value: str) -> Iterator[str]:
-    """A key of the configuration with a value, as YAML has it."""
-    paths = [path for path in keys(Config) if f".{path}".endswith(f".{key}")]
+    """A key of the configuration or of a job with a value, as YAML has it."""
+    paths = [path for path in keys(Job) if f".{path}".endswith(f".{key}")]
     if not paths and key not in PLACEHOLDERS:
         yield f"{key}: there is no such key"
     elif paths and not any(_is_accepted(path, value) for path in paths):
@@ -176,7 +176,7 @@ def _is_accepted(path: str, value: str) -> bool:
     for part in reversed(path.split(".")):
         sections = {part: sections}
     try:
-        load_config(sections)  # type: ignore[arg-type]
+        load_job(sections)  # type: ignore[arg-type]
     except ConfigError:
         return False
     return True

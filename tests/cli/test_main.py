@@ -1,6 +1,8 @@
 """The command in this process: what it says about mistakes, and what doctor shows."""
 
 import importlib.util
+import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,23 @@ def test_doctor_shows_the_machine_and_the_choices() -> None:
         assert word in output
     wanted = "bf16" if torch.cuda.is_available() else "fp32"
     assert f"{wanted} (precision.compute: auto)" in output
+
+
+def test_doctor_for_a_report_is_a_table_that_names_nobody() -> None:
+    code, output = invoke("doctor", "--markdown")
+    assert code == 0
+    head, line, *rows = output.splitlines()
+    assert (head, line) == ("| | |", "|---|---|")
+    assert all(re.fullmatch(r"\| [\w ]+ \| .+ \|", row) for row in rows)
+    names = [row.split(" | ")[0].removeprefix("| ") for row in rows]
+    assert names[:3] == ["partita", "Python", "PyTorch"]
+    assert {"libraries", "devices", "compute dtype", "compiled kernels"} <= set(names)
+    for private in (socket.gethostname(), str(Path.home()), str(Path.cwd())):
+        assert private not in output
+
+
+def test_a_markdown_cell_holds_its_text() -> None:
+    assert doctor.markdown_table([("a", "b|c\nd")]).splitlines()[2] == r"| a | b\|c<br>d |"
 
 
 def test_doctor_says_what_is_missing_and_lost(monkeypatch: pytest.MonkeyPatch) -> None:

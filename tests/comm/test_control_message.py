@@ -15,6 +15,7 @@ from partita.comm.world import Rendezvous
 from partita.plan.mesh_shape import MeshShape
 from tests.local import pool
 from tests.local.training import Stack, rank, square_loss, world
+from tests.matrix import matrix
 
 
 def collectives() -> Collectives:
@@ -65,8 +66,7 @@ def called_on_rank_0_alone(name: str, stage: int, folder: Path) -> str:
     return ""
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", CALLS)
+@matrix(name=CALLS, stage=[1, 3])
 def test_a_call_of_one_rank_alone_is_told(name: str, stage: int, tmp_path: Path) -> None:
     said = pool.run(2, called_on_rank_0_alone, name, stage, tmp_path, with_group=False)
     if stage == 3 and name != "clip":  # the other rank waits in a gather: told at the time-out, with each rank's place

@@ -127,6 +127,19 @@ def test_hierarchical_splits_the_data_axis_over_nodes() -> None:
         resolved(HIERARCHICAL, 8, per_node=0)
 
 
+def test_replicas_are_nodes() -> None:
+    replicated = {"zero": {"stage": 3, "replicate": "nodes"}}
+    assert resolved(replicated, 8, per_node=4).mesh == MeshShape(data=8, node=2)
+    assert "zero: stage 3, within each node" in describe(resolved(replicated, 8, per_node=4))
+    alone = resolved(replicated, 8, per_node=8)
+    assert (alone.mesh.node, alone.notices) == (1, ("ignored: zero.replicate (all data ranks are on one node)",))
+    with pytest.raises(ConfigError, match="zero.replicate needs the same number of data ranks on every node"):
+        resolved(replicated, 8, per_node=3)
+    with pytest.raises(ConfigError, match="over the data ranks of a node, and each node has one") as caught:
+        resolved(replicated, 8, per_node=1)
+    assert "ranks on a node 1 launcher" in squeezed(caught.value)
+
+
 @pytest.mark.usefixtures("all_settings_available")
 def test_hierarchical_counts_the_inner_axes() -> None:
     config = HIERARCHICAL | {"parallel": {"tensor": 2, "pipeline": 2}}
@@ -164,6 +177,22 @@ def test_compute_dtype(compute: str, device: str, expected: str) -> None:
             {"schedule": {"min_lr": 1e-5}},
             "cpu",
             ("ignored: schedule.min_lr (a constant schedule stays at optimizer.lr)",),
+        ),
+        (
+            {"schedule": {"min_ratio": 0.1, "decay_steps": 5}},
+            "cpu",
+            (
+                "ignored: schedule.decay_steps (a constant schedule does not decay)",
+                "ignored: schedule.min_ratio (a constant schedule stays at optimizer.lr)",
+            ),
+        ),
+        (
+            {"schedule": {"warmup": "log", "initial_lr": 0.0}},
+            "cpu",
+            (
+                "ignored: schedule.warmup (there are no warmup_steps)",
+                "ignored: schedule.initial_lr (there are no warmup_steps)",
+            ),
         ),
         ({"schedule": {"name": "cosine", "total_steps": 9, "min_lr": 1e-5}}, "cpu", ()),
         ({"precision": {"gradients": "fp16"}}, "cpu", ()),

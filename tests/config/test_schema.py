@@ -22,12 +22,15 @@ zero:
   prefetch_bytes: auto
   keep_gathered: false
   hierarchical: false
+  replicate: none
 precision:
-  {compute: auto, master: fp32, gradients: fp32, moments: fp32, loss_scale: dynamic, nonfinite: skip,
-   keep_fp32: []}
+  {compute: auto, master: fp32, gradients: fp32, moments: fp32, loss_scale: dynamic,
+   initial_loss_scale: 65536.0, loss_scale_window: 2000, nonfinite: skip, keep_fp32: []}
 batch:     {micro: auto, accumulate: auto, total: auto}
 optimizer: {name: adamw, lr: 1.0e-3, betas: [0.9, 0.999], eps: 1.0e-8, weight_decay: 0.01, momentum: 0.0}
-schedule:  {name: constant, warmup_steps: 0, total_steps: null, min_lr: 0.0}
+schedule:
+  {name: constant, warmup_steps: 0, warmup: linear, max_lr: null, initial_lr: null, initial_steps: 0,
+   total_steps: null, decay_steps: null, min_lr: 0.0, min_ratio: 0.0}
 clip_grad_norm: null
 activations: {checkpoint: none, partition: false, offload: none}
 communication: {gradients: full, parameters: full, buffers: broadcast, within_node: auto, timeout_s: 600}

@@ -114,7 +114,6 @@ NOT_AVAILABLE = [
         ("parallel", {"tensor": 2}, "parallel.tensor"),
         ("parallel", {"pipeline": 2}, "parallel.pipeline"),
         ("parallel", {"sequence": 2}, "parallel.sequence"),
-        ("activations", {"checkpoint": "full"}, "activations.checkpoint"),
         ("activations", {"partition": True}, "activations.partition"),
         ("activations", {"offload": "host"}, "activations.offload"),
         ("communication", {"gradients": "onebit"}, "communication.gradients"),
@@ -197,6 +196,18 @@ CROSS_FIELD = [
         ("zero.hierarchical gathers parameters inside the node", "Fix: leave zero.keep_gathered out."),
     ),
     Wrong(
+        {"zero": {"stage": 2, "replicate": "nodes"}},
+        ("zero.replicate belongs to stage 3", "2  config", "Fix: leave"),
+    ),
+    Wrong(
+        {"zero": {"stage": 3, "hierarchical": True, "replicate": "nodes"}},
+        ("zero.replicate: nodes and zero.hierarchical are two ways", "Fix: leave zero.hierarchical out."),
+    ),
+    Wrong(
+        {"zero": {"stage": 3, "keep_gathered": True, "replicate": "nodes"}},
+        ("zero.replicate: nodes and zero.keep_gathered are two ways", "Fix: leave zero.keep_gathered out."),
+    ),
+    Wrong(
         {"zero": {"prefetch_bytes": "1MiB"}},
         ("zero.prefetch_bytes belongs to stage 3", "1048576  config", "Fix: leave"),
     ),
@@ -240,6 +251,30 @@ CROSS_FIELD = [
             "0.001  default",
             "Fix: set schedule.min_lr to at most",
         ),
+    ),
+    Wrong(
+        {"schedule": {"initial_lr": 0.1, "max_lr": 0.05}},
+        (
+            "the schedule's first learning rate is above its highest",
+            "0.05  config",
+            "Fix: set schedule.initial_lr to at",
+        ),
+    ),
+    Wrong(
+        {"schedule": {"name": "linear", "decay_steps": 20, "total_steps": 10}},
+        ("the decay is longer than the whole schedule", "Fix: set schedule.decay_steps to at most 10."),
+    ),
+    Wrong(
+        {"schedule": {"initial_steps": 2}},
+        ("schedule.initial_steps are steps at schedule.initial_lr, which is not given", "Fix: set schedule.initial_lr"),
+    ),
+    Wrong(
+        {"precision": {"initial_loss_scale": 128}},
+        ("precision.initial_loss_scale belongs to fp16 compute", "under fp32 the loss is not scaled"),
+    ),
+    Wrong(
+        {"precision": {"compute": "fp16", "loss_scale": 128, "loss_scale_window": 5}},
+        ("precision.loss_scale_window belongs to a dynamic loss scale; 128.0 stays as it is", "Fix: leave"),
     ),
     Wrong({}, ("the number of ranks: expected a whole number of at least 1; got 0",), num_ranks=0),
     Wrong({}, ("the number of ranks: expected", "got true"), num_ranks=True),

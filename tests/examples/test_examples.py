@@ -15,6 +15,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from partita.checkpoint.format.stored import open_stored
 from tests.local.test_launchers import free_job, free_port
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +54,7 @@ def saved(folder: Path) -> list[str]:
 
 
 def ranks_of(checkpoint: Path) -> int:
-    found: int = json.loads((checkpoint / "manifest.json").read_text())["ranks"]
+    found: int = open_stored(checkpoint).manifest["ranks"]
     return found
 
 

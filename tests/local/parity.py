@@ -116,6 +116,17 @@ def courses(name: str, plans: Sequence[str], computes: Sequence[str]) -> dict[tu
         }
 
 
+def recomputed_courses(name: str, plans: Sequence[str], choices: Sequence[Any]) -> dict[tuple[str, str], Course]:
+    """One course for each plan and way to keep activations."""
+    with shared_mesh() as mesh:
+        return {
+            (plan, str(choice)): _course(
+                CASES[name], PLANS[plan], mesh, activations={"checkpoint": choice}, optimizer=ADAMW
+            )
+            for plan, choice in product(plans, choices)
+        }
+
+
 def _course(case: Case, plan: Plan, mesh: Any, **sections: Any) -> Course:
     course = Course()
     with engine_of(case, plan, mesh, **sections) as engine:

@@ -22,6 +22,7 @@ from tests.local.training import (
     whole_weights,
     world,
 )
+from tests.matrix import matrix
 
 NUM_STEPS, NUM_PARTS = 2, 4
 
@@ -177,8 +178,7 @@ def zeroed() -> None:
                 assert torch.equal(engine.gradient("first.weight"), first)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("how", HOW)
+@matrix(how=HOW, world=[1, 2, 4])
 def test_one_global_batch_in_any_parts(how: str, world: int) -> None:
     pool.run(world, compare, how)
 

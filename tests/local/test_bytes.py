@@ -16,6 +16,7 @@ from partita.planner.memory import model_state_bytes
 from partita.planner.traffic import StepShape, step_traffic
 from tests.local import pool
 from tests.local.models import CASES, parts
+from tests.matrix import matrix
 
 ROWS: dict[str, dict[str, Any]] = {
     "0": {"stage": 0},
@@ -126,8 +127,7 @@ def check(world: int, *runs: Run) -> None:
             assert counted.traffic == counted.expected_traffic, f"{run}\n{counted.traffic}\n{counted.expected_traffic}"
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("row", ROWS)
+@matrix(row=ROWS, world=[1, 2, 4])
 def test_every_row_holds_and_sends_what_the_table_says(row: str, world: int) -> None:
     check(world, *(Run(ROWS[row], precision) for precision in PRECISIONS.values()))
 
@@ -137,8 +137,7 @@ def test_gradients_that_rest_nowhere(world: int) -> None:
     check(world, *(Run(ROWS[row], precision) for row in ("1", "2", "3", "3-kept") for precision in IN_BACKWARD))
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("row", ROWS)
+@matrix(row=ROWS, world=[1, 2, 4])
 def test_accumulation(row: str, world: int) -> None:
     check(world, Run(ROWS[row], accumulate=3))
 
@@ -152,6 +151,14 @@ def test_micro_batches_inside_no_sync_reduce_nothing(row: str) -> None:
 def test_hierarchical(ranks_per_node: int) -> None:
     zero = {"stage": 3, "hierarchical": True}
     check(4, *(Run(zero, accumulate=accumulate, ranks_per_node=ranks_per_node) for accumulate in (1, 3)))
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 4])
+def test_replicated(ranks_per_node: int) -> None:
+    zero = {"stage": 3, "replicate": "nodes"}
+    precisions = [*PRECISIONS.values(), *IN_BACKWARD]
+    check(4, *(Run(zero, precision, ranks_per_node=ranks_per_node) for precision in precisions))
+    check(4, Run(zero, accumulate=3, ranks_per_node=ranks_per_node))
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -31,6 +31,7 @@ from partita.huggingface.export import export_checkpoint
 from tests import seeds
 from tests.local import pool
 from tests.local.training import ADAMW, WIDTH, Stack, rank, square_loss, whole_weights, world
+from tests.matrix import matrix
 
 BATCH = 8
 STEPS_BEFORE, STEPS_AFTER = 2, 5
@@ -231,8 +232,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:step 1. the gradient of .* is not finite")
-@pytest.mark.parametrize("name", SECTIONS)
-@pytest.mark.parametrize("ranks", [1, 2])
+@matrix(ranks=[1, 2], name=SECTIONS)
 def test_resumed_as_if_never_stopped(name: str, ranks: int, tmp_path: Path) -> None:
     pool.run(ranks, resumes, str(tmp_path), SECTIONS[name])
 

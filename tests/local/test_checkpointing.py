@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkp
 from tests.local import pool
 from tests.local.test_visits import freeze, siamese
 from tests.local.training import Recipe, Stack, check, inputs, square_loss
+from tests.matrix import matrix
 
 
 class Recomputed(Stack):
@@ -117,8 +118,7 @@ def recomputes_once() -> None:
             engine.step()
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@matrix(name=MODELS, reentrant=[False, True])
 def test_checkpointed(name: str, reentrant: bool) -> None:
     pool.run(2, run_model, name, reentrant)
 

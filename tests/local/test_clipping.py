@@ -12,6 +12,7 @@ from partita import PartitaError
 from tests import seeds
 from tests.local import pool
 from tests.local.training import PLANS, Stack, inputs, rank, square_loss, whole_weights, world
+from tests.matrix import matrix
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -211,8 +212,7 @@ def loops_of_others(zero: Mapping[str, Any]) -> None:
     assert not optimizer._optimizer_step_pre_hooks
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("config", CONFIGS)
+@matrix(config=CONFIGS, world=[1, 2])
 def test_by_hand_as_by_the_config(config: str, world: int) -> None:
     pool.run(world, by_hand, CONFIGS[config])
 
@@ -227,16 +227,14 @@ def test_refused_where_it_cannot_hold(world: int) -> None:
     pool.run(world, refused)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("change", [_clip, _scale])
+@matrix(change=[_clip, _scale], accumulate=[1, 2])
 def test_gradients_that_the_user_changes(change: Any, accumulate: int) -> None:
     (said,) = pool.run(1, by_the_user, change, accumulate)
     assert "the .grad of 'first.weight' was changed between backward and step" in said or "'last." in said
     assert "engine.clip_grad_norm(max_norm)" in said
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("plan", PLANS)
+@matrix(plan=PLANS, accumulate=[1, 2])
 def test_gradients_that_were_collected(plan: str, accumulate: int) -> None:
     pool.run(2, collected, {"zero": PLANS[plan]}, accumulate)
 
@@ -247,13 +245,11 @@ def test_gradients_that_were_collected_on_one_rank(precision: dict[str, Any]) ->
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.parametrize("world", [1, 2])
+@matrix(world=[1, 2], create_graph=[False, True])
 def test_a_backward_after_they_were_collected(world: int, create_graph: bool) -> None:
     pool.run(world, all_inner_losses, create_graph)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("plan", PLANS)
+@matrix(plan=PLANS, world=[1, 2])
 def test_calls_that_would_find_no_gradients(plan: str, world: int) -> None:
     pool.run(world, loops_of_others, PLANS[plan])

@@ -29,6 +29,7 @@ from tests import seeds
 from tests.local import pool
 from tests.local.models import CASES
 from tests.local.training import PLANS, WIDTH, Stack, inputs, rank, square_loss
+from tests.matrix import matrix
 
 HOST = {"parameters": "host", "gradients": "host", "optimizer": "host"}
 DISK = {"parameters": "disk", "gradients": "disk", "optimizer": "disk"}
@@ -243,21 +244,17 @@ def parameter_alone() -> None:
     mesh.close()
 
 
-@pytest.mark.parametrize("close", [True, False])
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("world", [1, 2])
+@matrix(world=[1, 2], name=SETTINGS, close=[True, False])
 def test_engine_is_freed(world: int, name: str, close: bool, tmp_path: Path) -> None:
     pool.run(world, freed, _settings(name, tmp_path), close)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("world", [1, 2])
+@matrix(world=[1, 2], name=SETTINGS)
 def test_nothing_stays_on_the_model(world: int, name: str, tmp_path: Path) -> None:
     pool.run(world, left_on_the_model, _settings(name, tmp_path))
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("world", [1, 2])
+@matrix(world=[1, 2], name=SETTINGS)
 def test_an_ordinary_model_again(world: int, name: str, tmp_path: Path) -> None:
     pool.run(world, ordinary_after_close, _settings(name, tmp_path))
 
@@ -402,8 +399,7 @@ def _with_buffer(dtype: torch.dtype) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", ["stage 0", "stage 2", "stage 3", "host", "disk"])
+@matrix(name=["stage 0", "stage 2", "stage 3", "host", "disk"], world=[1, 2])
 def test_a_start_that_fails_can_be_repeated(world: int, name: str, tmp_path: Path) -> None:
     wrong = {
         "no parameter of the model": {"optimizer": torch.optim.SGD([torch.zeros(2, requires_grad=True)], 0.1)},
@@ -414,8 +410,7 @@ def test_a_start_that_fails_can_be_repeated(world: int, name: str, tmp_path: Pat
     pool.run(world, failed_start, _settings(name, tmp_path), wrong)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", ["stage 0", "stage 3", "host", "host, whole", "disk"])
+@matrix(name=["stage 0", "stage 3", "host", "host, whole", "disk"], world=[1, 2])
 def test_a_start_that_fails_at_the_optimizer(world: int, name: str, tmp_path: Path) -> None:
     pool.run(world, failed_after_the_hooks, _settings(name, tmp_path))
 

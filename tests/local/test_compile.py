@@ -142,6 +142,20 @@ def checkpointed() -> None:
         assert results[0] == results[1], f"plan {name}"
 
 
+def recomputed(choice: str) -> None:
+    """Compiled blocks that the engine recomputes in backward."""
+    for zero in (PLANS["0"], PLANS["3"]):
+        results = []
+        for keep in ("none", choice):
+            torch._dynamo.reset()
+            seeds.start()
+            config = {"zero": zero, "optimizer": ADAMW, "activations": {"checkpoint": keep}}
+            with partita.initialize(Stack(3), config) as engine:
+                compile_blocks(engine.module, "aot_eager")
+                results.append(steps(engine))
+        assert results[0] == results[1], zero
+
+
 def train_and_evaluate() -> None:
     """Switching between training and evaluation compiles each once."""
     torch._dynamo.reset()
@@ -173,6 +187,11 @@ def test_compiled_by_inductor() -> None:
 
 def test_compiled_and_checkpointed() -> None:
     pool.run(2, checkpointed, timeout=120)
+
+
+@pytest.mark.parametrize("choice", ["units", "selective"])
+def test_compiled_and_recomputed(choice: str) -> None:
+    pool.run(2, recomputed, choice, timeout=120)
 
 
 def test_training_and_evaluation_compile_once_each() -> None:

@@ -11,6 +11,7 @@ from tests import seeds
 from tests.local import pool
 from tests.local.test_visits import freeze, only_norms
 from tests.local.training import PLANS, WIDTH, Recipe, Stack, check, inputs, rank, square_loss
+from tests.matrix import matrix
 
 QUANTUM = 256
 
@@ -137,8 +138,7 @@ def nothing_trains() -> None:
             assert set(engine.memory_report().held) <= {("parameters", "device"), ("buffer_pool", "device")}
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", RECIPES)
+@matrix(name=RECIPES, world=[1, 2])
 def test_freezing_in_between(name: str, world: int) -> None:
     pool.run(world, run_recipe, name)
 

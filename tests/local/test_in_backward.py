@@ -30,6 +30,7 @@ from tests.local.training import (
     whole_weights,
     world,
 )
+from tests.matrix import matrix
 
 LEAN = {"compute": "bf16", "master": "split", "moments": "int8"}
 PRECISIONS: dict[str, dict[str, str]] = {"fp32": {}, "16 bits": {"compute": "bf16"}, "lean": LEAN}
@@ -64,8 +65,7 @@ def same_numbers(name: str, precision: str, stages: tuple[str, ...]) -> None:
             same(got, expected, f"{name}, {precision}, stage {stage}, {offload}")
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@matrix(precision=PRECISIONS, world=[1, 2])
 def test_the_numbers_of_updates_at_the_step(world: int, precision: str) -> None:
     pool.run(world, same_numbers, "clipped", precision, STAGES, timeout=120)
 
@@ -106,16 +106,16 @@ def clipped_by_hand(limit: float, num_steps: int) -> dict[str, Tensor]:
     """Plain PyTorch on all ranks' samples, with the gradients of each unit clipped by their own norm."""
     seeds.start()
     model = Stack()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer, norms = torch.optim.SGD(model.parameters(), lr=0.1), list[Tensor]()
     for step in range(num_steps):
         optimizer.zero_grad()
         for other in range(world()):
             (square_loss(model, other, step) / world()).backward()
         units = [list(block.parameters()) for block in model.blocks]
         units.append([*model.first.parameters(), *model.last.parameters()])
-        norms = [nn.utils.clip_grad_norm_(unit, limit) for unit in units]
-        assert min(norms) < limit < max(norms)
+        norms += [nn.utils.clip_grad_norm_(unit, limit) for unit in units]
         optimizer.step()
+    assert min(norms) < limit < max(norms)
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 

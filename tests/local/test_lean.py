@@ -14,6 +14,7 @@ from partita.planner.memory import model_state_bytes
 from tests import seeds
 from tests.local import pool
 from tests.local.training import PLANS, Recipe, Stack, Trained, rank, same, square_loss, train, whole_weights
+from tests.matrix import matrix
 
 BF16 = {"compute": "bf16", "gradients": "bf16"}
 ON_HOST = {"parameters": "host", "optimizer": "host"}
@@ -35,8 +36,7 @@ def split_is_fp32(stages: tuple[str, ...], moments: str) -> None:
                 same(lean, expected, f"{master} master, {moments} moments, stage {stage}, {offload}")
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("moments", ["fp32", "int8"])
+@matrix(moments=["fp32", "int8"], world=[1, 2])
 def test_a_split_master_is_an_fp32_master(world: int, moments: str) -> None:
     pool.run(world, split_is_fp32, ("1", "3", "3-kept"), moments, timeout=120)
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import partita
 from tests.local import pool
+from tests.matrix import matrix
 
 
 class Scalars(nn.Module):
@@ -67,8 +67,7 @@ def calls(config: dict[str, Any], num: int, folder: Path) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("plan", ["bf16", "3", "offloaded"])
+@matrix(plan=["bf16", "3", "offloaded"], world=[1, 2])
 def test_work_is_linear_in_the_parameters(plan: str, world: int, tmp_path: Path) -> None:
     config = {
         "bf16": {"zero": {"stage": 1}, "precision": {"compute": "bf16"}},

@@ -19,6 +19,7 @@ from tests import seeds
 from tests.local import parity, pool
 from tests.local.test_visits import siamese
 from tests.local.training import PLANS, Recipe, Stack, inputs, rank, same, square_loss, train, whole_weights
+from tests.matrix import matrix
 
 OFFLOADS: dict[str, dict[str, str]] = {
     "optimizer on host": {"optimizer": "host"},
@@ -74,8 +75,7 @@ def same_everywhere(recipe: str, stages: tuple[str, ...], offloads: tuple[str, .
             same(offloaded, expected, f"{recipe}, stage {stage}, {name}")
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("stage", STAGES)
+@matrix(stage=STAGES, world=[1, 2])
 def test_the_same_bits_wherever_states_rest(world: int, stage: str) -> None:
     pool.run(world, same_everywhere, "clipped", (stage,), tuple(OFFLOADS), timeout=120)
 
@@ -201,8 +201,7 @@ def as_the_table_says(stage: int, offload: dict[str, str], compute: str) -> None
         } == planned
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@matrix(compute=["fp32", "bf16"], world=[1, 2])
 def test_bytes_are_where_the_table_says(world: int, compute: str) -> None:
     for offload in OFFLOADS.values():
         for stage in (1, 3):

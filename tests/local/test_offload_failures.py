@@ -27,6 +27,7 @@ from partita.sharding import agreement
 from tests import seeds
 from tests.local import pool
 from tests.local.training import PLANS, Recipe, Stack, inputs, rank, same, square_loss, train
+from tests.matrix import matrix
 from tests.memory.scratch import refuse
 
 EVERYWHERE = {"parameters": "disk", "optimizer": "disk"}
@@ -105,8 +106,7 @@ def fails_at_the_start(name: str, ranks: tuple[int, ...], folder: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", FAILING)
-@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+@matrix(ranks=[(0,), (1,), (0, 1)], name=FAILING)
 def test_a_disk_that_refuses_is_an_error_on_every_rank(name: str, ranks: tuple[int, ...], tmp_path: Path) -> None:
     for number, text in enumerate(pool.run(2, fails_at_the_start, name, ranks, str(tmp_path))):
         assert f"offload to disk, in '{tmp_path}'" in text

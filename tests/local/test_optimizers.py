@@ -17,6 +17,7 @@ from partita.optim import traits
 from tests import seeds
 from tests.local import pool
 from tests.local.training import PLANS, Stack, rank, square_loss, whole_weights, world
+from tests.matrix import matrix
 
 SHARDED = {name: zero for name, zero in PLANS.items() if zero["stage"]}
 Make = Callable[[Iterable[Any]], Optimizer]
@@ -515,8 +516,7 @@ def test_optimizer_as_on_whole_parameters(name: str) -> None:
     pool.run(2, given, name, "instance")
 
 
-@pytest.mark.parametrize("how", ["callable", "groups"])
-@pytest.mark.parametrize("name", ["momentum", "adamw fused"])
+@matrix(name=["momentum", "adamw fused"], how=["callable", "groups"])
 def test_however_it_is_given(name: str, how: str) -> None:
     pool.run(2, given, name, how)
 
@@ -600,9 +600,7 @@ def test_rate_at_the_step_counts() -> None:
     pool.run(2, rate_at_the_step)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("hooks", [False, True])
-@pytest.mark.parametrize("plan", COUNTED)
+@matrix(plan=COUNTED, hooks=[False, True], world=[1, 2])
 def test_attributes_that_an_optimizer_counts_in(plan: str, hooks: bool, world: int, tmp_path: Path) -> None:
     pool.run(world, counts_right, plan, hooks, tmp_path)
 

@@ -28,6 +28,7 @@ from tests import seeds
 from tests.local import pool
 from tests.local.test_offload import RECIPES
 from tests.local.training import PLANS, Recipe, Stack, rank, same, square_loss, train, whole_weights, world
+from tests.matrix import matrix
 
 AUTO = {"parameters": "auto", "optimizer": "auto"}
 PLENTY = 10**12
@@ -89,7 +90,7 @@ def on_three_tiers() -> None:
         same(train(TALL, {**PLANS["3"], "offload": AUTO}), expected, str(budget))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_the_same_bits_on_three_tiers(num_ranks: int) -> None:
     pool.run(num_ranks, on_three_tiers, timeout=240)
 
@@ -105,8 +106,7 @@ def the_same_bits(stages: tuple[str, ...], recipe: str) -> int:
     return num
 
 
-@pytest.mark.parametrize("stage", ["1", "2", "3"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@matrix(num_ranks=[1, 2, 4], stage=["1", "2", "3"])
 def test_the_same_bits_with_states_here_and_there(num_ranks: int, stage: str) -> None:
     assert pool.run(num_ranks, the_same_bits, (stage,), "clipped", timeout=240) == [2] * num_ranks
 
@@ -187,8 +187,7 @@ def as_the_table_says(stage: str, offload: dict[str, str]) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("stage", ["1", "3"])
+@matrix(stage=["1", "3"], num_ranks=[1, 2])
 def test_bytes_are_where_the_table_and_the_announcement_say(num_ranks: int, stage: str) -> None:
     first = pool.run(num_ranks, as_the_table_says, stage, AUTO, timeout=240)[0]
     assert len(first) == 2

@@ -27,6 +27,7 @@ from tests.local.training import (
     train,
     whole_weights,
 )
+from tests.matrix import matrix
 
 HALF = ("bf16", "fp16")
 
@@ -176,14 +177,10 @@ def dynamic_scale() -> list[str]:
 
 
 def scale_grows() -> None:
-    intervals = loss_scale.GROWTH_INTERVAL
-    loss_scale.GROWTH_INTERVAL = 3
-    try:
-        with partita.initialize(Explosive(), {"precision": {"compute": "fp16"}}) as engine:
-            scales = [explode(engine, step, -1).loss_scale for step in range(7)]
-            assert scales == [2.0**16] * 3 + [2.0**17] * 3 + [2.0**18]
-    finally:
-        loss_scale.GROWTH_INTERVAL = intervals
+    precision = {"compute": "fp16", "initial_loss_scale": 2.0**10, "loss_scale_window": 3}
+    with partita.initialize(Explosive(), {"precision": precision}) as engine:
+        scales = [explode(engine, step, -1).loss_scale for step in range(7)]
+        assert scales == [2.0**10] * 3 + [2.0**11] * 3 + [2.0**12]
 
 
 def scale_ends() -> str:
@@ -381,8 +378,7 @@ def inputs_are_cast() -> None:
             assert x.dtype == torch.float32
 
 
-@pytest.mark.parametrize("compute", HALF)
-@pytest.mark.parametrize("gradients", ["fp32", "bf16"])
+@matrix(gradients=["fp32", "bf16"], compute=HALF)
 def test_half_precision_as_stage_0(compute: str, gradients: str) -> None:
     pool.run(2, as_stage_0, {"compute": compute, "gradients": gradients})
 
@@ -465,8 +461,7 @@ def test_plain_backward_under_a_loss_scale_says_what_is_lost() -> None:
     pool.run(1, plain_backward_says_so)
 
 
-@pytest.mark.parametrize("on_rank", [None, 0, 1])
-@pytest.mark.parametrize("stage", [1, 3])
+@matrix(stage=[1, 3], on_rank=[None, 0, 1])
 def test_several_loss_scales_in_a_batch(stage: int, on_rank: int | None) -> None:
     for said in pool.run(2, mixed_scales, {"stage": stage}, on_rank):
         assert "several loss scales" in said

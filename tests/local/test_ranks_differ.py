@@ -15,6 +15,7 @@ from partita import ConfigError, PartitaError
 from partita.sharding import agreement, runtime
 from tests.local import pool
 from tests.local.training import PLANS, Block, Recipe, Stack, check, inputs, rank, square_loss, train, world
+from tests.matrix import matrix
 
 # How ranks find out that they differ: as over gloo, and as over NCCL.
 WAYS = ("ComparedLogs", "Announcements")
@@ -229,8 +230,7 @@ def differs_while_another_is_late() -> None:
             engine(inputs(rank(), 1), [4])
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", RECIPES)
+@matrix(name=RECIPES, world=[2, 4])
 def test_whole_parameters_have_right_gradients(name: str, world: int) -> None:
     pool.run(world, run_whole, name)
 

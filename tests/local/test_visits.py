@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tests import seeds
 from tests.local import pool
 from tests.local.training import PLANS, WIDTH, Block, Recipe, Stack, backward, check, inputs, module_of, square_loss
+from tests.matrix import matrix
 
 GROWS = "'buffer_pool' .* grows"
 
@@ -377,7 +378,6 @@ def test_trains_as_stage_0_and_as_plain_pytorch(name: str) -> None:
     pool.run(2, run_recipe, name)
 
 
-@pytest.mark.parametrize("world", [1, 4])
-@pytest.mark.parametrize("name", ["plain", "siamese", "only norms", "gradient penalty"])
+@matrix(name=["plain", "siamese", "only norms", "gradient penalty"], world=[1, 4])
 def test_other_numbers_of_ranks(world: int, name: str) -> None:
     pool.run(world, run_recipe, name)

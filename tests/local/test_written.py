@@ -13,6 +13,7 @@ from partita import PartitaError
 from tests import seeds
 from tests.local import pool
 from tests.local.training import Stack, rank, square_loss, whole_weights, world
+from tests.matrix import matrix
 
 STILL = {"name": "sgd", "lr": 0.0, "momentum": 0.9, "weight_decay": 0.0}
 BF16 = {"compute": "bf16"}
@@ -110,8 +111,7 @@ def differs(write: Callable[[partita.Engine], None], plan: str, use: str) -> str
         return str(raised.value)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("plan", PLANS)
+@matrix(plan=PLANS, world=[1, 2])
 def test_what_is_written_lasts(plan: str, world: int, tmp_path: Path) -> None:
     pool.run(world, lasts, plan, tmp_path)
 
@@ -120,9 +120,7 @@ def test_other_values_are_left_alone() -> None:
     pool.run(2, leaves_the_rest)
 
 
-@pytest.mark.parametrize("use", ["step", "state_dict"])
-@pytest.mark.parametrize("plan", ["stage 2", "host", "in backward"])
-@pytest.mark.parametrize("write", [_one_more, _other_values])
+@matrix(write=[_one_more, _other_values], plan=["stage 2", "host", "in backward"], use=["step", "state_dict"])
 def test_ranks_that_write_differently_are_told(write: Any, plan: str, use: str) -> None:
     for said in pool.run(2, differs, write, plan, use):
         assert "rank 1 wrote other values into parameters than rank 0" in said

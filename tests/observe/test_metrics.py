@@ -1,22 +1,21 @@
 """Rows of metrics, to files and back."""
 
 import os
-import sys
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from partita.errors import PartitaError
 from partita.observe.metrics import METRICS_FILE, HeldOutRow, MetricsWriter, TrainRow, read_metrics
+from partita.observe.sinks import Run
 
 TRAIN = [TrainRow(step, step * 64, 5.0 / step, 1e-3, 0.5, 1000.0, 0.064, (10_000, 12_000)) for step in (1, 2, 3)]
 HELD_OUT = [HeldOutRow(0, 0, 5.5), HeldOutRow(3, 192, 2.5)]
 
 
 def write_all(folder: Path) -> None:
-    with closing(MetricsWriter(folder)) as writer:
+    with closing(MetricsWriter(Run(folder))) as writer:
         for row in [HELD_OUT[0], *TRAIN, HELD_OUT[1]]:
             writer.write(row)
 
@@ -27,7 +26,7 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 def test_a_row_is_there_as_soon_as_it_is_written(tmp_path: Path) -> None:
-    with closing(MetricsWriter(tmp_path)) as writer:
+    with closing(MetricsWriter(Run(tmp_path))) as writer:
         writer.write(TRAIN[0])
         assert read_metrics(tmp_path / METRICS_FILE) == ([TRAIN[0]], [])
 
@@ -39,16 +38,15 @@ def test_a_file_that_was_cut_off_is_read_to_its_last_whole_row(tmp_path: Path) -
     assert read_metrics(path) == (TRAIN, HELD_OUT[:1])
 
 
-def test_another_run_replaces_the_rows_and_the_events(tmp_path: Path) -> None:
+def test_another_run_replaces_the_rows(tmp_path: Path) -> None:
     write_all(tmp_path)
     write_all(tmp_path)
     assert read_metrics(tmp_path / METRICS_FILE) == (TRAIN, HELD_OUT)
-    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
 
 
 def test_a_run_that_goes_on_and_dies_early_leaves_the_rows_that_it_kept(tmp_path: Path) -> None:
     write_all(tmp_path)
-    with closing(MetricsWriter(tmp_path, after=3)):
+    with closing(MetricsWriter(Run(tmp_path, after=3))):
         assert read_metrics(tmp_path / METRICS_FILE) == (TRAIN, HELD_OUT[:1])  # the last step is evaluated again
 
 
@@ -60,25 +58,15 @@ def test_a_run_that_cannot_start_leaves_all_rows(after: int, tmp_path: Path, mon
     write_all(tmp_path)
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(PartitaError, match="cannot write metrics into .*No space left"):
-        MetricsWriter(tmp_path, after)
+        MetricsWriter(Run(tmp_path, after))
     assert read_metrics(tmp_path / METRICS_FILE) == (TRAIN, HELD_OUT)
 
 
-def test_tensorboard_has_the_scalars(tmp_path: Path) -> None:
+def test_rows_of_an_earlier_version_are_read(tmp_path: Path) -> None:
     write_all(tmp_path)
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    losses = [(event.step, event.value) for event in events.Scalars("loss/train")]
-    assert losses == [(row.step, pytest.approx(row.loss)) for row in TRAIN]
-    assert [event.value for event in events.Scalars("loss/held_out")] == [5.5, 2.5]
-    assert [event.value for event in events.Scalars("memory_bytes/largest_rank")] == [12_000.0] * 3
-
-
-def test_without_tensorboard_there_are_rows_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with closing(MetricsWriter(tmp_path)) as writer:
-        assert not writer.has_tensorboard
-        writer.write(TRAIN[0])
-    assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]
+    path = tmp_path / METRICS_FILE
+    path.write_text(path.read_text().replace(', "mfu": null', ""))
+    assert read_metrics(path) == (TRAIN, HELD_OUT)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
@@ -86,4 +74,4 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         PartitaError, match=r"cannot write metrics into '.*file/inner': Not a directory; set train\.out"
     ):
-        MetricsWriter(tmp_path / "file" / "inner")
+        MetricsWriter(Run(tmp_path / "file" / "inner"))

@@ -48,3 +48,8 @@ def test_a_quiet_rank_shows_nothing() -> None:
 def test_a_row_without_a_norm_shows_none() -> None:
     row = TrainRow(1, 64, 2.0, 1e-3, None, 10.0, 1.0, (5,))
     assert figures(row) == "loss 2.0000  10 tokens/s  5 B per rank"
+
+
+def test_a_row_with_a_utilization_shows_it() -> None:
+    row = TrainRow(1, 64, 2.0, 1e-3, None, 10.0, 1.0, (5,), mfu=0.4123)
+    assert figures(row) == "loss 2.0000  10 tokens/s  MFU 41.2%  5 B per rank"

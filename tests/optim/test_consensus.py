@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from partita.comm.collectives import Collectives
+from partita.config.schema import Precision
 from partita.errors import PartitaError
 from partita.optim.consensus import Agreed, Consensus
 from partita.optim.loss_scale import LossScale
@@ -41,7 +42,7 @@ def rank(
         join=lambda: None,
     )
     written = SimpleNamespace(names=list(wrote), digest=sum(map(ord, wrote)), agreed=lambda: None)
-    return {"reducer": reducer, "written": written}
+    return {"reducer": reducer, "written": written, "is_first_of_part": True}
 
 
 def agreed(ranks: Sequence[dict[str, Any]], ask: Callable[[Consensus], T], loss_scale: float = 1.0) -> list[T]:
@@ -52,7 +53,7 @@ def agreed(ranks: Sequence[dict[str, Any]], ask: Callable[[Consensus], T], loss_
         runtime: Any = SimpleNamespace(
             gradient_group=group, executor=SimpleNamespace(device=torch.device("cpu")), **ranks[group.index]
         )
-        return ask(Consensus(runtime, LossScale(loss_scale, needed=loss_scale != 1.0)))
+        return ask(Consensus(runtime, LossScale(Precision(loss_scale=loss_scale), needed=loss_scale != 1.0)))
 
     return on_ranks(MeshShape(data=len(ranks)), work, DATA)
 
@@ -134,7 +135,10 @@ def test_the_norm_is_the_sum_in_rank_order() -> None:
 
 
 def test_sums_and_culprits_are_of_all_ranks() -> None:
-    ones = [torch.ones(2, dtype=torch.float64), torch.tensor([0.5], dtype=torch.float64)]
+    ones, halves = torch.ones(2, dtype=torch.float64), torch.tensor([0.5], dtype=torch.float64)
     ranks = [rank(), rank(suspect=True), rank(suspect=True)]
-    assert agreed(ranks, lambda consensus: consensus.sums(ones)) == [[3.0, 3.0, 1.5]] * 3
+    assert agreed(ranks, lambda consensus: consensus.sums(ones, halves)) == [[3.0, 3.0, 1.5]] * 3
+    ranks[2]["is_first_of_part"] = False  # another rank has counted its part
+    assert agreed(ranks, lambda consensus: consensus.sums(ones, halves)) == [[2.0, 2.0, 1.5]] * 3
+    assert agreed(ranks, lambda consensus: consensus.norm([ones])) == [math.sqrt(4.0)] * 3
     assert agreed(ranks, lambda consensus: consensus.culprit(4 - consensus._group.index)) == [(2, ["1", "2"])] * 3

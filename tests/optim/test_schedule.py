@@ -104,6 +104,41 @@ def test_groups_keep_their_own_rates_and_end_at_min_lr() -> None:
     assert none == [0.0] * 3
 
 
+def test_a_warm_up_from_a_rate_that_is_held_first() -> None:
+    (rates,) = built(8, PEAK, warmup_steps=4, initial_lr=0.1, initial_steps=2)
+    assert rates == pytest.approx([0.1, 0.1, 0.1, 0.175, 0.25, 0.325, PEAK, PEAK])
+
+
+def test_a_logarithmic_warm_up() -> None:
+    (rates,) = built(5, PEAK, warmup_steps=4, warmup="log", initial_lr=0.1)
+    assert rates == pytest.approx([0.1 + 0.3 * math.log(step + 1) / math.log(4) for step in range(4)] + [PEAK])
+    (rates,) = built(4, PEAK, warmup_steps=3, warmup="log")
+    assert rates == pytest.approx([PEAK * math.log(step + 2) / math.log(4) for step in range(3)] + [PEAK])
+
+
+def test_decay_in_the_last_steps() -> None:
+    (rates,) = built(9, PEAK, name="linear", warmup_steps=1, total_steps=8, decay_steps=4, min_lr=0.1)
+    assert rates == pytest.approx([PEAK / 2, PEAK, PEAK, PEAK, PEAK, 0.325, 0.25, 0.175, 0.1])
+
+
+def test_the_lowest_rate_as_a_share_of_each_groups_own() -> None:
+    first, second = built(3, 0.4, 0.2, name="linear", total_steps=2, min_ratio=0.5, min_lr=0.15)
+    assert first == pytest.approx([0.4, 0.3, 0.2])
+    assert second == pytest.approx([0.2, 0.175, 0.15]), "the higher of both holds"
+
+
+def test_a_highest_rate_for_all_groups() -> None:
+    first, second = built(4, 0.4, 0.0, name="linear", warmup_steps=1, total_steps=3, max_lr=0.2)
+    assert first == second == pytest.approx([0.1, 0.2, 0.1, 0.0])
+
+
+def test_groups_below_the_initial_rate_keep_theirs() -> None:
+    first, second, none = built(3, 0.4, 0.1, 0.0, warmup_steps=2, initial_lr=0.2)
+    assert first == pytest.approx([0.2, 0.3, 0.4])
+    assert second == [0.1] * 3
+    assert none == [0.0] * 3
+
+
 def test_a_schedule_goes_on_from_its_state() -> None:
     section = Schedule(name="cosine", total_steps=6)
     first, second = optimizer(PEAK), optimizer(PEAK)

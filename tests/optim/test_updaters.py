@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from partita.comm.collectives import Collectives
+from partita.config.schema import Precision
 from partita.errors import PartitaError
 from partita.optim.loss_scale import LossScale
 from partita.optim.step import StepUpdater
@@ -55,11 +56,13 @@ def on_two(name: str, tiers: Tiers, work: Callable[[Made, StepUpdater], None], c
             written=Written(parts.units),
             collectives=collectives,
             gradient_group=collectives.group(DATA),
+            part_index=collectives.mesh.index(parts.units[0].segments[0].plan.part_axes),
+            is_first_of_part=True,
             wait_for_updates=lambda units: None,
         )
         with torch._C.DisableTorchFunctionSubclass():
             optimizer = optimizer_of([member.param for member in parts.members])
-        updater = StepUpdater(runtime, optimizer, LossScale(1.0, needed=False), clip_norm)
+        updater = StepUpdater(runtime, optimizer, LossScale(Precision(), needed=False), clip_norm)
         try:
             work(parts, updater)
             updater.wait_for_updates()

@@ -13,7 +13,7 @@ from partita.plan.residence import BF16, FP32, Encoding, Tier
 from partita.plan.slots import bytes_ahead, unit_pool
 from partita.plan.span import QUANTUM, Entry, SegmentLayout, Span, lay_out
 from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
-from partita.plan.steps import AllReduce, Copy, ReduceScatter
+from partita.plan.steps import Copy, ReduceScatter
 
 TWO, NODES = MeshShape(data=2), MeshShape(data=4, node=2)
 WHOLE, KEPT = ("ddp", "zero1", "zero2"), ("ddp", "zero1", "zero2", "zero3-kept")
@@ -43,7 +43,8 @@ def test_parameters(name: str) -> None:
         assert (segment.rests_whole, segment.stays_whole) == (name in WHOLE, name in KEPT)
         assert segment.has_second == (name == "hierarchical" and mesh is NODES)
         assert segment.update_is_gathered == (name in ("zero1", "zero2"))
-        assert segment.num_shards(segment.row.master) == (1 if name == "ddp" else mesh.data)
+        sizes = {"ddp": 1, "hsdp": mesh.size("local")}
+        assert segment.num_shards(segment.row.master) == sizes.get(name, mesh.data)
         assert segment.master_is_parameter
         assert not planned(2048, mesh, name, MIXED).master_is_parameter
     alone = planned(2048, MeshShape(), name)
@@ -57,15 +58,17 @@ def test_parameters(name: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_gradients(name: str) -> None:
     """They stay where autograd puts them, are collected whole where they rest, or pass through a slot."""
-    reduction = AllReduce if name == "ddp" else ReduceScatter
     rests_whole = name in ("ddp", "zero1")
     for mesh in (TWO, NODES):
         for tiers, encodings in ((ON_DEVICE, PLAIN), (Tiers(gradients=Tier.HOST), PLAIN), (ON_DEVICE, MIXED)):
             segment = planned(2048, mesh, name, encodings, tiers)
             assert (segment.gradient_in_place, segment.gradient_rests_whole) == (False, rests_whole)
-            assert (segment.gradient_passes, len(segment.gradient_reductions)) == (not rests_whole, 1)
-            assert isinstance(segment.gradient_steps[0], reduction), "they are collected in fp32"
+            num_reductions = 2 if name == "hsdp" and mesh is NODES else 1
+            assert (segment.gradient_passes, len(segment.gradient_reductions)) == (not rests_whole, num_reductions)
+            assert isinstance(segment.gradient_phases[0][0], ReduceScatter), "they are collected in fp32"
             assert bool(segment.gradient_phases[1]) == (name == "ddp")
+            num_ranks = mesh.group_size(segment.gradient_reductions[0].axes)
+            assert segment.received_bytes == segment.gradient_bytes * (num_ranks - 1) // num_ranks
         nowhere = planned(2048, mesh, name, tiers=Tiers(gradients=None))
         assert (nowhere.gradient_rests_whole, nowhere.gradient_passes) == (False, True)
     alone = planned(2048, MeshShape(), name)
@@ -73,9 +76,9 @@ def test_gradients(name: str) -> None:
     assert (alone.gradient_rests_whole, alone.gradient_reductions) == (False, ())
     encoded = planned(2048, MeshShape(), name, MIXED)
     assert (encoded.gradient_moves, encoded.gradient_in_place, encoded.gradient_rests_whole) == (True, False, True)
-    assert encoded.gradient_steps == ()
+    assert encoded.gradient_phases == ((), ())
     away = planned(2048, MeshShape(), name, tiers=Tiers(gradients=Tier.HOST))
-    assert (away.gradient_passes, away.gradient_steps) == (True, (Copy(Tier.HOST),))
+    assert (away.gradient_passes, away.gradient_phases) == (True, ((Copy(Tier.HOST),), ()))
     nowhere = planned(2048, MeshShape(), name, tiers=Tiers(gradients=None))
     assert (nowhere.gradient_in_place, nowhere.gradient_passes) == (False, True)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from partita.plan.mesh_shape import MeshShape
+from partita.plan.mesh_shape import MeshShape, expand
 from partita.plan.residence import BF16, FP16, FP32, Residence, Tier
 from partita.plan.state_plan import PRESETS, Encodings, StatePlan, preset, preset_name
 from partita.plan.steps import AllGather, AllReduce, ReduceScatter, Step, steps
@@ -19,6 +19,7 @@ zero2        | whole | whole | whole         | shard   | shard | shard
 zero3        | shard | whole | shard         | shard   | shard | shard
 zero3-kept   | shard | whole | whole         | shard   | shard | shard
 hierarchical | shard | whole | shard in node | shard   | shard | shard
+hsdp | shard in node | whole | shard in node | shard in node | shard in node | shard in node
 """
 ROWS = {line.split()[0]: [cell.strip() for cell in line.split("|")[1:]] for line in TABLE.strip().splitlines()}
 WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -71,6 +72,7 @@ def test_everything_is_fp32_on_the_device_by_default(name: str) -> None:
         ({"stage": 3}, "zero3"),
         ({"stage": 3, "keep_gathered": True}, "zero3-kept"),
         ({"stage": 3, "hierarchical": True}, "hierarchical"),
+        ({"stage": 3, "replicated": True}, "hsdp"),
     ],
 )
 def test_preset_name(choice: dict[str, Any], name: str) -> None:
@@ -98,7 +100,15 @@ def test_bytes_of_the_papers(num_ranks: int) -> None:
         "zero3": 16 * psi // n,
         "zero3-kept": 16 * psi // n,
         "hierarchical": 16 * psi // n,
+        "hsdp": 16 * psi // n,  # all ranks are on one node
     }
+
+
+def test_every_node_has_the_states_of_the_replicated_row() -> None:
+    row, mesh = preset("hsdp", MIXED), MeshShape(data=16, node=4)
+    assert state_bytes(row, 8000, mesh) == 16 * 8000 // 4
+    assert (row.part_axes, row.replica_axes) == (("local",), ("node",))
+    assert steps(row.grad_arrival, row.grad_between, mesh) == (ReduceScatter(("local",)), AllReduce(("node",)))
 
 
 def test_the_figure_of_the_paper() -> None:
@@ -153,7 +163,7 @@ def test_elements_sent_in_a_step() -> None:
     """Stages 0 to 2 send 2P elements, stage 3 sends 3P, in (N - 1) / N terms (Rajbhandari et al., 2020, section 7)."""
     for mesh in shapes(12):
         num, local, padded = mesh.data, mesh.size("local"), 8 * mesh.data
-        once = padded * (num - 1) // num
+        once, in_node = padded * (num - 1) // num, padded * (local - 1) // local
         got = {}
         for name in PRESETS:
             moves = moves_of_a_step(preset(name))
@@ -164,7 +174,8 @@ def test_elements_sent_in_a_step() -> None:
             "zero2": 2 * once,
             "zero3": 3 * once,
             "zero3-kept": 2 * once,
-            "hierarchical": 2 * once + padded * (local - 1) // local,
+            "hierarchical": 2 * once + in_node,
+            "hsdp": 3 * in_node + 2 * (padded // local) * (mesh.node - 1) // mesh.node,
         }, mesh
 
 
@@ -173,13 +184,15 @@ def test_gradients_are_summed_once(name: str) -> None:
     """However they rest between micro-batches, they are summed on the way to the step, once."""
     row, mesh = preset(name, MIXED), MeshShape(data=4, node=2)
     path = steps(row.grad_arrival, row.grad_between, mesh) + steps(row.grad_between, row.grad_step, mesh)
-    assert sum(isinstance(op, ReduceScatter | AllReduce) for op in path) == 1
+    assert sum(isinstance(op, ReduceScatter | AllReduce) for op in path) == (2 if name == "hsdp" else 1)
+    summed = [axis for op in path if isinstance(op, ReduceScatter | AllReduce) for axis in expand(op.axes)]
+    assert sorted(summed) == ["local", "node"]
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_groups_are_those_of_the_moves_and_of_all_ranks(name: str) -> None:
     """Every step that a row can come to take has its group, and there is none that no step needs."""
-    local = [("local",)] if name == "hierarchical" else []
+    local = {"hierarchical": [("local",)], "hsdp": [("local",), ("node",)]}.get(name, [])
     assert preset(name).groups(MeshShape()) == ()
     assert preset(name).groups(MeshShape(data=4)) == (("data",),)
     assert preset(name).groups(MeshShape(data=4, node=4)) == (("data",),)

@@ -20,6 +20,7 @@ from partita.plan.mesh_shape import MeshShape
 from tests import seeds
 from tests.fakes import on_ranks
 from tests.local.training import Stack, square_loss
+from tests.matrix import matrix
 
 STAGES = [{"stage": stage} for stage in range(4)] + [{"stage": 3, "keep_gathered": True}]
 HIERARCHICAL = {"stage": 3, "hierarchical": True}
@@ -74,8 +75,7 @@ def test_all_stages_have_the_same_bits(zero: dict[str, Any]) -> None:
         same(one, other)
 
 
-@pytest.mark.parametrize("axis", ["tensor", "sequence", "pipeline"])
-@pytest.mark.parametrize("zero", STAGES)
+@matrix(zero=STAGES, axis=["tensor", "sequence", "pipeline"])
 def test_replicas_along_another_axis_change_nothing(zero: dict[str, Any], axis: str) -> None:
     """Groups are those of the row: nothing is added up, or divided by, over an axis that has no part in it."""
     few, many = MeshShape(data=2), replace(MeshShape(data=2), **{axis: 2})

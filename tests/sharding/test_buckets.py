@@ -33,7 +33,7 @@ SHAPES: st.SearchStrategy[Shapes] = st.lists(
     st.lists(st.lists(st.integers(0, 30), max_size=2).map(tuple), min_size=1, max_size=4), min_size=1, max_size=3
 )
 PLAIN, ON_DEVICE = Encodings(), Tiers()
-WHOLE, SHARDED = ["ddp", "zero1"], ["zero2", "zero3", "zero3-kept", "hierarchical"]
+WHOLE, SHARDED = ["ddp", "zero1"], ["zero2", "zero3", "zero3-kept", "hierarchical", "hsdp"]
 
 
 def segment_of(
@@ -46,8 +46,9 @@ def segment_of(
 ) -> tuple[Segment, list[Member]]:
     """A segment with a parameter of each shape, of values that do not matter."""
     entries = [Entry(f"{number}.{index}", shape, FP32, True) for index, shape in enumerate(shapes)]
-    layout = lay_out(entries, mesh.data)[0]
-    segment = Segment(PlannedSegment(layout, preset(name, encodings, tiers, mesh), mesh), 0)
+    row = preset(name, encodings, tiers, mesh)
+    layout = lay_out(entries, mesh.group_size(row.part_axes), mesh.group_size(row.replica_axes))[0]
+    segment = Segment(PlannedSegment(layout, row, mesh), 0)
     members = [
         Member(Holding(nn.Parameter(torch.zeros(span.box.sizes)), [span.fqn]), span, segment) for span in layout.spans
     ]
@@ -156,10 +157,12 @@ def test_what_rests(name: str) -> None:
     for mesh in (MeshShape(data=2), MeshShape(data=4, node=2)):
         bucket = bucket_of(shapes, mesh, name)
         assert (bucket.in_place, bucket.rests_whole) == (False, name in WHOLE)
-        assert [type(op) for op in bucket.steps] == [ReduceScatter]
+        two_sums = name == "hsdp" and mesh.node > 1  # within the node, and over the nodes
+        assert [type(op) for op in bucket.steps] == [ReduceScatter, *[ReduceScatter, AllGather] * two_sums]
         assert [type(op) for op in bucket.spreading] == ([AllGather] if name == "ddp" else [])
         num_bytes = allocated(bucket, 1)
-        assert num_bytes == bucket.num_bytes // (1 if name in WHOLE else mesh.data)
+        num_parts = mesh.size("local") if name == "hsdp" else mesh.data
+        assert num_bytes == bucket.num_bytes // (1 if name in WHOLE else num_parts)
         assert num_bytes == sum(s.plan.grad_between.num_bytes(s.layout.padded, mesh) for s in bucket.segments)
         assert bucket.shard is not None
         assert bucket.shard.load().shape == (bucket.layout.num_columns,)

@@ -135,8 +135,11 @@ def test_names_and_kind() -> None:
 @pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(data=2), MeshShape(data=4, node=2), MeshShape(data=3, node=3)])
 def test_a_ranks_part_holds_its_spans(name: str, mesh: MeshShape) -> None:
     entries = [Entry("a", (700,), FP32, True), Entry("b", (5, 100), FP32, True), Entry("c", (), FP32, True)]
-    layout = lay_out(entries, mesh.data)[0]
-    whole, row = torch.arange(layout.padded), preset(name)
+    row = preset(name)
+    num_parts, num_replicas = mesh.group_size(row.part_axes), mesh.group_size(row.replica_axes)
+    layout = lay_out(entries, num_parts, num_replicas)[0]
+    assert layout.padded == lay_out(entries, mesh.data)[0].padded
+    whole = torch.arange(layout.padded)
     planned = PlannedSegment(layout, row, mesh)
     for rank in range(mesh.num_ranks):
         segment = Segment(planned, rank)
@@ -151,7 +154,7 @@ def test_a_ranks_part_holds_its_spans(name: str, mesh: MeshShape) -> None:
             assert values[0] == original.offset + span.start
         assert segment.holds_whole_master == (len(mine) == layout.padded)
     covered = [span for rank in range(mesh.data) for span in Segment(planned, rank).master_spans]
-    times = mesh.data if mesh.group_size(row.master.shard_axes) == 1 else 1
+    times = mesh.data // mesh.group_size(row.master.shard_axes)
     assert sum(span.num_elements for span in covered) == times * (700 + 500 + 1)
 
 

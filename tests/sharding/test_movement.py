@@ -11,7 +11,7 @@ from partita.comm.collectives import Collectives
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import BF16, FP32, Residence, Tier
 from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
-from partita.plan.steps import AllReduce, Step, in_phases, steps
+from partita.plan.steps import AllReduce, ReduceScatter, Step, in_phases, steps
 from partita.sharding.movement import Movement, finish_all
 from tests import seeds
 from tests.fakes import on_ranks
@@ -59,8 +59,16 @@ def test_every_way_of_the_table(name: str, mesh: MeshShape) -> None:
         for tiers in TIERS:
             for src, dst in moves(name, encodings, tiers, mesh):
                 got, state = moved(src, dst, mesh)
-                for values, expected in zip(got, state.after(src, dst, mesh), strict=True):
-                    assert values.tolist() == torch.from_numpy(expected.values).to(values.dtype).tolist(), (src, dst)
+                for values, held in zip(got, state.after(src, dst, mesh), strict=True):
+                    expected = torch.from_numpy(held.values).to(values.dtype)
+                    if _reduces_twice(src, dst, mesh) and dst.encoding == BF16:  # which rounds in between
+                        torch.testing.assert_close(values, expected, rtol=2**-7, atol=2**-6)
+                    else:
+                        assert values.tolist() == expected.tolist(), (src, dst)
+
+
+def _reduces_twice(src: Residence, dst: Residence, mesh: MeshShape) -> bool:
+    return sum(isinstance(op, ReduceScatter) for op in in_phases(steps(src, dst, mesh))) > 1
 
 
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])

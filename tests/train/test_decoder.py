@@ -95,7 +95,7 @@ def test_a_decoder_on_meta_is_filled_by_its_modules() -> None:
         if next(module.parameters(recurse=False), None) is not None:
             module.reset_parameters()
     loss = model(some_tokens(2, 8), some_tokens(2, 8))
-    assert loss.item() == pytest.approx(math.log(256), abs=0.35)
+    assert loss.item() == pytest.approx(math.log(256), abs=0.8)
 
 
 def test_every_parameter_has_a_gradient() -> None:

@@ -18,7 +18,7 @@ def test_the_plain_script_learns_and_exports(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", done.stdout)]

@@ -1,5 +1,6 @@
 """The job file: defaults, overrides, what is filled in, and what is said about mistakes."""
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,15 @@ def test_a_missing_file_is_named() -> None:
 @pytest.mark.parametrize("name", ["train_stdlib", "train_hf"])
 def test_the_examples_are_jobs(name: str) -> None:
     assert load_job(EXAMPLES / f"{name}.yaml").out == Path("runs", name)
+
+
+def test_metrics_are_shown_by_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_job({}).sinks == ("tensorboard",)
+    assert load_job({"train": {"metrics": []}}).sinks == ()
+    assert load_job({"train": {"metrics": ["mlflow", "tensorboard"]}}).sinks == ("mlflow", "tensorboard")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert load_job({}).sinks == ()
+    with pytest.raises(ConfigError, match=r"train\.metrics: wandb is not installed: pip install wandb"):
+        load_job({"train": {"metrics": ["wandb"]}})
+    with pytest.raises(ConfigError, match="expected auto or a list out of tensorboard, wandb, mlflow; got 'neptune'"):
+        load_job({"train": {"metrics": "neptune"}})

@@ -58,6 +58,29 @@ def test_it_learns_and_leaves_everything_behind(tmp_path: Path) -> None:
     assert len([line for line in shown.splitlines() if line.startswith("step")]) == 4
 
 
+def test_the_utilization_is_shown_where_the_peak_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = tiny(tmp_path, ["train.steps=5", "engine.batch.accumulate=4"])
+    plain, shown = run(job)
+    assert "MFU" not in shown
+    assert read_metrics(plain.out / METRICS_FILE)[0][0].mfu is None
+    monkeypatch.setattr(loop, "peak_flops", lambda device, dtype: 1e12)
+    outcome, shown = run(job)
+    assert "MFU" in shown
+    assert outcome.held_out_loss == plain.held_out_loss
+    (row,), _ = read_metrics(outcome.out / METRICS_FILE)
+    matrices = 32 * 32 * 4 + 3 * 32 * 96 + 32 * 256
+    per_token = 6 * matrices + 12 * 32 * 16
+    assert row.mfu == pytest.approx(per_token * 8 * 16 / (1e12 * row.step_s), rel=1e-6)
+
+
+def test_metrics_are_shown_where_the_job_says(tmp_path: Path) -> None:
+    outcome, _ = run(tiny(tmp_path, ["train.steps=1", "train.metrics=[]"]))
+    assert not (outcome.out / "tensorboard").exists()
+    outcome, shown = run(tiny(tmp_path, ["train.steps=1", "train.metrics=[tensorboard]"]))
+    assert (outcome.out / "tensorboard").exists()
+    assert "TensorBoard is not installed" not in shown
+
+
 def test_exported_weights_give_the_loss_that_was_measured(tmp_path: Path) -> None:
     job = tiny(tmp_path)
     outcome, _ = run(job)

@@ -2,10 +2,8 @@
 
 import warnings
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -15,6 +13,7 @@ from partita.checkpoint.format.backend import FileBackend
 from partita.checkpoint.load import Restored, Wanted, load
 from partita.checkpoint.save import Saver
 from partita.checkpoint.training_state import TrainingState
+from partita.checkpoint.versions import versions
 from partita.config.schema import Config
 from partita.errors import ConfigError, PartitaError
 from partita.optim.updater import StepResult, Updater
@@ -78,7 +77,7 @@ class Checkpoints:
         folder = self._folder(folder, "engine.save").absolute()
         self._updater.take_written()
         about = {
-            "versions": {"partita": _version(), "torch": torch.__version__},
+            "versions": versions(),
             "ranks": self._mesh.num_ranks,
             "config": self._config.model_dump(mode="json"),
         }
@@ -105,10 +104,3 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until what is written in the background is visible."""
         self._saver.wait()
-
-
-def _version() -> str:
-    try:
-        return version("partita")
-    except PackageNotFoundError:  # used from a checkout
-        return "not installed"

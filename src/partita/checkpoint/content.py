@@ -97,7 +97,7 @@ class Content:
 
     def __init__(self, runtime: Runtime, updater: Updater) -> None:
         self.runtime, self.updater = runtime, updater
-        self._index = runtime.gradient_group.index
+        self._index = runtime.part_index
         self._known = dict[int, SegmentContent]()
 
     def aliases(self) -> dict[str, list[str]]:
@@ -155,12 +155,12 @@ class Content:
         members = {member.fqn: member for member in unit.members if member.segment is segment}
         is_master = segment.trains and segment.plan.master.encoding in (FP32, SPLIT)
         dtype = torch.float32 if is_master else segment.dtype
-        is_first = self.runtime.collectives.mesh.is_first_replica(segment.plan.summed_axes)
+        is_first = self.runtime.collectives.mesh.is_first_replica(segment.plan.part_axes)
         spans = segment.layout.part(self._index)
         if self._index == 0:  # what has no elements is in no rank's part
             spans += tuple(span for span in segment.layout.spans if not span.num_elements)
         for span in spans:
-            if not span.is_part and not is_first:
+            if not self.runtime.is_first_of_part or not (span.is_part or is_first):
                 continue  # another rank saves the same
             place = slice(span.offset, span.offset + span.num_elements)
             elements = members[span.fqn].elements(span.start, span.stop)

@@ -235,7 +235,7 @@ class Loading:
         """The spans of what this rank holds."""
         if _kept(segment).num_elements == segment.layout.padded:
             return segment.layout.spans
-        return segment.layout.part(self._runtime.gradient_group.index)
+        return segment.layout.part(self._runtime.part_index)
 
     # -------------------------------------------------------------------- reading
 

@@ -111,11 +111,12 @@ class TrainingState:
         returns the keys that are not there.
         """
         before = stored.value(CONFIGURED) if CONFIGURED in stored.values else []
+        trained = {view.member.fqn for view in self.updater.views if view.member.segment.trains}
         changed, missing = list[Change](), list[str]()
         for number, group in enumerate(self.updater.groups_by_name()):
             prefix = f"{GROUPS}{number}."
             found = {key.removeprefix(prefix): stored.value(key) for key in stored.values if key.startswith(prefix)}
-            others = found.pop("params", []) != group["params"]
+            others = trained.intersection(found.pop("params", [])) != trained.intersection(group["params"])
             if not found or (others and not strict):
                 missing.append(prefix + "*")
             elif others:

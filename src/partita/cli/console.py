@@ -28,6 +28,11 @@ def show_error(console: Console, message: str) -> None:
     console.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
 
 
+def show_notice(console: Console, message: str) -> None:
+    """The message as it is, after a yellow word."""
+    console.print(Text.assemble(("note: ", "bold yellow"), message), soft_wrap=True)
+
+
 @contextmanager
 def user_errors(prefix: str = "") -> Iterator[None]:
     """Shows a :class:`PartitaError` of the block as one message, and ends the command with :data:`USER_ERROR`."""

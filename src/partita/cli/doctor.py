@@ -3,12 +3,14 @@
 import importlib.util
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
+import typer
 from rich.console import Console
 
 from partita.cli.console import show_table
@@ -23,27 +25,43 @@ OPTIONAL_PACKAGES = {
     "transformers": "no Hugging Face models in a job",
     "tensorboard": "no event files, only metrics.jsonl",
 }
+# Whose versions matter to whoever reads a report of a bug.
+LIBRARIES = (
+    *("numpy", "safetensors", "pydantic", "accelerate", "peft", "trl", "lightning", "ray", "deepspeed"),
+    *("bitsandbytes", "torchao"),
+)
+ForReports = Annotated[bool, typer.Option("--markdown", help="As a Markdown table, to paste into a report of a bug.")]
 
 
-def doctor() -> None:
+def doctor(markdown: ForReports = False) -> None:
     """Show what this machine has, and what partita will use of it."""
+    parts = {"this machine": machine_rows(), "what partita uses here": choice_rows()}
+    if markdown:
+        typer.echo(markdown_table(row for rows in parts.values() for row in rows))
+        return
     console = Console()
-    for title, rows in (("this machine", machine_rows()), ("what partita uses here", choice_rows())):
+    for title, rows in parts.items():
         show_table(console, title, rows)
         console.print()
+    show_table(console, "this folder", [("disk", _disk(Path.cwd()))])
+
+
+def markdown_table(rows: Iterable[tuple[str, str]]) -> str:
+    """The rows below a head; what would end a cell or a row is escaped."""
+    cells = ((name, text.replace("|", "\\|").replace("\n", "<br>")) for name, text in rows)
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in cells)])
 
 
 def machine_rows() -> Iterator[tuple[str, str]]:
-    """Versions, devices, cores, memory and disk."""
+    """Versions, devices, cores and memory: nothing that names a user, a folder or a host."""
+    yield "partita", metadata.version("partita")
     yield "Python", f"{platform.python_version()} on {platform.platform()}"
     yield "PyTorch", torch.__version__
+    yield "libraries", ", ".join(f"{name} {metadata.version(name)}" for name in LIBRARIES if _is_importable(name))
     yield "devices", "\n".join(_devices())
     yield "cores", f"{usable_cores()} usable; PyTorch computes with {torch.get_num_threads()} threads"
     total, free = host_memory()
     yield "memory", f"{format_bytes(total)}, {format_bytes(free)} free"
-    folder = Path.cwd()
-    disk = shutil.disk_usage(folder)
-    yield "disk", f"{format_bytes(disk.total)}, {format_bytes(disk.free)} free, at {folder}"
     yield "backends", ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in _backends().items())
 
 
@@ -70,6 +88,11 @@ def choice_rows() -> Iterator[tuple[str, str]]:
     )
     for package, loss in OPTIONAL_PACKAGES.items():
         yield package, metadata.version(package) if _is_importable(package) else f"not installed: {loss}"
+
+
+def _disk(folder: Path) -> str:
+    disk = shutil.disk_usage(folder)
+    return f"{format_bytes(disk.total)}, {format_bytes(disk.free)} free, at {folder}"
 
 
 def _devices() -> list[str]:

@@ -5,7 +5,9 @@ from typing import Annotated
 import typer
 
 from partita.cli.checkpoint import checkpoint
+from partita.cli.convert import convert
 from partita.cli.doctor import doctor
+from partita.cli.schema import schema
 from partita.cli.train import train
 
 app = typer.Typer(
@@ -17,7 +19,9 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(doctor)
+app.command()(schema)
 app.add_typer(checkpoint)
+app.add_typer(convert)
 
 
 def _show_version(wanted: bool) -> None:

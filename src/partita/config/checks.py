@@ -14,8 +14,13 @@ Contradiction = tuple[tuple[str, ...], str, str]
 _BELONGS: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ("zero.keep_gathered", "zero.stage", (3,), "stage 3; at stages 0 to 2 parameters are always whole"),
     ("zero.hierarchical", "zero.stage", (3,), "stage 3; at stages 0 to 2 nothing is gathered in backward"),
+    ("zero.replicate", "zero.stage", (3,), "stage 3; at stages 0 to 2 every rank has the parameters"),
     ("zero.prefetch_bytes", "zero.stage", (3,), "stage 3; at stages 0 to 2 no parameters are gathered for forward"),
     ("precision.loss_scale", "precision.compute", ("fp16",), "fp16 compute; under {0} the loss is not scaled"),
+    ("precision.initial_loss_scale", "precision.compute", ("fp16",), "fp16 compute; under {0} the loss is not scaled"),
+    ("precision.loss_scale_window", "precision.compute", ("fp16",), "fp16 compute; under {0} the loss is not scaled"),
+    ("precision.initial_loss_scale", "precision.loss_scale", ("dynamic",), "a dynamic loss scale; {0} stays as it is"),
+    ("precision.loss_scale_window", "precision.loss_scale", ("dynamic",), "a dynamic loss scale; {0} stays as it is"),
     ("optimizer.eps", "optimizer.name", ("adam", "adamw"), "adam and adamw; {0} divides by nothing"),
     ("optimizer.momentum", "optimizer.name", ("sgd",), "sgd; the momentum of {0} is betas[0]"),
 )
@@ -52,6 +57,13 @@ def _states(config: Config, compute: str, accumulates: bool) -> Iterator[Contrad
             "them",
             "leave zero.keep_gathered out",
         )
+    for key in ("keep_gathered", "hierarchical"):
+        if zero.replicate != "none" and getattr(zero, key):
+            yield (
+                ("zero.replicate", f"zero.{key}"),
+                f"zero.replicate: {zero.replicate} and zero.{key} are two ways to send less between nodes",
+                f"leave zero.{key} out",
+            )
     if precision.master == "split" and compute == "fp16":
         yield (
             ("precision.master", "precision.compute"),
@@ -96,7 +108,7 @@ def _states(config: Config, compute: str, accumulates: bool) -> Iterator[Contrad
 
 
 def _training(config: Config) -> Iterator[Contradiction]:
-    optimizer, schedule = config.optimizer, config.schedule
+    optimizer = config.optimizer
     if config.precision.nonfinite == "rewind" and config.checkpoint.dir is None:
         yield (
             ("precision.nonfinite", "checkpoint.dir"),
@@ -115,24 +127,44 @@ def _training(config: Config) -> Iterator[Contradiction]:
             "optimizer.betas belongs to adam and adamw; sgd's momentum is not a beta",
             f"write optimizer.momentum: {optimizer.betas[0]} in place of optimizer.betas",
         )
+    yield from _schedule(config)
+
+
+def _schedule(config: Config) -> Iterator[Contradiction]:
+    schedule = config.schedule
     if schedule.name != "constant" and schedule.total_steps is None:
         yield (
             ("schedule.name", "schedule.total_steps"),
             f"a {schedule.name} schedule needs to know where it ends",
             "set schedule.total_steps to the number of optimizer steps of the run",
         )
-    if schedule.total_steps is not None and schedule.warmup_steps > schedule.total_steps:
+    for key, steps, what in (
+        ("schedule.warmup_steps", schedule.warmup_steps, "the warm-up"),
+        ("schedule.decay_steps", schedule.decay_steps or 0, "the decay"),
+    ):
+        if schedule.total_steps is not None and steps > schedule.total_steps:
+            yield (
+                (key, "schedule.total_steps"),
+                f"{what} is longer than the whole schedule",
+                f"set {key} to at most {schedule.total_steps}",
+            )
+    if schedule.initial_steps and schedule.initial_lr is None:
         yield (
-            ("schedule.warmup_steps", "schedule.total_steps"),
-            "the warm-up is longer than the whole schedule",
-            f"set schedule.warmup_steps to at most {schedule.total_steps}",
+            ("schedule.initial_steps", "schedule.initial_lr"),
+            "schedule.initial_steps are steps at schedule.initial_lr, which is not given",
+            "set schedule.initial_lr, or leave schedule.initial_steps out",
         )
-    if schedule.min_lr > optimizer.lr:
-        yield (
-            ("schedule.min_lr", "optimizer.lr"),
-            "the schedule's lowest learning rate is above its highest",
-            f"set schedule.min_lr to at most {optimizer.lr}",
-        )
+    highest = "optimizer.lr" if schedule.max_lr is None else "schedule.max_lr"
+    for key, rate, which in (
+        ("schedule.min_lr", schedule.min_lr, "lowest"),
+        ("schedule.initial_lr", schedule.initial_lr or 0.0, "first"),
+    ):
+        if rate > setting(config, highest):
+            yield (
+                (key, highest),
+                f"the schedule's {which} learning rate is above its highest",
+                f"set {key} to at most {setting(config, highest)}",
+            )
 
 
 def idle_settings(config: Config, compute: str) -> Iterator[str]:
@@ -150,5 +182,12 @@ def idle_settings(config: Config, compute: str) -> Iterator[str]:
         yield "ignored: precision.keep_fp32 (all modules compute in fp32)"
     if schedule.name == "constant" and schedule.total_steps is not None:
         yield "ignored: schedule.total_steps (a constant schedule has no end)"
-    if schedule.name == "constant" and schedule.min_lr > 0:
-        yield "ignored: schedule.min_lr (a constant schedule stays at optimizer.lr)"
+    if schedule.name == "constant" and schedule.decay_steps is not None:
+        yield "ignored: schedule.decay_steps (a constant schedule does not decay)"
+    for key in ("min_lr", "min_ratio"):
+        if schedule.name == "constant" and getattr(schedule, key) > 0:
+            yield f"ignored: schedule.{key} (a constant schedule stays at optimizer.lr)"
+    if schedule.warmup_steps == 0 and schedule.warmup != "linear":
+        yield "ignored: schedule.warmup (there are no warmup_steps)"
+    if schedule.warmup_steps == schedule.initial_steps == 0 and schedule.initial_lr is not None:
+        yield "ignored: schedule.initial_lr (there are no warmup_steps)"

@@ -67,13 +67,23 @@ def _read(source: object) -> tuple[str, Parsed]:
 
 
 def _read_file(path: Path) -> tuple[str, Parsed]:
-    name = str(path) if str(path).isprintable() else shown(str(path))
     parser = _PARSERS.get(path.suffix.lower())
     if parser is None:
         raise ConfigError(
-            f"config file '{name}': expected a path that ends in .yaml, .yml or .json; rename the file, or pass its "
-            "content as a dict"
+            f"config file '{_shown(path)}': expected a path that ends in .yaml, .yml or .json; rename the file, or "
+            "pass its content as a dict"
         )
+    name, text = read_text(path)
+    return name, parser(text, name)
+
+
+def read_text(path: Path) -> tuple[str, str]:
+    """What to call a file in messages, and its text.
+
+    Raises:
+        ConfigError: it is not there, cannot be read, is larger than :data:`MAX_FILE_BYTES`, or not UTF-8.
+    """
+    name = _shown(path)
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
@@ -85,10 +95,13 @@ def _read_file(path: Path) -> tuple[str, Parsed]:
     if len(content) > MAX_FILE_BYTES:
         raise ConfigError(f"config file '{name}' is larger than {MAX_FILE_BYTES} bytes; is it a configuration?")
     try:
-        text = content.decode("utf-8-sig")
+        return name, content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"config file '{name}' is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
-    return name, parser(text, name)
+
+
+def _shown(path: Path) -> str:
+    return str(path) if str(path).isprintable() else shown(str(path))
 
 
 def _apply(sections: dict[str, object], override: object, places: dict[KeyPath, str]) -> None:

@@ -108,7 +108,7 @@ def _wrong_value(model: type[BaseModel], path: KeyPath, value: object) -> Proble
 
 @cache
 def _key_schemas(section: type[BaseModel]) -> dict[str, dict[str, Any]]:
-    schemas: dict[str, dict[str, Any]] = section.model_json_schema()["properties"]
+    schemas: dict[str, dict[str, Any]] = section.model_json_schema(mode="serialization")["properties"]
     return schemas
 
 
@@ -127,6 +127,8 @@ def expectation(schema: Mapping[str, Any]) -> str:
             return _number_expectation(schema)
         case "array" if "prefixItems" in schema:
             return f"a list of {len(schema['prefixItems'])} values, each {expectation(schema['prefixItems'][0])}"
+        case "array" if "enum" in schema["items"]:
+            return f"a list out of {', '.join(schema['items']['enum'])}"
         case "array":
             return f"a list of {'one or more ' if 'minItems' in schema else ''}{expectation(schema['items'])}s"
         case "null":
@@ -172,14 +174,14 @@ def suggest_keys(root: type[BaseModel], section: KeyPath, key: str) -> list[str]
     Siblings come first, then the same key in another section, then a similar one.
     """
     paths = key_paths(root)
-    sibling = _nearest(key, [path[-1] for path in paths if path[:-1] == section])
+    sibling = nearest(key, [path[-1] for path in paths if path[:-1] == section])
     if sibling:
         return [".".join((*section, sibling))]
-    leaf = _nearest(key, [path[-1] for path in paths])
+    leaf = nearest(key, [path[-1] for path in paths])
     return [".".join(path) for path in paths if path[-1] == leaf]
 
 
-def _nearest(name: str, candidates: Iterable[str]) -> str | None:
+def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """The candidate most like ``name``, whatever its case and dashes; None where none is near."""
     by_folded = {_folded(candidate): candidate for candidate in candidates}
     found = difflib.get_close_matches(_folded(name[:_LONGEST_KEY]), by_folded, n=1, cutoff=0.6)

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+import hjson
 import yaml
 from pydantic import BaseModel
 
@@ -101,6 +102,22 @@ def parse_json(text: str, name: str) -> Parsed:
         raise
     except ValueError as error:  # an integer of more digits than Python converts
         raise ConfigError(f"{name}: not valid JSON: {error}") from None
+
+
+def parse_hjson(text: str, name: str) -> Parsed:
+    """Reads JSON text with comments (``//``, ``#``, ``/* */``) and trailing commas, which is Hjson.
+
+    Raises:
+        ConfigError: naming the line where there is one.
+    """
+    if not text.strip():
+        return None, {}
+    try:
+        return hjson.loads(text, object_pairs_hook=lambda pairs: _without_duplicates(pairs, name)), {}
+    except hjson.HjsonDecodeError as error:
+        raise ConfigError(f"{name}, line {error.lineno}: not valid JSON: {error.msg}; correct this line") from None
+    except RecursionError:
+        raise _too_deep(name) from None
 
 
 def _without_duplicates(pairs: list[tuple[str, object]], name: str) -> dict[str, object]:

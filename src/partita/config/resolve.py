@@ -62,7 +62,7 @@ def resolve(config: Config, num_ranks: int, device_type: str, ranks_per_node: in
     """Derives the mesh, the batch and the compute dtype, and checks what must hold between settings.
 
     ``device_type`` is torch's (``cpu``, ``cuda``, ...). ``ranks_per_node`` splits the data axis over nodes for
-    ``zero.hierarchical``; without it all ranks are on one node.
+    ``zero.hierarchical`` and ``zero.replicate``; without it all ranks are on one node.
 
     Raises:
         ConfigError: settings contradict each other or the number of ranks; with a table of them and one fix.
@@ -78,8 +78,8 @@ def resolve(config: Config, num_ranks: int, device_type: str, ranks_per_node: in
     check_settings(config, {value.key: value for value in values})
     compute = str(values[-1].value)
     notices = list(idle_settings(config, compute))
-    if config.zero.hierarchical and mesh.node == 1:
-        notices.append("ignored: zero.hierarchical (all data ranks are on one node)")
+    if mesh.node == 1 and (key := _splits_nodes(config)) is not None:
+        notices.append(f"ignored: {key} (all data ranks are on one node)")
     if config.communication.within_node != "auto" and device_type != "cpu":
         notices.append(f"ignored: communication.within_node (on {device_type} its own backend chooses the way)")
     return Resolved(config, mesh, batch, compute, values, tuple(notices))
@@ -91,6 +91,7 @@ def describe(resolved: Resolved) -> str:
     sources = {r.key: r.source for r in resolved.values}
     zero, precision, schedule = config.zero, config.precision, config.schedule
     kept = ", kept whole after forward" * zero.keep_gathered + ", hierarchical" * zero.hierarchical
+    kept += ", within each node" * (mesh.node > 1 and zero.replicate == "nodes")
     of_each = " of each unit" * (precision.gradients == "in_backward")
     clipped = f", gradients{of_each} clipped to norm {config.clip_grad_norm:g}" if config.clip_grad_norm else ""
     optimizer = f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}"
@@ -142,12 +143,26 @@ def _resolve_mesh(config: Config, num_ranks: int, ranks_per_node: int | None) ->
                 rows,
                 "leave parallel.data out; it follows from the number of ranks" if divides else fix,
             )
-    node = _nodes(data, inner // parallel.pipeline, ranks_per_node) if config.zero.hierarchical else 1
+    key = _splits_nodes(config)
+    node = 1 if key is None else _nodes(key, data, inner // parallel.pipeline, ranks_per_node)
+    if node == data > 1 and config.zero.replicate == "nodes":
+        rows = [*rows, Row("ranks on a node", ranks_per_node, "launcher")]
+        problem = "zero.replicate: nodes splits the states over the data ranks of a node, and each node has one"
+        raise conflict(problem, rows, "leave zero.replicate out, or set zero.stage: 0")
     return MeshShape(parallel.pipeline, data, parallel.sequence, parallel.tensor, node), rows
 
 
-def _nodes(data: int, inner: int, ranks_per_node: int | None) -> int:
-    """Nodes that one data group spans; ``inner`` ranks (sequence x tensor) share each data coordinate."""
+def _splits_nodes(config: Config) -> str | None:
+    """The setting that treats ranks of one node otherwise than those of others, if there is one."""
+    if config.zero.hierarchical:
+        return "zero.hierarchical"
+    return "zero.replicate" if config.zero.replicate == "nodes" else None
+
+
+def _nodes(key: str, data: int, inner: int, ranks_per_node: int | None) -> int:
+    """Nodes that one data group spans, as ``key`` asks for; ``inner`` ranks (sequence x tensor) share each data
+    coordinate.
+    """
     if ranks_per_node is None:
         return 1
     _check_count("the number of ranks on a node", ranks_per_node)
@@ -160,8 +175,7 @@ def _nodes(data: int, inner: int, ranks_per_node: int | None) -> int:
             Row("sequence x tensor", inner, "mesh"),
             Row("ranks on a node", ranks_per_node, "launcher"),
         ]
-        problem = "zero.hierarchical needs the same number of data ranks on every node"
-        raise conflict(problem, rows, "leave zero.hierarchical out")
+        raise conflict(f"{key} needs the same number of data ranks on every node", rows, f"leave {key} out")
     return data // local
 
 

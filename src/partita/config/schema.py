@@ -21,12 +21,12 @@ from partita.errors import ConfigError
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
 _NUMBER = re.compile(r"[+-]?([0-9]{1,400}(\.[0-9]{0,400})?|\.[0-9]{1,400})([eE][+-]?[0-9]{1,9})?")
-_SIZE = re.compile(r"([0-9.eE+]+) ?([kmgt]i?)?b", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9.eE+]+) ?([kKmMgGtT][iI]?)?[bB]")
 _LARGEST_COUNT = 2**31 - 1
 _LARGEST_SIZE = 2**63 - 1
 
 
-def _number(value: object) -> object:
+def as_number(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError("a truth value is not a number")
     if isinstance(value, str):
@@ -44,46 +44,54 @@ def _number(value: object) -> object:
     return value
 
 
-def _whole(value: object) -> object:
-    number = _number(value)
+def as_whole(value: object) -> object:
+    number = as_number(value)
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 def _size(value: object) -> object:
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
-        return _whole(value)
-    amount = _number(match[1])
+        return as_whole(value)
+    amount = as_number(match[1])
     prefix = (match[2] or "").lower()
     if not isinstance(amount, int | float):
         raise ValueError("not a number of bytes")
     base = 1024 if prefix.endswith("i") else 1000
-    return _whole(amount * base ** ("", "k", "m", "g", "t").index(prefix[:1]))
+    return as_whole(amount * base ** ("", "k", "m", "g", "t").index(prefix[:1]))
 
 
 def _path(value: object) -> object:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _tuple(value: object) -> object:
+def as_tuple(value: object) -> object:
+    """A list as YAML has it."""
     return tuple(value) if isinstance(value, list) else value
 
 
 Flag = Annotated[bool, Strict()]
-Count = Annotated[int, Strict(), Field(ge=1, le=_LARGEST_COUNT), BeforeValidator(_whole)]
-CountOrZero = Annotated[int, Strict(), Field(ge=0, le=_LARGEST_COUNT), BeforeValidator(_whole)]
-Bytes = Annotated[int, Strict(), Field(ge=0, le=_LARGEST_SIZE, examples=["64MiB"]), BeforeValidator(_size)]
-Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
-NotNegative = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False), BeforeValidator(_number)]
-Share = Annotated[float, Strict(), Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(_number)]
-SharePair = Annotated[tuple[Share, Share], Strict(), BeforeValidator(_tuple)]
+Count = Annotated[int, Strict(), Field(ge=1, le=_LARGEST_COUNT), BeforeValidator(as_whole)]
+CountOrZero = Annotated[int, Strict(), Field(ge=0, le=_LARGEST_COUNT), BeforeValidator(as_whole)]
+_WrittenBytes = Annotated[int, Field(ge=0, le=_LARGEST_SIZE)] | Annotated[str, Field(pattern=rf"^{_SIZE.pattern}$")]
+Bytes = Annotated[
+    int,
+    Strict(),
+    Field(ge=0, le=_LARGEST_SIZE, examples=["64MiB"]),
+    BeforeValidator(_size, json_schema_input_type=_WrittenBytes),
+]
+Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False), BeforeValidator(as_number)]
+NotNegative = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False), BeforeValidator(as_number)]
+Share = Annotated[float, Strict(), Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(as_number)]
+Ratio = Annotated[float, Strict(), Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(as_number)]
+SharePair = Annotated[tuple[Share, Share], Strict(), BeforeValidator(as_tuple)]
 Text = Annotated[str, Strict(), Field(min_length=1)]
-Texts = Annotated[tuple[Text, ...], Strict(), BeforeValidator(_tuple)]
-SomeTexts = Annotated[tuple[Text, ...], Strict(), Field(min_length=1), BeforeValidator(_tuple)]
+Texts = Annotated[tuple[Text, ...], Strict(), BeforeValidator(as_tuple)]
+SomeTexts = Annotated[tuple[Text, ...], Strict(), Field(min_length=1), BeforeValidator(as_tuple)]
 PathText = Annotated[str, Strict(), Field(min_length=1), BeforeValidator(_path)]
 
 Auto = Literal["auto"]
-Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)]
+Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(as_whole)]
 Tier = Literal["none", "host", "disk", "auto"]
 Gradients = Literal["fp32", "bf16", "fp16", "in_backward"]
 Compute = Literal["auto", "fp32", "bf16", "fp16"]
@@ -139,6 +147,9 @@ class Zero(Section):
     )
     keep_gathered: Flag = Field(False, description="stage 3: keep parameters whole between forward and backward")
     hierarchical: Flag = Field(False, description="stage 3: backward gathers inside the node, from a second shard")
+    replicate: Literal["none", "nodes"] = Field(
+        "none", description="stage 3: nodes splits all states over the ranks of a node alone, so every node has them"
+    )
 
 
 class Precision(Section):
@@ -156,6 +167,10 @@ class Precision(Section):
     moments: Literal["fp32", "int8"] = Field("fp32", description="the optimizer's running averages")
     loss_scale: Literal["dynamic"] | Positive = Field(
         "dynamic", description="factor on the loss under fp16 compute; dynamic: as large as stays finite"
+    )
+    initial_loss_scale: Positive = Field(2.0**16, description="dynamic loss scale: the factor of the first step")
+    loss_scale_window: Count = Field(
+        2000, description="dynamic loss scale: steps without an overflow after which the factor doubles"
     )
     nonfinite: Literal["skip", "raise", "rewind"] = Field(
         "skip",
@@ -185,18 +200,34 @@ class Optimizer(Section):
 
 
 class Schedule(Section):
-    """The learning rate over optimizer steps: a linear warm-up, then the named curve."""
+    """The learning rate over optimizer steps: a warm-up to the highest, then the named curve."""
 
     name: Literal["constant", "linear", "cosine"] = Field("constant", description="the curve after the warm-up")
     warmup_steps: CountOrZero = Field(0, description="optimizer steps of warm-up")
+    warmup: Literal["linear", "log"] = Field("linear", description="how the rate rises in the warm-up")
+    max_lr: Positive | None = Field(
+        None, description="highest learning rate, of all parameter groups; null: each group's own (optimizer.lr)"
+    )
+    initial_lr: NotNegative | None = Field(
+        None, description="learning rate of the first step of the warm-up; null: it is a step above 0 already"
+    )
+    initial_steps: CountOrZero = Field(0, description="optimizer steps at initial_lr, before the warm-up")
     total_steps: Count | None = Field(None, description="optimizer steps, warm-up included, until min_lr is reached")
+    decay_steps: Count | None = Field(
+        None, description="how many of total_steps, the last ones, the curve takes; null: all after the warm-up"
+    )
     min_lr: NotNegative = Field(0.0, description="learning rate at and after total_steps")
+    min_ratio: Ratio = Field(0.0, description="the same, as a share of each parameter group's highest learning rate")
 
 
 class Activations(Section):
     """What is kept of the forward for the backward, and where."""
 
-    checkpoint: Text = Field("none", description="which activations are recomputed in backward")
+    checkpoint: Literal["none", "units", "selective"] | SomeTexts = Field(
+        "none",
+        description="what runs forward again in backward: units; selective: units, but for matrix products, "
+        "convolutions and attention, whose results are kept; or modules, by class name or name pattern",
+    )
     partition: Flag = Field(False, description="split kept activations over the tensor axis")
     offload: Tier = Field("none", description="tier of kept activations")
 
@@ -268,7 +299,6 @@ AVAILABLE: dict[str, tuple[object, ...]] = {
     "parallel.tensor": (1,),
     "parallel.pipeline": (1,),
     "parallel.sequence": (1,),
-    "activations.checkpoint": ("none",),
     "activations.partition": (False,),
     "activations.offload": ("none",),
     "communication.gradients": ("full",),

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from partita.activation.recompute import Recomputation, chosen_modules
 from partita.checkpoint.checkpoints import Checkpoints
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
 from partita.comm.together import check_settings_alike, together
 from partita.config.resolve import Resolved
 from partita.engine.budget import agreed_budget
+from partita.huggingface.conversion import open_weights
 from partita.huggingface.weights import Weights
 from partita.inspection.whole import Whole
 from partita.memory.disk import open_disk
@@ -54,6 +56,7 @@ class Parts:
     blueprint: Blueprint
     shortages: Shortages
     runtime: Runtime
+    recomputation: Recomputation
     updater: Updater
     whole: Whole
     checkpoints: Checkpoints
@@ -79,6 +82,8 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     with together(all_ranks):
         check_unclaimed(model)
         blueprint = make_blueprint(model, resolved, num_moments, budget)
+        choice = settings.activations.checkpoint
+        recomputed = chosen_modules(model, [unit.name for unit in blueprint.units], choice)
     check_alike(model, blueprint.units, all_ranks)
     check_settings_alike(settings_of(optimizer), all_ranks)
     rows = [unit.row for unit in blueprint.units]
@@ -87,11 +92,11 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     counted = counted_attributes(optimizer, apart=not all(row.updates_on_device for row in rows))
     shortages = Shortages(blueprint, ledger, mesh.device, mesh.rank)
     with together(all_ranks):
-        source = Weights(given.weights) if given.weights is not None else None
+        source = open_weights(Weights(given.weights), model) if given.weights is not None else None
     try:
         with shortages.explained("initialize"):
             runtime = Runtime(model, blueprint, collectives, memory, source)
-        scale = LossScale(settings.precision.loss_scale, resolved.compute_dtype == "fp16")
+        scale = LossScale(settings.precision, resolved.compute_dtype == "fp16")
         kind = BackwardUpdater if settings.precision.gradients == "in_backward" else StepUpdater
         with together(all_ranks, runtime.give_back):
             updater = kind(runtime, optimizer, scale, settings.clip_grad_norm, counted)
@@ -101,4 +106,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
         memory.close()
         raise
     weights = source.folder if source is not None else None
-    return Parts(optimizer, scheduler, blueprint, shortages, runtime, updater, whole, checkpoints, weights)
+    recomputation = Recomputation(recomputed, selective=choice == "selective")
+    return Parts(
+        optimizer, scheduler, blueprint, shortages, runtime, recomputation, updater, whole, checkpoints, weights
+    )

@@ -81,7 +81,7 @@ class Engine:
         waves = reducer.waves
         reducer.watch(loss)
         try:
-            with scaled_by(scale):
+            with scaled_by(scale), parts.recomputation.explained():
                 (loss if scale == 1.0 else loss * scale).backward()
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
@@ -353,6 +353,7 @@ class Engine:
     def _end(self) -> None:
         self._closed = True
         self._parts.updater.close()
+        self._parts.recomputation.remove()
         self._parts.runtime.close()
         if self._owns_mesh:
             self.mesh.close()

@@ -1,6 +1,7 @@
 """Weights in safetensors files, in the layout of Hugging Face: streamed unit by unit, no rank holding more than a file.
 
-A tied parameter is written once, under its first name; buffers that belong to the state dict are written too.
+A tied parameter is written once, under its first name; buffers that belong to the state dict are written too. The names
+of a model of transformers are those that ``save_pretrained`` writes.
 
 Files are written aside and renamed when all of them last, so an export that fails leaves what was there. Of what was
 there it replaces an earlier export: the files that its index names, and ``model.safetensors``.
@@ -13,6 +14,7 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,6 +27,7 @@ from partita.checkpoint.backend import Stored
 from partita.checkpoint.format.system import Lock, is_locked, sync_folder, write_small
 from partita.checkpoint.names import model_keys, some_of
 from partita.errors import PartitaError
+from partita.huggingface.conversion import FileTensors, is_of_transformers
 from partita.huggingface.weights import INDEX, SINGLE, read_index
 from partita.inspection.modules import EXTRA_STATE, extra_states, is_extra_state, persistent_buffers
 from partita.inspection.whole import Whole
@@ -53,16 +56,35 @@ def export(
     Raises:
         PartitaError: the folder cannot be written.
     """
+    buffers = list(persistent_buffers(model))
+    names = {id(member): _kept_name(model, member.holding.fqns) for member in whole.members}
+    tensors = FileTensors(model, [*names.values(), *(name for name, _ in buffers)])
     with WeightsWriter(folder, file_bytes) if whole.is_first else nullcontext() as writer:
         for member, weight in whole.weights(master=False):
             if writer is not None:
-                writer.add(member.fqn, weight)
+                writer.add_all(tensors.of(names[id(member)], weight))
         if writer is not None:
-            for name, buffer in persistent_buffers(model):
-                writer.add(name, buffer)
+            for name, buffer in buffers:
+                writer.add_all(tensors.of(name, buffer))
             say_left_out(name for name, _ in extra_states(model))
-            writer.finish(beside, [getattr(model, "config", None), getattr(model, "generation_config", None)])
+            writer.finish(beside, [_saved_config(model), getattr(model, "generation_config", None)])
     whole.raise_together(writer.problem if writer is not None else None)
+
+
+def _kept_name(model: nn.Module, fqns: Sequence[str]) -> str:
+    """The name under which a tied parameter is written: of a model of transformers, the one that it keeps itself."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return next((fqn for fqn in fqns if fqn not in tied), fqns[0])
+
+
+def _saved_config(model: nn.Module) -> Any:
+    """The model's configuration, with what ``save_pretrained`` says in it of the model and its weights' dtype."""
+    config: Any = getattr(model, "config", None)
+    if is_of_transformers(model):
+        config = deepcopy(config)
+        config.dtype = str(model.dtype).removeprefix("torch.")
+        config.architectures = [type(model).__name__]
+    return config
 
 
 def export_checkpoint(
@@ -147,6 +169,10 @@ class WeightsWriter:
         if self.problem is None:
             self._pending[name] = tensor.detach().cpu().clone().contiguous()
             self._num_bytes += tensor.nbytes
+
+    def add_all(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            self.add(name, tensor)
 
     def _flush(self) -> None:
         path = self._aside / f"{len(self._files)}.safetensors"

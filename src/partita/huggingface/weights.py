@@ -1,7 +1,7 @@
 """Weights read from safetensors files, tensor by tensor, or box by box."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, KeysView, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -36,9 +36,18 @@ class Weights:
             if not where or where.get(name) == file.name
         }
 
+    @property
+    def names(self) -> KeysView[str]:
+        """Of all tensors."""
+        return self._found.keys()
+
     def find(self, names: Sequence[str]) -> str | None:
         """The first of the names that there is a tensor of."""
         return next((name for name in names if name in self._found), None)
+
+    def unused(self, names: Container[str]) -> list[str]:
+        """The tensors that have none of these names."""
+        return [name for name in self._found if name not in names]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._found[name][1]

@@ -33,6 +33,11 @@ class Whole:
         self.is_first = runtime.collectives.mesh.is_first_replica()
         self._named = {fqn: member for _, member in runtime.members() for fqn in member.holding.fqns}
 
+    @property
+    def members(self) -> list[Member]:
+        """Every parameter once."""
+        return [member for _, member in self._runtime.members()]
+
     def member(self, name: str) -> Member:
         """The parameter called ``name``.
 
@@ -55,7 +60,8 @@ class Whole:
             return None
         reducer.join()
         reducer.drain()
-        held = bucket.held_of(member, self._group.index, self._collectives.mesh.device)
+        row = self._runtime.part_index if self._runtime.is_first_of_part else None
+        held = bucket.held_of(member, row, self._collectives.mesh.device)
         flat = self._group.all_reduce(torch.cat([held, held.new_tensor([id(member) in bucket.used])]))
         return self._shaped(member, flat[:-1].div_(scale)) if flat[-1] > 0 else None
 
@@ -82,10 +88,9 @@ class Whole:
         if isinstance(value, Tensor) and member.segment.holds_whole_master and value.shape != member.shape:
             return value.clone()
         values = torch.zeros(member.span.num_elements, dtype=dtype, device=self._collectives.mesh.device)
-        if isinstance(value, Tensor) and (not member.segment.holds_whole_master or self._group.index == 0):
-            values[view.start : view.start + view.num_elements] = (
-                member.flat(value) if member.segment.holds_whole_master else value
-            )
+        is_whole = member.segment.holds_whole_master
+        if isinstance(value, Tensor) and (self._group.index == 0 if is_whole else self._runtime.is_first_of_part):
+            values[view.start : view.start + view.num_elements] = member.flat(value) if is_whole else value
         return self._shaped(member, self._group.all_reduce(values))
 
     def _shaped(self, member: Member, flat: Tensor) -> Tensor:

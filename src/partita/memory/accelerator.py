@@ -82,6 +82,11 @@ def installed() -> list[tuple[str, int]]:
     return [(properties.name, properties.total_memory) for properties in found]
 
 
+def name(device: torch.device) -> str:
+    """What an accelerator's driver calls it."""
+    return str(torch.get_device_module(device).get_device_properties(device).name)
+
+
 def new_stream(device: torch.device) -> torch.Stream | None:
     """A stream beside the current one; None on the host."""
     return None if is_host(device) else torch.Stream(device=device)

@@ -1,16 +1,17 @@
-"""Rows of metrics: written to ``metrics.jsonl`` as they come, and to TensorBoard where it is installed.
+"""Rows of metrics: written to ``metrics.jsonl`` as they come, and to the sinks that show them.
 
 A row is complete in itself (each has its step and token count), so a file that was cut off is readable to its end.
 """
 
 import json
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from partita.errors import PartitaError
+from partita.observe.sinks import MetricsSink, Run, SinkName, open_sink
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -19,7 +20,8 @@ METRICS_FILE = "metrics.jsonl"
 class TrainRow:
     """Training since the row before: means over its steps, but ``lr`` and ``grad_norm`` of its last step.
 
-    ``tokens`` counts from the start, over all ranks; ``loss`` is in nats per token; ``memory_bytes`` is per rank.
+    ``tokens`` counts from the start, over all ranks; ``loss`` is in nats per token; ``memory_bytes`` is per rank;
+    ``mfu`` is the model FLOPs utilization, of 1 (None: not known of this device).
     """
 
     step: int
@@ -30,6 +32,20 @@ class TrainRow:
     tokens_per_s: float
     step_s: float
     memory_bytes: tuple[int, ...]
+    mfu: float | None = None
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """By the names that sinks show."""
+        known = {
+            "loss/train": self.loss,
+            "learning_rate": self.lr,
+            "tokens_per_s": self.tokens_per_s,
+            "memory_bytes/largest_rank": float(max(self.memory_bytes)),
+            "gradient_norm": self.grad_norm,
+            "model_flops_utilization": self.mfu,
+        }
+        return {name: value for name, value in known.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -40,20 +56,40 @@ class HeldOutRow:
     tokens: int
     held_out_loss: float
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """By the names that sinks show."""
+        return {"loss/held_out": self.held_out_loss}
+
 
 class MetricsWriter:
-    """Writes rows into a folder, replacing those that an earlier run left there of steps ``after`` the one that this
-    run goes on from.
+    """Writes rows into a run's folder, replacing those that an earlier run left there of the steps after the one that
+    this run goes on from; and to sinks, of which one that fails later on is left out with a warning.
+
+    Args:
+        run: the folder, and the step that the run goes on from.
+        sinks: names of what shows the rows, too (``partita.observe.sinks``).
+
+    Raises:
+        PartitaError: the folder cannot be written, or a sink cannot be opened.
     """
 
-    def __init__(self, folder: Path, after: int = 0) -> None:
-        self._folder = folder
-        self._begin(after, is_evaluated=False)
+    def __init__(self, run: Run, sinks: Sequence[SinkName] = ()) -> None:
+        self._folder = run.folder
+        self._sinks: dict[SinkName, MetricsSink] = {}
+        self._begin(run.after, is_evaluated=False)
+        try:
+            for name in sinks:
+                self._sinks[name] = open_sink(name, run)
+        except PartitaError:
+            self.close()
+            raise
 
     def go_back(self, step: int) -> None:
         """Take back the rows of the steps after ``step``, which training went back to."""
-        self.close()
+        self._file.close()
         self._begin(step, is_evaluated=True)
+        self._tell(lambda sink: sink.go_back(step))
 
     def _begin(self, after: int, *, is_evaluated: bool) -> None:
         folder = self._folder
@@ -71,24 +107,28 @@ class MetricsWriter:
             raise PartitaError(
                 f"cannot write metrics into '{folder}': {error.strerror}; set train.out to another folder"
             ) from None
-        self._board = _open_tensorboard(folder, after)
-
-    @property
-    def has_tensorboard(self) -> bool:
-        return self._board is not None
 
     def write(self, row: TrainRow | HeldOutRow) -> None:
         kind = "train" if isinstance(row, TrainRow) else "held_out"
         self._file.write(json.dumps({"kind": kind, **asdict(row)}) + "\n")
         self._file.flush()
-        if self._board is not None:
-            for name, value in _scalars(row):
-                self._board.add_scalar(name, value, row.step)
+        self._tell(lambda sink: sink.write(row.step, row.figures))
 
     def close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        self._tell(lambda sink: sink.close())
+
+    def _tell(self, call: Callable[[MetricsSink], None]) -> None:
+        for name, sink in list(self._sinks.items()):
+            try:
+                call(sink)
+            except Exception as error:  # a service that is down ends no training
+                del self._sinks[name]
+                warnings.warn(
+                    f"metrics are no longer written to {name}: {error}; all of them are in "
+                    f"'{self._folder / METRICS_FILE}'",
+                    stacklevel=3,
+                )
 
 
 def read_metrics(path: Path) -> tuple[list[TrainRow], list[HeldOutRow]]:
@@ -107,18 +147,6 @@ def read_metrics(path: Path) -> tuple[list[TrainRow], list[HeldOutRow]]:
     return train, held_out
 
 
-def _scalars(row: TrainRow | HeldOutRow) -> Iterator[tuple[str, float]]:
-    if isinstance(row, HeldOutRow):
-        yield "loss/held_out", row.held_out_loss
-        return
-    yield "loss/train", row.loss
-    yield "learning_rate", row.lr
-    yield "tokens_per_s", row.tokens_per_s
-    yield "memory_bytes/largest_rank", max(row.memory_bytes)
-    if row.grad_norm is not None:
-        yield "gradient_norm", row.grad_norm
-
-
 def _rows_until(path: Path, last_step: int, is_evaluated: bool) -> str:
     """The lines until a step, whose own held-out loss is kept if it ``is_evaluated``, and not to be measured again."""
     if not path.exists():
@@ -127,16 +155,3 @@ def _rows_until(path: Path, last_step: int, is_evaluated: bool) -> str:
     lines = path.read_text().splitlines(keepends=True)[: len(train) + len(held_out)]
     rows = ((line, json.loads(line)) for line in lines)
     return "".join(line for line, row in rows if row["step"] < last_step + (is_evaluated or row["kind"] == "train"))
-
-
-def _open_tensorboard(folder: Path, after: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    events = folder / "tensorboard"
-    if after:
-        return SummaryWriter(str(events), purge_step=after + 1)
-    for earlier in events.glob("events.out.tfevents.*"):  # or both runs would be drawn as one
-        earlier.unlink()
-    return SummaryWriter(str(events))

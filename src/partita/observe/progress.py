@@ -83,9 +83,9 @@ class TrainingProgress:
 def figures(row: TrainRow) -> str:
     """The figures of a row, short."""
     norm = "" if row.grad_norm is None else f"  grad norm {row.grad_norm:.2f}"
-    return (
-        f"loss {row.loss:.4f}  {row.tokens_per_s:,.0f} tokens/s{norm}  {format_bytes(max(row.memory_bytes))} per rank"
-    )
+    mfu = "" if row.mfu is None else f"  MFU {row.mfu:.1%}"
+    memory = format_bytes(max(row.memory_bytes))
+    return f"loss {row.loss:.4f}  {row.tokens_per_s:,.0f} tokens/s{mfu}{norm}  {memory} per rank"
 
 
 def _duration(seconds: float) -> str:

@@ -1,12 +1,10 @@
 """The optimizer and the schedule that a config names, or the user's own."""
 
-import math
 from collections.abc import Callable, Iterable
 from types import NoneType
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -14,6 +12,7 @@ from partita.config import schema
 from partita.errors import ConfigError
 from partita.memory.accelerator import is_host
 from partita.optim.fused import FusedAdam, FusedLion, FusedSGD
+from partita.optim.schedule import Schedule
 
 Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
 Scheduling = Callable[[Optimizer], LRScheduler]
@@ -120,40 +119,6 @@ def build_schedule(
             "scheduler: it was made on another optimizer than the engine's; pass that optimizer, too, or a callable"
         )
     return made
-
-
-class Schedule(LRScheduler):
-    """A schedule over optimizer steps: linear warm-up, then constant, or linear or cosine decay to ``min_lr``.
-
-    Every group starts from its own rate; one whose rate is below ``min_lr`` keeps it. A constant schedule leaves the
-    rates alone after the warm-up, so that they may be set by hand or by another scheduler.
-    """
-
-    def __init__(self, optimizer: Optimizer, section: schema.Schedule) -> None:
-        self._name, self._warmup, self._least = section.name, section.warmup_steps, section.min_lr
-        self._total = section.total_steps or 0
-        super().__init__(optimizer)
-
-    def state_dict(self) -> dict[str, Any]:
-        """How far it is; the curve is the config's."""
-        return {key: self.__dict__[key] for key in ("last_epoch", "_step_count", "_last_lr", "base_lrs")}
-
-    def get_lr(self) -> list[float | Tensor]:
-        """The rate of each group in the next step; groups may have been added since."""
-        step, groups = self.last_epoch, self.optimizer.param_groups
-        if self._name == "constant" and (step > self._warmup or not self._warmup):
-            return [group["lr"] for group in groups]
-        peaks = [float(group.setdefault("initial_lr", group["lr"])) for group in groups]
-        return [peak * self._factor(min(1.0, self._least / peak) if peak else 1.0, step) for peak in peaks]
-
-    def _factor(self, least: float, step: int) -> float:
-        if step < self._warmup:
-            return (step + 1) / (self._warmup + 1)
-        if self._name == "constant":
-            return 1.0
-        done = min(1.0, (step - self._warmup) / max(1, self._total - self._warmup))
-        left = 1.0 - done if self._name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-        return least + (1.0 - least) * left
 
 
 def _kind(value: object) -> str:

@@ -38,7 +38,7 @@ class Consensus:
     """Brings the ranks to the same view of a batch. ``step`` is the number of the update, for messages."""
 
     def __init__(self, runtime: Runtime, loss_scale: LossScale) -> None:
-        self._group = runtime.gradient_group
+        self._group, self._is_first = runtime.gradient_group, runtime.is_first_of_part
         self._device = runtime.executor.device
         self._reducer: GradientReducer = runtime.reducer
         self._written = runtime.written
@@ -124,9 +124,10 @@ class Consensus:
                 )
 
     def norm(self, squares: Sequence[Tensor]) -> float:
-        """The root of the sum of all ranks' ``squares`` (of scaled gradients), added up in rank order; not finite where
+        """The root of the sum of all parts' ``squares`` (of scaled gradients), added up in rank order; not finite where
         one of them is not.
         """
+        squares = squares if self._is_first else ()
         if len({square.device for square in squares}) > 1:
             squares = [square.cpu() for square in squares]
         mine = torch.stack(list(squares)).sum() if squares else torch.zeros((), dtype=torch.float64, device="cpu")
@@ -136,9 +137,10 @@ class Consensus:
             total += square
         return math.sqrt(total) if total >= 0 else math.nan
 
-    def sums(self, values: Sequence[Tensor]) -> list[float]:
-        """The sums over the ranks of these numbers, one after the other."""
-        own = torch.cat([part.to(self._device) for part in values])
+    def sums(self, of_part: Tensor, of_rank: Tensor) -> list[float]:
+        """The sums of these numbers, one after the other: over all parts, and over all ranks."""
+        of_part = of_part if self._is_first else torch.zeros_like(of_part)
+        own = torch.cat([part.to(self._device) for part in (of_part, of_rank)])
         found: list[float] = self._group.all_reduce(own).tolist()
         return found
 

@@ -134,7 +134,7 @@ class BackwardUpdater(Updater):
         columns = [segment.layout.part_elements for segment in bucket.segments]
         squares = torch.stack([square(part) for part in sums.split(columns)])
         flags = torch.tensor([id(member) in used for member in bucket.members], dtype=torch.float64, device="cpu")
-        told = self._consensus.sums([squares, flags])
+        told = self._consensus.sums(squares, flags)
         queued.squares = told[: len(columns)]
         chosen = {id(member) for member, num in zip(bucket.members, told[len(columns) :], strict=True) if num}
         segments = [segment for update in queued.updates for segment in update.segments]

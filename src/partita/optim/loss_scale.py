@@ -3,32 +3,33 @@
 Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2; the dynamic rule is that of NVIDIA's Apex.
 """
 
+from partita.config import schema
 from partita.errors import PartitaError
 
-INITIAL = 2.0**16
 SMALLEST = 2.0**-10
 FACTOR = 2.0
-GROWTH_INTERVAL = 2000  # steps
 
 
 class LossScale:
     """The loss is multiplied by ``value`` before backward, gradients are divided by it before the update.
 
-    A dynamic scale halves when a gradient is not finite and doubles after :data:`GROWTH_INTERVAL` good steps.
+    A dynamic scale halves when a gradient is not finite and doubles after ``loss_scale_window`` good steps.
 
     Args:
-        setting: ``"dynamic"`` or a fixed factor.
+        section: its ``loss_scale`` is ``"dynamic"`` or a fixed factor.
         needed: whether the compute dtype has fp16's range; otherwise the scale is 1 for ever.
     """
 
-    def __init__(self, setting: str | float, needed: bool) -> None:
-        self.dynamic = needed and setting == "dynamic"
-        self.value = 1.0 if not needed else INITIAL if setting == "dynamic" else float(setting)
+    def __init__(self, section: schema.Precision, needed: bool) -> None:
+        self.dynamic = needed and section.loss_scale == "dynamic"
+        setting = section.initial_loss_scale if section.loss_scale == "dynamic" else section.loss_scale
+        self.value = setting if needed else 1.0
+        self._window = section.loss_scale_window
         self._good_steps = 0
 
     def succeeded(self) -> None:
         self._good_steps += 1
-        if self.dynamic and self._good_steps % GROWTH_INTERVAL == 0:
+        if self.dynamic and self._good_steps % self._window == 0:
             self.value *= FACTOR
 
     def counters(self) -> dict[str, float]:

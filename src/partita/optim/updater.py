@@ -71,7 +71,7 @@ class Updater(ABC):
         self.views = Views(runtime.units, runtime.memory)
         self.views.attach(optimizer)
         self.states = OptimizerStates(optimizer, self.views, runtime.memory)
-        executor, row = runtime.executor, runtime.gradient_group.index
+        executor, row = runtime.executor, runtime.part_index
         context = Context(optimizer, self.views, self.states, executor, runtime.memory, row)
         self._updates = Updates(runtime, context, counted)
         self._consensus = Consensus(runtime, scale)

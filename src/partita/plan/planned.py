@@ -6,7 +6,6 @@ The runtime is built from it, and the estimates are computed from it: what follo
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import takewhile
 
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import Residence, Tier
@@ -83,25 +82,30 @@ class PlannedSegment:
         """Whether gradients are collected in a slot of a buffer pool, and leave it before the next micro-batch."""
         return not (self.gradient_in_place or self.gradient_rests_whole)
 
-    @property
-    def gradient_steps(self) -> tuple[Step, ...]:
-        """From gradients as they are collected (on the device, encoded as they rest) to the optimizer's."""
-        collected = replace(self.row.grad_arrival, encoding=self.row.grad_step.encoding)
-        return steps(collected, self.row.grad_step, self.mesh)
-
     @cached_property
     def gradient_phases(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-        """The same steps in two: those to the sums, which every rank measures and scales its part of, and those that
-        then bring the sums to where the optimizer works on more than this part.
+        """From gradients as they are collected (on the device, encoded as they rest) to the optimizer's: the steps to
+        the sums, which every rank measures and scales its part of, and those that then bring the sums to where the
+        optimizer works on more than this part.
         """
-        phases = in_phases(self.gradient_steps)
-        summed = tuple(takewhile(lambda op: not isinstance(op, AllGather), phases))
-        return summed, phases[len(summed) :]
+        collected = replace(self.row.grad_arrival, encoding=self.row.grad_step.encoding)
+        summed = replace(self.row.grad_step, shard_axes=self.row.part_axes)
+        to_sums, further = (steps(*ends, self.mesh) for ends in ((collected, summed), (summed, self.row.grad_step)))
+        return in_phases(to_sums), in_phases(further)
 
     @property
     def gradient_reductions(self) -> tuple[ReduceScatter, ...]:
         """What of :attr:`gradient_phases` adds up over ranks."""
         return tuple(op for op in self.gradient_phases[0] if isinstance(op, ReduceScatter))
+
+    @property
+    def received_bytes(self) -> int:
+        """The most that one of the reductions receives from other ranks."""
+        num_bytes, most = self.gradient_bytes, 0
+        for op in self.gradient_reductions:
+            kept = num_bytes // self.mesh.group_size(op.axes)
+            most, num_bytes = max(most, num_bytes - kept), kept
+        return most
 
     @property
     def gradient_bytes(self) -> int:

@@ -95,8 +95,12 @@ class SegmentLayout:
         return tuple(span for span in found if span is not None)
 
 
-def lay_out(entries: Sequence[Entry], num_parts: int) -> tuple[SegmentLayout, ...]:
-    """Lay the parameters of one unit out for ``num_parts`` shards, in the order given."""
+def lay_out(entries: Sequence[Entry], num_parts: int, num_replicas: int = 1) -> tuple[SegmentLayout, ...]:
+    """Lay the parameters of one unit out for ``num_parts`` shards, in the order given.
+
+    The ``num_replicas`` ranks that have the same part can cut it evenly among them.
+    """
+    quantum = QUANTUM * num_replicas
     grouped: dict[tuple[bool, Encoding], list[Entry]] = {}
     for entry in entries:
         grouped.setdefault((entry.trainable, entry.encoding), []).append(entry)
@@ -108,6 +112,6 @@ def lay_out(entries: Sequence[Entry], num_parts: int) -> tuple[SegmentLayout, ..
             box = entry.box or Box.whole(entry.shape)
             spans.append(Span(entry.fqn, box, 0, box.num_elements, offset, entry.shape if entry.box else None))
             offset += -(-box.num_elements // QUANTUM) * QUANTUM
-        part = -(-offset // (num_parts * QUANTUM)) * QUANTUM
+        part = -(-offset // (num_parts * quantum)) * quantum
         segments.append(SegmentLayout(encoding, trainable, tuple(spans), num_parts, part))
     return tuple(segments)

@@ -1,14 +1,15 @@
 """The table: one row of residences says how a unit's states are kept through a training step.
 
 Rows are the presets users name by a ZeRO stage (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
-Trillion Parameter Models", 2020, section 5; the hierarchical row: Wang et al., "ZeRO++", 2023, section 3.2, hpZ). The
+Trillion Parameter Models", 2020, section 5; the hierarchical row: Wang et al., "ZeRO++", 2023, section 3.2, hpZ;
+the replicated row: Zhao et al., "PyTorch FSDP", 2023, section 3.2.2, hybrid sharding). The
 planner, the simulator and the runtime read this very table; nothing else decides where a state rests.
 """
 
 from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 
-from partita.plan.mesh_shape import BATCH_AXES, MeshShape
+from partita.plan.mesh_shape import BATCH_AXES, MeshShape, expand
 from partita.plan.residence import FP32, Encoding, Residence, Tier
 from partita.plan.steps import AllGather, AllReduce, ReduceScatter, steps
 
@@ -72,8 +73,20 @@ class StatePlan:
 
     @property
     def summed_axes(self) -> tuple[str, ...]:
-        """The axes over which gradients are summed. Each rank of such a group owns a part of every segment."""
+        """The axes over which gradients are summed."""
         return self.grad_arrival.partial_axes
+
+    @property
+    def part_axes(self) -> tuple[str, ...]:
+        """The axes over which segments are cut into parts: each rank of such a group has one whose gradients it sums
+        up, measures and saves. Ranks that are summed over but apart from it have the same part.
+        """
+        return self.grad_step.shard_axes or self.summed_axes
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks have the same part."""
+        return tuple(axis for axis in expand(self.summed_axes) if axis not in expand(self.part_axes))
 
     def groups(self, mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
         """The axes of each group that training communicates over: those of the moves between its residences, those of
@@ -107,6 +120,7 @@ PRESETS = {
     "zero3": _Row(rest=DATA, between=DATA, grad_between=DATA, grad_step=DATA, states=DATA),
     "zero3-kept": _Row(rest=DATA, grad_between=DATA, grad_step=DATA, states=DATA),
     "hierarchical": _Row(rest=DATA, between=LOCAL, grad_between=DATA, grad_step=DATA, states=DATA),
+    "hsdp": _Row(rest=LOCAL, between=LOCAL, grad_between=LOCAL, grad_step=LOCAL, states=LOCAL),
 }
 _STAGES = ("ddp", "zero1", "zero2", "zero3")
 
@@ -139,11 +153,12 @@ def preset(
     )
 
 
-def preset_name(stage: int, *, keep_gathered: bool = False, hierarchical: bool = False) -> str:
-    """The preset that a ZeRO stage and its variants stand for."""
-    if keep_gathered:
-        return "zero3-kept"
-    return "hierarchical" if hierarchical else _STAGES[stage]
+def preset_name(
+    stage: int, *, keep_gathered: bool = False, hierarchical: bool = False, replicated: bool = False
+) -> str:
+    """The preset that a ZeRO stage and its variants stand for. ``replicated``: every node has all states."""
+    chosen = {"zero3-kept": keep_gathered, "hierarchical": hierarchical, "hsdp": replicated}
+    return next((name for name, is_chosen in chosen.items() if is_chosen), _STAGES[stage])
 
 
 def further_stages(name: str) -> list[tuple[int, str]]:

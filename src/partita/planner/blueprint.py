@@ -61,7 +61,10 @@ def row_of(resolved: Resolved, tiers: Tiers = ON_DEVICE, compute: Encoding | Non
     if precision.gradients == "in_backward":
         tiers = replace(tiers, gradients=None)
     encodings = Encodings(compute, master, ENCODINGS.get(precision.gradients, FP32), moments)
-    name = preset_name(zero.stage, keep_gathered=zero.keep_gathered, hierarchical=zero.hierarchical)
+    replicated = zero.replicate == "nodes"
+    name = preset_name(
+        zero.stage, keep_gathered=zero.keep_gathered, hierarchical=zero.hierarchical, replicated=replicated
+    )
     return preset(name, encodings, tiers, resolved.mesh)
 
 
@@ -81,8 +84,9 @@ def make_blueprint(
     kept = keep_fp32_modules(model, resolved.config.precision.keep_fp32)
     _check(find_holdings(model), resolved)
     specs = group_units(model, zero.units)
-    num_parts = resolved.mesh.group_size(row_of(resolved).summed_axes)
-    layouts = [lay_out(list(_entries(spec, resolved, kept)), num_parts) for spec in specs]
+    row, size = row_of(resolved), resolved.mesh.group_size
+    num_parts, num_replicas = size(row.part_axes), size(row.replica_axes)
+    layouts = [lay_out(list(_entries(spec, resolved, kept)), num_parts, num_replicas) for spec in specs]
 
     def planned(number: int, tiers: Tiers) -> PlannedUnit:
         rows = [row_of(resolved, tiers, layout.encoding) for layout in layouts[number]]

@@ -33,8 +33,8 @@ def _bucket_bytes(trained: Sequence[PlannedSegment]) -> int:
     for segment in trained:
         if segment.gradient_passes:
             sent.append(segment.gradient_bytes)
-        for op in segment.gradient_reductions:
-            received.append(segment.gradient_bytes - segment.gradient_bytes // segment.mesh.group_size(op.axes))
+        if segment.gradient_reductions:
+            received.append(segment.received_bytes)
     return _shared_slots(sent, SENDING) + _shared_slots(received, RECEIVING)
 
 

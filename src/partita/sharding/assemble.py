@@ -7,7 +7,7 @@ whole.
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import zip_longest
 from typing import Protocol
 
@@ -68,6 +68,9 @@ class Source(Protocol):
     def find(self, names: Sequence[str]) -> str | None:
         """The first of the names that there is a tensor of."""
 
+    def unused(self, names: Container[str]) -> list[str]:
+        """What there is that none of these names takes."""
+
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
@@ -85,7 +88,8 @@ class Assembly:
         undo: gives what was moved back to the model, on all ranks, where any of them fails.
 
     Raises:
-        ConfigError: a tensor of the source has another shape, or none is the model's.
+        ConfigError: a tensor of the source has another shape, none is the model's, or some are not the model's while
+            parameters have none.
     """
 
     def __init__(
@@ -130,11 +134,19 @@ class Assembly:
                 f"{source.title}: none of its tensors is a parameter of {type(self._model).__name__}, whose first is "
                 f"'{missing[0]}'"
             )
+        known = {fqn for holding in holdings for fqn in holding.fqns}
+        unused = source.unused(known | {name for name, _ in self._model.named_buffers(remove_duplicate=False)})
+        if missing and unused:
+            raise ConfigError(
+                f"{source.title}: no tensor is there for {len(missing)} parameters ({_listed(missing)}), and no "
+                f"parameter here for {len(unused)} tensors ({_listed(unused)}): the names differ; rename the tensors, "
+                "take out those that are not wanted, or bring the values into the model before partita.initialize "
+                "(from_pretrained)"
+            )
         if missing and self._collectives.mesh.rank == 0:
-            listed = ", ".join(f"'{name}'" for name in missing[:5]) + ", ..." * (len(missing) > 5)
             warnings.warn(
-                f"{source.title} has no values for {len(missing)} parameters ({listed}); they start as the model makes "
-                "them",
+                f"{source.title} has no values for {len(missing)} parameters ({_listed(missing)}); they start as the "
+                "model makes them",
                 stacklevel=2,
             )
         return found.hexdigest()
@@ -231,3 +243,7 @@ class Assembly:
             buffer is not None and buffer.is_meta and not self._has(f"{path}.{name}" if path else name)
             for name, buffer in module._buffers.items()
         )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names[:5]) + ", ..." * (len(names) > 5)

@@ -58,6 +58,8 @@ class Bucket:
         self.sums_pass = None if self.plan.gradients_rest else self.plan.grad_step.tier
         self.steps, self.spreading = planned.gradient_phases
         self.divisor = planned.mesh.group_size(self.plan.summed_axes) * accumulate
+        self._reduces_twice = len(planned.gradient_reductions) > 1
+        self._row = 0
         self._sees_whole = planned.num_shards(self.plan.grad_step) == 1
         self._ledger = ledger
         self._state = BucketState.OPEN
@@ -115,6 +117,7 @@ class Bucket:
 
     def allocate(self, row: int, memory: StateMemory) -> None:
         """Have memory for the gradients that rest here. ``row`` is this rank's."""
+        self._row = row
         if self.in_place or self._shard is not None or not self.plan.gradients_rest:
             return
         tier = self.plan.grad_between.tier
@@ -236,7 +239,15 @@ class Bucket:
                 return
             lease = kept.lend(read=adds)
             shard = lease.wait()
-            movement.begin(self.steps, sent, shard, purpose="gradients", accumulate=adds, received=received)
+            # A second reduction of what was added to the sums before would count these again.
+            apart = adds and self._reduces_twice
+            summed = sent.view(self.layout.num_rows, -1)[self._row] if apart else shard
+            begun = movement.begin(
+                self.steps, sent, summed, purpose="gradients", accumulate=adds and not apart, received=received
+            )
+            finish_all(begun)
+            if apart:
+                shard.add_(summed.to(shard.device))
             if carry is not None:
                 shard.add_(carry)
             if kept.tier is Tier.DISK:
@@ -317,9 +328,9 @@ class Bucket:
         whole, offset = shard if self._whole is None else self._whole.view(-1), member.span.offset
         return member.shaped(whole[offset : offset + member.span.num_elements])
 
-    def held_of(self, member: Member, row: int, device: torch.device) -> Tensor:
-        """What this rank holds of a member's mean gradient, ``[numel]`` in fp32: its row of the sums so far, and what
-        came since. The ranks' add up to the gradient.
+    def held_of(self, member: Member, row: int | None, device: torch.device) -> Tensor:
+        """What this rank holds of a member's mean gradient, ``[numel]`` in fp32: its ``row`` of the sums so far (None:
+        another rank has the same), and what came since. The ranks' add up to the gradient.
         """
         values = torch.zeros(member.span.num_elements, dtype=torch.float32, device=device)
         is_reduced = self._state is BucketState.REDUCED

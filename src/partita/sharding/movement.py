@@ -75,10 +75,14 @@ class Movement:
         return handles
 
     def scratch_bytes(self, ops: Sequence[Step], num_elements: int, itemsize: int) -> int:
-        """Scratch memory that the reduction in ``ops``, if there is one, needs for what is sent."""
-        reductions = (op for op in in_phases(ops) if isinstance(op, ReduceScatter))
-        groups = (self._collectives.group(op.axes) for op in reductions)
-        return itemsize * sum(group.received_elements(num_elements, itemsize) for group in groups)
+        """Scratch memory that the reductions in ``ops``, one after the other, need for what is sent."""
+        most = 0
+        for op in in_phases(ops):
+            if isinstance(op, ReduceScatter):
+                group = self._collectives.group(op.axes)
+                most = max(most, group.received_elements(num_elements, itemsize))
+                num_elements //= group.size
+        return itemsize * most
 
 
 def _part(whole: Tensor, group: Group) -> Tensor:

@@ -43,6 +43,9 @@ NUM_STATES = 4
 class Runtime:
     """Everything between the user's modules and the optimizer.
 
+    Attributes: ``part_index``: which part of each segment is this rank's; ``is_first_of_part``: of the ranks that have
+    the same part, this one counts where all parts are added up.
+
     Args:
         blueprint: of this model.
         source: brings values for the parameters instead of the model's own (see :class:`Assembly`).
@@ -59,8 +62,11 @@ class Runtime:
         swap: bool = True,
     ) -> None:
         self.model, self.memory, self.collectives = model, memory, collectives
-        self.gradient_group = collectives.group(blueprint.units[0].row.summed_axes)  # that sums gradients
         ledger, mesh, config = memory.ledger, collectives.mesh, blueprint.config
+        row = blueprint.units[0].row
+        self.gradient_group = collectives.group(row.summed_axes)  # that sums gradients
+        self.part_index = mesh.index(row.part_axes)
+        self.is_first_of_part = mesh.index(row.replica_axes) == 0
         kept = keep_fp32_modules(model, config.precision.keep_fp32)
         self.units = make_units(model, blueprint.units, mesh.rank)
         self._provide_disk(blueprint)
@@ -156,7 +162,7 @@ class Runtime:
         buckets = make_buckets(blueprint.buckets, self.units, self._accumulate, self.memory.ledger)
         with together(self.collectives.all_ranks, self.give_back):
             for bucket in buckets:
-                bucket.allocate(self.gradient_group.index, self.memory)
+                bucket.allocate(self.part_index, self.memory)
         return buckets
 
     # ------------------------------------------------------------------- forward
@@ -196,7 +202,7 @@ class Runtime:
             segment.trains = True
             members = [m for unit in self.units for m in unit.members if m.segment is segment]
             bucket = Bucket(BucketLayout([segment], members), self._accumulate, self.memory.ledger)
-            bucket.allocate(self.gradient_group.index, self.memory)
+            bucket.allocate(self.part_index, self.memory)
             self.reducer.add(bucket)
         self._hooks.append(member.param.register_post_accumulate_grad_hook(_announce(member, self.reducer)))
         member.hooked = True

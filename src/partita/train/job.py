@@ -5,14 +5,27 @@ The ``engine`` section is the whole configuration of :func:`partita.initialize`;
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import Field, Strict, ValidationError, WithJsonSchema
+from pydantic import BeforeValidator, Field, Strict, ValidationError, WithJsonSchema
 
 from partita.config.load import read_sections
 from partita.config.messages import Problem, Where, report, validation_problems
-from partita.config.schema import Config, Count, CountOrZero, Flag, NotNegative, PathText, Positive, Section, Text
+from partita.config.schema import (
+    Auto,
+    Config,
+    Count,
+    CountOrZero,
+    Flag,
+    NotNegative,
+    PathText,
+    Positive,
+    Section,
+    Text,
+    as_tuple,
+)
 from partita.errors import ConfigError
+from partita.observe.sinks import SinkName, check_installed, installed
 
 _HUGGINGFACE_SCHEMA = {
     "anyOf": [
@@ -22,7 +35,8 @@ _HUGGINGFACE_SCHEMA = {
         {"type": "null"},
     ]
 }
-HuggingFace = Annotated[PathText | dict[str, Any] | None, WithJsonSchema(_HUGGINGFACE_SCHEMA)]
+Sinks = Annotated[tuple[SinkName, ...], Strict(), BeforeValidator(as_tuple)]
+HuggingFace = Annotated[PathText | dict[str, Any] | None, WithJsonSchema(_HUGGINGFACE_SCHEMA, mode="serialization")]
 Weight = Annotated[float, Strict(), Field(gt=0, lt=1, allow_inf_nan=False)]
 
 
@@ -33,7 +47,7 @@ class ModelSection(Section):
     layers: Count = Field(4, description="transformer blocks")
     width: Count = Field(128, description="size of the residual stream")
     heads: Count = Field(4, description="query heads")
-    kv_heads: Literal["auto"] | Count = Field("auto", description="key and value heads; auto: as many as query heads")
+    kv_heads: Auto | Count = Field("auto", description="key and value heads; auto: as many as query heads")
     ffn_multiple: Positive = Field(2.75, description="feed-forward width / width; the former is a multiple of 16")
     tied: Flag = Field(False, description="one matrix for the embedding and the output")
     seed: CountOrZero = Field(0, description="seed of the initial weights")
@@ -65,6 +79,11 @@ class TrainSection(Section):
     log_every: Count = Field(10, description="steps between two rows of metrics; a row is the mean over them")
     eval_every: Count = Field(250, description="steps between two evaluations on held-out text")
     eval_batches: Count = Field(16, description="batches (of engine.batch.total samples) in an evaluation")
+    metrics: Auto | Sinks = Field(
+        "auto",
+        description="what shows metrics beside metrics.jsonl: any of tensorboard, wandb, mlflow; auto: TensorBoard, if "
+        "it is installed",
+    )
     out: PathText | None = Field(None, description="folder of all results; null: runs/ and the name of the job file")
     sample: SampleSection = Field(SampleSection(), description="the text written at the end")
 
@@ -83,6 +102,13 @@ class Job(Section):
         assert self.train.out is not None, "set by load_job"
         return Path(self.train.out)
 
+    @property
+    def sinks(self) -> tuple[SinkName, ...]:
+        """What shows the metrics."""
+        if self.train.metrics == "auto":
+            return ("tensorboard",) if installed("tensorboard") else ()
+        return self.train.metrics
+
 
 def load_job(source: str | Path | Mapping[str, object], overrides: Sequence[str] = ()) -> Job:
     """The job in ``source`` (the path of a YAML or JSON file, or a mapping), with overrides such as "train.steps=10".
@@ -91,6 +117,7 @@ def load_job(source: str | Path | Mapping[str, object], overrides: Sequence[str]
 
     Raises:
         ConfigError: the source cannot be read, or says something wrong; each key is named with where it was written.
+            A library that ``train.metrics`` names is missing.
     """
     sections, where = read_sections(source, overrides)
     engine = sections.pop("engine", None)
@@ -100,6 +127,7 @@ def load_job(source: str | Path | Mapping[str, object], overrides: Sequence[str]
         raise report(validation_problems(error, Job, sections), where) from None
     if problems := _model_problems(job.model):
         raise report(problems, where)
+    check_installed(job.sinks, "train.metrics")
     config = _engine_config(engine, job.train.steps, where)
     out = job.train.out or str(Path("runs", "job" if isinstance(source, Mapping) else Path(source).stem))
     return job.model_copy(update={"engine": config, "train": job.train.model_copy(update={"out": out})})

@@ -1,9 +1,9 @@
 """The training loop of a job, and everything it leaves in ``job.out``.
 
 All ranks run the same loop in step: each evaluates, stops and exports after the same steps. Only the first rank writes.
-``metrics.jsonl`` and TensorBoard events grow while training; ``job.yaml``, ``loss.png``, ``sample.txt`` and the weights
-in ``model/`` are there when it ends, by itself or (less the sample) by Ctrl-C. With ``engine.checkpoint.dir`` a run
-that was stopped goes on where its newest checkpoint is.
+``metrics.jsonl``, and what the sinks of ``train.metrics`` show, grow while training; ``job.yaml``, ``loss.png``,
+``sample.txt`` and the weights in ``model/`` are there when it ends, by itself or (less the sample) by Ctrl-C. With
+``engine.checkpoint.dir`` a run that was stopped goes on where its newest checkpoint is.
 """
 
 import math
@@ -24,6 +24,10 @@ from partita.errors import PartitaError
 from partita.observe.metrics import METRICS_FILE, HeldOutRow, MetricsWriter, TrainRow, read_metrics
 from partita.observe.plots import plot_losses
 from partita.observe.progress import TrainingProgress, notices_on
+from partita.observe.sinks import Run
+from partita.observe.utilization import Utilization, peak_flops, training_flops
+from partita.plan.residence import ENCODINGS
+from partita.planner.dtypes import dtype_of
 from partita.train.data import Batches, Corpus, load_corpus
 from partita.train.interrupt import Interruption, Wish
 from partita.train.job import Job
@@ -76,7 +80,9 @@ class _Run:
         self._is_first = mesh.rank == 0
         self._progress = TrainingProgress(console if self._is_first else Console(quiet=True), job.train.steps)
         self._start = self._resume()
-        self._writer = MetricsWriter(job.out, after=self._start) if self._is_first else None
+        run = Run(job.out, self._start, job.model_dump(mode="json"))
+        self._writer = MetricsWriter(run, job.sinks) if self._is_first else None
+        self._utilization = self._find_utilization()
         self._last_held_out = math.nan
 
     def run(self) -> Outcome:
@@ -167,6 +173,7 @@ class _Run:
             tokens_per_s=steps * self._batches.tokens_per_step / elapsed_s,
             step_s=elapsed_s / steps,
             memory_bytes=self._memory_of_ranks(),
+            mfu=None if self._utilization is None else self._utilization.of(elapsed_s / steps),
         )
         self._progress.row(row)
         self._write(row)
@@ -176,6 +183,19 @@ class _Run:
                 f"({self._job.engine.optimizer.lr:g}), lengthen engine.schedule.warmup_steps, or set "
                 "engine.clip_grad_norm"
             )
+
+    def _find_utilization(self) -> Utilization | None:
+        """None where the peak of a rank's device is not known: all ranks count, or none."""
+        engine, batch = self._engine, self._batches.batch
+        dtype = dtype_of(ENCODINGS[engine.blueprint.resolved.compute_dtype])
+        peaks = engine.each(peak_flops(engine.mesh.device, dtype) or 0.0)
+        if not all(peaks):
+            return None
+        inputs = next(self._micro_batches(self._batches.held_out(1)))
+        engine.eval()
+        micro_flops = training_flops(engine.module, lambda: engine(**inputs))
+        engine.train()
+        return Utilization(micro_flops * batch.accumulate, sum(peaks) / len(peaks))
 
     def _memory_of_ranks(self) -> tuple[int, ...]:
         """Peak bytes of each rank: of the device's allocator where there is one, else of the whole process."""
@@ -209,7 +229,7 @@ class _Run:
             f"{num_parameters / 1e6:.2f}M parameters, {len(corpus.train) / 1e6:.2f}M {token}s to train on and "
             f"{len(corpus.held_out) / 1e6:.2f}M held out, {job.train.steps} steps of {self._batches.tokens_per_step:,}"
         )
-        if self._writer is not None and not self._writer.has_tensorboard:
+        if job.train.metrics == "auto" and not job.sinks:
             self._progress.say("TensorBoard is not installed: no event files")
 
     def _finish(self, steps: int, interrupted: bool) -> None:

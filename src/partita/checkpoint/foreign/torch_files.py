@@ -18,28 +18,39 @@ from partita.plan.box import Box
 
 # Kept mapped; a checkpoint may have more files than a process may have mappings.
 MOST_FILES = 8
+# In place of a file's name.
+HELD = ""
 # How a torch.optim class computes, not what: the optimizer that goes on has its own.
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 @dataclass
 class TorchFiles(Stored):
-    """Files of one folder. ``within``: where in its file's nested containers each key's value is."""
+    """Files of one folder, and values that are ``held`` in memory.
+
+    ``within``: where in its file's nested containers each key's value is.
+    """
 
     within: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    held: dict[str, Any] = field(default_factory=dict, repr=False)
     content: Callable[[str], Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.content = lru_cache(MOST_FILES)(lambda file: load_mapped(self.folder / file))
 
-    def add(self, key: str, value: Any, file: str, *within: Any) -> None:
-        """Take up a value that is at a place of a file."""
+    def add(self, key: str, value: Any, file: str, *within: Any, shape: Sequence[int] | None = None) -> None:
+        """Take up a value that is at a place of a file; of a tensor that is flat there, with the ``shape`` it has."""
         self.within[key] = within
         if isinstance(value, Tensor):
-            chunk = Chunk(key, Box.whole(value.shape), file, 0, value.nbytes)
-            self.tensors[key] = StoredTensor(tuple(value.shape), value.dtype, [chunk])
+            sizes = tuple(value.shape if shape is None else shape)
+            self.tensors[key] = StoredTensor(sizes, value.dtype, [Chunk(key, Box.whole(sizes), file, 0, value.nbytes)])
         else:
             self.values[key] = Chunk(key, None, file, 0, 0)
+
+    def hold(self, key: str, value: Any) -> None:
+        """Take up a value that is in no file."""
+        self.held[key] = value
+        self.add(key, value, HELD, key)
 
     def add_weights(self, file: str) -> None:
         """Take up a file that is a model's state dict."""
@@ -99,10 +110,10 @@ class TorchFiles(Stored):
         yield (self._at(chunk) for chunk in chunks)
 
     def _at(self, chunk: Chunk) -> Any:
-        found = self.content(chunk.file)
+        found: Any = self.held if chunk.file == HELD else self.content(chunk.file)
         for part in self.within[chunk.key]:
             found = found[part]
-        return found
+        return found if chunk.box is None else found.reshape(chunk.box.sizes)
 
 
 def load_mapped(path: Path) -> Any:

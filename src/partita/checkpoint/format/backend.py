@@ -9,8 +9,11 @@ import itertools
 import time
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from partita.checkpoint.backend import Backend, Draft, Request, Stored, Value
@@ -30,19 +33,42 @@ from partita.checkpoint.format.metadata import METADATA, metadata_of
 from partita.checkpoint.format.record import BoxLayout, FileLayout
 from partita.checkpoint.format.stored import StoredFiles
 from partita.checkpoint.format.system import Lock, checksum, explained, is_locked, read_small, write_small
-from partita.comm.mesh import Mesh
 from partita.errors import PartitaError
+from partita.memory.accelerator import HOST
 from partita.memory.collector import collector_paused
 
 POLL_S = 0.02
 FAILED_SUFFIX = ".failed"
 
 
-class FileBackend(Backend):
-    """The checkpoints of one engine, of which one at a time is made."""
+class Writers(Protocol):
+    """The processes that write a checkpoint together: those of a mesh, or one alone."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh, self.snapshots = mesh, Snapshots(mesh.device)
+    @property
+    def rank(self) -> int: ...
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def timeout_s(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Alone:
+    """One process, with what it writes on the host."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    device: torch.device = HOST
+    timeout_s: float = 0.0
+
+
+class FileBackend(Backend):
+    """The checkpoints that some processes write, of which one at a time is made."""
+
+    def __init__(self, writers: Writers) -> None:
+        self.writers, self.snapshots = writers, Snapshots(writers.device)
         self._boxes = BoxLayout([])
         self.noticed = False  # that others use the folder, too
 
@@ -64,7 +90,7 @@ class FileDraft(Draft):
 
     def __init__(self, backend: FileBackend, request: Request, token: str) -> None:
         self._backend, self._request = backend, request
-        self._rank, self._num_ranks = backend.mesh.rank, backend.mesh.num_ranks
+        self._rank, self._num_ranks = backend.writers.rank, backend.writers.num_ranks
         self._partial = partial_of(request.folder, request.step, token)
         self._layout: FileLayout
         self._memory: Tensor
@@ -98,7 +124,7 @@ class FileDraft(Draft):
             sums = write_snapshot(self._partial / name, self._layout, self._memory)
         else:
             tensors = itertools.chain.from_iterable(batches)
-            sums = stream_file(self._partial / name, self._layout, tensors, self._backend.mesh.device)
+            sums = stream_file(self._partial / name, self._layout, tensors, self._backend.writers.device)
         table = table_of(name, self._layout.records, sums, self._layout.num_bytes)
         write_small(self._partial / _table_name(self._rank), table)
 
@@ -132,7 +158,7 @@ class FileDraft(Draft):
 
     def _await_tables(self) -> None:
         """Wait for the other ranks' files."""
-        partial, timeout_s = self._partial, self._backend.mesh.timeout_s
+        partial, timeout_s = self._partial, self._backend.writers.timeout_s
         end = time.monotonic() + timeout_s
         left = set(range(self._num_ranks))
         while left:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from partita.config.messages import Row, conflict, row
-from partita.config.schema import Batch, Config
+from partita.config.schema import Batch, Config, Schedule
 from partita.errors import ConfigError
 
 # What Lightning calls a precision: the dtype to compute in, and whether parameters are kept in fp32 under autocast.
@@ -102,10 +102,10 @@ def without_schedule(config: Config, is_given: bool) -> None:
     Raises:
         ConfigError: there are two.
     """
-    if is_given and (config.schedule.name != "constant" or config.schedule.warmup_steps):
+    if is_given and config.schedule != Schedule():
         raise ConfigError(
-            f"schedule.name is {config.schedule.name} with {config.schedule.warmup_steps} steps of warm-up, but "
-            "configure_optimizers returned a scheduler, too: leave one of the two out"
+            f"schedule: the config has one ({config.schedule.name}), and Lightning steps another, of the optimizer's: "
+            "leave one of the two out"
         )
 
 

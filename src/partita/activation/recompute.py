@@ -1,0 +1,160 @@
+"""Modules that keep only their inputs for backward, and run forward again there.
+
+T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", section 4. Selectively, results that are dear to
+compute are kept, too: V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 5.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointError,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from partita.errors import ConfigError, PartitaError
+from partita.planner.group_units import modules_like
+
+KEY = "activations.checkpoint"
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+# Operators whose results `selective` keeps: they take more time to compute than their results take to be kept.
+DEAR = frozenset(
+    {
+        *("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm"),
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    }
+)
+
+
+def chosen_modules(model: nn.Module, units: Iterable[str], choice: str | Sequence[str]) -> dict[str, nn.Module]:
+    """The modules that ``activations.checkpoint`` asks for, by name.
+
+    Args:
+        units: names of the model's units; those that have modules inside them are recomputed for ``units`` and
+            ``selective``. (A single layer computes nothing that is not its output.)
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if choice == "none":
+        return {}
+    if not isinstance(choice, str):
+        chosen = {id(module) for text in choice for module in modules_like(model, text, KEY)}
+        return {name: module for name, module in model.named_modules() if id(module) in chosen}
+    modules = {name: model.get_submodule(name) for name in units if name}
+    modules = {name: module for name, module in modules.items() if any(True for _ in module.children())}
+    if not modules:
+        raise ConfigError(
+            f"{KEY}: '{choice}' recomputes units, and {type(model).__name__} has none beside the whole model; name "
+            "modules to recompute by class or pattern, or the units in zero.units"
+        )
+    return modules
+
+
+class Recomputation:
+    """Has modules run forward again in backward, until it is removed.
+
+    A module's hooks stay around it: where its parameters are sharded, they are whole while it runs, both times.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], *, selective: bool) -> None:
+        self._own_forwards = [(module, vars(module).get("forward")) for module in modules.values()]
+        self._repeated = ""
+        for name, module in modules.items():
+            module.forward = RecomputedForward(module, selective, partial(self._note, name))
+
+    def _note(self, name: str) -> None:
+        self._repeated = name
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Turn torch's error about a repeated forward into one that names the module.
+
+        Raises:
+            PartitaError: it computed other tensors than the first time.
+        """
+        try:
+            yield
+        except CheckpointError as error:
+            raise PartitaError(
+                f"'{self._repeated}' computed something else when its forward was repeated in backward: a forward that "
+                "depends on more than its inputs and torch's random numbers cannot be recomputed; leave it out of "
+                f"{KEY}. {str(error).partition('.' + chr(10) + chr(10))[0]}"
+            ) from error
+
+    def remove(self) -> None:
+        """Give every module its own forward back."""
+        for module, own in self._own_forwards:
+            del module.forward
+            if own is not None:
+                module.forward = own
+        self._own_forwards.clear()
+
+
+class RecomputedForward:
+    """A module's forward that is run again in backward; ``repeats`` is called when it is.
+
+    Copies of the module (``copy.deepcopy``, pickles) have the module's own.
+    """
+
+    def __init__(self, module: nn.Module, selective: bool, repeats: Callable[[], None]) -> None:
+        self._module, self._forward = module, module.forward
+        self._selective, self._repeats = selective, repeats
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or checkpoints_itself(self._module):
+            return self._forward(*args, **kwargs)
+        if torch.compiler.is_compiling():  # what a graph does to buffers comes after the part of it that is repeated
+            if self._selective:
+                return checkpoint(self._forward, *args, use_reentrant=False, context_fn=selecting, **kwargs)
+            return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(self._forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+
+    def _contexts(self) -> Contexts:
+        """Around the forward, and around its repetition."""
+        keeping: Contexts = selecting() if self._selective else (nullcontext(), nullcontext())
+        return keeping[0], self._repeating(keeping[1])
+
+    @contextmanager
+    def _repeating(self, keeping: AbstractContextManager[Any]) -> Iterator[None]:
+        """What a forward does to buffers (a batch norm's running mean) was done the first time."""
+        self._repeats()
+        own = [(inner, name, buffer) for inner in self._module.modules() for name, buffer in inner._buffers.items()]
+        for inner, name, buffer in own:
+            inner._buffers[name] = None if buffer is None else buffer.clone()
+        try:
+            with keeping:
+                yield
+        finally:
+            for inner, name, buffer in own:
+                inner._buffers[name] = buffer
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, "forward")
+
+
+def checkpoints_itself(module: nn.Module) -> bool:
+    """Whether a module of transformers checkpoints its own calls (``activation_checkpointing_enable``)."""
+    return bool(module.training and getattr(module, "gradient_checkpointing", False))
+
+
+def selecting() -> Contexts:
+    """Keep the results of the operators that are dear, around a forward and around its repetition."""
+    contexts: Contexts = create_selective_checkpoint_contexts(_policy)
+    return contexts
+
+
+def _policy(context: object, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    packet = getattr(operator, "overloadpacket", None)  # operators of higher order have none
+    return CheckpointPolicy.MUST_SAVE if getattr(packet, "__name__", "") in DEAR else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,81 @@
+"""What accelerate and the Trainer write beside weights and optimizer states: how far the run is, its scheduler, loss
+scale and random states.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from partita.checkpoint.backend import Stored
+from partita.checkpoint.foreign.foreign import Foreign, latest_step
+from partita.checkpoint.foreign.torch_files import load_mapped
+from partita.checkpoint.format.system import explained
+from partita.checkpoint.training_state import ENGINE, RANDOM, SCHEDULER
+from partita.errors import PartitaError
+
+TRAINER_STATE = "trainer_state.json"
+SCHEDULERS, SCALERS = ("scheduler.pt", "scheduler.bin"), ("scaler.pt",)
+# Of the Trainer, of one process or by its rank.
+_RANDOM = re.compile(r"rng_state(?:_(\d+))?\.pth")
+# What the state of numpy's generator names, under the names of any version.
+_RECONSTRUCT = numpy.zeros(0).__reduce__()[0]
+_ADMITTED: list[Any] = [
+    *((_RECONSTRUCT, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+    *(numpy.ndarray, numpy.dtype, type(numpy.dtype(numpy.uint32))),
+]
+
+
+def with_what_is_beside(library: str, stored: Stored, folder: Path) -> Foreign:
+    """A checkpoint whose weights and optimizer states are ``stored``, with all else that its folder holds of the run.
+
+    Raises:
+        PartitaError: a file is damaged.
+    """
+    values = dict[str, Any]()
+    notices = list[str]()
+    if (file := _first(folder, SCHEDULERS)) is not None:
+        values[SCHEDULER] = load_mapped(file)
+    if (file := _first(folder, SCALERS)) is not None:
+        scaler = load_mapped(file)
+        values[ENGINE] = {"loss_scale": float(scaler["scale"]), "good_steps": int(scaler["_growth_tracker"])}
+    values |= {f"{RANDOM}{rank}": state for rank, state in _random_states(folder)}
+    if others := sorted(path.name for path in folder.glob("random_states_*.pkl")):
+        notices.append(f"{others[0]} is not taken: dropout and the like go on from the new run's random state")
+    return Foreign(library, stored, _step(folder, stored), values, notices=notices)
+
+
+def _first(folder: Path, names: tuple[str, ...]) -> Path | None:
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def _step(folder: Path, stored: Stored) -> int:
+    """The updates that were done: as the Trainer says, else as the optimizer has counted them."""
+    path = folder / TRAINER_STATE
+    if not path.is_file():
+        return latest_step(stored)
+    try:
+        with explained(path):
+            return int(json.loads(path.read_text())["global_step"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise PartitaError(f"checkpoint: '{path}' is damaged: it has no global_step ({error})") from error
+
+
+def _random_states(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    for path in sorted(folder.iterdir()):
+        if match := _RANDOM.fullmatch(path.name):
+            with torch.serialization.safe_globals(_ADMITTED):
+                found = load_mapped(path)
+            name, keys, place, has_gauss, gauss = found["numpy"]
+            state = {
+                "torch": found["cpu"],
+                "python": found["python"],
+                "numpy": (name, torch.from_numpy(keys.astype(numpy.int64)), place, has_gauss, gauss),
+            }
+            devices = {kind: value for kind, value in found.items() if kind != "cpu" and isinstance(value, Tensor)}
+            yield int(match[1] or 0), state | devices

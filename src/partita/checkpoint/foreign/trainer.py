@@ -1,0 +1,80 @@
+"""Folders of ``transformers.Trainer`` without DeepSpeed or FSDP: weights, and an optimizer of numbered parameters."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from partita.checkpoint.foreign.beside import with_what_is_beside
+from partita.checkpoint.foreign.foreign import Foreign
+from partita.checkpoint.foreign.torch_files import TorchFiles
+from partita.checkpoint.names import GROUPS, MODEL
+from partita.errors import PartitaError
+
+LIBRARY = "transformers"
+OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and the groups that optimizers make of its parameters.
+
+    ``weights``: its state dict, tied parameters once, with their other names in ``aliases``; ``groupings``: the
+    parameters' names in the order in which an optimizer numbers them, group by group, for each way to group them.
+    """
+
+    weights: Mapping[str, Tensor]
+    aliases: Mapping[str, list[str]]
+    groupings: Sequence[Sequence[Sequence[str]]]
+
+
+def find_optimizer(folder: Path) -> str | None:
+    """The file with a whole optimizer's state dict."""
+    return next((name for name in OPTIMIZERS if (folder / name).is_file()), None)
+
+
+def open_trainer(folder: Path, optimizer: str, read_model: Callable[[Path], Model]) -> Foreign:
+    """What a Trainer's checkpoint holds; the weights are held in memory.
+
+    Raises:
+        PartitaError: a file is damaged, or the optimizer is not of the model, or groups its parameters in ways unknown.
+    """
+    model = read_model(folder)
+    stored = TorchFiles(folder)
+    for name, value in model.weights.items():
+        stored.hold(f"{MODEL}{name}", value)
+    found = stored.mapping(optimizer)
+    groups = _groups(folder / optimizer, found, model)
+    stored.add_optimizer(optimizer, dict(enumerate(name for group in groups for name in group)))
+    foreign = with_what_is_beside(LIBRARY, stored, folder)
+    for number, names in enumerate(groups):
+        foreign.values[f"{GROUPS}{number}.params"] = list(names)
+    foreign.aliases = {f"{MODEL}{name}": [MODEL + other for other in others] for name, others in model.aliases.items()}
+    return foreign
+
+
+def _groups(path: Path, optimizer: Mapping[str, Any], model: Model) -> Sequence[Sequence[str]]:
+    """The names of the parameters of each of the optimizer's groups."""
+    sizes = [len(group["params"]) for group in optimizer["param_groups"]]
+    for groups in model.groupings:
+        if [len(group) for group in groups] == sizes and _fits(groups, optimizer["state"], model.weights):
+            return groups
+    known = " or ".join(str([len(group) for group in groups]) for groups in model.groupings)
+    raise PartitaError(
+        f"checkpoint: '{path}' has groups of {sizes} parameters, which are not those that the Trainer makes of this "
+        f"model ({known}, with other shapes or sizes): where the run's own script builds model and optimizer, load it "
+        "into them, pass both to partita.initialize, and call engine.save"
+    )
+
+
+def _fits(groups: Sequence[Sequence[str]], states: Mapping[int, Any], weights: Mapping[str, Tensor]) -> bool:
+    """Whether each state has the shape of its parameter, or is one number."""
+    names = [name for group in groups for name in group]
+    return all(
+        value.shape in (weights[names[number]].shape, ())
+        for number, kept in states.items()
+        for value in kept.values()
+        if isinstance(value, Tensor)
+    )

@@ -1,0 +1,172 @@
+"""DeepSpeed's universal checkpoints: files for each parameter, whatever ranks and stage they were saved from.
+
+``zero/<parameter>/fp32.pt`` is the master weight; ``exp_avg.pt``, ``exp_avg_sq.pt``, ``step.pt`` are optimizer states:
+below stage 3 a dictionary with the tensor under ``param``, at stage 3 the tensor itself, flat, and no ``step.pt``.
+``zero/optimizer_state.pt`` has the settings of the optimizer's groups; beside ``zero/`` stands how far the run is.
+
+Source: DeepSpeed 0.19.8, deepspeed.checkpoint.ds_to_universal.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from partita.checkpoint.foreign.foreign import Foreign, latest_step, schedule_of
+from partita.checkpoint.foreign.torch_files import IMPLEMENTATION, TorchFiles, load_mapped
+from partita.checkpoint.format.system import explained
+from partita.checkpoint.names import GROUPS, MODEL, STATE, some_of
+from partita.checkpoint.training_state import CONFIGURED, ENGINE, EXTRA, SCHEDULER
+from partita.errors import PartitaError
+
+LIBRARY = "DeepSpeed"
+ZERO, LATEST, LATEST_SHARDS = "zero", "latest_universal", "latest"
+WEIGHT, OPTIMIZER = "fp32.pt", "optimizer_state.pt"
+STEP, PARAM = "step", "param"
+# A rank's own, which take DeepSpeed's classes, and code, to be read.
+_SHARDS = ("*_optim_states.pt", "layer_*-model_*states.pt")
+MODEL_STATES = "*_model_states.pt"
+# In `engine.extra`: what a script gave to save_checkpoint(client_state=), and DeepSpeed's counters.
+CLIENT_STATE, COUNTERS = "deepspeed.client_state", "deepspeed.counters"
+COUNTED = ("global_steps", "global_samples", "skipped_steps")
+# Of a file of model states, what is no client's.
+_OWN = frozenset(
+    "module buffer_names optimizer param_shapes frozen_param_shapes frozen_param_fragments shared_params lr_scheduler "
+    "data_sampler random_ltd dp_world_size mp_world_size ds_config ds_version universal_checkpoint_info "
+    "checkpoint_parallel_dimensions sparse_tensor_module_names".split()
+) | set(COUNTED)
+# Of an optimizer's group: counters and switches of DeepSpeed's own classes.
+_NOT_SETTINGS = IMPLEMENTATION | {"params", "step", "bias_correction"}
+
+
+class _Inert:
+    """Stands for a class of DeepSpeed's whose objects are looked at, and never used."""
+
+
+# What DeepSpeed's optimizer states name beside tensors and plain values.
+_ADMITTED: list[Any] = [
+    *((_Inert, f"deepspeed.runtime.fp16.loss_scaler.{name}") for name in ("LossScaler", "DynamicLossScaler")),
+    (_Inert, "deepspeed.runtime.fp16.loss_scaler.LossScaleConfig"),
+    *((int, f"deepspeed.runtime.zero.{place}.ZeroStageEnum") for place in ("config", "config_utils")),
+]
+
+
+def find_universal(folder: Path) -> Path | None:
+    """The universal checkpoint that ``folder`` is, or the one that it says is its latest; None where there is none.
+
+    Raises:
+        PartitaError: it holds the shards of a run's ranks.
+    """
+    for latest in (LATEST, LATEST_SHARDS):
+        if (folder / latest).is_file():
+            with explained(folder / latest):
+                folder = folder / Path((folder / latest).read_text().strip()).name
+            break
+    if (folder / ZERO).is_dir():
+        return folder
+    if shards := [path for pattern in _SHARDS for path in sorted(folder.glob(pattern))]:
+        raise PartitaError(
+            f"checkpoint: '{shards[0]}' is a shard of one rank of DeepSpeed, a pickle that could run any code: make a "
+            "universal checkpoint of it where DeepSpeed is installed, and convert that: python -m "
+            f"deepspeed.checkpoint.ds_to_universal --input_folder {folder} --output_folder {folder}_universal"
+        )
+    return None
+
+
+def open_universal(folder: Path) -> Foreign:
+    """What a universal checkpoint holds.
+
+    Raises:
+        PartitaError: a parameter's file is damaged, or holds more than tensors and plain values.
+    """
+    stored, notices = TorchFiles(folder), list[str]()
+    file, run = _run(folder, notices)
+    shapes = {name: tuple(shape) for group in run.get("param_shapes") or () for name, shape in group.items()}
+    for path in sorted((folder / ZERO).glob(f"*/{WEIGHT}")):
+        _add_parameter(stored, path.parent, shapes)
+    for name in run.get("buffer_names") or ():
+        stored.add(f"{MODEL}{name}", run["module"][name], file, "module", name)
+    if frozen := run.get("frozen_param_shapes"):
+        notices.append(
+            f"{len(frozen)} frozen parameters ({some_of(frozen)}) are in the ranks' shards, and not taken: load with "
+            "strict=False, which leaves those of the model as they are"
+        )
+    updates = int(run.get("global_steps", 0)) - int(run.get("skipped_steps", 0))
+    foreign = Foreign(LIBRARY, stored, updates or latest_step(stored), _extra(run), notices=notices)
+    _count_updates(stored, foreign.step)
+    _add_optimizer(foreign, folder, run)
+    return foreign
+
+
+def _run(folder: Path, notices: list[str]) -> tuple[str, dict[str, Any]]:
+    """What stands beside the parameters: buffers, counters, scheduler, configuration; and in which file."""
+    for path in sorted(folder.glob(MODEL_STATES)):
+        try:
+            return path.name, load_mapped(path)
+        except PartitaError as error:
+            notices.append(f"buffers, counters, scheduler and client state are not taken: {error}")
+            break
+    return "", {}
+
+
+def _add_parameter(stored: TorchFiles, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Take up the files of one parameter."""
+    name = folder.name
+    for path in sorted(folder.glob("*.pt")):
+        file = str(path.relative_to(stored.folder))
+        found = stored.content(file)
+        within = (PARAM,) if isinstance(found, Mapping) else ()
+        value = found[PARAM] if within else found
+        if path.stem == STEP:
+            stored.hold(f"{STATE}{name}.{STEP}", torch.tensor(float(value)))
+            continue
+        key = f"{MODEL}{name}" if path.name == WEIGHT else f"{STATE}{name}.{path.stem}"
+        stored.add(key, value, file, *within, shape=None if within else shapes.get(name))
+
+
+def _count_updates(stored: TorchFiles, step: int) -> None:
+    """Give each parameter with optimizer states, but no count of its updates, all of the run's."""
+    trained = {key.removeprefix(STATE).rpartition(".")[0] for key in stored.tensors if key.startswith(STATE)}
+    for name in sorted(trained):
+        if f"{STATE}{name}.{STEP}" not in stored.tensors:
+            stored.hold(f"{STATE}{name}.{STEP}", torch.tensor(float(step)))
+
+
+def _extra(run: Mapping[str, Any]) -> dict[str, Any]:
+    """What a script finds again in ``engine.extra``."""
+    client = {key: value for key, value in run.items() if key not in _OWN}
+    return {EXTRA: {CLIENT_STATE: client, COUNTERS: {name: run[name] for name in COUNTED if name in run}}}
+
+
+def _add_optimizer(foreign: Foreign, folder: Path, run: Mapping[str, Any]) -> None:
+    """Take up the settings of the optimizer's groups, the scheduler and the loss scale."""
+    path = folder / ZERO / OPTIMIZER
+    try:
+        with torch.serialization.safe_globals(_ADMITTED):
+            found = load_mapped(path)
+    except PartitaError as error:
+        foreign.notices.append(f"settings of the optimizer's groups are not taken, those configured hold: {error}")
+        return
+    if isinstance(scaler := found.get("loss_scaler"), _Inert):
+        seen = vars(scaler)
+        good_steps = seen.get("cur_iter", 0) - seen.get("last_overflow_iter", -1) - 1
+        foreign.values[ENGINE] |= {"loss_scale": float(seen["cur_scale"]), "good_steps": int(good_steps)}
+    groups, names = found["param_groups"], [list(shapes) for shapes in run.get("param_shapes") or ()]
+    if len(groups) == 1:  # which stage 3 may have cut into several of these
+        names = [[name for group in names for name in group]]
+    if len(groups) != len(names):
+        foreign.notices.append(
+            f"settings of the optimizer's {len(groups)} groups are not taken, those configured hold: the checkpoint "
+            f"does not say which of {len(names)} groups of parameters each is of"
+        )
+        return
+    settings = [{key: value for key, value in group.items() if key not in _NOT_SETTINGS} for group in groups]
+    for number, found in enumerate(settings):
+        for key, value in {**found, "params": names[number]}.items():
+            foreign.values[f"{GROUPS}{number}.{key}"] = value
+    # What the rate was configured to be is nowhere: that which the run had come to holds.
+    foreign.values[CONFIGURED] = [{key: value for key, value in found.items() if key != "lr"} for found in settings]
+    if (schedule := run.get("lr_scheduler")) is not None:
+        own = schedule_of(foreign.step, [float(group["lr"]) for group in groups])
+        foreign.values[SCHEDULER] = schedule if "last_epoch" in schedule else own

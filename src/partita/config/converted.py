@@ -1,0 +1,274 @@
+"""A configuration written for another library, and what became of each of its keys in one of partita's."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import yaml
+
+from partita.config.messages import KeyPath, Problem, nearest, report, shown
+from partita.config.plain import plain
+from partita.config.schema import Config, as_number
+
+
+class KeyClass(StrEnum):
+    """What becomes of a key of another library's."""
+
+    MAPPED = "mapped"
+    IGNORED = "ignored"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of one key, or of a section with all that is in it.
+
+    ``text`` is why it is ignored, what is different, or the remedy; ``harmless`` are values that ask for nothing: of
+    these, and of sections that are not enabled, nothing is said.
+    """
+
+    kind: KeyClass
+    text: str = ""
+    harmless: tuple[object, ...] = ()
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What became of ``key`` (dotted, as in the file): its class, and a sentence."""
+
+    key: str
+    kind: KeyClass
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.key}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What ``partita.initialize(config=)`` takes, and what is to be said of it.
+
+    ``name`` is what the source is called; ``processes`` the number of processes that it asks for, where it does.
+    """
+
+    name: str
+    settings: dict[str, object]
+    notices: tuple[Notice, ...]
+    processes: int | None = None
+
+    def of(self, kind: KeyClass) -> list[Notice]:
+        return [notice for notice in self.notices if notice.kind is kind]
+
+    def summary(self) -> Iterator[str]:
+        """What is to be shown at the start: a line for each warning, and one for all that is ignored."""
+        for notice in self.of(KeyClass.WARNING):
+            yield f"{self.name}: {notice.key}: {notice.text}"
+        if ignored := self.of(KeyClass.IGNORED):
+            yield f"{self.name}: ignored, as partita needs none of them: {', '.join(notice.key for notice in ignored)}"
+
+    def as_yaml(self) -> str:
+        """The settings as YAML, with every notice as a comment above them."""
+        lines = [f"# Converted from {self.name}."]
+        for kind in KeyClass:
+            lines += [f"# {notice}" for notice in self.of(kind)]
+        return "\n".join([*lines, yaml.safe_dump(self.settings, sort_keys=False, default_flow_style=None)])
+
+
+class Conversion:
+    """One configuration on its way: its keys are read, settings are made of them, and all is said of every key once.
+
+    Args:
+        name: what messages call the source.
+        data: its content; keys of sections are joined by dots here: ``zero_optimization.stage``.
+        rules: the class of every key that the library knows.
+        meant: what is meant by keys that it does not know but that people write.
+    """
+
+    def __init__(
+        self, name: str, data: Mapping[str, object], rules: Mapping[str, Rule], meant: Mapping[str, str] | None = None
+    ) -> None:
+        self.settings: dict[str, object] = {}
+        self.left: list[str] = []
+        self._name = name
+        self._rules = rules
+        self._meant = meant or {}
+        self._values = dict(_values(plain(data, name), "", _sections(rules)))
+        self._notices: dict[str, Notice] = {}
+        self._origins: dict[KeyPath, str] = {}
+        self._problems: list[Problem] = []
+
+    # ------------------------------------------------------------------------------------------------------ reading
+
+    def __contains__(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+    def keys(self, section: str) -> list[str]:
+        """The dotted keys below a section that the source gives."""
+        return [key for key in self._values if key.startswith(section)]
+
+    def value(self, key: str, default: object = None) -> object:
+        found = self._values.get(key)
+        return default if found is None else found
+
+    def number(self, key: str, default: float) -> float:
+        """A number, which may be written as text."""
+        value = self.value(key, default)
+        try:
+            number = as_number(value)
+        except ValueError:
+            number = None
+        if isinstance(number, int | float):
+            return number
+        self.refuse(key, f"expected a number; got {shown(value)}", "write one")
+        return default
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """A truth value, which may be written as text or as 0 or 1."""
+        value = self.value(key, default)
+        if isinstance(value, str):
+            value = {"true": True, "false": False}.get(value.lower(), value)
+        if isinstance(value, bool) or value in (0, 1):
+            return bool(value)
+        self.refuse(key, f"expected true or false; got {shown(value)}", "write one of them")
+        return default
+
+    def text(self, key: str) -> str:
+        """A text; empty where there is none."""
+        value = self.value(key, "")
+        if isinstance(value, str):
+            return value
+        self.refuse(key, f"expected text; got {shown(value)}", "write it as text")
+        return ""
+
+    def fill(self, known: Mapping[str, object], *, refuse: bool) -> None:
+        """Puts values in the place of ``"auto"``.
+
+        ``known`` has the keys that a trainer's arguments fill in, with their values, None where they are not known
+        yet: such a key is among :attr:`left` then, or refused. Of other keys ``"auto"`` is the default.
+        """
+        for key in [key for key, value in self._values.items() if value == "auto"]:
+            self._values[key] = known.get(key)
+            if key not in known or self._values[key] is not None:
+                continue
+            self.left.append(key)
+            if refuse:
+                fix = "write a value, or have the arguments at hand: partita run, or transformers' Trainer"
+                self.refuse(key, '"auto" is filled in from transformers\' TrainingArguments, which are not known', fix)
+
+    # ----------------------------------------------------------------------------------------------------- deciding
+
+    def set(self, target: str, value: object, key: str, text: str = "") -> None:
+        """Gives a setting (``zero.stage``) the value that ``key`` asks for."""
+        *sections, name = path = tuple(target.split("."))
+        inner = self.settings
+        for section in sections:
+            inner = inner.setdefault(section, {})  # type: ignore[assignment]
+        inner[name] = value
+        self._origins[path] = key
+        text = text or ("" if key in self else "the default there; it is not given")
+        becomes = f"{target}: {shown(value)}{f' ({text})' if text else ''}"
+        before = self._notices.get(key)
+        self.say(KeyClass.MAPPED, key, f"{before.text}, {becomes}" if before else f"becomes {becomes}")
+
+    def say(self, kind: KeyClass, key: str, text: str) -> None:
+        self._notices[key] = Notice(key, kind, text)
+
+    def refuse(self, key: str, problem: str, fix: str) -> None:
+        self._notices[key] = Notice(key, KeyClass.ERROR, problem)
+        self._problems.append(Problem(tuple(key.split(".")), f"{key}: {problem}", fix))
+
+    def leave(self, section: str, text: str) -> None:
+        """Says one thing of all keys of a section that nothing was said of."""
+        for key in self.keys(section):
+            self._notices.setdefault(key, Notice(key, KeyClass.IGNORED, text))
+
+    def finish(self, processes: int | None = None) -> Converted:
+        """What has come of it, once every key has been looked at.
+
+        Raises:
+            ConfigError: listing each key that cannot be had, with its remedy; or a setting that partita refuses, with
+                the key that asked for it.
+        """
+        for key in self.left:
+            self._notices.setdefault(key, Notice(key, KeyClass.MAPPED, "as the trainer's arguments say (auto)"))
+        for key, value in self._values.items():
+            self._apply_rule(key, value)
+        if self._problems:
+            raise report(self._problems, lambda path: self._name)
+        config = Config.located(self.settings, self._where)
+        settings = config.model_dump(mode="json", exclude_unset=True)
+        return Converted(self._name, settings, tuple(self._notices.values()), processes)
+
+    def _apply_rule(self, key: str, value: object) -> None:
+        """Says of a key what its rule has to say, where nothing has been said."""
+        if key in self._notices or value is None:
+            return
+        rule = self._rules.get(key)
+        if rule is None and key in _sections(self._rules):
+            if not is_off(value):
+                self.refuse(key, f"expected a section; got {shown(value)}", "write its keys below it")
+        elif rule is None:
+            known = self._known(key)
+            near = nearest(key.rpartition(".")[2], known)
+            hint = f"; did you mean {known[near]}?" if near else ""
+            self.say(KeyClass.WARNING, key, f"unknown key, without effect{hint}")
+        elif rule.kind is KeyClass.MAPPED:
+            self.say(KeyClass.IGNORED, key, "it has no effect beside the other keys")
+        elif rule.kind is KeyClass.IGNORED:
+            self.say(rule.kind, key, rule.text)
+        elif value in rule.harmless or is_off(value):
+            return
+        elif rule.kind is KeyClass.WARNING:
+            self.say(rule.kind, key, rule.text)
+        else:
+            self.refuse(key, f"{shown(value)} is not available", rule.text)
+
+    def _known(self, key: str) -> dict[str, str]:
+        """Names that may have been meant by an unknown one, with their keys: those of its section first."""
+        section = key.rpartition(".")[0]
+        known = [other for other, rule in self._rules.items() if rule.kind is not KeyClass.ERROR]
+        known.sort(key=lambda other: other.rpartition(".")[0] != section)
+        names = dict(self._meant)
+        for other in known:
+            names.setdefault(other.rpartition(".")[2], other)
+        return names
+
+    def _where(self, path: KeyPath) -> str:
+        key = next((self._origins[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self._origins), "")
+        return f"{self._name}, {key}" if key else self._name
+
+
+def is_off(value: object) -> bool:
+    """Whether a value or section asks for nothing: empty, false, or with nothing in it that is enabled."""
+    return not value or _enabled(value) is False
+
+
+def _enabled(value: object) -> bool | None:
+    """Whether something in a section is enabled; None where nothing says so. What is outside decides."""
+    if not isinstance(value, Mapping):
+        return None
+    if "enabled" in value:
+        return value["enabled"] not in (False, None, 0, "false")
+    inner = [found for item in value.values() if (found := _enabled(item)) is not None]
+    return any(inner) if inner else None
+
+
+def _sections(rules: Collection[str]) -> set[str]:
+    """Sections whose keys have rules of their own."""
+    return {key[:place] for key in rules for place, letter in enumerate(key) if letter == "."}
+
+
+def _values(data: Mapping[str, object], prefix: str, sections: Collection[str]) -> Iterator[tuple[str, object]]:
+    """Dotted keys with their values; a section without rules for its keys is a value."""
+    for name, value in data.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and key in sections:
+            yield from _values(value, f"{key}.", sections)
+        else:
+            yield key, value
+
+
+def rules(kind: KeyClass, text: str, keys: str | Sequence[str], prefix: str = "") -> dict[str, Rule]:
+    """The same rule for several keys, given by name below ``prefix``."""
+    return {f"{prefix}{key}": Rule(kind, text) for key in (keys.split() if isinstance(keys, str) else keys)}

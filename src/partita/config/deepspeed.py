@@ -1,0 +1,335 @@
+"""DeepSpeed's configuration (``ds_config.json``, version 0.19 and older) as one of partita's."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+from partita.config.converted import Conversion, Converted, KeyClass
+from partita.config.deepspeed_keys import BF16, FP16, MEANT, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, RULES, ZERO
+from partita.config.deepspeed_keys import OPTIMIZER as OPTIMIZER_PARAMS
+from partita.config.deepspeed_keys import SCHEDULER as SCHEDULER_PARAMS
+from partita.config.load import read_text
+from partita.config.messages import shown
+from partita.config.plain import parse_hjson
+from partita.errors import ConfigError
+
+# What DeepSpeed does where a key is not there.
+_CLIP, _LOSS_SCALE_WINDOW, _WARMUP_STEPS, _DECAYED_FROM, _COSINE_LEAST = 1.0, 1000, 1000, 1e-3, 1e-4
+_TIERS = {"none": "none", "cpu": "host", "nvme": "disk"}
+_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "lion": "lion"}
+_CURVES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_DTYPES = {
+    name: short
+    for short, names in (
+        ("fp32", ("fp32", "float32", "float")),
+        ("bf16", ("bf16", "bfloat16")),
+        ("fp16", ("fp16", "float16", "half")),
+    )
+    for name in (*names, *(f"torch.{name}" for name in names))
+}
+
+
+def read(
+    source: str | Path | Mapping[str, object],
+    ranks: int,
+    ranks_per_node: int | None = None,
+    arguments: Mapping[str, object] | None = None,
+    *,
+    leave_auto: bool = False,
+) -> Converted:
+    """What a DeepSpeed configuration means here.
+
+    Args:
+        source: the path of a file (JSON, in which comments and trailing commas are allowed), or a mapping.
+        ranks: the number of data-parallel ranks.
+        ranks_per_node: of these, on each node (None: all are on one).
+        arguments: transformers' ``TrainingArguments`` by their names, as far as they are known: ``"auto"`` is filled in
+            from them.
+        leave_auto: leave out what is ``"auto"`` and not among ``arguments``, since a trainer gives it later, instead
+            of raising an error.
+
+    Raises:
+        ConfigError: the source cannot be read; or listing each key that cannot be had, with its remedy.
+    """
+    name, data = _load(source)
+    conversion = Conversion(name, _in_sections(data), RULES, MEANT)
+    conversion.fill(_trained_with(arguments or {}, ranks), refuse=not leave_auto)
+    compute = _precision(conversion)
+    _batch(conversion, by_trainer=arguments is not None or leave_auto)
+    stage = _zero(conversion, compute, ranks_per_node or ranks)
+    _offload(conversion, stage)
+    _optimizer(conversion)
+    _schedule(conversion)
+    return conversion.finish()
+
+
+def _load(source: str | Path | Mapping[str, object]) -> tuple[str, Mapping[str, object]]:
+    name, data = "the given mapping", cast("object", source)
+    if isinstance(source, str | Path):
+        name, text = read_text(Path(source))
+        data, _ = parse_hjson(text, name)
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{name}: expected sections (key: value) at the top level; got {shown(data)}")
+    return name, data
+
+
+def _in_sections(data: Mapping[str, object]) -> dict[str, object]:
+    """The same, where sections that may be a mere truth value are sections."""
+    sections = dict(data)
+    for key in ("fp16", "bf16", "bfloat16"):
+        if isinstance(data.get(key), bool) or data.get(key) == "auto":
+            sections[key] = {"enabled": data[key]}
+    if isinstance(zero := data.get("zero_optimization"), bool):
+        sections["zero_optimization"] = {"stage": int(zero)}
+    return sections
+
+
+def _trained_with(arguments: Mapping[str, object], ranks: int) -> dict[str, object]:
+    """Keys that may be ``"auto"``, with what a trainer's arguments put there; None where these do not say."""
+    get = arguments.get
+    micro, accumulate = get("per_device_train_batch_size"), get("gradient_accumulation_steps")
+    known = isinstance(micro, int) and isinstance(accumulate, int)
+    betas = [get("adam_beta1"), get("adam_beta2")]
+    total = get("max_steps")
+    total = total if isinstance(total, int) and total > 0 else None
+    warmup = get("warmup_steps")
+    if isinstance(warmup, float) and warmup < 1:
+        warmup = None if total is None else -int(-total * warmup // 1)
+    return {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulate,
+        "train_batch_size": micro * accumulate * ranks if known else None,  # type: ignore[operator]
+        "gradient_clipping": get("max_grad_norm"),
+        f"{FP16}enabled": get("fp16"),
+        f"{BF16}enabled": get("bf16"),
+        "bfloat16.enabled": get("bf16"),
+        f"{OPTIMIZER_PARAMS}lr": get("learning_rate"),
+        f"{OPTIMIZER_PARAMS}betas": None if None in betas else betas,
+        f"{OPTIMIZER_PARAMS}eps": get("adam_epsilon"),
+        f"{OPTIMIZER_PARAMS}weight_decay": get("weight_decay"),
+        f"{SCHEDULER_PARAMS}warmup_min_lr": 0.0,
+        f"{SCHEDULER_PARAMS}warmup_max_lr": get("learning_rate"),
+        f"{SCHEDULER_PARAMS}warmup_num_steps": None if warmup is None else max(1, int(warmup)),  # type: ignore[call-overload]
+        f"{SCHEDULER_PARAMS}total_num_steps": total,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------ what is trained
+
+
+def _batch(conversion: Conversion, *, by_trainer: bool) -> None:
+    for key, target in (
+        ("train_micro_batch_size_per_gpu", "batch.micro"),
+        ("gradient_accumulation_steps", "batch.accumulate"),
+        ("train_batch_size", "batch.total"),
+        ("sequence_parallel_size", "parallel.sequence"),
+        ("pipeline.stages", "parallel.pipeline"),
+    ):
+        if key in conversion:
+            conversion.set(target, conversion.value(key), key)
+    if conversion.number("tensor_parallel.autotp_size", 0) > 0:
+        conversion.set(
+            "parallel.tensor", conversion.value("tensor_parallel.autotp_size"), "tensor_parallel.autotp_size"
+        )
+    key = "gradient_clipping"
+    norm = conversion.number(key, _CLIP)
+    if key in conversion:
+        conversion.set("clip_grad_norm", norm or None, key)
+    elif not by_trainer:
+        conversion.set("clip_grad_norm", _CLIP, key)
+
+
+def _precision(conversion: Conversion) -> str | None:
+    """The compute dtype; None where a trainer says which."""
+    enabled = [key for key in (f"{FP16}enabled", f"{BF16}enabled", "bfloat16.enabled") if conversion.flag(key)]
+    compute = "fp32" if not enabled else "fp16" if enabled[0].startswith("fp16") else "bf16"
+    if compute == "fp16" and len(enabled) > 1:
+        conversion.refuse(enabled[1], "fp16 is enabled, too", "enable one of them")
+    asked = enabled[0] if enabled else "bf16.enabled"
+    if not enabled and any(key.endswith(".enabled") for key in conversion.left):
+        return None
+    conversion.set("precision.compute", compute, asked, "" if enabled else "neither fp16 nor bf16 is enabled")
+    dtypes = {}
+    for key in ("data_types.grad_accum_dtype", "communication_data_type", "data_types.param_dtype"):
+        if (text := conversion.text(key)) and (dtype := _DTYPES.get(text.lower())) is None:
+            conversion.refuse(key, f"expected fp32, bf16 or fp16; got {shown(text)}", "write one of them")
+        elif text:
+            dtypes[key] = dtype
+    if dtypes.pop("data_types.param_dtype", None) == compute:
+        conversion.say(KeyClass.IGNORED, "data_types.param_dtype", "it is the compute dtype")
+    for key, dtype in dtypes.items():
+        widest = "fp32" if "fp32" in dtypes.values() else dtype
+        text = "" if dtype == widest else "gradients rest and travel in one dtype, the wider"
+        conversion.set("precision.gradients", widest, key, text)
+    if compute == "fp16":
+        _loss_scale(conversion)
+    return compute
+
+
+def _loss_scale(conversion: Conversion) -> None:
+    key = f"{FP16}loss_scale"
+    if fixed := conversion.number(key, 0):
+        conversion.set("precision.loss_scale", fixed, key)
+        return
+    if key in conversion:
+        conversion.set("precision.loss_scale", "dynamic", key)
+    key = f"{FP16}initial_scale_power"
+    if key in conversion:
+        conversion.set("precision.initial_loss_scale", 2.0 ** conversion.number(key, 16), key)
+    key = f"{FP16}loss_scale_window"
+    conversion.set("precision.loss_scale_window", conversion.value(key, _LOSS_SCALE_WINDOW), key)
+
+
+# --------------------------------------------------------------------------------------------------- where states rest
+
+
+def _zero(conversion: Conversion, compute: str | None, ranks_per_node: int) -> int:
+    key = f"{ZERO}stage"
+    stage = conversion.number(key, 0)
+    conversion.set("zero.stage", stage, key)
+    if stage != 3:
+        return int(stage)
+    for key in (f"{ZERO}prefetch_bucket_size", f"{ZERO}stage3_prefetch_bucket_size"):
+        if key in conversion:
+            elements = int(conversion.number(key, 0))
+            size = 4 if compute == "fp32" else 2
+            conversion.set("zero.prefetch_bytes", elements * size, key, f"{elements} elements of {size} bytes")
+    key = f"{ZERO}zero_hpz_partition_size"
+    if (ranks := conversion.number(key, 1)) > 1:
+        text = "" if ranks == ranks_per_node else f"over the {ranks_per_node} ranks of a node, not over {ranks:g}"
+        conversion.set("zero.hierarchical", True, key, text)
+    return int(stage)
+
+
+def _offload(conversion: Conversion, stage: int) -> None:
+    """Tiers; DeepSpeed offloads parameters at stage 3 only, optimizer states from stage 1 on."""
+    for prefix, old, target, least in (
+        (OFFLOAD_OPTIMIZER, f"{ZERO}cpu_offload", "zero.offload.optimizer", 1),
+        (OFFLOAD_PARAM, f"{ZERO}cpu_offload_param", "zero.offload.parameters", 3),
+    ):
+        if stage < least:
+            continue
+        if conversion.flag(old):
+            conversion.set(target, "host", old)
+        device = conversion.text(f"{prefix}device")
+        if not device:
+            continue
+        tier = _TIERS.get(device.lower())
+        if tier is None:
+            conversion.refuse(
+                f"{prefix}device", f"expected none, cpu or nvme; got {shown(device)}", "write one of them"
+            )
+            continue
+        conversion.set(target, tier, f"{prefix}device")
+        if tier == "disk" and f"{prefix}nvme_path" in conversion:
+            _path(conversion, f"{prefix}nvme_path")
+
+
+def _path(conversion: Conversion, key: str) -> None:
+    path, other = conversion.value(key), conversion.value(f"{OFFLOAD_OPTIMIZER}nvme_path")
+    if key.startswith(OFFLOAD_PARAM) and other not in (None, path):
+        conversion.say(KeyClass.WARNING, key, f"there is one folder for all states: {shown(other)}")
+    else:
+        conversion.set("zero.offload.path", path, key)
+
+
+# --------------------------------------------------------------------------------------------- optimizer and schedule
+
+
+def _optimizer(conversion: Conversion) -> None:
+    key = "optimizer.type"
+    kind = conversion.text(key)
+    name = _OPTIMIZERS.get(kind.lower())
+    if not kind:
+        return conversion.leave("optimizer.", "no type is given: the optimizer is yours")
+    if name is None:
+        fix = "use AdamW, SGD or Lion, or build it and pass it: partita.initialize(model, config, optimizer=...)"
+        conversion.leave("optimizer.", "it belongs to the optimizer")
+        return conversion.refuse(key, f"{shown(kind)} is not available", fix)
+    mode = f"{OPTIMIZER_PARAMS}adam_w_mode"
+    if kind.lower() == "adam" and not conversion.flag(mode, True):
+        name = "adam"
+        conversion.set("optimizer.name", name, mode)
+    conversion.set("optimizer.name", name, key)
+    for param in ("lr", "betas", "eps", "momentum"):
+        if f"{OPTIMIZER_PARAMS}{param}" in conversion:
+            conversion.set(f"optimizer.{param}", conversion.value(OPTIMIZER_PARAMS + param), OPTIMIZER_PARAMS + param)
+    key = f"{OPTIMIZER_PARAMS}weight_decay"
+    if key not in conversion.left:
+        conversion.set("optimizer.weight_decay", conversion.value(key, 0.0), key)
+    return None
+
+
+def _schedule(conversion: Conversion) -> None:
+    """DeepSpeed's schedulers count from the second optimizer step; in the first, the rate is the warm-up's lowest.
+
+    The decay of ``WarmupCosineLR`` alone counts from the first, so that it begins a step before the warm-up ends.
+    """
+    key = "scheduler.type"
+    kind = conversion.text(key)
+    if not kind:
+        return conversion.leave("scheduler.", "no type is given: the schedule is yours")
+    if kind not in _CURVES:
+        fix = f"use one of {', '.join(_CURVES)}, or build it and pass it: partita.initialize(..., scheduler=...)"
+        conversion.leave("scheduler.", "it belongs to the schedule")
+        return conversion.refuse(key, f"{shown(kind)} is not available", fix)
+    left = [known for known in conversion.left if known.startswith(SCHEDULER_PARAMS)]
+    if left:
+        conversion.say(KeyClass.WARNING, key, "the trainer's own schedule takes its place (lr_scheduler_type)")
+        return conversion.leave("scheduler.", f"{', '.join(left)} are the trainer's, so the schedule is, too")
+    warmup = _warmup(conversion)
+    if kind == "WarmupCosineLR":
+        _cosine_rates(conversion)
+    else:
+        _absolute_rates(conversion, kind)
+    if kind != "WarmupLR":
+        key = f"{SCHEDULER_PARAMS}total_num_steps"
+        if key not in conversion:
+            fix = "give the number of optimizer steps of the run"
+            return conversion.refuse(key, f"{kind} needs to know where it ends", fix)
+        total = int(conversion.number(key, 1))
+        cosine = kind == "WarmupCosineLR"
+        conversion.set("schedule.total_steps", total if cosine else total + 1, key)
+        if cosine or total == warmup:
+            conversion.set("schedule.decay_steps", max(1, total - warmup), key)
+    return conversion.set("schedule.name", _CURVES[kind], "scheduler.type")
+
+
+def _warmup(conversion: Conversion) -> int:
+    """Its length: at least 2 steps in DeepSpeed."""
+    key = f"{SCHEDULER_PARAMS}warmup_num_steps"
+    asked = int(conversion.number(key, _WARMUP_STEPS))
+    steps = max(2, asked)
+    conversion.set("schedule.initial_steps", 1, key)
+    conversion.set("schedule.warmup_steps", steps, key, "" if steps == asked else "the shortest of DeepSpeed's")
+    key = f"{SCHEDULER_PARAMS}warmup_type"
+    kind = conversion.text(key) or "log"
+    if kind not in ("log", "linear"):
+        conversion.refuse(key, f"expected log or linear; got {shown(kind)}", "write one of them")
+    conversion.set("schedule.warmup", kind, key)
+    return steps
+
+
+def _absolute_rates(conversion: Conversion, kind: str) -> None:
+    key = f"{SCHEDULER_PARAMS}warmup_min_lr"
+    conversion.set("schedule.initial_lr", conversion.number(key, 0.0), key)
+    key = f"{SCHEDULER_PARAMS}warmup_max_lr"
+    if key in conversion:
+        conversion.set("schedule.max_lr", conversion.value(key), key, "it takes precedence over optimizer.lr")
+    elif kind == "WarmupDecayLR":
+        conversion.set("schedule.max_lr", _DECAYED_FROM, key, "the default there, whatever the optimizer's lr is")
+
+
+def _cosine_rates(conversion: Conversion) -> None:
+    """Shares of the optimizer's rate."""
+    key = f"{SCHEDULER_PARAMS}cos_min_ratio"
+    conversion.set("schedule.min_ratio", conversion.value(key, _COSINE_LEAST), key)
+    key = f"{SCHEDULER_PARAMS}warmup_min_ratio"
+    share = conversion.number(key, 0.0)
+    if share and f"{OPTIMIZER_PARAMS}lr" not in conversion:
+        fix = "give the optimizer's lr, or set warmup_min_ratio to 0"
+        return conversion.refuse(key, "it is a share of the optimizer's lr, which is not given", fix)
+    conversion.set("schedule.initial_lr", share * conversion.number(f"{OPTIMIZER_PARAMS}lr", 0.0), key)
+    if share:
+        conversion.say(KeyClass.WARNING, key, "the first step is at this rate, too; it is at 0 in DeepSpeed")
+    return None

@@ -1,0 +1,225 @@
+"""Names in files that are others than those of a model's parameters: experts that are one parameter here and a tensor
+each there, layers that were renamed.
+
+From version 5 on transformers has a list of such conversions for each of its models. What `from_pretrained` and
+`save_pretrained` do by it for a whole model is done here tensor by tensor. Other models have their own names in files.
+"""
+
+import re
+import sys
+from collections.abc import Container, Iterable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partita.errors import ConfigError
+from partita.huggingface.weights import Weights
+from partita.plan.box import Box
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether a model is one of the library's, which is imported then."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
+
+
+def _library(model: nn.Module) -> tuple[Any, Any] | None:
+    """Of transformers: the list of conversions, and what carries them out; None where the model has none."""
+    if not is_of_transformers(model):
+        return None
+    try:
+        from transformers import conversion_mapping, core_model_loading
+    except ImportError:  # before version 5
+        return None
+    return conversion_mapping, core_model_loading
+
+
+@dataclass
+class _Conversion:
+    """One of transformers' conversions, of the tensors that it takes together: (pattern that matched, name) each.
+
+    ``title``: the name of the first tensor that results.
+    """
+
+    title: str
+    transform: Any
+    model: nn.Module
+    taken: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def is_by_row(self) -> bool:
+        """Whether tensors are stacked, and each row of what results comes of one of each pattern's."""
+        first, *others = self.transform.operations
+        return (
+            type(first).__name__ == "MergeModulelist"
+            and first.dim == 0
+            and all(type(op).__name__ == "Concatenate" and op.dim > 0 for op in others)
+        )
+
+    def rows(self, start: int, stop: int) -> list[tuple[str, str]]:
+        """Those of the tensors taken that rows ``[start, stop)`` come of."""
+        by_pattern = dict[str, list[tuple[str, str]]]()
+        for pattern, name in self.taken:
+            by_pattern.setdefault(pattern, []).append((pattern, name))
+        return [tensor for tensors in by_pattern.values() for tensor in tensors[start:stop]]
+
+    def run(self, tensors: Iterable[tuple[tuple[str, str], Tensor]]) -> dict[str, Tensor]:
+        """What results, by name."""
+        transform = deepcopy(self.transform)
+        for (pattern, name), tensor in tensors:
+            transform.add_tensor(self.title, name, pattern, tensor)
+        found = transform.convert(self.title, model=self.model, config=self.model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+
+
+def _conversions(
+    matched: Iterable[tuple[str, str, str]], converters: Sequence[Any], model: nn.Module
+) -> list[_Conversion]:
+    """What is converted together, of (name of what results first, pattern that matched, name of the tensor) each."""
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    found = dict[str, _Conversion]()
+    for target, pattern, name in matched:
+        conversion = found.setdefault(target, _Conversion(target, by_pattern[pattern], model))
+        conversion.taken.append((pattern, name))
+    return list(found.values())
+
+
+class ConvertedWeights:
+    """The tensors of files as a model of transformers has them, with its parameters' names.
+
+    Of several tensors that become one parameter, only those are read that a box of it needs, where its rows are they.
+
+    Raises:
+        ConfigError: tensors do not go together.
+    """
+
+    def __init__(self, weights: Weights, model: nn.Module, library: tuple[Any, Any]) -> None:
+        self.title, self.folder, self._weights = weights.title, weights.folder, weights
+        mapping, loading = library
+        own: dict[str, Tensor] = {**dict(model.named_parameters(remove_duplicate=False))}
+        own.update(model.named_buffers(remove_duplicate=False))
+        transforms = mapping.get_model_conversion_mapping(model)
+        converters = [entry for entry in transforms if isinstance(entry, loading.WeightConverter)]
+        renamings = [entry for entry in transforms if not isinstance(entry, loading.WeightConverter)]
+        self._renamed = dict[str, str]()
+        self._unused = list[str]()
+        matched, prefix = list[tuple[str, str, str]](), str(getattr(model, "base_model_prefix", ""))
+        for name in sorted(weights.names, key=loading.dot_natural_key):
+            target, pattern = loading.rename_source_key(name, renamings, converters, prefix, own)
+            if target not in own and name in own:
+                target, pattern = name, None
+            if target not in own:
+                self._unused.append(name)
+            elif pattern is None:
+                self._renamed[target] = name
+            else:
+                matched.append((target, pattern, name))
+        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        self._unused = [name for name in self._unused if not any(re.search(pattern, name) for pattern in ignored)]
+        self._converted = {
+            name: (conversion, shape)
+            for conversion in _conversions(matched, converters, model)
+            for name, shape in self._shapes(conversion)
+        }
+        self._last: tuple[object, dict[str, Tensor]] = (None, {})
+        # What save_pretrained and export go back by, as after from_pretrained.
+        model._weight_conversions = [entry for entry in transforms if entry.was_used()]  # type: ignore[assignment]
+
+    def _shapes(self, conversion: _Conversion) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of what results, without any values."""
+        empty = ((taken, torch.empty(self._weights.shape(taken[1]), device="meta")) for taken in conversion.taken)
+        try:
+            found = conversion.run(empty)
+        except Exception as error:  # transformers' operations raise what torch does
+            first, last = conversion.taken[0][1], conversion.taken[-1][1]
+            raise ConfigError(
+                f"{self.title}: the tensors '{first}' to '{last}' do not become '{conversion.title}': {error}"
+            ) from error
+        for name, value in found.items():
+            yield name, tuple(value.shape)
+
+    def find(self, names: Sequence[str]) -> str | None:
+        """The first of the names that there is a tensor of."""
+        return next((name for name in names if name in self._renamed or name in self._converted), None)
+
+    def unused(self, names: Container[str]) -> list[str]:
+        """The tensors in the files that are no parameter or buffer of these names."""
+        return self._unused + [file for name, file in self._renamed.items() if name not in names]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._weights.shape(self._renamed[name]) if name in self._renamed else self._converted[name][1]
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """A tensor, or the ``box`` of it."""
+        if name in self._renamed:
+            return self._weights.read(self._renamed[name], box)
+        conversion, shape = self._converted[name]
+        box = Box.whole(shape) if box is None else box
+        taken, start = conversion.taken, 0
+        if box.sizes and conversion.is_by_row:
+            start = box.offsets[0]
+            taken = conversion.rows(start, start + box.sizes[0])
+        if self._last[0] != (conversion.title, taken):
+            self._last = (None, {})  # not beside what comes now
+            read = [(tensor, self._weights.read(tensor[1])) for tensor in taken]
+            self._last = ((conversion.title, taken), conversion.run(read))
+        first = Box((start, *(0 for _ in shape[1:])), shape) if shape else box
+        return self._last[1][name][box.within(first).slices]
+
+
+def open_weights(weights: Weights, model: nn.Module) -> Weights | ConvertedWeights:
+    """The tensors of files by the names that a model's parameters have."""
+    library = _library(model)
+    return weights if library is None else ConvertedWeights(weights, model, library)
+
+
+class FileTensors:
+    """A model's tensors as its files have them: those that ``save_pretrained`` writes, for a model of transformers.
+
+    Args:
+        names: of all tensors that :meth:`of` is given, one after the other.
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        self._renamings = list[Any]()
+        self._groups = dict[str, tuple[_Conversion, dict[tuple[str, str], Tensor]]]()
+        self._ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+        library = _library(model)
+        if library is None:
+            return
+        mapping, self._loading = library
+        transforms = getattr(model, "_weight_conversions", None)
+        if transforms is None:  # of no files: a prefix that some have is none of its own
+            known = mapping.get_model_conversion_mapping(model, add_legacy=False)
+            transforms = [entry for entry in known if not isinstance(entry, self._loading.PrefixChange)]
+        back = [entry.reverse_transform() for entry in reversed(transforms)]
+        converters = [entry for entry in back if isinstance(entry, self._loading.WeightConverter)]
+        self._renamings = [entry for entry in back if not isinstance(entry, self._loading.WeightConverter)]
+        found = ((*self._loading.apply_converters(name, converters), name) for name in names)
+        matched = [(target, pattern, name) for target, pattern, name in found if pattern is not None]
+        for conversion in _conversions(matched, converters, model):
+            waiting = dict[tuple[str, str], Tensor]()
+            self._groups.update((name, (conversion, waiting)) for _, name in conversion.taken)
+
+    def of(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """What goes into files once this tensor is there: it, what it is converted into, or nothing before all are
+        there that are converted together.
+        """
+        if name in self._ignored:
+            return
+        if name not in self._groups:
+            yield self._renamed(name), tensor
+            return
+        conversion, waiting = self._groups[name]
+        taken = next(taken for taken in conversion.taken if taken[1] == name)
+        waiting[taken] = tensor if len(conversion.taken) == 1 else tensor.detach().clone()
+        if len(waiting) == len(conversion.taken):
+            found = conversion.run((taken, waiting[taken]) for taken in conversion.taken)
+            waiting.clear()
+            yield from ((self._renamed(key), value) for key, value in found.items())
+
+    def _renamed(self, name: str) -> str:
+        return str(self._loading.apply_renamings(name, self._renamings)) if self._renamings else name

@@ -1,0 +1,189 @@
+"""Where a run's figures are shown beside its own folder: TensorBoard, Weights & Biases, MLflow.
+
+Each library is imported when it is chosen, and takes its own settings from where it always does (``wandb login``,
+``MLFLOW_TRACKING_URI``, ...).
+"""
+
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from partita.errors import ConfigError, PartitaError
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a sink is opened for: the run's folder, the step it goes on from (0: a new run), and its settings."""
+
+    folder: Path
+    after: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+class MetricsSink(ABC):
+    """Takes a run's figures by name. One process writes; the steps go up, but for :meth:`go_back`."""
+
+    @abstractmethod
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """The figures after ``step`` optimizer steps."""
+
+    @abstractmethod
+    def go_back(self, step: int) -> None:
+        """The steps after ``step`` are undone: their figures will come again."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """All is written."""
+
+
+class TensorBoard(MetricsSink):
+    """Event files in the folder ``tensorboard`` of the run."""
+
+    def __init__(self, run: Run) -> None:
+        self._events = run.folder / "tensorboard"
+        if not run.after:
+            for earlier in self._events.glob("events.out.tfevents.*"):  # or both runs would be drawn as one
+                earlier.unlink()
+        self._open(run.after + 1 if run.after else None)
+
+    def _open(self, purge_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._board: Any = SummaryWriter(str(self._events), purge_step=purge_step)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+
+    def go_back(self, step: int) -> None:
+        self._board.close()
+        self._open(step + 1)
+
+    def close(self) -> None:
+        self._board.close()
+
+
+class WandB(MetricsSink):
+    """A run of Weights & Biases, whose files are in the folder ``wandb`` of the run.
+
+    Its own count of steps never goes back, so figures are drawn over one of their own, ``step``.
+    """
+
+    def __init__(self, run: Run) -> None:
+        import wandb
+
+        identity = _Identity(run.folder / "wandb_run")
+        kept = identity.read() if run.after else None
+        self._run: Any = wandb.init(
+            dir=str(run.folder),
+            name=run.folder.name,
+            id=kept,
+            resume="allow" if kept else None,
+            config=dict(run.settings),
+            settings=wandb.Settings(console="off"),  # the console is drawn on by the progress bar
+        )
+        identity.write(self._run.id)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def go_back(self, step: int) -> None:
+        """Both values of a step stay: what was sent cannot be taken back."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow(MetricsSink):
+    """A run of MLflow in the experiment that MLflow's own settings name."""
+
+    def __init__(self, run: Run) -> None:
+        import mlflow
+
+        identity = _Identity(run.folder / "mlflow_run")
+        kept = identity.read() if run.after else None
+        self._mlflow: Any = mlflow
+        self._run_id = mlflow.start_run(run_id=kept, run_name=None if kept else run.folder.name).info.run_id
+        identity.write(self._run_id)
+        if kept is None:
+            mlflow.log_params(dict(_flat(run.settings)))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics(dict(values), step=step, run_id=self._run_id)
+
+    def go_back(self, step: int) -> None:
+        """Both values of a step stay: MLflow keeps every value that it was given."""
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+@dataclass(frozen=True)
+class _Known:
+    package: str
+    open: Callable[[Run], MetricsSink]
+    needs: str  # what opening takes beside the package
+
+
+SinkName = Literal["tensorboard", "wandb", "mlflow"]
+SINKS: dict[SinkName, _Known] = {
+    "tensorboard": _Known("tensorboard", TensorBoard, "a folder that can be written"),
+    "wandb": _Known("wandb", WandB, "a login (wandb login) and the network, or WANDB_MODE=offline"),
+    "mlflow": _Known("mlflow", MLflow, "a server or folder that MLFLOW_TRACKING_URI names"),
+}
+
+
+def installed(name: SinkName) -> bool:
+    """Whether the library of this sink is there."""
+    return importlib.util.find_spec(SINKS[name].package) is not None
+
+
+def check_installed(names: Sequence[SinkName], key: str) -> None:
+    """Find missing libraries before anything is started.
+
+    Raises:
+        ConfigError: one is missing; names the setting ``key`` and the package.
+    """
+    for name in names:
+        if not installed(name):
+            package = SINKS[name].package
+            raise ConfigError(f"{key}: {name} is not installed: pip install {package}, or take it out of the list")
+
+
+def open_sink(name: SinkName, run: Run) -> MetricsSink:
+    """Open the sink of this name.
+
+    Raises:
+        PartitaError: the library refuses; its reason, and what it needs.
+    """
+    known = SINKS[name]
+    try:
+        return known.open(run)
+    except Exception as error:  # three libraries, each with errors of its own
+        raise PartitaError(f"metrics cannot be written to {name}: {error}; it needs {known.needs}") from error
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """What a service calls the run, in the run's folder: a run that goes on is the same one there, too."""
+
+    file: Path
+
+    def read(self) -> str | None:
+        return self.file.read_text().strip() if self.file.exists() else None
+
+    def write(self, identity: str) -> None:
+        self.file.write_text(f"{identity}\n")
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

@@ -1,0 +1,95 @@
+"""Model FLOPs utilization (MFU): the FLOPs that training the model takes, over what the device could have computed.
+
+Counted are the products of matrices, convolutions and attention (the whole square, also where a mask is causal) of one
+forward, by torch.utils.flop_counter: whatever the model is, it needs no change and no formula. Training takes three
+times as many, as each product has two in backward; with frozen weights 2 + the share of the parameters that train. What
+is computed twice (recomputed activations) counts once, and kernels that PyTorch does not know count nothing. That is
+the definition of Chowdhery et al., PaLM (2022), Appendix B.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from partita.memory import accelerator
+
+# TFLOP/s of dense products with 16-bit inputs and fp32 sums, from the makers' data sheets (NVIDIA's figures "with
+# sparsity" halved), by what stands in the driver's name; the first that is found there counts.
+PEAK_TFLOPS = {
+    "GB200": 2500.0,  # NVIDIA GB200 NVL72
+    "B200": 2250.0,  # NVIDIA DGX B200
+    "GH200": 989.5,  # NVIDIA GH200
+    "H200 NVL": 835.5,  # NVIDIA H200
+    "H200": 989.5,
+    "H100 NVL": 835.5,  # NVIDIA H100
+    "H100 PCIe": 756.5,
+    "H100": 989.5,
+    "A100": 312.0,  # NVIDIA A100
+    "A30": 165.0,  # NVIDIA A30
+    "L40S": 362.0,  # NVIDIA L40S
+    "L4": 121.0,  # NVIDIA L4
+    "MI325X": 1307.4,  # AMD Instinct MI325X
+    "MI300X": 1307.4,  # AMD Instinct MI300X
+    "MI250X": 191.5,  # AMD Instinct MI250X: a device is one of its two dies
+}
+
+
+_ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_efficient_attention,
+    torch.ops.aten._scaled_dot_product_cudnn_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+)
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """FLOPs of a step on one rank, and FLOP/s of its device at their best."""
+
+    step_flops: float
+    peak_flops_per_s: float
+
+    def of(self, step_s: float) -> float:
+        """The share of the peak, of 1, in a step of so many seconds."""
+        return self.step_flops / (self.peak_flops_per_s * step_s)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s of an accelerator whose peak is known; None of others, of the CPU, and for other than 16-bit products."""
+    if accelerator.is_host(device) or dtype.itemsize != 2:
+        return None
+    return peak_flops_by_name(accelerator.name(device))
+
+
+def peak_flops_by_name(name: str) -> float | None:
+    """The same, by the name that the driver gives."""
+    found = (tflops for known, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name))
+    return next((tflops * 1e12 for tflops in found), None)
+
+
+def training_flops(model: nn.Module, forward: Callable[[], object]) -> float:
+    """FLOPs that forward and backward take on what ``forward`` runs: a call of the model, made here once.
+
+    Under the engine, all ranks call this together.
+    """
+    parameters = list(model.parameters())
+    num_all = sum(parameter.numel() for parameter in parameters)
+    num_trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    mapping = dict.fromkeys(_ATTENTION, _attention_flops)
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+        forward()
+    return int(counter.get_total_flops()) * (2 + num_trained / num_all)
+
+
+def _attention_flops(
+    query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], *_: object, **__: object
+) -> int:
+    """Of shapes [batch, heads, length, size]; keys and values may have fewer heads. (torch.utils.flop_counter has no
+    formula for the CPU's kernel, and refuses fewer heads before torch 2.13.)
+    """
+    batch, heads, length, size = query
+    return 2 * batch * heads * length * key[2] * (size + value[3])

@@ -1,0 +1,367 @@
+"""DeepSpeed's configuration: files as they are found, every key in one class, and its schedules' rates.
+
+``deepspeed/files.yaml`` has files with the shapes of published ones (sections, values that are text, comments, keys at
+the wrong place), written anew, with what each becomes on 4 ranks of one node, or what its error says.
+
+``deepspeed/learning_rates.json`` is what the classes of DeepSpeed 0.19.8 (``deepspeed/runtime/lr_schedules.py``) gave:
+each was made on ``torch.optim.SGD`` with the rate ``lr``, and 50 times the rate was read, and ``optimizer.step()`` and
+``scheduler.step()`` called, as DeepSpeed's engine does.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from partita.config import deepspeed, deepspeed_keys
+from partita.config.converted import KeyClass, Rule
+from partita.config.deepspeed_keys import RULES
+from partita.config.load import load_config
+from partita.config.resolve import resolve
+from partita.config.schema import Config
+from partita.errors import ConfigError
+from partita.optim.build import build_schedule
+
+FOLDER = Path(__file__).parent / "deepspeed"
+FILES: list[dict[str, Any]] = yaml.safe_load((FOLDER / "files.yaml").read_text())
+RATES: list[dict[str, Any]] = json.loads((FOLDER / "learning_rates.json").read_text())
+
+# What DeepSpeed 0.19.8 reads, by section: runtime/{config,constants,precision_config}.py, runtime/zero/{config,
+# offload_config,leaf_module_config}.py, runtime/zenflow/zenflow_config.py, runtime/activation_checkpointing/config.py,
+# runtime/swap_tensor/constants.py, runtime/model_checkpointing/constants.py, runtime/data_pipeline/constants.py,
+# runtime/tensor_parallel/config.py, runtime/lr_schedules.py, comm/config.py, monitor/config.py, profiling/constants.py,
+# compile/config.py, utils/config.py, datastates/config.py, autotuning/constants.py, module_inject/auto_ep_config.py,
+# arguments of FusedAdam, DeepSpeedCPUAdam, FusedLion and torch's; and what it refuses by name as removed.
+KEYS = {
+    "": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation "
+    "steps_per_print dump_state disable_python_gc disable_allgather communication_data_type "
+    "seq_parallel_communication_data_type prescale_gradients gradient_predivide_factor gradient_allreduce_op "
+    "gradient_clipping zero_allow_untested_optimizer zero_force_ds_cpu_optimizer wall_clock_breakdown memory_breakdown "
+    "use_data_before_expert_parallelism dataloader_drop_last log_level vocabulary_size sequence_parallel_size "
+    "weight_quantization nebula compression_training amp quantize_training sparse_gradients eigenvalue "
+    "sparse_attention elasticity graph_harvesting curriculum_learning progressive_layer_drop allgather_size",
+    "fp16": "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
+    "min_loss_scale fp16_master_weights_and_grads",
+    "bf16": "enabled immediate_grad_update check_grad_overflow check_overflow bf16_master_weights_and_grads "
+    "bf16_optimizer_states",
+    "bfloat16": "enabled",
+    "torch_autocast": "enabled dtype lower_precision_safe_modules",
+    "data_types": "grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules",
+    "zero_optimization": "stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce "
+    "allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights "
+    "elastic_checkpoint sub_group_size cpu_offload_param cpu_offload_use_pin_memory cpu_offload prefetch_bucket_size "
+    "param_persistence_threshold model_persistence_threshold max_live_parameters max_reuse_distance "
+    "gather_16bit_weights_on_model_save module_granularity_threshold use_all_reduce_for_fetch_params "
+    "allgather_sequential stage3_prefetch_bucket_size stage3_param_persistence_threshold "
+    "stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance "
+    "stage3_gather_16bit_weights_on_model_save stage3_module_granularity_threshold "
+    "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential stage3_gather_fp16_weights_on_model_save "
+    "ignore_unused_parameters legacy_stage1 round_robin_gradients parameter_alignment zero_hpz_partition_size "
+    "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients memory_efficient_linear "
+    "pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings enable_sanity_checks "
+    "save_muon_momentum_buffer_in_memory mics_shard_size mics_hierarchical_params_gather zeropp_loco_param",
+    "zero_optimization.offload_param": "device nvme_path buffer_count buffer_size max_in_cpu pin_memory",
+    "zero_optimization.offload_optimizer": "device nvme_path buffer_count pin_memory pipeline_read pipeline_write "
+    "fast_init ratio super_offload cpuadam_cores_perc",
+    "zero_optimization.zenflow": "topk_ratio select_strategy select_interval update_interval overlap_step offload "
+    "auto_ratio full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch",
+    "zero_optimization.leaf_module": "classes names name_suffixes",
+    "optimizer": "type legacy_fusion",
+    "optimizer.params": "lr betas eps weight_decay momentum adam_w_mode torch_adam bias_correction amsgrad "
+    "set_grad_none fp32_optimizer_states max_grad_norm nesterov dampening foreach fused maximize capturable "
+    "differentiable",
+    "scheduler": "type",
+    "scheduler.params": "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type total_num_steps warmup_min_ratio "
+    "cos_min_ratio last_batch_iteration",
+    "activation_checkpointing": "partition_activations number_checkpoints contiguous_memory_optimization "
+    "synchronize_checkpoint_boundary profile cpu_checkpointing",
+    "aio": "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds",
+    "checkpoint": "tag_validation load_universal use_node_local_storage parallel_write checkpoint_serialization writer",
+    "comms_logger": "enabled prof_all prof_ops verbose debug",
+    "tensorboard": "enabled output_path job_name",
+    "csv_monitor": "enabled output_path job_name",
+    "wandb": "enabled group team project",
+    "comet": "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode",
+    "flops_profiler": "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
+    "timers": "throughput",
+    "autotuning": "enabled fast results_dir exps_dir overwrite start_profile_step end_profile_step metric",
+    "compile": "deepcompile autoep_non_moe free_activation offload_activation offload_opt_states double_buffer "
+    "symmetric_memory debug_log offload_parameters sync_before_reduce sync_after_reduce",
+    "datastates": "host_cache_size",
+    "data_efficiency": "enabled seed data_sampling data_routing",
+    "hybrid_engine": "enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters "
+    "tp_gather_partition_size enable_cuda_graph",
+    "pipeline": "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned",
+    "tensor_parallel": "dtype autotp_size tp_overlap_comm vocab_parallel_lm_head vocab_parallel_ce_backend "
+    "tensor_parallel tp injection_policy_tuple partition_config preset_model keep_module_on_host "
+    "replace_with_kernel_inject kernel_inject",
+    "expert_parallel": "enabled autoep_size preset_model moe_layer_pattern num_experts_attr",
+}
+ALL_KEYS = [f"{section}.{name}".strip(".") for section, names in KEYS.items() for name in names.split()]
+
+# A file in which each mapped key has an effect, where it is not the one that a test adds to.
+BASE: dict[str, Any] = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+FP16: dict[str, Any] = {"fp16": {"enabled": True}}
+ADAM: dict[str, Any] = {"optimizer": {"type": "Adam"}}
+DECAY: dict[str, Any] = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 5000}}}
+COSINE: dict[str, Any] = ADAM | {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 5000}}}
+DISK: dict[str, Any] = {
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}
+}
+# Of each mapped key: a value, what it needs beside it, and what it becomes.
+MAPPED: dict[str, tuple[object, dict[str, Any], str, object]] = {
+    "train_batch_size": (64, BASE, "batch.total", 64),
+    "train_micro_batch_size_per_gpu": ("4", BASE, "batch.micro", 4),
+    "gradient_accumulation_steps": (2.0, BASE, "batch.accumulate", 2),
+    "gradient_clipping": (0, BASE, "clip_grad_norm", None),
+    "communication_data_type": ("fp16", BASE, "precision.gradients", "fp16"),
+    "sequence_parallel_size": (1, BASE, "parallel.sequence", 1),
+    "pipeline.stages": (1, BASE, "parallel.pipeline", 1),
+    "tensor_parallel.autotp_size": (1, BASE, "parallel.tensor", 1),
+    "fp16.enabled": (True, {}, "precision.compute", "fp16"),
+    "fp16.loss_scale": (0, FP16, "precision.loss_scale", "dynamic"),
+    "fp16.initial_scale_power": (12, FP16, "precision.initial_loss_scale", 4096.0),
+    "fp16.loss_scale_window": (100, FP16, "precision.loss_scale_window", 100),
+    "bf16.enabled": (1, {}, "precision.compute", "bf16"),
+    "bfloat16.enabled": ("true", {}, "precision.compute", "bf16"),
+    "data_types.grad_accum_dtype": ("torch.bfloat16", BASE, "precision.gradients", "bf16"),
+    "zero_optimization.stage": (2, {}, "zero.stage", 2),
+    "zero_optimization.cpu_offload": (True, BASE, "zero.offload.optimizer", "host"),
+    "zero_optimization.cpu_offload_param": (True, BASE, "zero.offload.parameters", "host"),
+    "zero_optimization.prefetch_bucket_size": (1e6, BASE, "zero.prefetch_bytes", 2_000_000),
+    "zero_optimization.stage3_prefetch_bucket_size": ("5e7", BASE, "zero.prefetch_bytes", 100_000_000),
+    "zero_optimization.zero_hpz_partition_size": (4, BASE, "zero.hierarchical", True),
+    "zero_optimization.offload_param.device": ("nvme", BASE, "zero.offload.parameters", "disk"),
+    "zero_optimization.offload_param.nvme_path": ("/scratch", DISK, "zero.offload.path", "/scratch"),
+    "zero_optimization.offload_optimizer.device": ("cpu", BASE, "zero.offload.optimizer", "host"),
+    "zero_optimization.offload_optimizer.nvme_path": ("/scratch", DISK, "zero.offload.path", "/scratch"),
+    "optimizer.type": ("Lion", BASE, "optimizer.name", "lion"),
+    "optimizer.params.lr": ("3e-4", ADAM, "optimizer.lr", 3e-4),
+    "optimizer.params.betas": ([0.8, 0.9], ADAM, "optimizer.betas", [0.8, 0.9]),
+    "optimizer.params.eps": (1e-6, ADAM, "optimizer.eps", 1e-6),
+    "optimizer.params.weight_decay": (0.2, ADAM, "optimizer.weight_decay", 0.2),
+    "optimizer.params.momentum": (0.9, {"optimizer": {"type": "SGD"}}, "optimizer.momentum", 0.9),
+    "optimizer.params.adam_w_mode": (False, ADAM, "optimizer.name", "adam"),
+    "scheduler.type": ("WarmupLR", BASE, "schedule.name", "constant"),
+    "scheduler.params.warmup_min_lr": (1e-5, DECAY, "schedule.initial_lr", 1e-5),
+    "scheduler.params.warmup_max_lr": (1e-2, DECAY, "schedule.max_lr", 1e-2),
+    "scheduler.params.warmup_num_steps": (10, DECAY, "schedule.warmup_steps", 10),
+    "scheduler.params.warmup_type": ("linear", DECAY, "schedule.warmup", "linear"),
+    "scheduler.params.total_num_steps": (3000, DECAY, "schedule.total_steps", 3001),
+    "scheduler.params.warmup_min_ratio": (0.0, COSINE, "schedule.initial_lr", 0.0),
+    "scheduler.params.cos_min_ratio": (0.2, COSINE, "schedule.min_ratio", 0.2),
+}
+
+
+def with_key(base: dict[str, Any], key: str, value: object) -> dict[str, Any]:
+    """A copy of ``base`` in which a dotted key has this value."""
+    changed: dict[str, Any] = json.loads(json.dumps(base))
+    *sections, name = key.split(".")
+    inner = changed
+    for section in sections:
+        inner = inner.setdefault(section, {})
+    inner[name] = value
+    return changed
+
+
+@pytest.mark.parametrize("case", FILES, ids=lambda case: case["what"])
+def test_a_file_converts_or_ends_in_its_error(case: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(case["file"])
+
+    def settings() -> tuple[dict[str, object], list[str]]:
+        converted = deepspeed.read(file, 4, 4, leave_auto=case.get("leave_auto", False))
+        resolve(Config(**converted.settings), 4, "cuda", 4)
+        assert load_config(yaml.safe_load(converted.as_yaml())) == Config(**converted.settings)
+        return converted.settings, [notice.key for notice in converted.of(KeyClass.WARNING)]
+
+    if "errors" in case:
+        with pytest.raises(ConfigError) as raised:
+            settings()
+        missing = [part for part in case["errors"] if part not in str(raised.value)]
+        assert not missing, f"{missing} not in: {raised.value}"
+    else:
+        assert settings() == (case["settings"], case.get("warnings", []))
+
+
+def test_there_are_forty_files() -> None:
+    assert len(FILES) >= 40
+    assert len({case["what"] for case in FILES}) == len(FILES)
+
+
+@pytest.mark.parametrize("key", ALL_KEYS)
+def test_every_key_of_deepspeeds_is_in_one_class(key: str) -> None:
+    """By its own rule or by that of one of the sections it is in."""
+    parts = key.split(".")
+    assert [path for path in (".".join(parts[:n]) for n in range(1, len(parts) + 1)) if path in RULES] != []
+    assert sum(".".join(parts[:n]) in RULES for n in range(1, len(parts) + 1)) == 1
+
+
+def test_no_key_is_in_two_classes() -> None:
+    tables = [getattr(deepspeed_keys, f"_{kind.name}_KEYS") for kind in KeyClass]
+    assert sum(len(table) for table in tables) == len(RULES)
+    assert {
+        kind for table, kind in zip(tables, KeyClass, strict=True) for rule in table.values() if rule.kind != kind
+    } == set()
+
+
+def test_every_mapped_key_has_an_example() -> None:
+    assert set(MAPPED) == {key for key, rule in RULES.items() if rule.kind is KeyClass.MAPPED}
+
+
+@pytest.mark.parametrize("key", MAPPED)
+def test_a_mapped_key_becomes_a_setting(key: str) -> None:
+    value, beside, target, expected = MAPPED[key]
+    converted = deepspeed.read(with_key(beside, key, value), 4, 4)
+    section: Any = converted.settings
+    for part in target.split("."):
+        section = section[part]
+    assert section == expected
+    assert [notice.kind for notice in converted.notices if notice.key == key] == [KeyClass.MAPPED]
+    assert target in next(notice.text for notice in converted.notices if notice.key == key)
+
+
+OTHERS = [(key, rule) for key, rule in RULES.items() if rule.kind is not KeyClass.MAPPED]
+
+
+@pytest.mark.parametrize(("key", "rule"), OTHERS, ids=[key for key, _ in OTHERS])
+def test_any_other_key_is_ignored_warned_of_or_refused(key: str, rule: Rule) -> None:
+    base = {"fp16": {"enabled": True}} if key.startswith("fp16.") else BASE
+    base = base | ADAM if key.startswith("optimizer.") else base | DECAY if key.startswith("scheduler.") else base
+    data = with_key(base, key, "fp32" if key == "data_types.param_dtype" else 7)
+    if rule.kind is KeyClass.ERROR:
+        with pytest.raises(ConfigError) as raised:
+            deepspeed.read(data, 4)
+        assert f"{key}: " in str(raised.value)
+        assert rule.text in str(raised.value)
+        assert len(rule.text) > 10
+    else:
+        notices = [notice for notice in deepspeed.read(data, 4).notices if notice.key == key]
+        assert [(notice.kind, notice.text) for notice in notices] == [(rule.kind, rule.text)]
+    for harmless in rule.harmless if rule.kind is not KeyClass.IGNORED else ():
+        assert key not in {notice.key for notice in deepspeed.read(with_key(base, key, harmless), 4).notices}
+
+
+@pytest.mark.parametrize("case", RATES, ids=lambda case: f"{case['scheduler']['type']}-{case['scheduler']['params']}")
+def test_learning_rates_are_those_of_deepspeeds_classes(case: dict[str, Any]) -> None:
+    """Also on an optimizer of the user's, with another rate where the schedule names its highest."""
+    data = {"optimizer": {"type": "SGD", "params": {"lr": case["lr"]}}, "scheduler": case["scheduler"]}
+    config = Config(**deepspeed.read(data, 1).settings)
+    resolve(config, 1, "cpu")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=config.optimizer.lr)
+    scheduler, rates = build_schedule(optimizer, config.schedule), []
+    for _ in range(50):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx(case["rates"], rel=1e-12, abs=1e-12)
+
+
+def test_there_are_rates_of_every_schedule() -> None:
+    found = {(case["scheduler"]["type"], case["scheduler"]["params"].get("warmup_type")) for case in RATES}
+    kinds = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+    assert found >= {(name, kind) for name in kinds for kind in ("log", "linear")}
+    assert all(len(case["rates"]) == 50 for case in RATES)
+
+
+ARGUMENTS = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "max_grad_norm": 0.5,
+    "fp16": False,
+    "bf16": True,
+    "learning_rate": 3e-4,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+    "adam_epsilon": 1e-7,
+    "weight_decay": 0.1,
+    "warmup_steps": 0.1,
+    "max_steps": 101,
+}
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "fp16": {"enabled": "auto"},
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
+    },
+}
+
+
+def test_auto_is_filled_in_from_the_trainers_arguments() -> None:
+    assert deepspeed.read(AUTO, 4, arguments=ARGUMENTS).settings == {
+        "zero": {"stage": 3},
+        "precision": {"compute": "bf16"},
+        "batch": {"micro": 4, "accumulate": 2, "total": 32},
+        "optimizer": {"name": "adamw", "lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-7, "weight_decay": 0.1},
+        "schedule": {
+            "name": "linear",
+            "warmup_steps": 11,
+            "warmup": "log",
+            "max_lr": 3e-4,
+            "initial_lr": 0.0,
+            "initial_steps": 1,
+            "total_steps": 102,
+        },
+        "clip_grad_norm": 0.5,
+    }
+
+
+def test_auto_that_no_argument_fills_in_is_refused_or_left_to_the_trainer() -> None:
+    known = {name: value for name, value in ARGUMENTS.items() if name not in ("max_steps", "bf16")}
+    with pytest.raises(ConfigError, match="not known") as raised:
+        deepspeed.read(AUTO, 4, arguments=known)
+    assert "scheduler.params.total_num_steps" in str(raised.value)
+    assert "scheduler.params.warmup_num_steps" in str(raised.value)
+    assert "gradient_clipping" not in str(raised.value)
+    left = deepspeed.read(AUTO, 4, arguments=known, leave_auto=True)
+    assert {"schedule", "precision"}.isdisjoint(left.settings)
+    assert [notice.key for notice in left.of(KeyClass.WARNING)] == ["scheduler.type"]
+    assert ("bf16.enabled", KeyClass.MAPPED) in {(notice.key, notice.kind) for notice in left.notices}
+
+
+def test_a_trainer_clips_as_its_arguments_say_where_the_file_does_not() -> None:
+    assert deepspeed.read({}, 1).settings["clip_grad_norm"] == 1.0
+    assert "clip_grad_norm" not in deepspeed.read({}, 1, arguments=ARGUMENTS).settings
+    assert "clip_grad_norm" not in deepspeed.read({}, 1, leave_auto=True).settings
+
+
+def test_what_is_shown_at_the_start() -> None:
+    converted = deepspeed.read({"steps_per_print": 1, "aio": {}, "max_grad_norm": 1, "log_level": "info"}, 1)
+    assert list(converted.summary()) == [
+        "the given mapping: max_grad_norm: unknown key, without effect; did you mean gradient_clipping?",
+        "the given mapping: ignored, as partita needs none of them: steps_per_print, aio, log_level",
+    ]
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'nowhere\.json' does not exist"):
+        deepspeed.read("nowhere.json", 1)
+    for text, message in (
+        ("[1]", r"expected sections \(key: value\) at the top level; got \[1\]"),
+        ('{"a": 1, "a": 2}', "the key 'a' is given twice in one section"),
+        ("[" * 100_000, "nested deeper than 16 levels"),
+    ):
+        file = tmp_path / "ds_config.json"
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            deepspeed.read(file, 1)
+
+
+def test_numbers_that_are_none() -> None:
+    with pytest.raises(ConfigError, match=r"gradient_clipping: expected a number; got true"):
+        deepspeed.read({"gradient_clipping": True}, 1)
+    with pytest.raises(ConfigError, match=r"zero\.stage: expected one of 0, 1, 2, 3; got 5 .*zero_optimization\.stage"):
+        deepspeed.read({"zero_optimization": {"stage": 5}}, 1)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 # A run of a second: what stands behind these in a job's file is another's test.
 SMALL = "model.width=16 model.layers=1 data.sequence=8 train.steps=4 train.eval_every=4 engine.schedule=null".split()
-OVERRIDES = [part for setting in SMALL for part in ("--set", setting)]
+OVERRIDES = [part for setting in [*SMALL, f"data.corpus={ROOT / 'README.md'}"] for part in ("--set", setting)]
 
 
 def run(command: Sequence[str | Path], folder: Path, **variables: str) -> str:
@@ -58,16 +58,25 @@ def ranks_of(checkpoint: Path) -> int:
     return found
 
 
-def test_the_slurm_script_runs_and_goes_on(tmp_path: Path) -> None:
-    shutil.copytree(EXAMPLES, tmp_path / "examples")
+def slurm(folder: Path, *overrides: str) -> str:
+    """Run the script on two tasks of one node."""
+    shutil.copytree(EXAMPLES, folder / "examples", dirs_exist_ok=True)
     job = {"SLURM_JOB_ID": free_job(), "SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "localhost"}
-    script = ["bash", "examples/slurm.sh", "examples/train_stdlib.yaml", *OVERRIDES]
-    often = ["--set", "engine.checkpoint.every_steps=2"]
-    run([*script, *often], tmp_path, **job, CHECKPOINTS="kept")
+    every = ["--set", "engine.checkpoint.every_steps=2", *overrides]
+    script = ["bash", "examples/slurm.sh", "examples/train_stdlib.yaml", *OVERRIDES, *every]
+    return run(script, folder, **job, CHECKPOINTS="kept")
+
+
+def test_the_slurm_script_runs(tmp_path: Path) -> None:
+    slurm(tmp_path)
     assert saved(tmp_path / "kept") == ["step-2", "step-4"]
     assert ranks_of(tmp_path / "kept" / "step-4") == 2
-    again = run([*script, *often, "--set", "train.steps=6"], tmp_path, **job, CHECKPOINTS="kept")
-    assert "step-4" in again  # it says what it goes on from
+
+
+@pytest.mark.thorough
+def test_the_slurm_script_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
+    slurm(tmp_path)
+    assert "step-4" in slurm(tmp_path, "--set", "train.steps=6")  # it says what it goes on from
     assert saved(tmp_path / "kept") == ["step-2", "step-4", "step-6"]
 
 

@@ -85,7 +85,11 @@ REFUSED: dict[str, tuple[type[Regression], dict[str, Any], dict[str, Any]]] = {
         {"batch": {"accumulate": 4}},
         {"accumulate_grad_batches": 2},
     ),
-    r"schedule: the config has one \(constant\), and Lightning steps another": (Regression, {"schedule": {"warmup_steps": 3}}, {}),
+    r"schedule: the config has one \(constant\), and Lightning steps another": (
+        Regression,
+        {"schedule": {"warmup_steps": 3}},
+        {},
+    ),
     "would miss the loss scale of fp16": (OwnBackward, {"precision": {"compute": "fp16"}}, {}),
 }
 

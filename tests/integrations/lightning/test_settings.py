@@ -1,8 +1,6 @@
 """What Lightning and the config say of one setting: together, or not at all."""
 
-import sys
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from lightning.pytorch import Trainer
 import partita
 from partita import ConfigError, PartitaError
 from partita.config.load import load_config
-from partita.integrations.extras import require
 from partita.integrations.lightning import PartitaStrategy, settings
 from tests.integrations.lightning.modules import NOISE, OfTheConfig, Regression, loader, on_partita, quietly, trainer
 from tests.local import pool
@@ -159,10 +156,3 @@ def launched_by_lightning() -> None:
 
 def test_lightnings_own_environment() -> None:
     pool.run(1, launched_by_lightning)
-
-
-def test_a_missing_library_is_named_with_its_extra() -> None:
-    require("torch", "lightning")
-    with mock.patch.dict(sys.modules, {"lightning": None}):
-        with pytest.raises(PartitaError, match=r"needs 'lightning', .*: pip install 'partita\[lightning\]'"):
-            require("lightning", "lightning")

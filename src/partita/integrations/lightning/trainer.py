@@ -34,9 +34,9 @@ class PartitaStrategy(DDPStrategy):
 
     Accumulation, clipping, precision, optimizer and schedulers are the Trainer's and the module's. Where
     ``configure_optimizers`` returns None, the config's optimizer and schedule are taken. A checkpoint is a folder,
-    which loads at any stage and on any number of ranks; one of weights alone is an ordinary
-    file with the whole weights. The engine stays open after ``fit``, for ``test`` and ``save_checkpoint``, until the next one.
-    Under manual optimization ``training_step`` runs outside the model's forward: call ``self(...)`` there.
+    which loads at any stage and on any number of ranks; one of weights alone is an ordinary file. The engine stays open
+    after ``fit``, for ``test`` and ``save_checkpoint``, until the next ``fit``. Under manual optimization
+    ``training_step`` runs outside the model's forward: call ``self(...)`` there.
 
     Attributes: ``engine``, once the Trainer has set the strategy up.
 

@@ -116,7 +116,7 @@ def on_meta_and_from_a_file(folder: str) -> None:
     with made.init_module(empty_init=True):
         model = Net()
     assert all(param.is_meta for param in model.parameters())
-    model, _ = made.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = made.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     expected = Net()
     x = batch(0, 0)[0]
     assert torch.equal(model(x), expected(x))
@@ -131,6 +131,8 @@ def on_meta_and_from_a_file(folder: str) -> None:
     assert set(whole) == (set(expected.state_dict()) if made.global_rank == 0 else set())
     made.save(f"{folder}/plain.pt", {"numbers": [1, 2]})
     assert made.load(f"{folder}/plain.pt") == {"numbers": [1, 2]}
+    with pytest.raises(PartitaError, match="raw.pt' is no folder that fabric.save wrote of an engine"):
+        made.load(f"{folder}/raw.pt", {"model": model, "optimizer": optimizer})
     with pytest.raises(PartitaError, match="a whole folder; pass neither filter"):
         made.save(f"{folder}/some", {"model": model}, filter={"model": lambda name, value: True})
     strategy.teardown()

@@ -13,9 +13,9 @@ import pytest
 import ray.train
 
 import partita
-from partita import PartitaError
+from partita import ConfigError, PartitaError
 from partita.config.launchers import LaunchEnvironment, launch_environment, set_launch_environment
-from partita.integrations.ray import checkpoints, report
+from partita.integrations.ray import PartitaTorchConfig, checkpoints, report
 from tests.integrations.ray.job import EVERY, NUM_STEPS, losses_of
 from tests.local import pool
 
@@ -70,6 +70,14 @@ def test_storage_that_is_no_file_system_is_refused() -> None:
     with mock.patch.object(ray.train, "get_context", return_value=context):
         with pytest.raises(PartitaError, match="the run's storage is on 's3'.* RunConfig\\(storage_path=\\)"):
             report(mock.create_autospec(partita.Engine), {})
+
+
+@pytest.mark.parametrize("argument", [{"backend": "nccl"}, {"timeout_s": 60}])
+def test_settings_of_a_group_that_ray_does_not_start(argument: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"PartitaTorchConfig\({next(iter(argument))}=...\): .* communication.timeout_s"
+    ):
+        PartitaTorchConfig(**argument)
 
 
 def test_the_first_start_resumes_nothing() -> None:

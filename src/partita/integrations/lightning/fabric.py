@@ -101,7 +101,7 @@ class PartitaStrategy(DDPStrategy):
                 f"fabric.setup: got {len(optimizers)} optimizers; PartitaStrategy trains a model with one: give it "
                 "several parameter groups, or set each model up by itself"
             )
-        settings.without_schedule(self._config, scheduler is not None)
+        settings.check_schedule(self._config, scheduler is not None)
         held = start(module, self.precision.config, optimizers[0], self.root_device, self._weights)
         return self._hold(held), [held.engine.optimizer], scheduler
 
@@ -183,7 +183,7 @@ class PartitaStrategy(DDPStrategy):
         Raises:
             PartitaError: there are two engines' in it, it is to be filtered, or it cannot be written.
         """
-        engine, others = self._parted(state)
+        engine, others = self._split(state)
         if engine is None:
             super().save_checkpoint(path, state, storage_options, dict(filter or {}))
             return
@@ -205,13 +205,18 @@ class PartitaStrategy(DDPStrategy):
         the folder's weights alone.
 
         Raises:
-            PartitaError: it is of another model, or damaged.
+            PartitaError: it is of another model, or damaged; or a file, and an optimizer is to be loaded.
         """
         wanted = state if isinstance(state, dict) else {"model": state}
-        engine, others = self._parted(wanted)
+        engine, others = self._split(wanted)
+        only_model = not any(isinstance(value, Optimizer) for value in wanted.values())
+        if engine is not None and not only_model and Path(path).is_file():
+            raise PartitaError(
+                f"'{path}' is no folder that fabric.save wrote of an engine: an optimizer's states are loaded from "
+                "those alone; load the model without the optimizer, or without strategy=PartitaStrategy"
+            )
         if engine is None or Path(path).is_file():
             return super().load_checkpoint(path, state, strict, weights_only)
-        only_model = not any(isinstance(value, Optimizer) for value in wanted.values())
         found = checkpoints.load(engine, Path(path), only_model=only_model, strict=strict, weights_only=weights_only)
         _validate_keys_for_strict_loading(others.keys(), found.keys(), strict=strict)
         for key, value in others.items():
@@ -230,7 +235,7 @@ class PartitaStrategy(DDPStrategy):
         with self._engine(module).gathered(modify=True):
             super().load_module_state_dict(_model(module), state_dict, strict)
 
-    def _parted(self, state: dict[str, Any]) -> tuple[Engine | None, dict[str, Any]]:
+    def _split(self, state: dict[str, Any]) -> tuple[Engine | None, dict[str, Any]]:
         """The engine that ``state`` names, by model or optimizer, and what else is in it."""
         found, others = dict[int, Engine](), dict[str, Any]()
         for key, value in state.items():

@@ -91,6 +91,14 @@ class EngineModule(nn.Module):
             PartitaError: the model does not fit into memory whole; the engine is still open.
         """
         self.engine.close(whole=True)
+        self._release()
+
+    def fail(self, error: BaseException) -> None:
+        """End the engine because of an error on this rank, of which the others learn while they wait for it."""
+        self.engine.__exit__(type(error), error, error.__traceback__)
+        self._release()
+
+    def _release(self) -> None:
         self.engine.optimizer.__class__ = self._optimizer_class
 
 

@@ -58,8 +58,8 @@ def with_precision(config: Config, precision: str) -> tuple[Config, bool]:
     return config, autocasts
 
 
-def with_clipping(config: Config, clip: float | None, algorithm: str | None) -> Config:
-    """The config, whose ``clip_grad_norm`` says the same as the Trainer's ``gradient_clip_val``, or nothing.
+def check_clipping(config: Config, clip: float | None, algorithm: str | None) -> None:
+    """Refuse a ``clip_grad_norm`` that says something else than the Trainer's ``gradient_clip_val``.
 
     Raises:
         ConfigError: they differ, or gradients are to be clipped by value.
@@ -74,7 +74,6 @@ def with_clipping(config: Config, clip: float | None, algorithm: str | None) -> 
             [row(config, "clip_grad_norm"), Row("gradient_clip_val", clip, "Trainer")],
             "leave clip_grad_norm out of partita's config",
         )
-    return config
 
 
 def with_accumulation(config: Config, accumulate: int, said_by: str) -> Config:
@@ -96,7 +95,7 @@ def with_accumulation(config: Config, accumulate: int, said_by: str) -> Config:
     return _changed(config, batch=Batch())
 
 
-def without_schedule(config: Config, is_given: bool) -> None:
+def check_schedule(config: Config, is_given: bool) -> None:
     """Refuse two schedules: the config's beside one that Lightning steps.
 
     Raises:

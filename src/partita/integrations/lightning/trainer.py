@@ -13,6 +13,7 @@ from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
@@ -111,28 +112,31 @@ class PartitaStrategy(DDPStrategy):
         held = self._held
         if held is None or fits or held.module is not self.lightning_module:
             self._end()
-            held = self._start_training(trainer) if fits else self._start_evaluation()
+            config = self._config_with(trainer)
+            held = self._start_training(trainer, config) if fits else self._start_evaluation(config)
         self.model = self._held = held
 
-    def _start_training(self, trainer: Trainer) -> EngineModule:
+    def _config_with(self, trainer: Trainer) -> Config:
+        """The config with what the Trainer's arguments say."""
+        config = self.precision_plugin.config
+        settings.check_clipping(config, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        return settings.with_accumulation(config, trainer.accumulate_grad_batches, "accumulate_grad_batches")
+
+    def _start_training(self, trainer: Trainer, config: Config) -> EngineModule:
         module = self.lightning_module
         assert isinstance(module, LightningModule)
-        config = settings.with_clipping(
-            self.precision_plugin.config, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-        )
-        config = settings.with_accumulation(config, trainer.accumulate_grad_batches, "accumulate_grad_batches")
         if self._layer_sync is not None:
             self._layer_sync.apply(module)
         self.setup_optimizers(trainer)
-        settings.without_schedule(config, bool(self.lr_scheduler_configs))
+        settings.check_schedule(config, bool(self.lr_scheduler_configs))
         given = self.optimizers[0] if self.optimizers else None
         held = start(module, config, given, self.root_device, self._weights)
         self.optimizers = [held.engine.optimizer]
         return held
 
-    def _start_evaluation(self) -> EngineModule:
+    def _start_evaluation(self, config: Config) -> EngineModule:
         assert self.lightning_module is not None
-        return start_frozen(self.lightning_module, self.precision_plugin.config, self.root_device, self._weights)
+        return start_frozen(self.lightning_module, config, self.root_device, self._weights)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """What ``configure_optimizers`` returns: one optimizer, or None for the config's.
@@ -240,12 +244,14 @@ class PartitaStrategy(DDPStrategy):
         """End the engine, and tell the ranks that wait for this one why."""
         held, self._held = self._held, None
         if held is not None:
-            held.engine.__exit__(type(exception), exception, exception.__traceback__)
+            held.fail(exception)
 
     def teardown(self) -> None:
         """End of fit or evaluation; parameters stay where the engine has them."""
         if self._held is not None:
             self.engine.wait_for_checkpoint()
+        if isinstance(self.launcher, _MultiProcessingLauncher):  # it hands the weights to the process that it works for
+            self._end()
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()

@@ -2,7 +2,7 @@
 
 import socket
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import ray
@@ -11,6 +11,7 @@ from ray.train.backend import Backend, BackendConfig
 from ray.train.torch import TorchConfig
 
 from partita.config.launchers import LaunchEnvironment, set_launch_environment
+from partita.errors import ConfigError
 
 
 @dataclass
@@ -18,9 +19,19 @@ class PartitaTorchConfig(TorchConfig):
     """``TorchTrainer(..., torch_config=PartitaTorchConfig())``.
 
     Each worker is told its rank and where the ranks meet, as torchrun does it. The process group is left to
-    ``partita.initialize``, which starts it with the backends that it needs and with ``communication.timeout_s``; the
-    fields of ``TorchConfig`` have no effect.
+    ``partita.initialize``, which starts it with the backends that it needs and with ``communication.timeout_s``.
+
+    Raises:
+        ConfigError: a field of ``TorchConfig`` is set.
     """
+
+    def __post_init__(self) -> None:
+        given = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        if given:
+            raise ConfigError(
+                f"PartitaTorchConfig({given[0]}=...): partita starts the process group; its time-out is "
+                "communication.timeout_s of the engine's config: leave the argument out"
+            )
 
     @property
     def backend_cls(self) -> type[Backend]:

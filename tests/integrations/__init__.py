@@ -1,1 +1,1 @@
-"""What stands between partita and other libraries, beside those libraries themselves."""
+"""Tests of the doors for other libraries."""

@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 
@@ -23,6 +25,8 @@ POLL_S, ANSWER_S, STORE_TIMEOUT_S = 0.5, 2.0, 2.0
 MOST_FAILURES = 5
 # Innermost frames of a stack that are shown.
 NUM_FRAMES = 12
+# Where a stack is that waits for other ranks.
+COLLECTIVES = ("distributed_c10d.py", "partita/comm/", "partita/sharding/agreement.py")
 
 
 class Watchdog:
@@ -40,7 +44,7 @@ class Watchdog:
         self._prefix = f"partita/{topic}"
         self._process, self._watched = os.getpid(), threading.get_ident()
         self._closed, self._lock, self._asking = threading.Event(), threading.Lock(), threading.Lock()
-        self._ended = ""
+        self._ended = self._attends = ""
         self._description: str | None = None
         self._hook = sys.excepthook
         sys.excepthook = self._on_exception
@@ -71,8 +75,18 @@ class Watchdog:
             "micro_batches": self._log.num_micro_batches,
             "events": self._log.count,
             "does": self._ended or self._log.doing,
+            "attends": self._attends,
             "stack": "".join(stack).rstrip(),
         }
+
+    @contextmanager
+    def attending(self, call: str) -> Iterator[None]:
+        """Whoever asks meanwhile is told that this rank is at ``call``."""
+        self._attends = call
+        try:
+            yield
+        finally:
+            self._attends = ""
 
     def ended(self, error: BaseException) -> None:
         """This rank leaves because of an error: whoever asks is told. (Not where a child that it forked does.)"""
@@ -105,7 +119,26 @@ class Watchdog:
                     )
             return self._description
 
+    def waiting_elsewhere(self, call: str) -> dict[int, int]:
+        """The ranks that wait in a collective other than ``call``, with how many operations they have logged. Those
+        that compute, or do not answer, are not among them.
+        """
+        try:
+            answers, _ = self._answers()
+        except RuntimeError:  # the store is slow: nothing is known
+            return {}
+        return {
+            rank: int(answer["events"])
+            for rank, answer in answers.items()
+            if answer["attends"] != call and any(place in str(answer["stack"]) for place in COLLECTIVES)
+        }
+
     def _ask(self) -> str:
+        answers, endings = self._answers()
+        return "\n".join(self._line(rank, answers.get(rank), endings.get(rank)) for rank in range(self._num_ranks))
+
+    def _answers(self) -> tuple[dict[int, dict[str, str | int]], dict[int, str]]:
+        """By rank: what each that answers is doing, and how each ended that left with an error."""
         with self._lock:
             number = int(self._store.add(f"{self._prefix}/asked", 1))
         self._answer(number)
@@ -116,7 +149,7 @@ class Watchdog:
                 if text := self._get(f"answer/{number}/{rank}"):
                     answers[rank] = json.loads(text)
             time.sleep(POLL_S / 20)
-        return "\n".join(self._line(rank, answers.get(rank), endings.get(rank)) for rank in range(self._num_ranks))
+        return answers, endings
 
     def _get(self, key: str) -> str:
         """What is noted under a key; empty if nothing is."""

@@ -96,11 +96,14 @@ def describe(resolved: Resolved) -> str:
     clipped = f", gradients{of_each} clipped to norm {config.clip_grad_norm:g}" if config.clip_grad_norm else ""
     optimizer = f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}"
     rates = f"{schedule.name} after {schedule.warmup_steps} steps of warm-up"
+    fed = f"as the training loop feeds it, on each of {mesh.data} data ranks"
+    if config.batch.model_fields_set:
+        product = f"micro {batch.micro} x accumulate {batch.accumulate} x data {mesh.data}"
+        fed = f"{product} = {batch.total} samples per step"
     lines = [
         f"mesh: {mesh.num_ranks} ranks = {' x '.join(f'{axis} {mesh.size(axis)}' for axis in AXES)}",
         f"zero: stage {zero.stage}{kept}",
-        f"batch: micro {batch.micro} x accumulate {batch.accumulate} x data {mesh.data} = "
-        f"{batch.total} samples per step",
+        f"batch: {fed}",
         f"precision: compute {resolved.compute_dtype} ({sources['precision.compute']}), master {precision.master}, "
         f"gradients {precision.gradients}, moments {precision.moments}",
         f"optimizer: {'as passed' if 'optimizer' in resolved.passed else optimizer}, "

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.checkpoint.load import Restored, Wanted
+from partita.comm.attendance import attend
 from partita.comm.mesh import Mesh
 from partita.config.resolve import Resolved
 from partita.engine.batches import call, draw, is_scalar, loss_of
@@ -225,12 +226,14 @@ class Engine:
         Args:
             trainable: only the parameters that require gradients (adapters); units without any are not gathered.
         """
+        self.attend("engine.state_dict")
         return self._open().whole.state_dict(trainable=trainable)
 
     def export(self, folder: str | Path, beside: str | Path | None = None) -> None:
         """Write the weights in the compute dtype as safetensors, in Hugging Face's layout; with them configuration and
         tokenizer from the folder ``beside`` (None: the one that ``weights=`` named, if it is still there).
         """
+        self.attend("engine.export")
         parts = self._open()
         found = parts.weights if parts.weights is not None and parts.weights.is_dir() else None
         export(parts.whole, self.module, Path(folder), found if beside is None else Path(beside))
@@ -248,6 +251,7 @@ class Engine:
             PartitaError: on all ranks: it cannot be written (this one, or the one before that was written in the
                 background), or gradients of a batch that is not complete would be lost.
         """
+        self.attend("engine.save")
         parts = self._open()
         if self._micro:
             raise PartitaError(
@@ -304,6 +308,14 @@ class Engine:
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is set on any rank."""
         return any(self.each(float(flag)))
+
+    def attend(self, call: str) -> None:
+        """Wait until every rank is at ``call`` (a name of at most 40 letters).
+
+        Raises:
+            PartitaError: a rank waits in another collective, for this one; within seconds. It shows where.
+        """
+        attend(self._open().runtime.collectives.all_ranks, self.mesh.watchdog, call)
 
     def memory_report(self) -> MemoryReport:
         """Bytes held by this rank now and at their peak, by state and tier, and what its disk tier has moved."""

@@ -1,1 +1,1 @@
-"""Doors for other libraries: each translates its library's calls to partita's, and needs an optional extra."""
+"""Doors for other libraries: each translates their calls to the engine, and needs an optional extra."""

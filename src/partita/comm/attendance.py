@@ -1,0 +1,36 @@
+"""That every rank comes to a call which one rank may have made alone, such as saving: ranks that wait elsewhere are
+named within seconds, where the caller would wait for the time-out. A rank that is merely late is waited for.
+"""
+
+import torch
+
+from partita.comm.group import Group
+from partita.comm.watchdog import Watchdog
+from partita.errors import PartitaError
+
+# Between two looks at what the others are doing.
+PATIENCE_S = 1.0
+
+
+def attend(group: Group, watchdog: Watchdog | None, call: str) -> None:
+    """Wait until every rank of the group is at ``call`` (its name, at most 40 letters).
+
+    Raises:
+        PartitaError: a rank waits in another collective, which this one is no part of; or it has ended.
+    """
+    message = group.exchange(torch.zeros(1, device="cpu"), call)
+    if watchdog is None:
+        message.wait()
+        return
+    with watchdog.attending(call):
+        before = dict[int, int]()
+        while not message.wait_for(PATIENCE_S):
+            found = watchdog.waiting_elsewhere(call)
+            stuck = [rank for rank, events in found.items() if before.get(rank) == events]
+            if stuck:
+                raise PartitaError(
+                    f"rank {group.index} is at {call}, and rank {', '.join(map(str, stuck))} waits for it elsewhere: "
+                    f"{call} is to be called on every rank (rank 0 alone writes)\n{watchdog.describe_ranks()}"
+                )
+            before = found
+        message.wait()

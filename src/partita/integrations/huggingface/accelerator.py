@@ -1,0 +1,293 @@
+"""accelerate's Accelerator, with an engine for each model that it prepares."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import accelerate
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from partita.config.load import load_config
+from partita.config.resolve import resolve
+from partita.config.schema import Config
+from partita.errors import ConfigError, PartitaError
+from partita.integrations.huggingface.arguments import Argument, check_alike, merged, precision_of
+from partita.integrations.huggingface.engines import Engines, Prepared, adds_up_whole
+from partita.integrations.huggingface.generation import hook_generation, unhook_generation
+from partita.integrations.huggingface.optimizer import EngineOptimizer
+
+CHECKPOINT = "partita"  # the folder of an engine's checkpoints in one of accelerate's or the Trainer's
+Source = str | Path | Mapping[str, Any] | Config | None
+_OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
+
+
+class Accelerator(accelerate.Accelerator):
+    """An Accelerator whose models train on partita. What is prepared stays the model itself.
+
+    Args:
+        partita_config: a YAML or JSON file, a mapping, or a :class:`partita.Config`; None: the class's own, or all
+            defaults. What is also an argument of the Accelerator (mixed precision, accumulation) is left out of it.
+        partita_values: further values for the configuration, by key, that the caller has from elsewhere.
+        **kwargs: accelerate's own.
+
+    Raises:
+        ConfigError: a value is given twice, and differs; another library is to shard the model.
+    """
+
+    default_config: Source = None
+
+    def __init__(
+        self,
+        *args: Any,
+        partita_config: Source = None,
+        partita_values: Mapping[str, object] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        _check_alone(kwargs)
+        config = load_config(partita_config if partita_config is not None else self.default_config)
+        super().__init__(*args, **kwargs)
+        self._models: list[nn.Module]
+        self._optimizers: list[Optimizer]
+        if self.distributed_type in _OTHERS:
+            raise _not_alone(self.distributed_type.value)
+        steps = self.gradient_accumulation_steps
+        if steps > 1:
+            check_alike(config, [Argument("batch.accumulate", "gradient_accumulation_steps", steps)])
+        precision = precision_of(config, self.mixed_precision)
+        # The engine casts, and scales the loss: accelerate does so only where it is to autocast.
+        self.native_amp, self.scaler = precision.autocast, None
+        batch = {"batch.accumulate": steps} if steps > 1 else {}
+        settings = merged(config, batch | dict(partita_values or {}))
+        resolve(settings, self.num_processes, self.device.type)  # what contradicts the batch is found here
+        self.engines = Engines(_fed_by_the_loop(settings), precision.compute, self.device)
+        self._waiting = list[nn.Module]()  # prepared, until their optimizer is
+
+    # ------------------------------------------------------------------ preparing
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare models with their optimizers, loaders and schedulers; models come back as they are, hooked.
+
+        A model that trains is put under the plan with its optimizer, in this call or in a later one.
+        """
+        models = [item for item in args if isinstance(item, nn.Module)]
+        self._waiting += [model for model in models if self.engines.of(model) is None and _trains(model)]
+        for item in args:
+            if isinstance(item, Optimizer) and not isinstance(item, EngineOptimizer):
+                self._match(item)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare a model; with ``evaluation_mode`` one that does not train, such as a reference model."""
+        prepared = self.engines.of(model)
+        if prepared is None and not (evaluation_mode or not _trains(model)):
+            if model not in self._waiting:
+                self._waiting.append(model)
+            return model
+        if prepared is None:
+            prepared = self.engines.freeze(model)
+            hook_generation(prepared.engine)
+        wrapped: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        return wrapped
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
+        """Prepare the optimizer of a model that was prepared before, or together with it."""
+        if isinstance(optimizer, EngineOptimizer):
+            if optimizer not in self._optimizers:
+                self._optimizers.append(optimizer)
+            return optimizer
+        prepared = self.engines.with_optimizer(optimizer) or self._match(optimizer)
+        wrapped = EngineOptimizer(prepared.engine)
+        self._optimizers.append(wrapped)
+        return wrapped
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
+        """Prepare a scheduler.
+
+        Raises:
+            ConfigError: it is a ReduceLROnPlateau, which every rank would tell a metric of its own.
+        """
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise ConfigError(
+                "accelerator.prepare: ReduceLROnPlateau is told a metric, which may differ between the ranks, and "
+                "their learning rates with it; leave it out of prepare, and call its step with a metric that was "
+                "gathered from all ranks"
+            )
+        return super().prepare_scheduler(scheduler)
+
+    def _match(self, optimizer: Optimizer) -> Prepared:
+        """Put the model whose parameters the optimizer has under the plan."""
+        wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for model in self._waiting:
+            if any(id(parameter) in wanted for parameter in model.parameters()):
+                self._waiting = [other for other in self._waiting if other is not model]
+                prepared = self.engines.train(model, optimizer)
+                hook_generation(prepared.engine)
+                super().prepare_model(model, device_placement=False, evaluation_mode=True)
+                return prepared
+        raise ConfigError(
+            "accelerator.prepare: an optimizer on parameters of no model that was prepared and has none yet; prepare "
+            "a model together with its optimizer (one optimizer per model)"
+        )
+
+    # ------------------------------------------------------------------- training
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Add the gradients of a loss, averaged over the ranks and divided by the accumulation steps."""
+        for optimizer in self._of_engines:
+            optimizer.collected()
+        prepared = self.engines.the_trained()
+        if self._waiting and not any(one.trains for one in self.engines):
+            raise PartitaError(
+                f"accelerator.backward: the {type(self._waiting[0]).__name__} that was prepared has no optimizer yet, "
+                "so its gradients would stay on each rank; prepare its optimizer, too, before the first backward"
+            )
+        loss = loss / self.gradient_accumulation_steps
+        if prepared is not None and not kwargs:
+            prepared.engine.backward(loss)
+            return
+        if any(one.trains and one.engine.config.precision.compute == "fp16" for one in self.engines):
+            raise PartitaError(
+                "accelerator.backward: under fp16 each engine scales its own loss: expected one model that trains, and "
+                "no further arguments; use bf16"
+            )
+        loss.backward(**kwargs)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Gradients are not reduced inside, where the plan lets them rest whole between micro-batches."""
+        prepared = self.engines.of(model)
+        with prepared.engine.no_sync() if prepared and adds_up_whole(prepared.engine) else nullcontext():
+            yield
+
+    def clip_grad_norm_(
+        self, parameters: nn.Parameter | Iterable[nn.Parameter], max_norm: float, norm_type: float = 2
+    ) -> Tensor:
+        """Have the next step clip the gradients; returns their norm before."""
+        items = _listed(parameters)
+        prepared = self.engines.with_parameters(items, "clip_grad_norm_")
+        if prepared is None:
+            norm: Tensor = super().clip_grad_norm_(items, max_norm, norm_type)
+            return norm
+        if norm_type != 2:
+            raise PartitaError(f"clip_grad_norm_: expected norm_type 2 (the gradients' 2-norm); got {norm_type}")
+        config = prepared.engine.config
+        check_alike(config, [Argument("clip_grad_norm", "max_norm of clip_grad_norm_", float(max_norm))])
+        optimizer = next(one for one in self._of_engines if one.optimizer is prepared.engine.optimizer)
+        return optimizer.clip(max_norm)
+
+    @property
+    def _of_engines(self) -> list[EngineOptimizer]:
+        """The optimizers that were prepared."""
+        return [optimizer for optimizer in self._optimizers if isinstance(optimizer, EngineOptimizer)]
+
+    def clip_grad_value_(self, parameters: nn.Parameter | Iterable[nn.Parameter], clip_value: float) -> None:
+        """Not available for an engine's model."""
+        items = _listed(parameters)
+        if self.engines.with_parameters(items, "clip_grad_value_") is not None:
+            raise PartitaError("clip_grad_value_: gradients are in an engine's buffers; use clip_grad_norm_")
+        super().clip_grad_value_(items, clip_value)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """The engine unscales gradients where it clips or steps."""
+
+    # --------------------------------------------------------------------- saving
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The model's state dict, whole, on rank 0; empty on the others. Called on every rank."""
+        prepared = self.engines.of(model)
+        if prepared is not None:
+            return prepared.state_dict()
+        values: dict[str, Any] = super().get_state_dict(model, unwrap)
+        return values
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> Any:
+        """Save everything; an engine's states as a checkpoint of partita's in the folder."""
+        with self._without_engines():
+            location = super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
+        for number, prepared in enumerate(self.engines):
+            prepared.engine.save(Path(location) / _folder(number))
+            prepared.engine.wait_for_checkpoint()
+        return location
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
+    ) -> None:
+        """Load what :meth:`save_state` saved, under any number of ranks, stage and tiers."""
+        with self._without_engines():
+            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+        folder = Path(input_dir or _newest(Path(self.project_dir) / "checkpoints")).expanduser()
+        for number, prepared in enumerate(self.engines):
+            prepared.engine.load(folder / _folder(number))
+
+    @contextmanager
+    def _without_engines(self) -> Iterator[None]:
+        """Inside, accelerate knows only of what no engine has."""
+        models, optimizers = self._models, self._optimizers
+        self._models = [model for model in models if self.engines.of(model) is None]
+        self._optimizers = [one for one in optimizers if not isinstance(one, EngineOptimizer)]
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+    # ------------------------------------------------------------------------ end
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Let go of all that was prepared, and end the engines of the models that are given."""
+        models = [item for item in objects if isinstance(item, nn.Module) and self.engines.of(item) is not None]
+        self._close(models)
+        return super().free_memory(*objects)
+
+    def end_training(self) -> None:
+        """End all engines, the trackers and the process group."""
+        self._close([prepared.engine.module for prepared in self.engines])
+        super().end_training()
+
+    def _close(self, models: list[nn.Module]) -> None:
+        self.engines.close(models)
+        for model in models:
+            unhook_generation(model)
+
+
+def _trains(model: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def _listed(parameters: nn.Parameter | Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
+
+
+def _folder(number: int) -> str:
+    return CHECKPOINT if number == 0 else f"{CHECKPOINT}_{number}"
+
+
+def _newest(folder: Path) -> Path:
+    """The folder that accelerate numbered last."""
+    return max(folder.iterdir(), key=lambda path: int(path.name.rpartition("_")[2]))
+
+
+def _fed_by_the_loop(config: Config) -> Config:
+    """Without the batch's numbers, which the training loop has: an engine's step ends each of its batches."""
+    return load_config(config.model_dump(exclude_unset=True, exclude={"batch"}))
+
+
+def _check_alone(kwargs: Mapping[str, Any]) -> None:
+    """No other library is to shard the model."""
+    for name in ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config"):
+        if kwargs.get(name) is not None:
+            raise _not_alone(name)
+
+
+def _not_alone(name: str) -> ConfigError:
+    return ConfigError(
+        f"Accelerator: {name} beside partita, which shards the model itself; leave it out, or start the script with "
+        "'partita run --accelerate FILE' or 'partita run --deepspeed FILE', which read such a configuration"
+    )

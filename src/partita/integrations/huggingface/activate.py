@@ -1,0 +1,65 @@
+"""partita in place of accelerate's Accelerator and transformers' Trainer, for scripts that stay as they are."""
+
+import sys
+from collections.abc import Iterator
+
+import accelerate
+import accelerate.accelerator
+import transformers
+import transformers.trainer
+
+from partita.config.load import load_config
+from partita.errors import ConfigError
+from partita.integrations.huggingface.accelerator import Accelerator, Source
+from partita.integrations.huggingface.loading import read_on_rank_0
+from partita.integrations.huggingface.trainer import Trainer, on_partita
+from partita.integrations.huggingface.training_arguments import read_deepspeed_argument
+
+
+def activate(config: Source = None) -> None:
+    """Replace ``accelerate.Accelerator`` and ``transformers.Trainer``, and with it every trainer that is derived from
+    it later; have ``from_pretrained`` read weights on rank 0 alone, and ``TrainingArguments(deepspeed=...)`` be read as
+    a configuration. The first line of a script, once per process.
+
+    Args:
+        config: a YAML or JSON file, a mapping, or a :class:`partita.Config`; None: that of ``deepspeed=``, or all
+            defaults. What the script's
+            arguments say (batch, clipping, precision, optimizer, schedule) is left out of it.
+
+    Raises:
+        ConfigError: the configuration is wrong, or a script has taken one of the two classes already.
+    """
+    settings = load_config(config) if config is not None else None
+    taken = list(_taken())
+    if taken:
+        raise ConfigError(
+            f"activate: {taken[0]} before it could be replaced; call activate() as the first line of the script, "
+            "before transformers, accelerate and trl are imported, or start the script with 'partita run'"
+        )
+    trainer = on_partita(transformers.Trainer, settings)
+    accelerator = type("Accelerator", (Accelerator,), {"default_config": settings, "__doc__": Accelerator.__doc__})
+    trainer.accelerator_class = accelerator
+    for module in (transformers, transformers.trainer):
+        module.Trainer = trainer
+    for module in (accelerate, accelerate.accelerator):
+        module.Accelerator = accelerator
+    read_on_rank_0()
+    read_deepspeed_argument()
+
+
+def _taken() -> Iterator[str]:
+    """Who has one of the classes that are to be replaced."""
+    trainer, accelerator = transformers.trainer.Trainer, accelerate.accelerator.Accelerator
+    if issubclass(trainer, Trainer):
+        yield "it was called already,"
+        return
+    for derived in trainer.__subclasses__():
+        if not issubclass(derived, Trainer):
+            yield f"{derived.__module__}.{derived.__name__} was derived from Trainer"
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("transformers", "accelerate", "partita"):
+            continue
+        held = list(getattr(module, "__dict__", {}).values())
+        for kind in (trainer, accelerator):
+            if any(value is kind for value in held):
+                yield f"{name} imported {kind.__name__}"

@@ -1,0 +1,145 @@
+"""What the trainer's arguments and the configuration both say: one value, or an error that shows both."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from partita.config.load import load_config
+from partita.config.messages import Row, conflict, setting
+from partita.config.schema import Config
+from partita.errors import ConfigError
+
+# precision.compute for accelerate's mixed_precision.
+_COMPUTE = {"bf16": "bf16", "fp16": "fp16"}
+# In TrainingArguments, beside the keys of the configuration that mean the same.
+_OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw": "adamw"}
+_SCHEDULES = {"constant_with_warmup": "constant"}
+_OWN_CHECKPOINTS = ("checkpoint.dir", "checkpoint.every_steps")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A value that a trainer gives for a key of the configuration; ``name`` is what its user calls it."""
+
+    key: str
+    name: str
+    value: Any
+
+
+def given(config: Config, key: str) -> Any:
+    """The value of a key that the user wrote; None where it is left out, ``auto`` or null."""
+    section, _, name = key.rpartition(".")
+    owner = setting(config, section) if section else config
+    value = getattr(owner, name) if name in owner.model_fields_set else None
+    return None if value == "auto" else value
+
+
+def check_alike(config: Config, arguments: Iterable[Argument]) -> None:
+    """Compare what is given in both places.
+
+    Raises:
+        ConfigError: a value differs; shows both.
+    """
+    for argument in arguments:
+        value = given(config, argument.key)
+        if value is not None and value != argument.value:
+            raise conflict(
+                f"{argument.key} and {argument.name} differ",
+                [Row(argument.key, value, "config"), Row(argument.name, argument.value, "trainer")],
+                f"leave {argument.key} out: the trainer's value is used",
+            )
+
+
+def merged(config: Config, values: Mapping[str, object]) -> Config:
+    """The configuration with the trainer's ``values``, by key (None: nothing is given), in place of its own."""
+    sections: dict[str, Any] = config.model_dump(exclude_unset=True)
+    for key, value in values.items():
+        *path, name = key.split(".")
+        inner = sections
+        for part in path:
+            inner = inner.setdefault(part, {})
+        if value is not None:
+            inner[name] = value
+    return load_config(sections)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """``compute`` is ``precision.compute`` (None: as the model's parameters are); ``autocast``: parameters stay fp32,
+    and operations are cast by torch's autocast.
+    """
+
+    compute: str | None
+    autocast: bool
+
+
+def precision_of(config: Config, mixed: str) -> Precision:
+    """What accelerate's ``mixed_precision`` and ``precision.compute`` mean together.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
+    compute = given(config, "precision.compute")
+    if mixed == "no":
+        return Precision(compute, autocast=False)
+    if mixed not in _COMPUTE:
+        raise ConfigError(f"mixed_precision: {mixed} is not available in this version; use bf16")
+    if mixed == "bf16" and compute == "fp32":
+        return Precision("fp32", autocast=True)
+    if compute is not None and compute != _COMPUTE[mixed]:
+        raise conflict(
+            f"precision.compute and the trainer's mixed precision differ ({mixed} beside precision.compute: fp32 would "
+            "be autocast, which is available for bf16)",
+            [Row("precision.compute", compute, "config"), Row("mixed_precision", mixed, "trainer")],
+            "leave precision.compute out: the trainer's value is used",
+        )
+    return Precision(_COMPUTE[mixed], autocast=False)
+
+
+def check_training_arguments(config: Config, args: Any, *, own_optimizer: bool) -> None:
+    """Compare the configuration with ``transformers.TrainingArguments``.
+
+    Args:
+        own_optimizer: whether the trainer makes optimizer and schedule from the arguments.
+
+    Raises:
+        ConfigError: a value differs, or belongs to partita's own loop.
+    """
+    for key in _OWN_CHECKPOINTS:
+        if given(config, key) is not None:
+            raise ConfigError(
+                f"{key}: under a Trainer the checkpoints are the Trainer's (output_dir/checkpoint-N/partita); leave "
+                "it out, and set save_strategy and save_steps in TrainingArguments"
+            )
+    if getattr(args, "deepspeed", None) or getattr(args, "fsdp", None):
+        name = "deepspeed" if args.deepspeed else "fsdp"
+        raise ConfigError(
+            f"TrainingArguments({name}=...): this Trainer runs on partita. Start the script with 'partita run' or make "
+            "partita.integrations.huggingface.activate() its first line, which read the argument; or leave it out and "
+            "pass partita_config"
+        )
+    arguments = [
+        Argument("batch.micro", "per_device_train_batch_size", args.train_batch_size),
+        Argument("batch.accumulate", "gradient_accumulation_steps", args.gradient_accumulation_steps),
+        Argument("batch.total", "global batch", _total(args)),
+        Argument("clip_grad_norm", "max_grad_norm", float(args.max_grad_norm)),
+    ]
+    if own_optimizer:
+        schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+        optimizer = str(getattr(args.optim, "value", args.optim))
+        arguments += [
+            Argument("optimizer.name", "optim", _OPTIMIZERS.get(optimizer, optimizer)),
+            Argument("optimizer.lr", "learning_rate", args.learning_rate),
+            Argument("optimizer.betas", "(adam_beta1, adam_beta2)", (args.adam_beta1, args.adam_beta2)),
+            Argument("optimizer.eps", "adam_epsilon", args.adam_epsilon),
+            Argument("optimizer.weight_decay", "weight_decay", args.weight_decay),
+            Argument("schedule.name", "lr_scheduler_type", _SCHEDULES.get(schedule, schedule)),
+            Argument("schedule.warmup_steps", "warmup_steps", args.warmup_steps),
+        ]
+        if args.max_steps > 0:
+            arguments.append(Argument("schedule.total_steps", "max_steps", args.max_steps))
+    check_alike(config, arguments)
+
+
+def _total(args: Any) -> int:
+    return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)

@@ -1,0 +1,49 @@
+"""The Trainer's checkpoints, folders ``checkpoint-N``, with an engine's states in them."""
+
+import json
+import re
+from pathlib import Path
+
+from partita.checkpoint.format.folder import complete
+from partita.errors import PartitaError
+from partita.integrations.huggingface.accelerator import CHECKPOINT
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+# What the Trainer writes last.
+_STATE = "trainer_state.json"
+
+
+def newest_complete(folder: Path) -> Path:
+    """The checkpoint of the highest step that was written to its end.
+
+    Raises:
+        PartitaError: there is none.
+    """
+    found = {int(match[1]): path for path in folder.glob("*") if (match := _NAME.fullmatch(path.name))}
+    reasons = dict[Path, str]()
+    for step in sorted(found, reverse=True):
+        reason = what_lacks(found[step])
+        if reason is None:
+            return found[step]
+        reasons[found[step]] = reason
+    said = "".join(f"; '{path.name}': {reason}" for path, reason in reasons.items())
+    raise PartitaError(f"resume_from_checkpoint: '{folder}' holds no complete checkpoint (checkpoint-N){said}")
+
+
+def what_lacks(checkpoint: Path) -> str | None:
+    """Why training cannot go on from there; None if it can."""
+    try:
+        json.loads((checkpoint / _STATE).read_text())
+    except FileNotFoundError:
+        return f"it has no {_STATE}, which is written last"
+    except ValueError:
+        return f"its {_STATE} is cut off"
+    states = checkpoint / CHECKPOINT
+    if states.is_dir():
+        return None if complete(states) else f"no complete states in '{CHECKPOINT}'"
+    if any(checkpoint.glob("optimizer.pt")):
+        return (
+            f"it was saved without partita (optimizer.pt); 'partita convert checkpoint {checkpoint}' makes one that "
+            "can be resumed"
+        )
+    return f"no '{CHECKPOINT}' in it: it holds weights alone (save_only_model)"

@@ -1,0 +1,183 @@
+"""transformers' Trainer, and every trainer derived from it, with an engine behind its accelerator."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import transformers.trainer
+from accelerate.utils import broadcast_object_list
+from torch import nn
+from torch.optim import Optimizer
+
+from partita.config.load import load_config
+from partita.config.resolve import resolve
+from partita.config.schema import Config
+from partita.engine.engine import Engine
+from partita.errors import ConfigError, PartitaError
+from partita.integrations.huggingface.accelerator import CHECKPOINT, Accelerator, Source
+from partita.integrations.huggingface.arguments import check_training_arguments
+from partita.integrations.huggingface.checkpoints import newest_complete, what_lacks
+from partita.integrations.huggingface.engines import Prepared
+from partita.integrations.huggingface.saving import keep_dtype
+from partita.integrations.huggingface.training_arguments import SETTINGS
+from partita.planner.blueprint import row_of
+
+_SCHEDULER = "scheduler.pt"
+
+
+class Trainer(transformers.Trainer):
+    """A Trainer whose model trains on partita.
+
+    Args:
+        partita_config: a YAML or JSON file, a mapping, or a :class:`partita.Config`, in place of the class's; what
+            TrainingArguments say (batch, clipping, precision, optimizer, schedule) is left out of it.
+        *args: transformers' own, as **kwargs are.
+
+    Raises:
+        ConfigError: configuration and TrainingArguments differ, or ask for what does not go together.
+    """
+
+    default_config: Source = None
+    accelerator_class = Accelerator
+
+    def __init__(self, *args: Any, partita_config: Source = None, **kwargs: Any) -> None:
+        if partita_config is not None:
+            self.default_config = partita_config
+        self.optimizer: Optimizer | None
+        super().__init__(*args, **kwargs)
+
+    @property
+    def _prepared(self) -> Prepared | None:
+        found: Prepared | None = self.accelerator.engines.of(self.model)
+        return found
+
+    @property
+    def _engine(self) -> Engine:
+        prepared = self._prepared
+        assert prepared is not None, "the Trainer prepares its model before it trains"
+        return prepared.engine
+
+    def create_accelerator_and_postprocess(self) -> None:
+        args = self.args
+        config = load_config(self._source())
+        check_training_arguments(config, args, own_optimizer=getattr(self, "optimizer", None) is None)
+        values = {
+            "batch.micro": args.train_batch_size,
+            "batch.accumulate": args.gradient_accumulation_steps,
+            "clip_grad_norm": args.max_grad_norm or None,
+        }
+        if args.auto_find_batch_size:
+            _check_whole(config, args)
+        made = partial(self.accelerator_class, partita_config=config, partita_values=values)
+        with replaced(transformers.trainer, "Accelerator", made):
+            super().create_accelerator_and_postprocess()
+
+    def _source(self) -> Source:
+        """The configuration, from the class, the constructor, or ``TrainingArguments(deepspeed=...)``."""
+        settings: Source = getattr(self.args, SETTINGS, None)
+        if settings is not None and self.default_config is not None:
+            raise ConfigError(
+                "TrainingArguments(deepspeed=...) beside a configuration of partita's: leave one of the two out"
+            )
+        return settings if settings is not None else self.default_config
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The engine brings what belongs on the device; whole, the model may not fit there."""
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A new model; the engine of the one before ends."""
+        if isinstance(self.model, nn.Module):
+            self.accelerator.free_memory(self.model)
+        model: nn.Module = super().call_model_init(trial)
+        return model
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Before training, the model is put under the plan with its optimizer, as training will want it."""
+        if self._prepared is None and any(parameter.requires_grad for parameter in self.model.parameters()):
+            self.create_optimizer()
+            _, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+        return super().evaluation_loop(*args, **kwargs)
+
+    # -------------------------------------------------------------------- resuming
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """See ``transformers.Trainer.train``; True resumes from the newest complete checkpoint."""
+        if resume_from_checkpoint is True:
+            folder = Path(self.args.output_dir)
+            found = [newest_complete(folder) if self.args.process_index == 0 else None]
+            resume_from_checkpoint = str(broadcast_object_list(found)[0])
+        elif resume_from_checkpoint and (reason := what_lacks(Path(resume_from_checkpoint))):
+            raise PartitaError(f"resume_from_checkpoint: '{resume_from_checkpoint}': {reason}")
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """The weights come with the optimizer's states, once the model is under the plan."""
+        if not (Path(resume_from_checkpoint) / CHECKPOINT).is_dir():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        self._engine.load(Path(checkpoint) / CHECKPOINT)
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
+
+    def _load_best_model(self) -> None:
+        states = Path(self.state.best_model_checkpoint) / CHECKPOINT
+        if states.is_dir():
+            self._engine.load(states, only_model=True)
+            return
+        with self._engine.gathered(modify=True):
+            super()._load_best_model()
+
+    # ---------------------------------------------------------------------- saving
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Gathered on all ranks, written by rank 0."""
+        prepared = self._prepared
+        if prepared is not None and state_dict is None:
+            state_dict = prepared.state_dict()
+        super()._save(output_dir, state_dict)
+        if prepared is not None and self.args.should_save:
+            keep_dtype(Path(output_dir or self.args.output_dir), prepared.dtypes)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._engine.save(Path(output_dir) / CHECKPOINT)
+        self._engine.wait_for_checkpoint()
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+
+
+def on_partita(trainer_class: type[transformers.Trainer], config: Source = None) -> type[transformers.Trainer]:
+    """A trainer class that trains on partita: ``on_partita(SFTTrainer, "config.yaml")``.
+
+    Args:
+        trainer_class: transformers' Trainer, or a class derived from it.
+        config: of its trainers; each may be given another one as ``partita_config``.
+    """
+    bases = (trainer_class,) if issubclass(trainer_class, Trainer) else (Trainer, trainer_class)
+    own = {"default_config": config, "__module__": trainer_class.__module__, "__doc__": trainer_class.__doc__}
+    return type(trainer_class.__name__, bases, own)
+
+
+@contextmanager
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """A name of a module stands for another value inside."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def _check_whole(config: Config, args: Any) -> None:
+    row = row_of(resolve(config, args.world_size, args.device.type))
+    if row.param_rest.shard_axes:
+        raise ConfigError(
+            "auto_find_batch_size with sharded parameters (zero.stage: 3): a rank that runs out of memory in a forward "
+            "leaves the others in a gather; leave it out and set per_device_train_batch_size, or use zero.stage 2"
+        )

@@ -1,0 +1,1 @@
+"""Hugging Face's Accelerator and Trainer on partita, beside the plain ones."""

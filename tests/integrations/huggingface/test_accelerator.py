@@ -1,0 +1,238 @@
+"""A training loop with accelerate's Accelerator on partita, beside the plain one."""
+
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader, TensorDataset
+
+from partita import ConfigError, PartitaError
+from partita.integrations.huggingface import Accelerator
+from tests.integrations.huggingface.runs import alone
+from tests.local import pool
+
+MAX_NORM = 0.05
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 1))
+
+
+def loader() -> DataLoader[Any]:
+    x = torch.randn(44, 8, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+
+
+def made(stage: int | None, **kwargs: Any) -> Any:
+    if stage is None:
+        return accelerate.Accelerator(cpu=True, **kwargs)
+    return Accelerator(cpu=True, partita_config={"zero": {"stage": stage}}, **kwargs)
+
+
+def close(accelerator: Any) -> None:
+    if isinstance(accelerator, Accelerator):
+        accelerator.engines.close()
+
+
+def loop(accelerator: Any, parts: tuple[Any, ...], clip: bool = True) -> list[tuple[float, float, float]]:
+    """Loss, norm and learning rate of each update in an epoch."""
+    model, optimizer, data, scheduler = parts
+    rows = []
+    for x, y in data:
+        with accelerator.accumulate(model):
+            loss = ((model(x) - y) ** 2).mean()
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), MAX_NORM) if accelerator.sync_gradients else 0.0
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                rows.append((loss.item(), float(norm), scheduler.get_last_lr()[0]))
+    return rows
+
+
+def parts_of(accelerator: Any, apart: bool = False) -> tuple[Any, ...]:
+    model = network()
+    if apart:
+        model = accelerator.prepare(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        optimizer = accelerator.prepare(optimizer)
+        return model, optimizer, *accelerator.prepare(loader(), scheduler)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return accelerator.prepare(model, optimizer, loader(), scheduler)  # type: ignore[no-any-return]
+
+
+def accumulated(stage: int | None, apart: bool = False) -> list[tuple[float, float, float]]:
+    with alone():
+        accelerator = made(stage, gradient_accumulation_steps=2)
+        try:
+            return loop(accelerator, parts_of(accelerator, apart))
+        finally:
+            close(accelerator)
+
+
+def every_stage() -> list[list[tuple[float, float, float]]]:
+    return [accumulated(None), *(accumulated(stage) for stage in range(4)), accumulated(3, apart=True)]
+
+
+def test_a_loop_with_accumulation_and_clipping() -> None:
+    plain, *others = pool.run(2, every_stage)[0]
+    assert plain[0][1] > MAX_NORM
+    for rows in others:
+        assert [value for row in rows for value in row] == pytest.approx([v for row in plain for v in row], rel=1e-6)
+    assert others[0] == others[1]
+    assert others[2] == others[3] == others[4]
+
+
+def prepared_are_the_same() -> bool:
+    with alone():
+        accelerator = made(3)
+        model, optimizer = network(), None
+        optimizer = torch.optim.AdamW(model.parameters())
+        prepared, wrapped = accelerator.prepare(model, optimizer)
+        same = prepared is model and accelerator.unwrap_model(prepared) is model and wrapped.optimizer is optimizer
+        close(accelerator)
+        return same
+
+
+def saved_and_loaded(folder: Path) -> tuple[list[Any], list[Any]]:
+    """An epoch, a state, another epoch; and that again, at another stage."""
+    with alone():
+        accelerator = made(3)
+        parts = parts_of(accelerator)
+        loop(accelerator, parts)
+        accelerator.save_state(str(folder))
+        after = loop(accelerator, parts)
+        close(accelerator)
+    with alone():
+        accelerator = made(1)
+        parts = parts_of(accelerator)
+        accelerator.load_state(str(folder))
+        again = loop(accelerator, parts)
+        close(accelerator)
+    return after, again
+
+
+def test_a_state_is_saved_and_loaded(tmp_path: Path) -> None:
+    assert all(pool.run(2, prepared_are_the_same))
+    after, again = pool.run(2, saved_and_loaded, tmp_path)[0]
+    assert again == after
+
+
+def two_models(stage: int | None) -> list[float]:
+    """A generator that learns through a discriminator, each with its optimizer."""
+    with alone():
+        accelerator = made(stage)
+        one, other = network(), network(1)
+        bridge = nn.Linear(1, 8)
+        chain = nn.Sequential(one, bridge)
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (chain, other)]
+        chain, other, first, second, data = accelerator.prepare(chain, other, *optimizers, loader())
+        losses = []
+        for x, y in data:
+            loss = ((other(chain(x)) - y) ** 2).mean()
+            accelerator.backward(loss)
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        close(accelerator)
+        return losses
+
+
+def bridged(stage: int | None) -> list[float]:
+    torch.manual_seed(3)
+    return two_models(stage)
+
+
+def test_two_models_with_an_optimizer_each() -> None:
+    plain, sharded = (pool.run(2, bridged, stage)[0] for stage in (None, 3))
+    assert sharded == pytest.approx(plain, rel=1e-6)
+
+
+def dropped(stage: int | None) -> Tensor:
+    """A batch whose gradients are dropped, before one that is stepped."""
+    with alone():
+        accelerator = made(stage)
+        model = network()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for scale in (100.0, 1.0):
+            optimizer.zero_grad()
+            accelerator.backward(scale * model(torch.ones(2, 8)).sum())
+        optimizer.step()
+        with torch.no_grad():
+            found: Tensor = model(torch.ones(1, 8)).clone()
+        close(accelerator)
+        return found
+
+
+def test_zero_grad_drops_a_batch() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RANK", raising=False)
+        assert torch.allclose(dropped(None), dropped(1), rtol=1e-6)
+
+
+def refused(what: str) -> str:
+    """What is said of something that does not go together."""
+    with alone():
+        accelerator = made(2)
+        model = network()
+        adam = torch.optim.AdamW(model.parameters())
+        try:
+            if what == "two optimizers":
+                accelerator.prepare(model, adam, torch.optim.SGD(model.parameters(), lr=1.0))
+            elif what == "plateau":
+                accelerator.prepare(model, adam, ReduceLROnPlateau(adam))
+            elif what == "no optimizer":
+                accelerator.backward(accelerator.prepare(model)(torch.ones(2, 8)).sum())
+            elif what == "not elementwise":
+                accelerator.prepare(model, torch.optim.LBFGS(model.parameters()))
+            else:
+                model, _ = accelerator.prepare(model, adam)
+                accelerator.backward(model(torch.ones(2, 8)).sum())
+                if what == "part":
+                    accelerator.clip_grad_norm_(model[0].parameters(), 1.0)
+                elif what == "value":
+                    accelerator.clip_grad_value_(model.parameters(), 1.0)
+                else:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
+        except PartitaError as error:
+            return str(error)
+        finally:
+            close(accelerator)
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("two optimizers", "an optimizer on parameters of no model that was prepared and has none yet"),
+        ("plateau", "ReduceLROnPlateau is told a metric, which may differ between the ranks"),
+        ("no optimizer", "the Sequential that was prepared has no optimizer yet"),
+        ("not elementwise", "optimizer LBFGS cannot run on slices of parameters"),
+        ("part", "got some without '2.weight'"),
+        ("value", "use clip_grad_norm_"),
+        ("norm", "expected norm_type 2"),
+    ],
+)
+def test_what_does_not_go_together(what: str, said: str) -> None:
+    for text in pool.run(2, refused, what):
+        assert said in text
+
+
+def test_arguments_of_other_libraries() -> None:
+    with alone(), pytest.raises(ConfigError, match=r"fsdp_plugin beside partita.*partita run --accelerate FILE"):
+        Accelerator(cpu=True, fsdp_plugin=object())
+    with alone(), pytest.raises(ConfigError, match="batch.accumulate and gradient_accumulation_steps differ"):
+        Accelerator(cpu=True, gradient_accumulation_steps=2, partita_config={"batch": {"accumulate": 4}})
+    with alone(), pytest.raises(ConfigError, match="precision.gradients: in_backward"):
+        config = {"precision": {"gradients": "in_backward"}}
+        Accelerator(cpu=True, gradient_accumulation_steps=2, partita_config=config)

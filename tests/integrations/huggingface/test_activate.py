@@ -1,0 +1,128 @@
+"""``activate()``: scripts that stay as they are run on partita, in processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import accelerate
+import pytest
+import transformers
+
+from partita import ConfigError
+from partita.integrations.huggingface.activate import _taken, activate
+from tests.integrations.huggingface.runs import Run, history
+
+ROOT = Path(__file__).parents[3]
+
+UNCHANGED = """
+import json, sys
+import torch
+from accelerate import Accelerator
+from transformers import Trainer, TrainingArguments, LlamaForCausalLM
+from tests.integrations.huggingface.runs import arguments, llama, losses_of, samples
+
+class Mine(Trainer):
+    pass
+
+folder = sys.argv[1]
+llama().save_pretrained(folder + "/start")
+model = LlamaForCausalLM.from_pretrained(folder + "/start")
+trainer = Mine(model=model, args=arguments(folder), train_dataset=samples(9, 1))
+trainer.train()
+trainer.save_model(folder + "/end")
+engines = getattr(trainer.accelerator, "engines", None)
+try:
+    activate()
+except Exception as error:
+    again = str(error)
+print("FOUND", json.dumps({
+    "losses": losses_of(trainer),
+    "trainer": [kind.__module__ for kind in Mine.__mro__],
+    "accelerators": [isinstance(trainer.accelerator, Accelerator), Accelerator.__mro__[1].__module__],
+    "again": again,
+    "stage": engines and engines.of(trainer.model).engine.config.zero.stage,
+}))
+"""
+FIRST_LINE = "from partita.integrations.huggingface import activate; activate({'zero': {'stage': 3}})\n"
+
+
+def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    folder.mkdir(exist_ok=True)
+    path = folder / "script.py"
+    path.write_text(script)
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(path), str(folder)]
+    return subprocess.run(command, env=os.environ | own, capture_output=True, text=True, timeout=200, check=False)
+
+
+def found(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("FOUND "))
+    content: dict[str, object] = json.loads(line.removeprefix("FOUND "))
+    return content
+
+
+def test_a_script_with_one_line_before_it(tmp_path: Path) -> None:
+    activated = found(run(FIRST_LINE + UNCHANGED, tmp_path))
+    assert activated["losses"] == pytest.approx(losses_of_rows(history(Run())), rel=1e-6)
+    assert "partita.integrations.huggingface.trainer" in activated["trainer"]  # type: ignore[operator]
+    assert activated["accelerators"] == [True, "partita.integrations.huggingface.accelerator"]
+    assert activated["stage"] == 3
+    assert "it was called already" in str(activated["again"])
+
+
+def losses_of_rows(rows: list[dict[str, float]]) -> list[float]:
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+class Mine(transformers.Trainer):  # type: ignore[misc]
+    """A trainer that was derived before."""
+
+
+def test_too_late() -> None:
+    """Where a script has one of the classes already, or has derived another one from it."""
+    with pytest.raises(ConfigError, match="before it could be replaced; call activate\\(\\) as the first line"):
+        activate()
+    assert f"{__name__}.Mine was derived from Trainer" in list(_taken())
+    script = types.ModuleType("script")
+    script.Loop = accelerate.accelerator.Accelerator  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "script", script)
+        assert "script imported Accelerator" in list(_taken())
+
+
+def test_the_argument_for_deepspeed_is_read(tmp_path: Path) -> None:
+    """Beside a configuration it is refused."""
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": "auto"}
+    content = {
+        "zero_optimization": zero,
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+    }
+    reads = f"""
+from partita.integrations.huggingface import activate; activate()
+import json, sys
+from transformers import Trainer
+from partita import ConfigError
+from tests.integrations.huggingface.runs import arguments, llama, losses_of, samples
+args = arguments(sys.argv[1], deepspeed={content!r})
+trainer = Trainer(model=llama(), args=args, train_dataset=samples(9, 1))
+trainer.train()
+config = trainer.accelerator.engines.of(trainer.model).engine.config
+said = ""
+try:
+    Trainer(model=llama(), args=args, train_dataset=samples(9, 1), partita_config={{"zero": {{"stage": 1}}}})
+except ConfigError as error:
+    said = str(error)
+print("FOUND", json.dumps({{"losses": losses_of(trainer), "stage": config.zero.stage, "said": said,
+    "tier": config.zero.offload.optimizer, "clip": config.clip_grad_norm, "compute": config.precision.compute}}))
+"""
+    done = found(run(reads, tmp_path))
+    assert (done["stage"], done["tier"], done["clip"], done["compute"]) == (2, "host", 1.0, "fp32")
+    assert len(done["losses"]) == 6  # type: ignore[arg-type]
+    assert "beside a configuration of partita's" in str(done["said"])

@@ -1,0 +1,99 @@
+"""Runs that were ended and resumed under a Trainer, at the same and at another stage and number of ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from partita import PartitaError
+from partita.integrations.huggingface.checkpoints import newest_complete, what_lacks
+from tests.integrations.huggingface.runs import Run, alone, end, losses_of, trainer_of
+from tests.local import pool
+
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+
+
+def trained(run: Run, folder: Path, resume: bool | str | None = None) -> list[float]:
+    """The losses of a run; of one that was resumed, those since its start, too, as the Trainer keeps them."""
+    with alone():
+        trainer = trainer_of(run, folder)
+        try:
+            trainer.train(resume_from_checkpoint=resume)
+            return losses_of(trainer)
+        finally:
+            end(trainer)
+
+
+def at(stage: int) -> dict[str, Any]:
+    return {"zero": {"stage": stage}}
+
+
+def test_resumed_on_the_same_ranks(tmp_path: Path) -> None:
+    """The losses of a run that was never stopped, bit for bit, from a folder whose newest checkpoint is cut off."""
+    whole = pool.run(2, trained, Run(at(3), SAVING), tmp_path, timeout=120)[0]
+    last = tmp_path / "checkpoint-6"
+    (last / "trainer_state.json").write_text('{"best_global')
+    assert newest_complete(tmp_path) == tmp_path / "checkpoint-4"
+    assert pool.run(2, trained, Run(at(3), SAVING), tmp_path, True, timeout=120)[0] == whole
+
+
+def test_resumed_elsewhere(tmp_path: Path) -> None:
+    """At other stages, and on one rank, which sees the batches of two."""
+    whole = pool.run(2, trained, Run(at(3), SAVING), tmp_path, timeout=120)[0]
+    first = str(tmp_path / "checkpoint-2")
+    assert pool.run(2, trained, Run(at(1)), tmp_path, first, timeout=120)[0] == pytest.approx(whole, rel=1e-6)
+    same = {"gradient_accumulation_steps": 4}
+    alone = pool.run(1, trained, Run(at(0), SAVING | same), tmp_path / "one", timeout=120)[0]
+    on_two = pool.run(2, trained, Run(at(2)), tmp_path, str(tmp_path / "one/checkpoint-2"), timeout=120)[0]
+    assert on_two[:2] == alone[:2]
+    assert len(on_two) > 2
+
+
+def test_what_a_checkpoint_lacks(tmp_path: Path) -> None:
+    with pytest.raises(PartitaError, match=r"holds no complete checkpoint \(checkpoint-N\)$"):
+        newest_complete(tmp_path)
+    folder = tmp_path / "checkpoint-3"
+    folder.mkdir()
+    assert what_lacks(folder) == "it has no trainer_state.json, which is written last"
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
+    assert "it holds weights alone (save_only_model)" in str(what_lacks(folder))
+    torch.save({}, folder / "optimizer.pt")
+    assert "'partita convert checkpoint" in str(what_lacks(folder))
+    (folder / "partita").mkdir()
+    assert what_lacks(folder) == "no complete states in 'partita'"
+    with pytest.raises(PartitaError, match="'checkpoint-3': no complete states in 'partita'"):
+        newest_complete(tmp_path)
+
+
+def best(run: Run, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The eval losses, and the weights at the end."""
+    with alone():
+        trainer = trainer_of(run, folder)
+        try:
+            trainer.train()
+            rows = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+            trainer.save_model(str(folder / "final"))
+            return rows, {"best": torch.tensor(trainer.state.best_global_step)}
+        finally:
+            end(trainer)
+
+
+def test_the_best_model_is_loaded(tmp_path: Path) -> None:
+    arguments = {
+        **SAVING,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "learning_rate": 3e-1,
+    }
+    for only_model in (False, True):
+        folder = tmp_path / str(only_model)
+        rows, state = pool.run(2, best, Run(at(3), arguments | {"save_only_model": only_model}), folder, timeout=120)[0]
+        number = int(state["best"])
+        assert number == 2 * (1 + rows.index(min(rows)))
+        wanted, found = (load_file(folder / name / "model.safetensors") for name in (f"checkpoint-{number}", "final"))
+        assert wanted.keys() == found.keys()
+        assert all(torch.equal(wanted[name], found[name]) for name in wanted)

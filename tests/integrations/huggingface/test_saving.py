@@ -1,0 +1,121 @@
+"""What is saved from a Trainer on partita: what ``from_pretrained`` loads, and an error where one rank saves alone."""
+
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from transformers import LlamaForCausalLM
+
+from partita import PartitaError
+from tests.integrations.huggingface.runs import LENGTH, Run, alone, end, llama, model_of, samples, trainer_of
+from tests.local import pool
+
+
+def logits_of(model: torch.nn.Module) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=torch.stack([row["input_ids"] for row in samples(2, 5)])).logits
+    return found
+
+
+def saved(run: Run, folder: Path) -> torch.Tensor:
+    """Train, save, and return what the trained model says."""
+    with alone():
+        trainer = trainer_of(run, folder)
+        try:
+            trainer.train()
+            trainer.save_model(str(folder / "final"))
+            return logits_of(trainer.model)
+        finally:
+            end(trainer)
+
+
+def names_in(path: Path) -> set[str]:
+    with safe_open(path, framework="pt") as opened:
+        return set(opened.keys())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_is_loaded_by_from_pretrained(tied: bool, tmp_path: Path) -> None:
+    logits = pool.run(2, saved, Run({"zero": {"stage": 3}}, tied=tied), tmp_path, timeout=120)[0]
+    found = LlamaForCausalLM.from_pretrained(tmp_path / "final")
+    assert torch.equal(logits_of(found), logits)
+    llama(tied).save_pretrained(tmp_path / "plain")
+    assert names_in(tmp_path / "final/model.safetensors") == names_in(tmp_path / "plain/model.safetensors")
+
+
+def test_a_model_that_computes_in_bf16_is_saved_as_it_came(tmp_path: Path) -> None:
+    pool.run(2, saved, Run({"zero": {"stage": 3}}, {"bf16": True}), tmp_path / "fp32", timeout=120)
+    found = LlamaForCausalLM.from_pretrained(tmp_path / "fp32/final")
+    assert found.dtype == torch.float32
+    run = Run({"zero": {"stage": 3}}, {"bf16": True}, dtype=torch.bfloat16)
+    logits = pool.run(2, saved, run, tmp_path / "bf16", timeout=120)[0]
+    found = LlamaForCausalLM.from_pretrained(tmp_path / "bf16/final")
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(logits_of(found), logits, atol=2**-6)  # from_pretrained keeps rotary frequencies in fp32
+
+
+def test_adapters_alone_are_saved(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    logits = pool.run(2, saved, Run({"zero": {"stage": 3}}, lora=True), tmp_path, timeout=120)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of peft's calls into transformers
+        found, untrained = PeftModel.from_pretrained(llama(), tmp_path / "final"), model_of(Run(lora=True))
+    assert torch.allclose(logits_of(found), logits, atol=1e-6)
+    assert not torch.allclose(logits_of(untrained), logits, atol=1e-4)
+    assert not (tmp_path / "final/model.safetensors").exists()
+
+
+def saves_alone(folder: Path) -> tuple[str, float]:
+    """Rank 0 saves, as a script does that asks ``is_world_process_zero``; the other rank waits for it."""
+    with alone():
+        trainer = trainer_of(Run({"zero": {"stage": 3}}), folder)
+        trainer.train()
+        began, said = time.monotonic(), ""
+        if trainer.is_world_process_zero():
+            try:
+                trainer.save_model(str(folder / "final"))
+            except PartitaError as error:
+                said = str(error)
+        waited = time.monotonic() - began
+        dist.barrier()
+        end(trainer)
+        return said, waited
+
+
+def test_saving_on_one_rank_alone_is_named_within_seconds(tmp_path: Path) -> None:
+    (said, waited), _ = pool.run(2, saves_alone, tmp_path, timeout=120)
+    assert "rank 0 is at engine.state_dict, and rank 1 waits for it elsewhere" in said
+    assert "to be called on every rank" in said
+    assert "in saves_alone" in said
+    assert waited < 15
+
+
+def generated(folder: Path) -> list[list[int]]:
+    """Prompts of other lengths on each rank, whole and in step with the other ranks, before training and plain."""
+    rank = dist.get_rank()
+    prompt = torch.arange(3, 7 + rank)[None]
+    asked = {"max_new_tokens": LENGTH - 4 * rank, "do_sample": False}
+    plain = llama().generate(prompt, **asked)
+    with alone():
+        trainer = trainer_of(Run({"zero": {"stage": 3}}, {"learning_rate": 0.0}), folder)
+        try:
+            trainer.train()
+            model = trainer.model.eval()
+            whole = model.generate(prompt, **asked)
+            model.generate._num_bytes = 2**60  # more than any machine has
+            in_step = model.generate(prompt, **asked)
+        finally:
+            end(trainer)
+    return [found[0].tolist() for found in (plain, whole, in_step)]
+
+
+def test_generation_whole_or_in_step(tmp_path: Path) -> None:
+    for plain, whole, in_step in pool.run(2, generated, tmp_path, timeout=120):
+        assert whole == plain
+        assert in_step == plain

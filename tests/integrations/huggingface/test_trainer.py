@@ -1,0 +1,111 @@
+"""A Trainer's losses, norms and learning rates on partita: those of the plain Trainer, and the same at every stage."""
+
+from typing import Any
+
+import pytest
+
+from tests.integrations.huggingface.runs import Run, histories
+from tests.local import pool
+
+Rows = list[dict[str, float]]
+STAGES = (0, 1, 2, 3)
+
+
+def at(stage: int, **config: Any) -> dict[str, Any]:
+    return {"zero": {"stage": stage}, **config}
+
+
+def assert_close(rows: Rows, expected: Rows, relative: float = 1e-6) -> None:
+    assert len(rows) == len(expected) > 0
+    for row, wanted in zip(rows, expected, strict=True):
+        assert row == pytest.approx(wanted, rel=relative), f"step {row['step']}"
+
+
+def on(world: int, *runs: Run) -> list[Rows]:
+    """The histories of the runs, which are the same on every rank."""
+    every = pool.run(world, histories, list(runs), timeout=120)
+    for other in every[1:]:
+        assert [[row["loss"] for row in rows if "loss" in row] for rows in other] == [
+            [row["loss"] for row in rows if "loss" in row] for rows in every[0]
+        ]
+    return every[0]
+
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "accumulation, a short last batch, evaluation": {"eval_strategy": "steps", "eval_steps": 2},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "tokens averaged per rank": {"average_tokens_across_devices": False},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "no clipping, no accumulation": {"max_grad_norm": 0.0, "gradient_accumulation_steps": 1},
+}
+SAMPLE = next(iter(ARGUMENTS))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_as_the_plain_trainer(world: int) -> None:
+    arguments = ARGUMENTS[SAMPLE]
+    plain, *others = on(world, Run(None, arguments), *(Run(at(stage), arguments) for stage in STAGES))
+    for rows in others:
+        assert_close(rows, plain)
+    assert others[0] == others[1]
+    assert others[2] == others[3]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", [name for name in ARGUMENTS if name != SAMPLE])
+def test_every_argument_as_the_plain_trainer(name: str, world: int) -> None:
+    arguments = ARGUMENTS[name]
+    plain, *others = on(world, Run(None, arguments), *(Run(at(stage), arguments) for stage in STAGES))
+    for rows in others:
+        assert_close(rows, plain)
+    assert others[0] == others[1]
+    assert others[2] == others[3]
+
+
+def test_arguments_in_a_sample() -> None:
+    """One stage each, of what the matrix has at all of them."""
+    names = [name for name in ARGUMENTS if name != SAMPLE]
+    runs = [Run(config, ARGUMENTS[name]) for name in names for config in (None, at(3))]
+    found = on(2, *runs)
+    for plain, rows in zip(found[::2], found[1::2], strict=True):
+        assert_close(rows, plain)
+
+
+BF16 = {"bf16": True}
+AUTOCAST = {"precision": {"compute": "fp32"}}
+
+
+def test_bf16_casts_or_autocasts() -> None:
+    """Autocast has the plain Trainer's numbers; casts have the same at every stage."""
+    plain, *others = on(2, Run(None, BF16), *(Run(at(stage, **AUTOCAST), BF16) for stage in (1, 3)))
+    for rows in others:
+        assert_close(rows, plain)
+    unaccumulated = BF16 | {"gradient_accumulation_steps": 1}
+    first, *others = on(2, *(Run(at(stage), unaccumulated) for stage in STAGES))
+    assert all(rows == first for rows in others)
+    assert first != plain
+
+
+@pytest.mark.thorough
+def test_bf16_on_one_rank() -> None:
+    plain, *others = on(1, Run(None, BF16), *(Run(at(stage, **AUTOCAST), BF16) for stage in STAGES))
+    for rows in others:
+        assert_close(rows, plain)
+    first, *others = on(1, *(Run(at(stage), BF16) for stage in STAGES))
+    assert all(rows == first for rows in others)
+
+
+def test_adapters_and_tied_weights() -> None:
+    runs = [Run(config, lora=lora, tied=not lora) for lora in (False, True) for config in (None, at(3))]
+    tied, tied_at_3, lora, lora_at_3 = on(2, *runs)
+    assert_close(tied_at_3, tied)
+    assert_close(lora_at_3, lora)
+
+
+def test_units_that_are_updated_in_backward() -> None:
+    """One backward per batch, clipped by the unit: losses differ from those of a global norm only where it clips."""
+    arguments = {"gradient_accumulation_steps": 1, "max_grad_norm": 1000.0}
+    config = at(3, precision={"gradients": "in_backward"})
+    plain, rows = on(2, Run(None, arguments), Run(config, arguments))
+    assert_close(rows, plain)

@@ -84,7 +84,7 @@ class PartitaStrategy(DDPStrategy):
     def module_to_device(self, module: nn.Module) -> None:
         """Nothing: the engine brings to the device what rests there."""
 
-    def setup_module(self, module: nn.Module) -> EngineModule:  # type: ignore[override]  # Lightning's says DDP
+    def setup_module(self, module: nn.Module) -> EngineModule:
         """A model to evaluate alone."""
         return self._hold(start_frozen(module, self.precision.config, self.root_device, self._weights))
 
@@ -216,7 +216,8 @@ class PartitaStrategy(DDPStrategy):
                 "those alone; load the model without the optimizer, or without strategy=PartitaStrategy"
             )
         if engine is None or Path(path).is_file():
-            return super().load_checkpoint(path, state, strict, weights_only)
+            left: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
+            return left
         found = checkpoints.load(engine, Path(path), only_model=only_model, strict=strict, weights_only=weights_only)
         _validate_keys_for_strict_loading(others.keys(), found.keys(), strict=strict)
         for key, value in others.items():

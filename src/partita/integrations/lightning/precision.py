@@ -53,7 +53,7 @@ class EnginePrecision(Precision):
         """Fabric's outputs as the given plugin has them: in fp32."""
         return self._given.convert_output(data)
 
-    def backward(  # type: ignore[override]  # as in Lightning's own
+    def backward(
         self, tensor: Tensor, model: LightningModule, optimizer: Steppable | None, *args: Any, **kwargs: Any
     ) -> None:
         """By the engine, or by the LightningModule where that has a ``backward`` of its own.
@@ -67,7 +67,7 @@ class EnginePrecision(Precision):
         else:
             self._held().backward(tensor, *args, **kwargs)
 
-    def optimizer_step(  # type: ignore[override]  # as in Lightning's own
+    def optimizer_step(
         self, optimizer: Steppable, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run the closure (forward and backward), Lightning's hooks before the step, and the engine's step."""

@@ -52,6 +52,7 @@ class PartitaStrategy(DDPStrategy):
     """
 
     strategy_name = "partita"
+    optimizers: list[Optimizer]  # a property of Lightning's
 
     def __init__(
         self,
@@ -227,7 +228,8 @@ class PartitaStrategy(DDPStrategy):
                 f"'{path}' is no folder that PartitaStrategy saved: training resumes from those alone; to start from a "
                 f"file's weights pass {type(self.lightning_module).__name__}.load_from_checkpoint('{path}') to fit"
             )
-        return super().load_checkpoint(path, weights_only)
+        file: dict[str, Any] = super().load_checkpoint(path, weights_only)
+        return file
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Take up a file's weights; those of a folder are there."""

@@ -51,7 +51,7 @@ class PartitaBackend(Backend):
 
 def _free_address() -> tuple[str, int]:
     """This node's address, and a port that is free there."""
-    host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    host: str = ray.util.get_node_ip_address()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with closing(socket.socket(family, socket.SOCK_STREAM)) as tried:
         tried.bind((host, 0))

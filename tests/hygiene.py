@@ -9,8 +9,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-# Set by pytest itself at each phase of a test, and by torch's compiler when it is first used.
-EXEMPT_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")
+# Set by pytest itself at each phase of a test, by torch's compiler when it is first used, by Lightning when imported.
+EXEMPT_VARIABLES = (
+    "PYTEST_CURRENT_TEST",
+    *("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_"),
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+)
 
 
 def child_processes() -> set[int]:

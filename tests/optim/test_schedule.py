@@ -41,6 +41,13 @@ def test_by_default_the_rate_is_constant() -> None:
     assert built(5, PEAK) == [[PEAK] * 5]
 
 
+def test_a_constant_schedule_leaves_another_schedulers_first_rate() -> None:
+    updated = optimizer(PEAK)
+    torch.optim.lr_scheduler.LambdaLR(updated, lambda step: 0.5)
+    build_schedule(updated, Schedule())
+    assert updated.param_groups[0]["lr"] == 0.5 * PEAK
+
+
 def test_warm_up_is_linear_and_ends_at_the_peak() -> None:
     (rates,) = built(6, PEAK, warmup_steps=3)
     assert rates == pytest.approx([PEAK * part for part in (0.25, 0.5, 0.75, 1, 1, 1)])

@@ -1,5 +1,5 @@
 """What launchers tell each process in environment variables: torchrun, Kubernetes (Kubeflow's PyTorchJob, Indexed Jobs)
-and Slurm's srun. The only library file that reads the environment.
+and Slurm's srun. The only library file that knows the environment.
 """
 
 import os
@@ -68,6 +68,17 @@ def launch_environment(environ: Environ | None = None, running: tuple[int, int] 
         local_size = _number(environ, local_size_name, 1, world_size + 1, default=world_size)
     local_rank = _number(environ, local_rank_name, 0, local_size)
     return LaunchEnvironment(rank, world_size, local_rank, local_size, restarts, url)
+
+
+def set_launch_environment(launch: LaunchEnvironment, host: str, port: int) -> None:
+    """Tell this process what torchrun would: for launchers that call functions in processes of their own.
+
+    Args:
+        host: that of rank 0, with a ``port`` that is free there, where the ranks meet.
+    """
+    local = {"LOCAL_RANK": launch.local_rank or 0, "LOCAL_WORLD_SIZE": launch.local_world_size}
+    told = {"RANK": launch.rank, "WORLD_SIZE": launch.world_size, **local, "MASTER_ADDR": host, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in told.items()})
 
 
 def _names(environ: Environ) -> tuple[str, str, str, str] | None:

@@ -24,6 +24,8 @@ class Schedule(LRScheduler):
         self._begin, self._decay_steps = self._peak_step, max(1, (section.total_steps or 0) - self._peak_step)
         if section.total_steps and section.decay_steps:
             self._begin, self._decay_steps = section.total_steps - section.decay_steps, section.decay_steps
+        # Another scheduler's may be below the group's own rate already.
+        self._keeps_first = self._peak_step == 0 and section.max_lr is None
         super().__init__(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -33,7 +35,7 @@ class Schedule(LRScheduler):
     def get_lr(self) -> list[float | Tensor]:
         """The rate of each group in the next step; groups may have been added since."""
         step, groups = self.last_epoch, self.optimizer.param_groups
-        if self._section.name == "constant" and step > self._peak_step:
+        if self._section.name == "constant" and (step > self._peak_step or self._keeps_first):
             return [group["lr"] for group in groups]
         own = [float(group.setdefault("initial_lr", group["lr"])) for group in groups]
         peaks = own if self._section.max_lr is None else [self._section.max_lr] * len(own)

@@ -1,0 +1,18 @@
+"""Lightning on partita: one strategy for its Trainer, and one for Fabric.
+
+    from partita.integrations.lightning import PartitaStrategy
+    trainer = lightning.pytorch.Trainer(strategy=PartitaStrategy({"zero": {"stage": 3}}), ...)
+
+    from partita.integrations.lightning.fabric import PartitaStrategy
+    fabric = lightning.fabric.Fabric(strategy=PartitaStrategy({"zero": {"stage": 3}}), ...)
+
+Lightning itself has a class of each strategy for either, in ``lightning.pytorch`` and in ``lightning.fabric``.
+"""
+
+from partita.integrations.extras import require
+
+require("lightning", "lightning")
+
+from partita.integrations.lightning.trainer import PartitaStrategy  # noqa: E402  (Lightning is there)
+
+__all__ = ["PartitaStrategy"]

@@ -1,0 +1,142 @@
+"""A model under an engine, as Lightning's strategies hold it."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from partita.config.schema import Config
+from partita.engine.engine import Engine
+from partita.engine.start import initialize
+from partita.errors import PartitaError
+
+
+class EngineModule(nn.Module):
+    """What Lightning calls in place of the model, which it reaches through the model's own call.
+
+    So ``training_step`` and others run inside the model's forward (Lightning puts them in its place for that call),
+    where parameters of the model's own are whole.
+
+    Attributes: ``engine``, its ``module``, and whether it ``trains`` that.
+    """
+
+    def __init__(self, engine: Engine, trains: bool) -> None:
+        super().__init__()
+        self.engine, self.trains = engine, trains
+        self.module = engine.module
+        self._has_gradients = False
+        self._optimizer_class = type(engine.optimizer)
+        # Lightning makes the class of its own wrapper around an optimizer from that optimizer's class.
+        own = {"zero_grad": lambda optimizer, set_to_none=True: self.zero_grad(set_to_none)}
+        engine.optimizer.__class__ = type(self._optimizer_class.__name__, (self._optimizer_class,), own)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's."""
+        return self.engine(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """The engine's; with arguments (``retain_graph``, ...) the loss's own.
+
+        Raises:
+            PartitaError: that would miss the loss scale of fp16.
+        """
+        if args or kwargs:
+            with self.own_backward():
+                loss.backward(*args, **kwargs)
+        else:
+            self._has_gradients = True
+            self.engine.backward(loss)
+
+    @contextmanager
+    def own_backward(self) -> Iterator[None]:
+        """Around a backward that is not the engine's.
+
+        Raises:
+            PartitaError: it would miss the loss scale of fp16.
+        """
+        if self.engine.config.precision.compute == "fp16":
+            raise PartitaError(
+                "a backward of the module's own, or with arguments (retain_graph=True), would miss the loss scale of "
+                "fp16: compute in bf16 (precision='bf16-mixed'), or leave the backward to Lightning"
+            )
+        self._has_gradients = True
+        yield
+
+    def step(self) -> None:
+        """The engine's."""
+        self.engine.step()
+        self._has_gradients = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients since the last step: the engine has them, and ``.grad`` does not."""
+        if self._has_gradients:
+            self.engine.zero_grad()
+            self._has_gradients = False
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Around backwards that are not a batch's last: gradients are summed over the ranks once, where they rest
+        whole; elsewhere that would take their memory.
+        """
+        whole = all(bool(row.grad_between.partial_axes) for row in self.engine.plan.values())
+        return self.engine.no_sync() if whole else nullcontext()
+
+    def close(self) -> None:
+        """The model and its optimizer are ordinary ones again.
+
+        Raises:
+            PartitaError: the model does not fit into memory whole; the engine is still open.
+        """
+        self.engine.close(whole=True)
+        self._release()
+
+    def fail(self, error: BaseException) -> None:
+        """End the engine because of an error on this rank, of which the others learn while they wait for it."""
+        self.engine.__exit__(type(error), error, error.__traceback__)
+        self._release()
+
+    def _release(self) -> None:
+        self.engine.optimizer.__class__ = self._optimizer_class
+
+
+def start(
+    model: nn.Module, config: Config, optimizer: Optimizer | None, device: torch.device, weights: str | None
+) -> EngineModule:
+    """Put the model under an engine that trains it on ``device``."""
+    return EngineModule(_engine(model, config, optimizer, device, weights), trains=True)
+
+
+def start_frozen(model: nn.Module, config: Config, device: torch.device, weights: str | None) -> EngineModule:
+    """The same to evaluate alone: without gradients and optimizer states."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    _require_gradients(trained, False)
+    try:
+        return EngineModule(_engine(model, config, None, device, weights), trains=False)
+    finally:
+        _require_gradients(trained, True)
+
+
+def _engine(
+    model: nn.Module, config: Config, optimizer: Optimizer | None, device: torch.device, weights: str | None
+) -> Engine:
+    _move_others(model, device)
+    engine = initialize(model, config, optimizer=optimizer, weights=weights, device=device)
+    _update_properties(model, device=device)
+    return engine
+
+
+def _require_gradients(params: Iterable[nn.Parameter], wanted: bool) -> None:
+    for param in params:
+        param.requires_grad_(wanted)
+
+
+def _move_others(model: nn.Module, device: torch.device) -> None:
+    """Bring modules without parameters (metrics, ...) to the device; those with parameters are the engine's to move."""
+    for module in model.children():
+        if any(True for _ in module.parameters()):
+            _move_others(module, device)
+        elif not any(buffer.is_meta for buffer in module.buffers()):
+            module.to(device)

@@ -1,0 +1,88 @@
+"""What Lightning asks of a precision plugin, answered by the engine."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from lightning.fabric.plugins.precision import Precision as FabricPrecision
+from lightning.fabric.utilities.types import Steppable
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+
+from partita.config.schema import Config
+from partita.errors import ConfigError
+from partita.integrations.lightning.module import EngineModule
+from partita.integrations.lightning.settings import with_precision
+
+
+class EnginePrecision(Precision):
+    """In place of the plugin that Lightning made of its ``precision`` argument.
+
+    The engine keeps master weights in fp32, casts parameters and scales the loss, so modules are not converted; what
+    the plugin does to inputs and outputs stays. Under autocast (``precision.compute: fp32`` beside a mixed precision)
+    the plugin's forward context stays, too.
+
+    Attributes: ``config``, with the dtype that the precision stands for.
+
+    Args:
+        held: gives the model under the engine that is open.
+
+    Raises:
+        ConfigError: the config says another dtype.
+    """
+
+    def __init__(self, given: FabricPrecision, config: Config, held: Callable[[], EngineModule]) -> None:
+        self.precision = given.precision
+        self._given, self._held = given, held
+        self.config, autocasts = with_precision(config, given.precision)
+        self._enters = autocasts or not given.precision.endswith("-mixed")
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Around the model's forward, and Lightning's steps."""
+        context: AbstractContextManager[None] = self._given.forward_context() if self._enters else nullcontext()
+        return context
+
+    def convert_input(self, data: Any) -> Any:
+        """A batch as the given plugin has it."""
+        return self._given.convert_input(data)
+
+    def convert_output(self, data: Any) -> Any:
+        """Fabric's outputs as the given plugin has them: in fp32."""
+        return self._given.convert_output(data)
+
+    def backward(
+        self, tensor: Tensor, model: LightningModule, optimizer: Steppable | None, *args: Any, **kwargs: Any
+    ) -> None:
+        """By the engine, or by the LightningModule where that has a ``backward`` of its own.
+
+        Raises:
+            PartitaError: the latter would miss the loss scale of fp16.
+        """
+        if is_overridden("backward", model):
+            with self._held().own_backward():
+                model.backward(tensor, *args, **kwargs)
+        else:
+            self._held().backward(tensor, *args, **kwargs)
+
+    def optimizer_step(
+        self, optimizer: Steppable, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Run the closure (forward and backward), Lightning's hooks before the step, and the engine's step."""
+        output = self._wrap_closure(model, optimizer, closure)
+        self._held().step()
+        return output
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip the batch's gradients by their global norm in the step that follows."""
+        self._held().engine.clip_grad_norm(float(clip_val))
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Refused.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("partita clips gradients by their global norm alone: pass gradient_clip_algorithm='norm'")

@@ -1,0 +1,117 @@
+"""What Lightning's arguments and partita's config say together: each setting in one of them, or alike in both."""
+
+from typing import Any
+
+from partita.config.messages import Row, conflict, row
+from partita.config.schema import Batch, Config, Schedule
+from partita.errors import ConfigError
+
+# What Lightning calls a precision: the dtype to compute in, and whether parameters are kept in fp32 under autocast.
+_PRECISIONS = {
+    "32-true": ("fp32", False),
+    "bf16-mixed": ("bf16", True),
+    "16-mixed": ("fp16", True),
+    "bf16-true": ("bf16", False),
+    "16-true": ("fp16", False),
+}
+_DEFAULT_PRECISION = "32-true"
+
+
+def check(config: Config) -> None:
+    """Refuse what Lightning does itself.
+
+    Raises:
+        ConfigError: the config has the engine save checkpoints, or go back to one.
+    """
+    if config.checkpoint.dir is not None or config.checkpoint.every_steps is not None:
+        raise ConfigError(
+            "checkpoint.dir and checkpoint.every_steps: under Lightning checkpoints are saved by its own means, with "
+            "the progress of its loops (ModelCheckpoint, or fabric.save): leave both out of partita's config"
+        )
+    if config.precision.nonfinite == "rewind":
+        raise ConfigError(
+            "precision.nonfinite: rewind goes back to a checkpoint, of which Lightning's loops would not know: set "
+            "'skip' or 'raise'"
+        )
+
+
+def with_precision(config: Config, precision: str) -> tuple[Config, bool]:
+    """The config with the dtype that Lightning's ``precision`` stands for, and whether the forward is under autocast:
+    with ``precision.compute: fp32`` beside a mixed one.
+
+    Raises:
+        ConfigError: the config names another dtype; or there is no such precision.
+    """
+    if precision not in _PRECISIONS:
+        raise ConfigError(f"precision={precision!r}: expected one of {', '.join(map(repr, _PRECISIONS))}")
+    compute, is_mixed = _PRECISIONS[precision]
+    given = config.precision.compute
+    if given == "auto":
+        return _changed(config, precision=config.precision.model_copy(update={"compute": compute})), False
+    autocasts = is_mixed and compute == "bf16" and given == "fp32"
+    if given != compute and precision != _DEFAULT_PRECISION and not autocasts:
+        raise conflict(
+            f"precision.compute is {given}, but Lightning's precision is {precision!r}",
+            [row(config, "precision.compute"), Row("precision", precision, "Lightning")],
+            "leave precision.compute out; it follows from Lightning's precision",
+        )
+    return config, autocasts
+
+
+def check_clipping(config: Config, clip: float | None, algorithm: str | None) -> None:
+    """Refuse a ``clip_grad_norm`` that says something else than the Trainer's ``gradient_clip_val``.
+
+    Raises:
+        ConfigError: they differ, or gradients are to be clipped by value.
+    """
+    if algorithm == "value":
+        raise ConfigError(
+            "gradient_clip_algorithm='value': partita clips gradients by their global norm alone; pass 'norm'"
+        )
+    if clip is not None and config.clip_grad_norm is not None and clip != config.clip_grad_norm:
+        raise conflict(
+            f"clip_grad_norm is {config.clip_grad_norm:g}, but the Trainer's gradient_clip_val is {clip:g}",
+            [row(config, "clip_grad_norm"), Row("gradient_clip_val", clip, "Trainer")],
+            "leave clip_grad_norm out of partita's config",
+        )
+
+
+def with_accumulation(config: Config, accumulate: int, said_by: str) -> Config:
+    """The config with a ``batch`` of one micro-batch, as Lightning's loop adds them up and divides the loss itself.
+
+    Args:
+        accumulate: batches to a step of the optimizer; ``said_by`` what sets them, as the user calls it.
+
+    Raises:
+        ConfigError: the config says another number.
+    """
+    given = config.batch.accumulate
+    if given not in ("auto", accumulate):
+        raise conflict(
+            f"batch.accumulate is {given}, but {said_by} is {accumulate}",
+            [row(config, "batch.accumulate"), Row(said_by, accumulate, "Lightning")],
+            "leave batch.accumulate out of partita's config",
+        )
+    return _changed(config, batch=Batch())
+
+
+def check_schedule(config: Config, is_given: bool) -> None:
+    """Refuse two schedules: the config's beside one that Lightning steps.
+
+    Raises:
+        ConfigError: there are two.
+    """
+    if is_given and config.schedule != Schedule():
+        raise ConfigError(
+            f"schedule: the config has one ({config.schedule.name}), and Lightning steps another, of the optimizer's: "
+            "leave one of the two out"
+        )
+
+
+def one_folder_each(config: Config) -> Config:
+    """The config under which a folder holds one checkpoint: Lightning names a folder for each."""
+    return _changed(config, checkpoint=config.checkpoint.model_copy(update={"keep": 1}))
+
+
+def _changed(config: Config, **sections: Any) -> Config:
+    return config.model_copy(update=sections)

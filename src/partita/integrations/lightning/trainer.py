@@ -1,0 +1,268 @@
+"""The strategy for Lightning's Trainer."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.precision import Precision as FabricPrecision
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+
+from partita.config.load import load_config
+from partita.config.schema import Config
+from partita.engine.engine import Engine
+from partita.errors import ConfigError, PartitaError
+from partita.integrations.lightning import checkpoint as checkpoints
+from partita.integrations.lightning import settings
+from partita.integrations.lightning.module import EngineModule, start, start_frozen
+from partita.integrations.lightning.precision import EnginePrecision
+from partita.memory import accelerator
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+
+class PartitaStrategy(DDPStrategy):
+    """Trains a LightningModule under partita's plan; processes, samplers and logging are those of Lightning's DDP.
+
+    Accumulation, clipping, precision, optimizer and schedulers are the Trainer's and the module's. Where
+    ``configure_optimizers`` returns None, the config's optimizer and schedule are taken. A checkpoint is a folder,
+    which loads at any stage and on any number of ranks; one of weights alone is an ordinary file. The engine stays open
+    after ``fit``, for ``test`` and ``save_checkpoint``, until the next ``fit``. Under manual optimization
+    ``training_step`` runs outside the model's forward: call ``self(...)`` there.
+
+    Attributes: ``engine``, once the Trainer has set the strategy up.
+
+    Args:
+        config: partita's: a YAML or JSON file, a mapping, a :class:`partita.Config`, or None for all defaults.
+        weights: a safetensors file or folder for a model that ``configure_model`` builds on the meta device.
+        cluster_environment: who started the processes, where Lightning cannot tell.
+        start_method: how Lightning starts the processes of a node, where nobody else has.
+
+    Raises:
+        ConfigError: the config is wrong, or has the engine do what Lightning does.
+    """
+
+    strategy_name = "partita"
+    optimizers: list[Optimizer]  # a property of Lightning's
+
+    def __init__(
+        self,
+        config: str | Path | Mapping[str, Any] | Config | None = None,
+        *,
+        weights: str | Path | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        start_method: StartMethod = "popen",
+    ) -> None:
+        self._config = settings.one_folder_each(load_config(config))
+        settings.check(self._config)
+        timeout = timedelta(seconds=self._config.communication.timeout_s)
+        self._weights = None if weights is None else str(weights)
+        self._held: EngineModule | None = None
+        super().__init__(cluster_environment=cluster_environment, timeout=timeout, start_method=start_method)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that is open.
+
+        Raises:
+            PartitaError: the Trainer has not set the strategy up.
+        """
+        return self._open().engine
+
+    def _open(self) -> EngineModule:
+        if self._held is None:
+            raise PartitaError(
+                "PartitaStrategy has no engine yet: the Trainer makes one in fit, validate, test and predict"
+            )
+        return self._held
+
+    @property
+    def precision_plugin(self) -> EnginePrecision:
+        """The Trainer's precision, as the engine computes in it."""
+        return self._precision
+
+    @precision_plugin.setter
+    def precision_plugin(self, given: FabricPrecision | None) -> None:
+        self._precision = EnginePrecision(given or FabricPrecision(), self._config, self._open)
+
+    # ---------------------------------------------------------------------- begin
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Where ``configure_model`` and ``trainer.init_module`` build modules: on the host, with ``empty_init`` on the
+        meta device; the engine brings to the device what rests there.
+        """
+        with torch.device("meta") if empty_init else accelerator.HOST:
+            yield
+
+    def setup(self, trainer: Trainer) -> None:
+        """Make the engine; one that has trained the module evaluates it, too."""
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        fits = trainer.state.fn == TrainerFn.FITTING
+        held = self._held
+        if held is None or fits or held.module is not self.lightning_module:
+            self._end()
+            config = self._config_with(trainer)
+            held = self._start_training(trainer, config) if fits else self._start_evaluation(config)
+        self.model = self._held = held
+
+    def _config_with(self, trainer: Trainer) -> Config:
+        """The config with what the Trainer's arguments say."""
+        config = self.precision_plugin.config
+        settings.check_clipping(config, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        return settings.with_accumulation(config, trainer.accumulate_grad_batches, "accumulate_grad_batches")
+
+    def _start_training(self, trainer: Trainer, config: Config) -> EngineModule:
+        module = self.lightning_module
+        assert isinstance(module, LightningModule)
+        if self._layer_sync is not None:
+            self._layer_sync.apply(module)
+        self.setup_optimizers(trainer)
+        settings.check_schedule(config, bool(self.lr_scheduler_configs))
+        given = self.optimizers[0] if self.optimizers else None
+        held = start(module, config, given, self.root_device, self._weights)
+        self.optimizers = [held.engine.optimizer]
+        return held
+
+    def _start_evaluation(self, config: Config) -> EngineModule:
+        assert self.lightning_module is not None
+        return start_frozen(self.lightning_module, config, self.root_device, self._weights)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """What ``configure_optimizers`` returns: one optimizer, or None for the config's.
+
+        Raises:
+            ConfigError: there are several.
+        """
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*this fit will run with no optimizer")
+            super().setup_optimizers(trainer)
+        if len(self.optimizers) > 1:
+            raise ConfigError(
+                f"configure_optimizers returned {len(self.optimizers)} optimizers; PartitaStrategy trains with one: "
+                "give it several parameter groups, or train each model by an engine of its own (partita.initialize, "
+                "or fabric.setup for each)"
+            )
+        if isinstance(self.optimizers[0], _MockOptimizer):
+            self.optimizers = []
+
+    # ---------------------------------------------------------------------- train
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, inside its forward; under manual optimization, which updates parameters meanwhile, outside."""
+        module = self.lightning_module
+        assert module is not None
+        if module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        with self.precision_plugin.train_step_context():
+            return module.training_step(*args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Around backwards that are not a batch's last."""
+        with self._open().no_sync():
+            yield
+
+    # ---------------------------------------------------------------- checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Yes: the engine loads."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """No: the engine does."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: the engine saves the weights."""
+        return {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Nothing: the engine saves the optimizer's states."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Save the engine and what Lightning keeps as the folder ``filepath``; weights alone as an ordinary file.
+
+        Raises:
+            PartitaError: it cannot be written, or storage options are given for a folder.
+        """
+        path = Path(self.broadcast(filepath))
+        if "optimizer_states" not in checkpoint:
+            weights = self.engine.state_dict()
+            super().save_checkpoint({**checkpoint, "state_dict": weights}, path, storage_options)
+            return
+        if storage_options is not None:
+            raise PartitaError("storage_options: a checkpoint of PartitaStrategy is a folder; pass none")
+        checkpoints.save(self.engine, path, checkpoint)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Take up a folder; to evaluate, its weights alone, or a file's.
+
+        Raises:
+            PartitaError: training cannot resume from a file.
+        """
+        assert self.lightning_module is not None
+        path, fits = Path(checkpoint_path), self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if path.is_dir():
+            strict = self.lightning_module.strict_loading
+            found: dict[str, Any] = checkpoints.load(
+                self.engine, path, only_model=not fits, strict=strict, weights_only=weights_only
+            )
+            return found
+        if fits:
+            raise PartitaError(
+                f"'{path}' is no folder that PartitaStrategy saved: training resumes from those alone; to start from a "
+                f"file's weights pass {type(self.lightning_module).__name__}.load_from_checkpoint('{path}') to fit"
+            )
+        file: dict[str, Any] = super().load_checkpoint(path, weights_only)
+        return file
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Take up a file's weights; those of a folder are there."""
+        if checkpoint["state_dict"]:
+            with self.engine.gathered(modify=True):
+                super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: the engine has loaded them."""
+
+    # ------------------------------------------------------------------------ end
+
+    def on_exception(self, exception: BaseException) -> None:
+        """End the engine, and tell the ranks that wait for this one why."""
+        held, self._held = self._held, None
+        if held is not None:
+            held.fail(exception)
+
+    def teardown(self) -> None:
+        """End of fit or evaluation; parameters stay where the engine has them."""
+        if self._held is not None:
+            self.engine.wait_for_checkpoint()
+        if isinstance(self.launcher, _MultiProcessingLauncher):  # it hands the weights to the process that it works for
+            self._end()
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def _end(self) -> None:
+        """Make the module of the engine that is open an ordinary one again."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None

@@ -1,0 +1,21 @@
+"""Ray Train on partita: Ray places the workers, keeps the checkpoints, and starts the workers again.
+
+from partita.integrations.ray import PartitaTorchConfig, report, resume
+
+def train(config):
+    engine = partita.initialize(model, config)
+    resume(engine)
+    ...
+    report(engine, {"loss": loss})
+
+TorchTrainer(train, torch_config=PartitaTorchConfig(), scaling_config=..., run_config=...).fit()
+"""
+
+from partita.integrations.extras import require
+
+require("ray", "ray")
+
+from partita.integrations.ray.backend import PartitaTorchConfig  # noqa: E402  (Ray is there)
+from partita.integrations.ray.checkpoints import report, resume  # noqa: E402
+
+__all__ = ["PartitaTorchConfig", "report", "resume"]

@@ -1,0 +1,69 @@
+"""A backend of Ray Train: how its workers, wherever Ray has placed them, become the ranks of an engine."""
+
+import socket
+from contextlib import closing
+from dataclasses import dataclass, fields
+from typing import Any
+
+import ray
+import ray.train
+from ray.train.backend import Backend, BackendConfig
+from ray.train.torch import TorchConfig
+
+from partita.config.launchers import LaunchEnvironment, set_launch_environment
+from partita.errors import ConfigError
+
+
+@dataclass
+class PartitaTorchConfig(TorchConfig):
+    """``TorchTrainer(..., torch_config=PartitaTorchConfig())``.
+
+    Each worker is told its rank and where the ranks meet, as torchrun does it. The process group is left to
+    ``partita.initialize``, which starts it with the backends that it needs and with ``communication.timeout_s``.
+
+    Raises:
+        ConfigError: a field of ``TorchConfig`` is set.
+    """
+
+    def __post_init__(self) -> None:
+        given = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        if given:
+            raise ConfigError(
+                f"PartitaTorchConfig({given[0]}=...): partita starts the process group; its time-out is "
+                "communication.timeout_s of the engine's config: leave the argument out"
+            )
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """What Ray runs before the training function."""
+        return PartitaBackend
+
+
+class PartitaBackend(Backend):
+    """Tells the workers who they are."""
+
+    share_cuda_visible_devices = True  # a rank computes on the device of its local rank
+
+    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        """Agree on an address of the first worker's, and set the variables of each."""
+        worker_group.execute(_be_a_rank, worker_group.execute_single(0, _free_address))
+
+
+def _free_address() -> tuple[str, int]:
+    """This node's address, and a port that is free there."""
+    host: str = ray.util.get_node_ip_address()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with closing(socket.socket(family, socket.SOCK_STREAM)) as tried:
+        tried.bind((host, 0))
+        return host, int(tried.getsockname()[1])
+
+
+def _be_a_rank(address: tuple[str, int]) -> None:
+    context = ray.train.get_context()
+    launch = LaunchEnvironment(
+        rank=context.get_world_rank(),
+        world_size=context.get_world_size(),
+        local_rank=context.get_local_rank(),
+        local_world_size=context.get_local_world_size(),
+    )
+    set_launch_environment(launch, *address)

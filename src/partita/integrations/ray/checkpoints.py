@@ -1,0 +1,56 @@
+"""Checkpoints of an engine that Ray Train keeps, and from which it lets its workers go on."""
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import ray.train
+from ray.train import Checkpoint, CheckpointUploadMode
+from ray.train.collective import broadcast_from_rank_zero
+
+from partita.checkpoint.load import Restored
+from partita.engine.engine import Engine
+from partita.errors import PartitaError
+
+
+def report(engine: Engine, metrics: Mapping[str, Any]) -> None:
+    """Save the engine into the run's storage, and report it to Ray with these metrics. Called on all workers, between
+    two steps; ``ray.train.report(metrics)`` reports metrics alone.
+
+    Ray keeps as many checkpoints as ``CheckpointConfig`` says, and hands the newest to workers that it starts again.
+
+    Raises:
+        PartitaError: on all ranks: ``RunConfig.storage_path`` is no folder of a file system, or cannot be written.
+    """
+    context = ray.train.get_context()
+    storage = context.get_storage()
+    if storage.storage_filesystem.type_name != "local":
+        raise PartitaError(
+            f"report: the run's storage is on '{storage.storage_filesystem.type_name}', but all ranks write one "
+            "checkpoint together: set RunConfig(storage_path=) to a folder that every node sees (NFS, ...)"
+        )
+    name = broadcast_from_rank_zero(f"checkpoint_{datetime.now():%Y-%m-%d_%H-%M-%S.%f}")
+    folder = storage.build_checkpoint_path_from_name(name)
+    engine.save(folder)
+    engine.wait_for_checkpoint()
+    saved = Checkpoint(folder, storage.storage_filesystem) if context.get_world_rank() == 0 else None
+    ray.train.report(
+        dict(metrics),
+        checkpoint=saved,
+        checkpoint_dir_name=name,
+        checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,  # it is in its place already
+    )
+
+
+def resume(engine: Engine) -> Restored | None:
+    """Take up the checkpoint that Ray hands to this run: the newest one reported before its workers were started again,
+    on however many ranks there are now; None at a first start.
+
+    Raises:
+        PartitaError: on all ranks: it is damaged, or of another model.
+    """
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None:
+        return None
+    with checkpoint.as_directory() as folder:
+        return engine.load(folder)

@@ -1,0 +1,1 @@
+"""The examples for clusters and notebooks, run with what their surroundings would tell them."""

@@ -1,0 +1,140 @@
+"""What the Trainer's ModelCheckpoint saves of a strategy: resumed, on other ranks too, and loaded without it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from partita import PartitaError
+from partita.integrations.lightning import PartitaStrategy
+from tests.integrations.lightning.modules import (
+    BATCH,
+    NOISE,
+    Regression,
+    loader,
+    on_partita,
+    quietly,
+    trainer,
+    worst,
+)
+from tests.local import pool
+
+pytestmark = [pytest.mark.filterwarnings(noise) for noise in NOISE]
+
+EPOCHS = 3
+
+
+def callback(folder: str, **arguments: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, filename="{epoch}", **{"save_top_k": -1, **arguments})
+
+
+def fit(strategy: PartitaStrategy, folder: str, batch: int = BATCH, resumes: str | None = None) -> Regression:
+    module = Regression()
+    made = trainer(
+        strategy,
+        dist.get_world_size(),
+        max_epochs=EPOCHS,
+        gradient_clip_val=0.5,
+        enable_checkpointing=True,
+        callbacks=[callback(folder, monitor="held_out", save_last="link")],
+    )
+    made.fit(module, loader(batch), loader(batch), ckpt_path=resumes)
+    assert made.current_epoch == EPOCHS
+    return module
+
+
+@quietly()
+def saved_and_resumed(folder: str) -> dict[str, list[float]]:
+    """Losses of a whole run, and of what follows its first epoch, at other stages, in the background and not."""
+    strategy = on_partita(3)
+    found = {"whole": fit(strategy, folder).losses}
+    strategy.engine.close()
+    first = f"{folder}/epoch=0.ckpt"
+    for stage, background in ((3, True), (1, False)):
+        strategy = on_partita(stage, checkpoint={"background": background})
+        found[f"stage {stage}"] = fit(strategy, f"{folder}/again-{stage}", resumes=first).losses
+        strategy.engine.close()
+    return found
+
+
+@quietly()
+def resumed_alone(folder: str) -> list[float]:
+    """On one rank, with batches as large as those of both were together."""
+    strategy = on_partita(3)
+    losses = fit(strategy, f"{folder}/alone", batch=2 * BATCH, resumes=f"{folder}/epoch=0.ckpt").losses
+    strategy.engine.close()
+    return losses
+
+
+def test_a_run_resumes_at_any_stage_and_on_other_ranks(tmp_path: Path) -> None:
+    of_ranks = pool.run(2, saved_and_resumed, str(tmp_path))
+    for found in of_ranks:
+        num_steps = len(found["whole"]) // EPOCHS
+        for stage in (3, 1):
+            assert found[f"stage {stage}"] == found["whole"][num_steps:]
+    assert sorted(path.name for path in (tmp_path / "epoch=2.ckpt").iterdir()) == ["step-15"]
+    assert (tmp_path / "last.ckpt").is_dir()
+
+    (alone,) = pool.run(1, resumed_alone, str(tmp_path))
+    whole = [sum(losses) / 2 for losses in zip(*(found["whole"] for found in of_ranks), strict=True)]
+    steps = [number for number in range(num_steps, len(whole)) if (number + 1) % num_steps]  # all but short batches
+    assert worst([alone[number - num_steps] for number in steps], [whole[number] for number in steps]) < 1e-4
+
+
+@quietly()
+def best_and_weights(folder: str, stage: int) -> tuple[list[float], list[float]]:
+    """Held-out losses: those that were logged; then of the checkpoints, in a Trainer that has not fitted."""
+    world = dist.get_world_size()
+    strategy, module = on_partita(stage), Regression()
+    keep = callback(folder, monitor="held_out", save_top_k=1)
+    made = trainer(strategy, world, max_epochs=EPOCHS, enable_checkpointing=True, callbacks=[keep])
+    made.fit(module, loader(), loader())
+    assert keep.best_model_score is not None
+    made.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+    made.save_checkpoint(f"{folder}/whole.ckpt")
+    logged = [float(keep.best_model_score), float(made.callback_metrics["held_out"])]
+    tested = [made.test(ckpt_path="best", verbose=False, dataloaders=loader())[0]["tested"]]
+    strategy.engine.close(whole=True)
+    for path in (keep.best_model_path, f"{folder}/weights.ckpt", f"{folder}/whole.ckpt"):
+        strategy = on_partita(3 - stage)
+        made = trainer(strategy, world)
+        tested.append(made.test(Regression(), loader(), ckpt_path=path, verbose=False)[0]["tested"])
+        strategy.engine.close()
+    return logged, tested
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_checkpoints_are_evaluated_by_a_trainer_of_their_own(tmp_path: Path, stage: int) -> None:
+    for (best, last), tested in pool.run(2, best_and_weights, str(tmp_path), stage):
+        assert tested == pytest.approx([best, best, last, last], rel=1e-6)
+    assert len([path for path in tmp_path.iterdir() if path.name.startswith("epoch=")]) == 1
+
+    loaded = Regression.load_from_checkpoint(tmp_path / "weights.ckpt")
+    losses = [loaded.loss(batch).item() * len(batch[0]) for batch in loader()]
+    assert sum(losses) / 36 == pytest.approx(last, rel=1e-6)
+
+
+@quietly()
+def wrong_ways(folder: str) -> None:
+    strategy, module = on_partita(3), Regression()
+    made = trainer(strategy, dist.get_world_size(), max_epochs=1)
+    made.fit(module, loader())
+    made.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+    with pytest.raises(PartitaError, match="storage_options: .* is a folder; pass none"):
+        made.save_checkpoint(f"{folder}/other.ckpt", storage_options={})
+    strategy.engine.save(f"{folder}/bare")
+    strategy.engine.wait_for_checkpoint()
+    strategy.engine.close()
+    refused = {"weights.ckpt": "is no folder that PartitaStrategy saved", "bare": "saved without Lightning"}
+    for path, said in refused.items():
+        with pytest.raises(PartitaError, match=said):
+            trainer(on_partita(3), dist.get_world_size()).fit(Regression(), loader(), ckpt_path=f"{folder}/{path}")
+
+
+def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
+    pool.run(2, wrong_ways, str(tmp_path))
+    found = torch.load(tmp_path / "weights.ckpt", weights_only=True)
+    assert found["state_dict"].keys() == Regression().state_dict().keys()

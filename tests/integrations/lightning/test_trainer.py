@@ -1,0 +1,177 @@
+"""Lightning's Trainer on partita trains as it does on its own DDP."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from partita.integrations.lightning import PartitaStrategy
+from tests.integrations.lightning.modules import (
+    NOISE,
+    STAGES,
+    Manual,
+    OfTheConfig,
+    Plateau,
+    Regression,
+    loader,
+    on_ddp,
+    on_partita,
+    quietly,
+    trainer,
+    worst,
+)
+from tests.local import pool
+
+pytestmark = [pytest.mark.filterwarnings(noise) for noise in NOISE]
+
+SAME = 1e-6  # of a loss, beside DDP's
+ACCUMULATED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+
+
+def fitted(kind: type[Regression], strategy: Any, **arguments: Any) -> dict[str, Any]:
+    """What a fit has noted; all of it is compared with another's."""
+    module = kind()
+    made = trainer(strategy, dist.get_world_size(), **arguments)
+    made.fit(module, loader(), loader())
+    if isinstance(strategy, PartitaStrategy):
+        strategy.engine.close()
+    held_out = float(made.callback_metrics["held_out"])
+    return {"losses": [*module.losses, held_out], "rates": module.rates, "steps": made.global_step}
+
+
+@quietly()
+def beside_ddp(kind: type[Regression], arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    """DDP's notes, and those of each stage."""
+    return [fitted(kind, on_ddp(), **arguments)] + [fitted(kind, on_partita(s), **arguments) for s in STAGES]
+
+
+FITS = {
+    "accumulated, clipped": (Regression, ACCUMULATED),
+    "manual": (Manual, {}),
+    "on a plateau": (Plateau, {"max_epochs": 3}),
+}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("case", FITS)
+def test_losses_and_rates_are_those_of_ddp(case: str, world: int) -> None:
+    kind, arguments = FITS[case]
+    for of_rank in pool.run(world, beside_ddp, kind, arguments):
+        ddp, *stages = of_rank
+        assert len(set(ddp["rates"])) > 1
+        for found in stages:
+            assert worst(found["losses"], ddp["losses"]) <= SAME
+            assert found["rates"] == ddp["rates"]
+            assert found["steps"] == ddp["steps"]
+        assert stages[0]["losses"] == stages[1]["losses"]  # these add up before they reduce, 2 and 3 after
+        assert stages[2]["losses"] == stages[3]["losses"]
+
+
+@quietly()
+def in_16_bits() -> dict[str, list[float]]:
+    module_of = {"ddp": on_ddp(), "autocast": on_partita(3, precision={"compute": "fp32"})}
+    cast = {f"cast {stage}": on_partita(stage) for stage in (0, 3)}
+    return {
+        name: fitted(Regression, strategy, precision="bf16-mixed")["losses"]
+        for name, strategy in {**module_of, **cast}.items()
+    }
+
+
+def test_bf16_mixed_casts_or_autocasts() -> None:
+    for found in pool.run(2, in_16_bits):
+        assert worst(found["autocast"], found["ddp"]) <= SAME
+        assert found["cast 0"] == found["cast 3"]
+        assert 0 < worst(found["cast 3"], found["ddp"]) < 0.1
+
+
+@quietly()
+def fit_by_the_config() -> tuple[list[float], list[float]]:
+    optimizer = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1}
+    strategy = on_partita(3, optimizer=optimizer, schedule={"name": "linear", "warmup_steps": 2, "total_steps": 20})
+    found = fitted(OfTheConfig, strategy)
+    return found["losses"], found["rates"]
+
+
+def test_without_configure_optimizers_they_are_the_configs() -> None:
+    losses, rates = pool.run(2, fit_by_the_config)[0]
+    assert losses[-1] < 0.7 * losses[0]
+    assert rates[0] == pytest.approx(2 / 3 * 1e-2)
+    assert rates[2] < rates[1] == 1e-2
+
+
+class OnMeta(Regression):
+    """Built in configure_model without memory for its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+
+    def configure_model(self) -> None:
+        with self.trainer.init_module(empty_init=True):
+            self.net = Regression().net
+        assert all(param.is_meta for param in self.net.parameters())
+
+
+@quietly()
+def on_meta() -> tuple[list[float], list[float]]:
+    return fitted(Regression, on_ddp())["losses"], fitted(OnMeta, on_partita(3))["losses"]
+
+
+def test_configure_model_on_meta() -> None:
+    for ddp, found in pool.run(2, on_meta):
+        assert worst(found, ddp) <= SAME
+
+
+@quietly()
+def evaluated_alone(stage: int) -> tuple[float, float, float, bool]:
+    """Without fit: by DDP, by partita, and by partita in a trainer of its own afterwards."""
+    module, made = Regression(), trainer(on_ddp(), dist.get_world_size())
+    (expected,) = made.test(module, loader(), verbose=False)
+    strategy = on_partita(stage)
+    made = trainer(strategy, dist.get_world_size())
+    (found,) = made.test(module, loader(), verbose=False)
+    states = {state for state, _ in strategy.engine.planned_bytes}
+    predicted = made.predict(module, loader())
+    trains = all(param.requires_grad for param in module.parameters())
+    strategy.engine.close(whole=True)
+    assert predicted is not None
+    assert torch.equal(torch.cat(predicted), torch.cat([module(x) for x, _ in _own(made)]))
+    return expected["tested"], found["tested"], float(states == {"parameters"}), trains
+
+
+def _own(made: Any) -> Any:
+    """The batches that this rank predicts."""
+    return made.predict_dataloaders
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_evaluation_alone_holds_no_optimizer_states(stage: int) -> None:
+    for expected, found, only_parameters, trains in pool.run(2, evaluated_alone, stage):
+        assert found == pytest.approx(expected, rel=SAME)
+        assert only_parameters
+        assert trains
+
+
+@quietly()
+def fit_twice() -> tuple[list[float], list[float], float, float]:
+    """The same Trainer and module again, after a test between; beside DDP."""
+    found = []
+    for strategy in (on_ddp(), on_partita(3)):
+        module = Regression()
+        made = trainer(strategy, dist.get_world_size(), max_epochs=1)
+        made.fit(module, loader())
+        tested = made.test(module, loader(), verbose=False)[0]["tested"]
+        made.fit_loop.max_epochs = 2
+        made.fit(module, loader())
+        found.append((module.losses, tested))
+    assert isinstance(strategy, PartitaStrategy)
+    strategy.engine.close()
+    (ddp, ddp_tested), (own, own_tested) = found
+    return ddp, own, ddp_tested, own_tested
+
+
+def test_a_trained_module_is_tested_and_fitted_again() -> None:
+    for ddp, own, ddp_tested, own_tested in pool.run(2, fit_twice):
+        assert worst(own, ddp) <= SAME
+        assert own_tested == pytest.approx(ddp_tested, rel=SAME)

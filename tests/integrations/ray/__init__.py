@@ -1,0 +1,1 @@
+"""Ray Train on partita."""

@@ -2,6 +2,7 @@
 # make test     the tests; PYTEST_ARGS="-k name" to choose
 # make test-all the same with all of each matrix that `make test` takes a sample of
 # make lint     style and types
+# make docs     the documentation's site, into build/site
 # make kernels  the C++ kernels into src/, for a checkout that is used without being installed; PYTHON for another Python
 # make bench    every benchmark, in its quick form; BENCH=name for one
 # make clean    remove what was built, .venv too
@@ -18,7 +19,7 @@ BENCH ?= $(filter-out _%,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py
 BIN := .venv/bin
 INSTALLED := .venv/.installed-$(shell find src -name '*.py' | sort | cksum | cut -d ' ' -f 1)
 
-.PHONY: train test test-all lint bench kernels clean
+.PHONY: train test test-all lint docs bench kernels clean
 
 train: $(INSTALLED)
 	$(BIN)/partita train examples/train_stdlib.yaml --processes 2
@@ -33,6 +34,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict src
+
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(INSTALLED)
 	@echo "benchmarks: $(or $(strip $(BENCH)),none)"

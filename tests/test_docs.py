@@ -27,7 +27,10 @@ from tests.test_architecture import LAYERS
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "partita"
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")
+DOCUMENTS = (
+    *("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"),
+    *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))),
+)
 
 # What a run or a build leaves, what stands for others in examples, what is built, and what is another project's.
 OF_A_RUN = re.compile(r"(runs|folder|model|build|zero)/.*|\w+\.(safetensors|json|jsonl|yaml|png|txt|pt|bin)")
@@ -147,7 +150,8 @@ def _unknown_cli(text: str, words: list[str]) -> Iterator[str]:
             for name in names:
                 if name not in subcommands:
                     yield f"{text}: there is no command {name}"
-            command = subcommands.get(names[0])
+                    return
+            command = subcommands[names[0]]
 
 
 def unknown_path(text: str, folder: Path) -> Iterator[str]:
@@ -357,6 +361,7 @@ BAD = [
     "`make tests`",
     "`make test TORCHES=2`",
     "`partita trian`",
+    "`partita trian JOB --processes 2`",
     "`partita train --process 2`",
     "`python -m benchmarks.speed`",
     "[how](NOWHERE.md)",

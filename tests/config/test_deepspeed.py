@@ -134,6 +134,7 @@ MAPPED: dict[str, tuple[object, dict[str, Any], str, object]] = {
     "zero_optimization.prefetch_bucket_size": (1e6, BASE, "zero.prefetch_bytes", 2_000_000),
     "zero_optimization.stage3_prefetch_bucket_size": ("5e7", BASE, "zero.prefetch_bytes", 100_000_000),
     "zero_optimization.zero_hpz_partition_size": (4, BASE, "zero.hierarchical", True),
+    "zero_optimization.mics_shard_size": (4, BASE, "zero.replicate", "nodes"),
     "zero_optimization.offload_param.device": ("nvme", BASE, "zero.offload.parameters", "disk"),
     "zero_optimization.offload_param.nvme_path": ("/scratch", DISK, "zero.offload.path", "/scratch"),
     "zero_optimization.offload_optimizer.device": ("cpu", BASE, "zero.offload.optimizer", "host"),
@@ -173,7 +174,7 @@ def test_a_file_converts_or_ends_in_its_error(case: dict[str, Any], tmp_path: Pa
     file.write_text(case["file"])
 
     def settings() -> tuple[dict[str, object], list[str]]:
-        converted = deepspeed.read(file, 4, 4, leave_auto=case.get("leave_auto", False))
+        converted = deepspeed.read(file, 4, 4, {} if case.get("trainer") else None)
         resolve(Config(**converted.settings), 4, "cuda", 4)
         assert load_config(yaml.safe_load(converted.as_yaml())) == Config(**converted.settings)
         return converted.settings, [notice.key for notice in converted.of(KeyClass.WARNING)]
@@ -319,15 +320,19 @@ def test_auto_is_filled_in_from_the_trainers_arguments() -> None:
     }
 
 
-def test_auto_that_no_argument_fills_in_is_refused_or_left_to_the_trainer() -> None:
+def test_auto_is_refused_where_there_is_no_trainer() -> None:
+    with pytest.raises(ConfigError, match="which are not known") as raised:
+        deepspeed.read(AUTO, 4)
+    for key in ("gradient_clipping", "bf16.enabled", "optimizer.params.lr", "scheduler.params.total_num_steps"):
+        assert f"{key}: " in str(raised.value)
+    assert "zero_optimization.reduce_bucket_size" not in str(raised.value), "partita sizes this itself"
+
+
+def test_auto_that_the_arguments_do_not_say_is_left_to_the_trainer() -> None:
     known = {name: value for name, value in ARGUMENTS.items() if name not in ("max_steps", "bf16")}
-    with pytest.raises(ConfigError, match="not known") as raised:
-        deepspeed.read(AUTO, 4, arguments=known)
-    assert "scheduler.params.total_num_steps" in str(raised.value)
-    assert "scheduler.params.warmup_num_steps" in str(raised.value)
-    assert "gradient_clipping" not in str(raised.value)
-    left = deepspeed.read(AUTO, 4, arguments=known, leave_auto=True)
+    left = deepspeed.read(AUTO, 4, arguments=known)
     assert {"schedule", "precision"}.isdisjoint(left.settings)
+    assert left.settings["clip_grad_norm"] == 0.5
     assert [notice.key for notice in left.of(KeyClass.WARNING)] == ["scheduler.type"]
     assert ("bf16.enabled", KeyClass.MAPPED) in {(notice.key, notice.kind) for notice in left.notices}
 
@@ -335,7 +340,7 @@ def test_auto_that_no_argument_fills_in_is_refused_or_left_to_the_trainer() -> N
 def test_a_trainer_clips_as_its_arguments_say_where_the_file_does_not() -> None:
     assert deepspeed.read({}, 1).settings["clip_grad_norm"] == 1.0
     assert "clip_grad_norm" not in deepspeed.read({}, 1, arguments=ARGUMENTS).settings
-    assert "clip_grad_norm" not in deepspeed.read({}, 1, leave_auto=True).settings
+    assert deepspeed.read({"gradient_clipping": 2}, 1, arguments={}).settings["clip_grad_norm"] == 2.0
 
 
 def test_what_is_shown_at_the_start() -> None:

@@ -1,6 +1,7 @@
 """States that are split over the ranks of a node, and are the same on every node."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -8,11 +9,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import partita
+from tests import seeds
 from tests.local import pool
 from tests.local.test_visits import siamese
-from tests.local.training import PLANS, Recipe, Stack, Trained, close, rank, same, square_loss, train, whole_weights
+from tests.local.training import PLANS, Recipe, Stack, Trained, rank, same, square_loss, train, whole_weights
 
 REPLICATED = {"stage": 3, "replicate": "nodes"}
 LEAN = {"compute": "bf16", "master": "split", "moments": "int8", "gradients": "in_backward"}
@@ -32,17 +35,16 @@ def assert_near(one: Trained, other: Trained) -> None:
         torch.testing.assert_close(weight, other.weights[name], rtol=1e-4, atol=1e-5)
 
 
-def trained_as_at_stage_3() -> None:
+def trained_as_at_stage_3(config: dict[str, Any], loss: Callable[..., Tensor] = square_loss) -> None:
+    recipe = Recipe(lambda: Stack(2), loss, config=config, num_steps=4, plain=False)
     with on_nodes(2):
-        for config in ({}, {"batch": {"accumulate": 2}}, {"clip_grad_norm": 0.05}, {"zero": {"offload": OFFLOAD}}):
-            for loss in (square_loss, siamese):
-                recipe = Recipe(Stack, loss, config=config, num_steps=4, plain=False)
-                assert_near(train(recipe, REPLICATED), train(recipe, PLANS["3"]))
-        close(train(Recipe(Stack), REPLICATED), train(Recipe(Stack), PLANS["0"]))
-        recipe = Recipe(Stack, config={"precision": {"gradients": "in_backward"}}, plain=False)
         assert_near(train(recipe, REPLICATED), train(recipe, PLANS["3"]))
-    with on_nodes(4):  # all on one node
-        same(train(Recipe(Stack), REPLICATED), train(Recipe(Stack), PLANS["3"]), "on one node")
+
+
+def on_one_node() -> None:
+    recipe = Recipe(lambda: Stack(2), plain=False)
+    with on_nodes(4):
+        same(train(recipe, REPLICATED), train(recipe, PLANS["3"]), "on one node")
 
 
 def the_same_on_every_node(config: dict[str, Any]) -> None:
@@ -51,6 +53,7 @@ def the_same_on_every_node(config: dict[str, Any]) -> None:
         for step in range(3):
             engine.backward(square_loss(engine, rank(), step).float())
             engine.step()
+        engine.memory_report()  # waits for updates under way
         states = [segment.rest.load() for unit in engine._parts.runtime.units for segment in unit.segments]
         mine = torch.cat([state.float().view(-1) for state in states])
         every = [torch.empty_like(mine) for _ in range(4)]
@@ -63,7 +66,7 @@ def looked_at() -> None:
     """Gradients and optimizer states are whole, and counted once."""
     found = []
     for zero in (REPLICATED, PLANS["3"]):
-        torch.manual_seed(0)
+        seeds.start()
         with on_nodes(2), partita.initialize(Stack(2), {"zero": zero, "batch": {"accumulate": 2}}) as engine:
             for step in range(2):
                 engine.backward(square_loss(engine, rank(), step))
@@ -80,7 +83,7 @@ def looked_at() -> None:
 
 def saved(folder: Path, zero: dict[str, Any], ranks_per_node: int) -> list[float]:
     """Two steps, a checkpoint, and the losses of two more."""
-    torch.manual_seed(0)
+    seeds.start()
     with on_nodes(ranks_per_node), partita.initialize(Stack(2), {"zero": zero}) as engine:
         take_steps(engine, 0)
         engine.save(folder)
@@ -117,8 +120,24 @@ def saves_itself(folder: Path) -> None:
         assert all(torch.equal(value, expected[name]) for name, value in whole_weights(engine).items())
 
 
-def test_trained_as_at_stage_3() -> None:
-    pool.run(4, trained_as_at_stage_3)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"batch": {"accumulate": 2}, "clip_grad_norm": 0.05},
+        {"batch": {"accumulate": 2}, "zero": {"offload": OFFLOAD}},
+        {"precision": {"gradients": "in_backward"}},
+    ],
+)
+def test_trained_as_at_stage_3(config: dict[str, Any]) -> None:
+    pool.run(4, trained_as_at_stage_3, config)
+
+
+def test_a_model_that_is_called_twice() -> None:
+    pool.run(4, trained_as_at_stage_3, {}, siamese)
+
+
+def test_on_one_node_it_is_stage_3() -> None:
+    pool.run(4, on_one_node)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -76,7 +77,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """MLflow's client of a store in a folder."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    mlflow = pytest.importorskip("mlflow")
+    import mlflow
+
     before = mlflow.get_tracking_uri()
     mlflow.set_tracking_uri(f"file:{tmp_path}/mlruns")
     yield mlflow.MlflowClient()
@@ -159,9 +161,6 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, wandb_runs: list[Logged])
 @pytest.mark.thorough
 def test_wandb_itself_writes_the_figures_offline(tmp_path: Path) -> None:
     """In a process of its own: it leaves a service and threads behind."""
-    import subprocess
-
-    pytest.importorskip("wandb")
     script = (
         "from tests.observe.test_sinks import *\n"
         f"write_all(Run(Path({str(tmp_path)!r}), settings={{'train': {{'steps': 3}}}}), 'wandb')\n"

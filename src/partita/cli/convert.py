@@ -9,9 +9,31 @@ from rich.console import Console
 from partita.checkpoint.foreign.convert import open_foreign
 from partita.checkpoint.foreign.foreign import write
 from partita.cli.console import show_notice, user_errors
+from partita.config.foreign import read_foreign
+from partita.errors import ConfigError
 from partita.huggingface.trained import read_model
 
 convert = typer.Typer(name="convert", no_args_is_help=True, help="Turn what other libraries wrote into partita's.")
+
+
+@convert.command(name="config")
+def config_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A ds_config.json, or accelerate's YAML.")],
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="The file to write.", show_default="shown")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Data-parallel ranks that it is for.")] = 1,
+    per_node: Annotated[int | None, typer.Option(min=1, help="Of these, on each node.", show_default="all")] = None,
+) -> None:
+    """Write another library's config as partita's YAML, with what became of each key as a comment."""
+    with user_errors():
+        text = read_foreign(file, processes, per_node).as_yaml()
+        if out is None:
+            typer.echo(text, nl=False)
+            return
+        try:
+            out.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"-o {out}: cannot be written: {error.strerror}; name another file") from None
+    typer.echo(f"{out}: for partita.initialize(model, '{out}')")
 
 
 @convert.command(name="checkpoint")

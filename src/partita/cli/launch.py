@@ -26,8 +26,8 @@ from partita.memory.capacity import usable_cores
 SHUTDOWN_TIMEOUT_S = 600
 
 
-def launch(num_processes: int, arguments: Sequence[str], console: Console) -> int:
-    """Runs ``partita.cli.worker`` with these arguments in ``num_processes`` processes; returns the exit code.
+def launch(num_processes: int, module: str, arguments: Sequence[str], console: Console) -> int:
+    """Runs ``python -m module`` with these arguments in ``num_processes`` processes; returns the exit code.
 
     0; 2 for an error of the user's making; 1 where a process failed otherwise; 128 + the number of the signal that
     ended the run (130 for Ctrl-C).
@@ -46,7 +46,7 @@ def launch(num_processes: int, arguments: Sequence[str], console: Console) -> in
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
-            elastic_launch(config, sys.executable)("-m", "partita.cli.worker", *arguments)
+            elastic_launch(config, sys.executable)("-m", module, *arguments)
         except SignalException as interruption:
             return 128 + int(interruption.sigval)
         except ChildFailedError as error:

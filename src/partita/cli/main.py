@@ -7,6 +7,7 @@ import typer
 from partita.cli.checkpoint import checkpoint
 from partita.cli.convert import convert
 from partita.cli.doctor import doctor
+from partita.cli.run import run
 from partita.cli.schema import schema
 from partita.cli.train import train
 
@@ -18,6 +19,8 @@ app = typer.Typer(
     help="Train PyTorch models that do not fit: every training state split over the machines that are there.",
 )
 app.command()(train)
+# What follows SCRIPT is the script's.
+app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(doctor)
 app.command()(schema)
 app.add_typer(checkpoint)

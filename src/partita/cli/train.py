@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from partita.cli.console import INTERRUPTED, user_errors
+from partita.cli.processes import num_to_start
 from partita.config.launchers import launch_environment
 from partita.config.resolve import resolve
 from partita.errors import ConfigError
@@ -34,20 +35,14 @@ def train(job: JobFile, overrides: Overrides = None, processes: Processes = None
     with user_errors():
         loaded = load_job(job, overrides or ())
         environment = launch_environment()
+        num_processes = num_to_start(environment, processes)
         if environment.world_size == 1:
-            num_processes = processes or max(1, accelerator.count())
             check(loaded, num_processes)
-        elif processes is None:
-            num_processes = 1
-        else:
-            raise ConfigError(
-                f"--processes {processes}: a launcher started this process already, as one of "
-                f"{environment.world_size}; leave --processes out"
-            )
     if num_processes > 1:
         from partita.cli.launch import launch  # torch's agent takes a second to import
 
-        raise typer.Exit(launch(num_processes, [str(job), *(overrides or ())], Console(stderr=True)))
+        arguments = [str(job), *(overrides or ())]
+        raise typer.Exit(launch(num_processes, "partita.cli.worker", arguments, Console(stderr=True)))
     with user_errors(f"rank {environment.rank}: " if environment.world_size > 1 else ""):
         outcome = run_job(loaded, Console())
     if outcome.interrupted:

@@ -153,7 +153,7 @@ class Conversion:
                 continue
             self.left.append(key)
             if refuse:
-                fix = "write a value, or have the arguments at hand: partita run, or transformers' Trainer"
+                fix = "write a value, or start a script with transformers' Trainer by partita run"
                 self.refuse(key, '"auto" is filled in from transformers\' TrainingArguments, which are not known', fix)
 
     # ----------------------------------------------------------------------------------------------------- deciding
@@ -181,7 +181,8 @@ class Conversion:
     def leave(self, section: str, text: str) -> None:
         """Says one thing of all keys of a section that nothing was said of."""
         for key in self.keys(section):
-            self._notices.setdefault(key, Notice(key, KeyClass.IGNORED, text))
+            if key in self:
+                self._notices.setdefault(key, Notice(key, KeyClass.IGNORED, text))
 
     def finish(self, processes: int | None = None) -> Converted:
         """What has come of it, once every key has been looked at.

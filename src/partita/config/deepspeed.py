@@ -10,7 +10,7 @@ from partita.config.deepspeed_keys import OPTIMIZER as OPTIMIZER_PARAMS
 from partita.config.deepspeed_keys import SCHEDULER as SCHEDULER_PARAMS
 from partita.config.load import read_text
 from partita.config.messages import shown
-from partita.config.plain import parse_hjson
+from partita.config.plain import parse_hjson, parse_yaml
 from partita.errors import ConfigError
 
 # What DeepSpeed does where a key is not there.
@@ -34,8 +34,6 @@ def read(
     ranks: int,
     ranks_per_node: int | None = None,
     arguments: Mapping[str, object] | None = None,
-    *,
-    leave_auto: bool = False,
 ) -> Converted:
     """What a DeepSpeed configuration means here.
 
@@ -43,19 +41,20 @@ def read(
         source: the path of a file (JSON, in which comments and trailing commas are allowed), or a mapping.
         ranks: the number of data-parallel ranks.
         ranks_per_node: of these, on each node (None: all are on one).
-        arguments: transformers' ``TrainingArguments`` by their names, as far as they are known: ``"auto"`` is filled in
-            from them.
-        leave_auto: leave out what is ``"auto"`` and not among ``arguments``, since a trainer gives it later, instead
-            of raising an error.
+        arguments: transformers' ``TrainingArguments`` by their names, as far as they are known, of the trainer that the
+            configuration is for: ``"auto"`` is filled in from them, and what they do not say yet is left out, since the
+            trainer gives it later. None: there is no trainer, and ``"auto"`` is an error.
 
     Raises:
         ConfigError: the source cannot be read; or listing each key that cannot be had, with its remedy.
     """
-    name, data = _load(source)
+    name, data = load(source)
     conversion = Conversion(name, _in_sections(data), RULES, MEANT)
-    conversion.fill(_trained_with(arguments or {}, ranks), refuse=not leave_auto)
-    compute = _precision(conversion)
-    _batch(conversion, by_trainer=arguments is not None or leave_auto)
+    by_trainer = arguments is not None
+    conversion.fill(_trained_with(arguments or {}, ranks), refuse=not by_trainer)
+    compute = _precision(conversion, by_trainer=by_trainer)
+    _gradients(conversion, compute)
+    _batch(conversion, by_trainer=by_trainer)
     stage = _zero(conversion, compute, ranks_per_node or ranks)
     _offload(conversion, stage)
     _optimizer(conversion)
@@ -63,11 +62,17 @@ def read(
     return conversion.finish()
 
 
-def _load(source: str | Path | Mapping[str, object]) -> tuple[str, Mapping[str, object]]:
+def load(source: str | Path | Mapping[str, object]) -> tuple[str, Mapping[str, object]]:
+    """What to call a source in messages, and its content.
+
+    Raises:
+        ConfigError: it cannot be read, or has no sections.
+    """
     name, data = "the given mapping", cast("object", source)
     if isinstance(source, str | Path):
         name, text = read_text(Path(source))
-        data, _ = parse_hjson(text, name)
+        parser = parse_yaml if Path(source).suffix.lower() in (".yaml", ".yml") else parse_hjson
+        data, _ = parser(text, name)
     if not isinstance(data, Mapping):
         raise ConfigError(f"{name}: expected sections (key: value) at the top level; got {shown(data)}")
     return name, data
@@ -139,31 +144,40 @@ def _batch(conversion: Conversion, *, by_trainer: bool) -> None:
         conversion.set("clip_grad_norm", _CLIP, key)
 
 
-def _precision(conversion: Conversion) -> str | None:
+def _precision(conversion: Conversion, *, by_trainer: bool) -> str | None:
     """The compute dtype; None where a trainer says which."""
-    enabled = [key for key in (f"{FP16}enabled", f"{BF16}enabled", "bfloat16.enabled") if conversion.flag(key)]
-    compute = "fp32" if not enabled else "fp16" if enabled[0].startswith("fp16") else "bf16"
+    switches = (f"{FP16}enabled", f"{BF16}enabled", "bfloat16.enabled")
+    enabled = [key for key in switches if conversion.flag(key)]
+    compute: str | None = "fp32" if not enabled else "fp16" if enabled[0] == switches[0] else "bf16"
     if compute == "fp16" and len(enabled) > 1:
         conversion.refuse(enabled[1], "fp16 is enabled, too", "enable one of them")
-    asked = enabled[0] if enabled else "bf16.enabled"
-    if not enabled and any(key.endswith(".enabled") for key in conversion.left):
-        return None
-    conversion.set("precision.compute", compute, asked, "" if enabled else "neither fp16 nor bf16 is enabled")
+    if enabled:
+        conversion.set("precision.compute", compute, enabled[0])
+    elif by_trainer and (set(switches) & set(conversion.left) or not any(key in conversion for key in switches)):
+        compute = None
+    else:
+        conversion.set("precision.compute", compute, switches[1], "neither fp16 nor bf16 is enabled")
+    if compute == "fp16":
+        _loss_scale(conversion)
+    elif f"{FP16}enabled" in conversion.left:
+        conversion.leave(FP16, "the trainer says whether fp16 is enabled, and how")
+    return compute
+
+
+def _gradients(conversion: Conversion, compute: str | None) -> None:
+    """The dtype in which they rest and travel."""
     dtypes = {}
     for key in ("data_types.grad_accum_dtype", "communication_data_type", "data_types.param_dtype"):
         if (text := conversion.text(key)) and (dtype := _DTYPES.get(text.lower())) is None:
             conversion.refuse(key, f"expected fp32, bf16 or fp16; got {shown(text)}", "write one of them")
         elif text:
             dtypes[key] = dtype
-    if dtypes.pop("data_types.param_dtype", None) == compute:
+    if dtypes.pop("data_types.param_dtype", "") == compute:
         conversion.say(KeyClass.IGNORED, "data_types.param_dtype", "it is the compute dtype")
     for key, dtype in dtypes.items():
         widest = "fp32" if "fp32" in dtypes.values() else dtype
         text = "" if dtype == widest else "gradients rest and travel in one dtype, the wider"
         conversion.set("precision.gradients", widest, key, text)
-    if compute == "fp16":
-        _loss_scale(conversion)
-    return compute
 
 
 def _loss_scale(conversion: Conversion) -> None:
@@ -194,10 +208,13 @@ def _zero(conversion: Conversion, compute: str | None, ranks_per_node: int) -> i
             elements = int(conversion.number(key, 0))
             size = 4 if compute == "fp32" else 2
             conversion.set("zero.prefetch_bytes", elements * size, key, f"{elements} elements of {size} bytes")
-    key = f"{ZERO}zero_hpz_partition_size"
-    if (ranks := conversion.number(key, 1)) > 1:
-        text = "" if ranks == ranks_per_node else f"over the {ranks_per_node} ranks of a node, not over {ranks:g}"
-        conversion.set("zero.hierarchical", True, key, text)
+    for name, target, value in (
+        ("zero_hpz_partition_size", "zero.hierarchical", True),
+        ("mics_shard_size", "zero.replicate", "nodes"),
+    ):
+        if (ranks := conversion.number(ZERO + name, 1)) > 1:
+            text = "" if ranks == ranks_per_node else f"over the {ranks_per_node} ranks of a node, not over {ranks:g}"
+            conversion.set(target, value, ZERO + name, text)
     return int(stage)
 
 

@@ -12,7 +12,7 @@ OPTIMIZER, SCHEDULER = "optimizer.params.", "scheduler.params."
 
 _MAPPED, _IGNORED, _WARNING, _ERROR = KeyClass.MAPPED, KeyClass.IGNORED, KeyClass.WARNING, KeyClass.ERROR
 _SIZED = "partita chooses and sizes this itself"
-_REPORTS = "partita has its own reports: engine.memory_report(), engine.traffic_report(), and its metrics"
+_REPORTS = "partita has reports of its own (engine.memory_report, engine.traffic_report)"
 _SAVED = "partita's checkpoints need no settings here"
 _SAME = "it changes no results here"
 _NUMERICS = "leave it out: it would change the numbers, and partita has nothing like it"
@@ -24,7 +24,7 @@ _MAPPED_KEYS = {
     **rules(_MAPPED, "", "enabled loss_scale initial_scale_power loss_scale_window", FP16),
     **rules(_MAPPED, "", ("bf16.enabled", "bfloat16.enabled", "data_types.grad_accum_dtype")),
     **rules(_MAPPED, "", "stage cpu_offload cpu_offload_param prefetch_bucket_size zero_hpz_partition_size", ZERO),
-    **rules(_MAPPED, "", "stage3_prefetch_bucket_size", ZERO),
+    **rules(_MAPPED, "", "stage3_prefetch_bucket_size mics_shard_size", ZERO),
     **rules(_MAPPED, "", "device nvme_path", OFFLOAD_PARAM),
     **rules(_MAPPED, "", "device nvme_path", OFFLOAD_OPTIMIZER),
     **rules(_MAPPED, "", ("optimizer.type", "scheduler.type")),
@@ -46,7 +46,7 @@ _IGNORED_KEYS = {
         "stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential "
         "ignore_unused_parameters legacy_stage1 round_robin_gradients parameter_alignment memory_efficient_linear "
         "override_module_apply log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory "
-        "cpu_offload_use_pin_memory leaf_module",
+        "cpu_offload_use_pin_memory leaf_module mics_hierarchical_params_gather",
         ZERO,
     ),
     **rules(_IGNORED, _SIZED, "buffer_count buffer_size max_in_cpu pin_memory", OFFLOAD_PARAM),
@@ -132,8 +132,6 @@ _WARNING_KEYS = {
     f"{ZERO}zero_quantized_nontrainable_weights": Rule(
         _WARNING, "frozen weights keep the dtype that they are loaded in"
     ),
-    f"{ZERO}mics_shard_size": Rule(_WARNING, "states are split over all ranks", (-1, 1)),
-    f"{ZERO}mics_hierarchical_params_gather": Rule(_WARNING, "states are split over all ranks"),
     "checkpoint.load_universal": Rule(_WARNING, "partita convert checkpoint reads DeepSpeed's universal checkpoints"),
     **rules(_WARNING, "buffers keep their dtype", "buffer_dtype", "data_types."),
     "data_types.keep_in_fp32_modules": Rule(

@@ -57,7 +57,8 @@ class Movement:
                     assert received is not None
                     group = self._collectives.group(axes)
                     part = _part(target, group) if target.numel() == source.numel() else target
-                    group.reduce_scatter(part, source, received, accumulate=accumulate)
+                    room = received[: group.received_elements(source.numel(), source.itemsize)]
+                    group.reduce_scatter(part, source, room, accumulate=accumulate)
                     source = part
                 case Slice(axes):
                     source = _part(source, self._collectives.group(axes))

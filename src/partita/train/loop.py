@@ -80,10 +80,21 @@ class _Run:
         self._is_first = mesh.rank == 0
         self._progress = TrainingProgress(console if self._is_first else Console(quiet=True), job.train.steps)
         self._start = self._resume()
-        run = Run(job.out, self._start, job.model_dump(mode="json"))
-        self._writer = MetricsWriter(run, job.sinks) if self._is_first else None
+        self._writer = self._open_writer()
         self._utilization = self._find_utilization()
         self._last_held_out = math.nan
+
+    def _open_writer(self) -> MetricsWriter | None:
+        """On the first rank; what stands in its way ends all ranks."""
+        job, writer, error = self._job, None, None
+        if self._is_first:
+            try:
+                writer = MetricsWriter(Run(job.out, self._start, job.model_dump(mode="json")), job.sinks)
+            except PartitaError as raised:
+                error = raised
+        if self._engine.any(error is not None):
+            raise error or PartitaError("rank 0 cannot write the metrics: its own error says why")
+        return writer
 
     def run(self) -> Outcome:
         self._say_start()

@@ -1,0 +1,21 @@
+"""How many processes a command starts on this machine."""
+
+from partita.config.launchers import LaunchEnvironment
+from partita.errors import ConfigError
+from partita.memory import accelerator
+
+
+def num_to_start(environment: LaunchEnvironment, asked: int | None, otherwise: int | None = None) -> int:
+    """As ``asked`` by --processes, else as a file says (``otherwise``), else one for each GPU; under a launcher, 1.
+
+    Raises:
+        ConfigError: they are asked for under a launcher, which has started all there are.
+    """
+    if environment.world_size == 1:
+        return asked or otherwise or max(1, accelerator.count())
+    if asked is None:
+        return 1
+    raise ConfigError(
+        f"--processes {asked}: a launcher started this process already, as one of {environment.world_size}; leave "
+        "--processes out"
+    )

@@ -1,0 +1,43 @@
+"""A script that runs on partita: ``python -m partita.cli.script SETTINGS [-m] SCRIPT [ARGS]``, SETTINGS in JSON.
+
+It is one of the processes of ``partita run --processes N``, or done by ``partita run`` itself.
+"""
+
+import json
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+
+from partita.cli.process import end_with_parent, outcome_of
+
+
+def run_script(settings: Mapping[str, object] | None, command: Sequence[str]) -> None:
+    """Runs ``command`` ([-m] SCRIPT ARGS) as Python does, with partita in the place of accelerate's and transformers'.
+
+    ``settings`` are partita's; None: what the script's own arguments say.
+
+    Raises:
+        PartitaError: accelerate or transformers is not installed, or the settings are wrong.
+    """
+    # By name: it needs the extra hf, and takes seconds to import.
+    import_module("partita.integrations.huggingface").activate(settings)
+    if command[0] == "-m":
+        sys.path.insert(0, str(Path.cwd()))
+        sys.argv = list(command[1:])
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(command[0]).resolve().parent))
+        sys.argv = list(command)
+        runpy.run_path(command[0], run_name="__main__")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the script on this rank; returns the exit code, unless the script ends the process itself."""
+    return outcome_of(lambda: run_script(json.loads(arguments[0]), arguments[1:]))
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    sys.exit(main(sys.argv[1:]))

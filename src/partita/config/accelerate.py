@@ -1,0 +1,224 @@
+"""accelerate's configuration (a YAML of ``accelerate config``) and ``TrainingArguments(fsdp=)`` as one of partita's."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from partita.config import deepspeed
+from partita.config.converted import Conversion, Converted, KeyClass, Rule, rules
+from partita.config.load import read_sections
+from partita.config.messages import shown
+
+_MAPPED, _IGNORED, _WARNING, _ERROR = KeyClass.MAPPED, KeyClass.IGNORED, KeyClass.WARNING, KeyClass.ERROR
+_SIZED = "partita chooses and sizes this itself"
+_LAUNCHED = "the launcher says this: partita run, torchrun or srun"
+_SAVED = "partita's checkpoints need no settings here"
+_COMPUTE = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
+_TIERS = {"none": "none", "cpu": "host", "nvme": "disk"}
+# What each strategy of FSDP's asks for; the first version's are numbers, too, the second's truth values.
+_STRATEGIES: dict[str, tuple[str, ...]] = {
+    "full_shard": ("full_shard", "1", "true"),
+    "shard_grad_op": ("shard_grad_op", "2", "false"),
+    "no_shard": ("no_shard", "3", "no_reshard"),
+    "hybrid_shard": ("hybrid_shard", "4", "hybrid_shard_zero2", "5"),
+}
+_ZERO: dict[str, dict[str, object]] = {
+    "full_shard": {"stage": 3},
+    "shard_grad_op": {"stage": 3, "keep_gathered": True},
+    "no_shard": {"stage": 0},
+    "hybrid_shard": {"stage": 3, "replicate": "nodes"},
+}
+FSDP, DEEPSPEED, PARALLEL = "fsdp_config.fsdp_", "deepspeed_config.", "parallelism_config.parallelism_config_"
+
+_FSDP_RULES = {
+    **rules(_MAPPED, "", "sharding_strategy reshard_after_forward offload_params cpu_offload", FSDP),
+    **rules(_MAPPED, "", "transformer_layer_cls_to_wrap activation_checkpointing", FSDP),
+    **rules(_IGNORED, _SIZED, "version auto_wrap_policy min_num_params backward_prefetch forward_prefetch", FSDP),
+    **rules(_IGNORED, _SIZED, "backward_prefetch_policy limit_all_gathers use_orig_params", FSDP),
+    **rules(_IGNORED, _SIZED, "sync_module_states cpu_ram_efficient_loading", FSDP),
+    **rules(_IGNORED, _SAVED, "state_dict_type", FSDP),
+    f"{FSDP}activation_checkpointing_offload": Rule(_WARNING, "what is kept of the forward stays on the device"),
+    f"{FSDP}ignored_modules": Rule(_ERROR, "leave it out: a module's parameters are left alone by freezing them"),
+    f"{FSDP}mixed_precision_policy": Rule(_ERROR, "leave it out, and set mixed_precision"),
+    **rules(_ERROR, "leave it out: partita runs on CPUs and GPUs", "xla xla_fsdp_v2 xla_fsdp_grad_ckpt", FSDP),
+    f"{FSDP}xla_fsdp_settings": Rule(_ERROR, "leave it out: partita runs on CPUs and GPUs"),
+}
+RULES: dict[str, Rule] = {
+    **rules(_MAPPED, "", "mixed_precision distributed_type num_processes"),
+    **rules(_MAPPED, "", "deepspeed_config_file zero_stage gradient_accumulation_steps gradient_clipping", DEEPSPEED),
+    **rules(_MAPPED, "", "offload_optimizer_device offload_optimizer_nvme_path", DEEPSPEED),
+    **rules(_MAPPED, "", "offload_param_device offload_param_nvme_path", DEEPSPEED),
+    **rules(_MAPPED, "", "dp_replicate_size tp_size cp_size sp_size", PARALLEL),
+    **_FSDP_RULES,
+    **rules(_IGNORED, _LAUNCHED, "machine_rank num_machines gpu_ids main_process_ip main_process_port rdzv_backend"),
+    **rules(_IGNORED, _LAUNCHED, "same_network main_training_function enable_cpu_affinity mpirun_config debug use_cpu"),
+    **rules(_IGNORED, _LAUNCHED, "num_cpu_threads_per_process ipex_config mpi_config"),
+    **rules(_IGNORED, _LAUNCHED, "deepspeed_hostfile deepspeed_multinode_launcher", DEEPSPEED),
+    **rules(_IGNORED, _LAUNCHED, "deepspeed_exclusion_filter deepspeed_inclusion_filter", DEEPSPEED),
+    **rules(_IGNORED, _SIZED, "zero3_init_flag deepspeed_moe_layer_cls_names", DEEPSPEED),
+    **rules(_IGNORED, "weights are always saved whole", "zero3_save_16bit_model", DEEPSPEED),
+    **rules(_IGNORED, _SIZED, "dp_shard_size cp_comm_strategy cp_backend sp_backend sp_seq_length", PARALLEL),
+    **rules(_IGNORED, _SIZED, "sp_seq_length_is_variable sp_attn_implementation", PARALLEL),
+    "dynamo_config": Rule(_WARNING, "compile blocks with torch.compile before they are prepared"),
+    "compute_environment": Rule(
+        _ERROR, "write LOCAL_MACHINE, and start the script there by partita run or torchrun", ("LOCAL_MACHINE",)
+    ),
+    "downcast_bf16": Rule(_ERROR, "leave it out: partita runs on CPUs and GPUs", ("no", "false")),
+    "fp8_config": Rule(_ERROR, "set mixed_precision: bf16"),
+    "megatron_lm_config": Rule(_ERROR, "leave it out: accelerate's FSDP or DeepSpeed settings are what is read here"),
+    **rules(_ERROR, "leave it out: partita runs on CPUs and GPUs", "tpu_use_cluster tpu_use_sudo tpu_env"),
+    **rules(_ERROR, "leave it out: partita runs on CPUs and GPUs", "tpu_name tpu_zone tpu_vm command_file commands"),
+}
+
+
+def read(source: str | Path | Mapping[str, object], ranks: int, ranks_per_node: int | None = None) -> Converted:
+    """What a configuration of accelerate's means here. What its trainer gives (``"auto"`` in a DeepSpeed file that it
+    names) is left out.
+
+    Args:
+        source: the path of a YAML or JSON file, or a mapping.
+        ranks: the number of data-parallel ranks.
+        ranks_per_node: of these, on each node (None: all are on one).
+
+    Raises:
+        ConfigError: the source cannot be read; or listing each key that cannot be had, with its remedy.
+    """
+    sections, _ = read_sections(source)
+    name = str(source) if isinstance(source, str | Path) else "the given mapping"
+    if isinstance(fsdp := sections.get("fsdp_config"), dict):
+        sections["fsdp_config"] = _prefixed(fsdp, "fsdp_")
+    if isinstance(parallel := sections.get("parallelism_config"), dict):
+        sections["parallelism_config"] = _prefixed(parallel, "parallelism_config_")
+    conversion = Conversion(name, sections, RULES)
+    _precision(conversion)
+    for axis, target in (("tp", "parallel.tensor"), ("cp", "parallel.sequence"), ("sp", "parallel.sequence")):
+        if conversion.number(key := f"{PARALLEL}{axis}_size", 1) > 1:
+            conversion.set(target, conversion.value(key), key)
+    if (nodes := conversion.number(key := f"{PARALLEL}dp_replicate_size", 1)) > 1:
+        copies = ranks // (ranks_per_node or ranks)
+        conversion.set("zero.replicate", "nodes", key, "" if nodes == copies else f"{copies} nodes, not {nodes:g}")
+    named = _distributed(conversion, ranks, ranks_per_node)
+    key = "num_processes"
+    processes = int(conversion.number(key, 0)) or None
+    if key in conversion:
+        conversion.say(KeyClass.MAPPED, key, f"partita run starts {processes} processes, unless --processes says else")
+    converted = conversion.finish(processes)
+    return _beside(converted, named) if named else converted
+
+
+def read_fsdp(fsdp: object, fsdp_config: object, ranks: int, ranks_per_node: int | None = None) -> Converted:
+    """What ``TrainingArguments(fsdp=, fsdp_config=)`` mean here.
+
+    Args:
+        fsdp: true, or the words of older versions (``"full_shard auto_wrap offload"``), as text or as a list.
+        fsdp_config: a mapping, the path of a JSON file, or None; its keys with or without ``fsdp_``.
+        ranks: the number of data-parallel ranks.
+        ranks_per_node: of these, on each node (None: all are on one).
+
+    Raises:
+        ConfigError: the file cannot be read; or listing each key or word that cannot be had.
+    """
+    sections, _ = read_sections(fsdp_config)
+    words = fsdp.split() if isinstance(fsdp, str) else list(fsdp) if isinstance(fsdp, list | tuple) else []
+    asked: dict[str, object] = {}
+    for word in (str(getattr(word, "value", word)).lower() for word in words):
+        if word == "offload":
+            asked["fsdp_offload_params"] = True
+        elif word not in ("auto_wrap", "true"):
+            asked["fsdp_sharding_strategy"] = word
+    data = {"fsdp_config": asked | _prefixed(sections, "fsdp_")}
+    conversion = Conversion("TrainingArguments(fsdp=, fsdp_config=)", data, RULES)
+    _fsdp(conversion)
+    return conversion.finish()
+
+
+def _prefixed(section: Mapping[str, object], prefix: str) -> dict[str, object]:
+    """The same, with names that all have the prefix: accelerate and transformers read both."""
+    return {name if name.startswith(prefix) else prefix + name: value for name, value in section.items()}
+
+
+def _precision(conversion: Conversion) -> None:
+    """The compute dtype. Where there is none, plain data parallelism computes in fp32, or under autocast in what the
+    script says; a sharded model is of the dtype that the script says.
+    """
+    key = "mixed_precision"
+    mixed = str(conversion.value(key, "no")).lower().replace("false", "no")  # YAML's word no is a truth value
+    if mixed not in _COMPUTE:
+        conversion.refuse(key, f"{shown(mixed)} is not available", f"write one of {', '.join(_COMPUTE)}")
+    elif mixed == "no" and conversion.text("distributed_type").upper() in ("FSDP", "DEEPSPEED"):
+        conversion.say(KeyClass.MAPPED, key, "as the script says; its model's own dtype where it says nothing")
+    else:
+        conversion.set("precision.compute", _COMPUTE[mixed], key)
+
+
+def _distributed(conversion: Conversion, ranks: int, ranks_per_node: int | None) -> Converted | None:
+    """Who shares the states; returns what a DeepSpeed file that is named means."""
+    key = "distributed_type"
+    kind = conversion.text(key).upper()
+    named = None
+    if kind == "FSDP":
+        conversion.say(KeyClass.MAPPED, key, "see fsdp_config")
+        _fsdp(conversion)
+    elif kind == "DEEPSPEED":
+        conversion.say(KeyClass.MAPPED, key, "see deepspeed_config")
+        named = _deepspeed(conversion, ranks, ranks_per_node)
+    elif kind in ("MEGATRON_LM", "XLA", "TPU"):
+        conversion.refuse(key, f"{kind} is not available", "use FSDP, DEEPSPEED or MULTI_GPU")
+    elif kind:
+        conversion.set("zero.stage", 0, key, "plain data parallelism; stages 1 to 3 give the same numbers")
+    return named
+
+
+def _fsdp(conversion: Conversion) -> None:
+    keys = (f"{FSDP}reshard_after_forward", f"{FSDP}sharding_strategy")
+    key = next((key for key in keys if key in conversion), keys[0])
+    asked = str(conversion.value(key, "full_shard")).lower()
+    strategy = next((name for name, words in _STRATEGIES.items() if asked in words), "")
+    if not strategy:
+        conversion.refuse(key, f"{shown(asked)} is not available", f"write one of {', '.join(_STRATEGIES)}")
+    for name, value in _ZERO.get(strategy, {}).items():
+        conversion.set(f"zero.{name}", value, key)
+    for name in ("offload_params", "cpu_offload"):
+        if conversion.flag(f"{FSDP}{name}"):
+            conversion.set("zero.offload.optimizer", "host", f"{FSDP}{name}")
+            if strategy != "no_shard":
+                conversion.set("zero.offload.parameters", "host", f"{FSDP}{name}")
+    key = f"{FSDP}transformer_layer_cls_to_wrap"
+    classes = conversion.value(key)
+    if isinstance(classes, str):
+        classes = [part.strip() for part in classes.split(",")]
+    if classes:
+        conversion.set("zero.units", classes, key)
+    if conversion.flag(key := f"{FSDP}activation_checkpointing"):
+        conversion.set("activations.checkpoint", "units", key)
+
+
+def _deepspeed(conversion: Conversion, ranks: int, ranks_per_node: int | None) -> Converted | None:
+    key = f"{DEEPSPEED}deepspeed_config_file"
+    if file := conversion.text(key):
+        conversion.say(KeyClass.MAPPED, key, "read as well")
+        return deepspeed.read(file, ranks, ranks_per_node, arguments={})
+    key = f"{DEEPSPEED}zero_stage"
+    stage = conversion.number(key, 2)
+    conversion.set("zero.stage", stage, key)
+    for name, target in (("gradient_accumulation_steps", "batch.accumulate"), ("gradient_clipping", "clip_grad_norm")):
+        if (key := DEEPSPEED + name) in conversion and conversion.value(key) not in ("auto", "none"):
+            conversion.set(target, conversion.number(key, 0) or None, key)
+    for name, target, least in (("optimizer", "zero.offload.optimizer", 1), ("param", "zero.offload.parameters", 3)):
+        if stage < least:
+            continue
+        device = conversion.text(f"{DEEPSPEED}offload_{name}_device").lower()
+        if device in _TIERS:
+            conversion.set(target, _TIERS[device], f"{DEEPSPEED}offload_{name}_device")
+        elif device:
+            fix = f"write one of {', '.join(_TIERS)}"
+            conversion.refuse(f"{DEEPSPEED}offload_{name}_device", f"expected a device; got {shown(device)}", fix)
+        key = f"{DEEPSPEED}offload_{name}_nvme_path"
+        if device == "nvme" and key in conversion:
+            conversion.set("zero.offload.path", conversion.value(key), key)
+    return None
+
+
+def _beside(converted: Converted, named: Converted) -> Converted:
+    """What a DeepSpeed file says holds, as in accelerate; the precision is accelerate's where the file leaves it."""
+    settings = converted.settings | named.settings
+    return Converted(converted.name, settings, (*converted.notices, *named.notices), converted.processes)

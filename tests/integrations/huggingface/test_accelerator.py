@@ -239,7 +239,7 @@ def test_arguments_of_other_libraries() -> None:
 
 
 def counted() -> tuple[int, str]:
-    """The processes that accelerate knows of where nothing is said of devices; and what is said where it knows others."""
+    """The processes that accelerate knows of, and what is said where it knows of others than the launcher."""
     with alone():
         number = Accelerator().num_processes
     with alone(), pytest.MonkeyPatch.context() as patch:

@@ -13,17 +13,17 @@ from partita.errors import ConfigError
 from partita.integrations.huggingface.accelerator import Accelerator, Source
 from partita.integrations.huggingface.loading import read_on_rank_0
 from partita.integrations.huggingface.trainer import Trainer, on_partita
-from partita.integrations.huggingface.training_arguments import read_deepspeed_argument
+from partita.integrations.huggingface.training_arguments import read_sharding_arguments
 
 
 def activate(config: Source = None) -> None:
     """Replace ``accelerate.Accelerator`` and ``transformers.Trainer``, and with it every trainer that is derived from
-    it later; have ``from_pretrained`` read weights on rank 0 alone, and ``TrainingArguments(deepspeed=...)`` be read as
-    a configuration. The first line of a script, once per process.
+    it later; have ``from_pretrained`` read weights on rank 0 alone, and ``TrainingArguments(deepspeed=...)`` and
+    ``(fsdp=...)`` be read as a configuration. The first line of a script, once per process.
 
     Args:
-        config: a YAML or JSON file, a mapping, or a :class:`partita.Config`; None: that of ``deepspeed=``, or all
-            defaults. What the script's
+        config: a YAML or JSON file, a mapping, or a :class:`partita.Config`; None: that of those arguments, or
+            all defaults. What the script's
             arguments say (batch, clipping, precision, optimizer, schedule) is left out of it.
 
     Raises:
@@ -44,7 +44,7 @@ def activate(config: Source = None) -> None:
     for module in (accelerate, accelerate.accelerator):
         module.Accelerator = accelerator
     read_on_rank_0()
-    read_deepspeed_argument()
+    read_sharding_arguments()
 
 
 def _taken() -> Iterator[str]:

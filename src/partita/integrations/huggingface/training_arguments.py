@@ -16,7 +16,7 @@ _log = logging.getLogger("partita")
 
 
 def read_sharding_arguments() -> None:
-    """From now on ``TrainingArguments`` take ``deepspeed=`` (a file, or a mapping, in which ``"auto"`` is what the other
+    """From now on ``TrainingArguments`` take ``deepspeed=`` (a file, or a mapping; ``"auto"`` in it is what the other
     arguments say) or ``fsdp=`` with ``fsdp_config=`` as a configuration of partita's.
     """
     make = TrainingArguments.__post_init__

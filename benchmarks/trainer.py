@@ -58,9 +58,9 @@ _TEXT = """Llamas in fp32 with torch's fused AdamW, at stage 3 and 1. *ms per st
 and then over the repetitions; both loops run in the same processes, in turn, and the ratio is that within a repetition.
 A step of the Trainer is all from the end of one to the end of the next, with its data loader and callbacks. *node's
 peak*: private memory of all ranks together, above what they held before `from_pretrained`, until the model is under the
-plan; *lent*: at most so much of it are the buffers that gathered units borrow, in training as in loading: some blocks per
-rank, whatever the model's depth. File pages that the reader has mapped, which the system takes back when it likes, are
-not counted."""
+plan; *lent*: at most so much of it are the buffers that gathered units borrow, in training as in loading: some blocks
+per rank, whatever the model's depth. File pages that the reader has mapped, which the system takes back when it likes,
+are not counted."""
 
 
 def _steps(report: Report, world: int, options: Options, quick: bool) -> Iterator[list[str]]:

@@ -23,8 +23,8 @@ def activate(config: Source = None) -> None:
 
     Args:
         config: a YAML or JSON file, a mapping, or a :class:`partita.Config`; None: that of those arguments, or
-            all defaults. What the script's
-            arguments say (batch, clipping, precision, optimizer, schedule) is left out of it.
+            all defaults. What the script's arguments say (batch, clipping, precision, optimizer, schedule) is left out
+            of it.
 
     Raises:
         ConfigError: the configuration is wrong, or a script has taken one of the two classes already.

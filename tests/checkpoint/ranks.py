@@ -85,6 +85,7 @@ def rank_of(number: int, mesh: MeshShape, cut: Cut, values: Mapping[str, Tensor]
     runtime: Any = SimpleNamespace(units=[unit], model=nn.Module(), collectives=collectives)
     runtime.residency = SimpleNamespace(hold=lambda units: None, let_go=lambda units: None)
     runtime.gradient_group = SimpleNamespace(index=mesh.group_index(number, ("data",)))
+    runtime.part_index, runtime.is_first_of_part = runtime.gradient_group.index, True
     runtime.members = lambda: [(unit, member) for member in members]
     runtime.executor = SimpleNamespace(deliver=lambda *_: None)  # nothing looks at what rests
     updater: Any = SimpleNamespace(views=views, optimizer=optimizer, states=OptimizerStates(optimizer, views, memory))

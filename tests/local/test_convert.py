@@ -19,16 +19,21 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from typer.testing import CliRunner, Result
 
 import partita
+import partita.integrations.deepspeed as deepspeed
+from partita import PartitaError
+from partita.checkpoint.foreign.convert import open_foreign
+from partita.checkpoint.foreign.foreign import write
 from partita.checkpoint.foreign.universal import CLIENT_STATE, COUNTERS
 from partita.checkpoint.format.stored import open_stored
 from partita.cli.main import app
 from partita.config.schema import Schedule as ScheduleSection
+from partita.huggingface.trained import read_model
 from partita.optim.schedule import Schedule
 from tests.local import pool
 
 NUM_BEFORE, NUM_AFTER = 3, 3
 LINEAR = {"name": "linear", "warmup_steps": 2, "total_steps": 9}
-SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6}
+SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6}
 
 
 def convert(folder: Path, out: Path) -> Result:
@@ -78,7 +83,7 @@ class Plain:
     def __init__(self, schedule: Any) -> None:
         torch.manual_seed(0)
         self.model = Model()
-        self.optimizer = AdamW(groups_of(self.model), **SETTINGS)  # type: ignore[arg-type]
+        self.optimizer = AdamW(groups_of(self.model), **SETTINGS)
         self.scheduler = schedule(self.optimizer)
         self.step = 0
 
@@ -98,7 +103,7 @@ class Plain:
 def goes_on(folder: str, schedule: Any, stage: int, strict: bool) -> tuple[list[float], dict[str, Any], set[str]]:
     torch.manual_seed(1)
     made = Model()
-    optimizer = AdamW(groups_of(made), **SETTINGS)  # type: ignore[arg-type]
+    optimizer = AdamW(groups_of(made), **SETTINGS)
     config = {"zero": {"stage": stage}}
     with partita.initialize(made, config, optimizer=optimizer, scheduler=schedule(optimizer)) as engine:
         restored = engine.load(folder, strict=strict)
@@ -179,7 +184,7 @@ def write_universal(folder: Path, plain: Plain, stage: int, schedule: dict[str, 
         for group in plain.optimizer.param_groups
     ]
     for group in groups:
-        del group["initial_lr"]
+        group.pop("initial_lr", None)
     with pickled_as_deepspeed():
         found = {"loss_scaler": DynamicLossScaler(), "zero_stage": ZeroStageEnum(3), "param_groups": groups}
         torch.save(found, root / "optimizer_state.pt")
@@ -221,6 +226,57 @@ def test_universal(stage: int, tmp_path: Path) -> None:
     assert missing == ({"model.scale"} if stage == 3 else set())
 
 
+WARMUP = {"warmup_min_lr": 0.001, "warmup_max_lr": 0.02, "warmup_num_steps": 5}
+
+
+def deepspeed_config() -> dict[str, Any]:
+    optimizer = {"type": "AdamW", "params": {**SETTINGS, "weight_decay": 0.1}}
+    schedule = {"type": "WarmupLR", "params": WARMUP}
+    return {"train_micro_batch_size_per_gpu": 5, "optimizer": optimizer, "scheduler": schedule}
+
+
+def native_steps(engine: Any, first: int) -> list[float]:
+    losses = []
+    for step in range(first, first + NUM_BEFORE):
+        loss = loss_of(engine, step)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def converts_and_goes_on(folder: str) -> None:
+    torch.manual_seed(0)
+    engine = deepspeed.initialize(model=Model(), config=deepspeed_config())[0]
+    native_steps(engine, 0)
+    plain = Plain(halving)  # with the weights and states that the engine has now
+    plain.model.load_state_dict(engine.state_dict())
+    plain.optimizer = AdamW(plain.model.parameters(), **SETTINGS | {"lr": engine.get_lr()[0]}, weight_decay=0.1)
+    for name, param in plain.model.named_parameters():
+        if param.requires_grad:
+            plain.optimizer.state[param] = engine._engine.optimizer_state(name)
+    write_universal(Path(folder) / "run", plain, 2, {"last_batch_iteration": NUM_BEFORE - 1}, epoch=7)
+    expected, rates = native_steps(engine, NUM_BEFORE), engine.get_lr()
+    engine.destroy()
+    write(open_foreign(Path(folder) / "run", read_model), Path(folder) / "out")
+
+    torch.manual_seed(1)
+    engine = deepspeed.initialize(model=Model(), config=deepspeed_config())[0]
+    with pytest.raises(PartitaError, match="partita convert checkpoint .*run .*run-partita makes one"):
+        engine.load_checkpoint(f"{folder}/run")
+    path, client_state = engine.load_checkpoint(f"{folder}/out")
+    assert (path, client_state) == (f"{folder}/out/step-3", {"epoch": 7})
+    assert (engine.global_steps, engine.skipped_steps, engine.global_samples) == (4, 1, 20)
+    assert native_steps(engine, NUM_BEFORE) == pytest.approx(expected, rel=1e-6)
+    assert engine.get_lr() == pytest.approx(rates, rel=1e-12)
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
+
+
+def test_universal_in_a_native_loop(tmp_path: Path) -> None:
+    pool.run(1, converts_and_goes_on, str(tmp_path), with_group=False)
+
+
 def test_universal_with_a_torch_scheduler(tmp_path: Path) -> None:
     plain = Plain(halving)
     plain.train(NUM_BEFORE)
@@ -231,7 +287,7 @@ def test_universal_with_a_torch_scheduler(tmp_path: Path) -> None:
 
 def loss_scale_of(folder: str) -> float:
     made = Model()
-    optimizer = AdamW(groups_of(made), **SETTINGS)  # type: ignore[arg-type]
+    optimizer = AdamW(groups_of(made), **SETTINGS)
     config = {"precision": {"compute": "fp16"}}
     with partita.initialize(made, config, optimizer=optimizer, scheduler=linear(optimizer)) as engine:
         engine.load(folder)
@@ -302,8 +358,9 @@ def test_fsdp(tmp_path: Path) -> None:
     assert "tensors of FSDP after 3 steps" in shown.output, shown.output
     assert "note: random_states_0.pkl is not taken" in shown.output
     check_goes_on(tmp_path / "out", plain, halving)
-    shown = convert(tmp_path / "out" / "step-3", tmp_path / "again")
-    assert (shown.exit_code, "is a checkpoint of partita" in shown.output) == (2, True)
+    for own in (tmp_path / "out", tmp_path / "out" / "step-3", run / "optimizer_0"):
+        shown = convert(own, tmp_path / "again")
+        assert (shown.exit_code, "which engine.load takes as it is" in " ".join(shown.output.split())) == (2, True)
 
 
 TRAINER = {"learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 2, "max_grad_norm": 0.0, "seed": 3}

@@ -305,7 +305,6 @@ def not_available() -> None:
         {"parallel": {"pipeline": 2}},
         {"parallel": {"sequence": 2}},
         {"activations": {"offload": "host"}},
-        {"activations": {"checkpoint": "blocks"}},
         {"communication": {"gradients": "1bit"}},
         {"communication": {"parameters": "int8"}},
     ]

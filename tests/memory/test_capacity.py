@@ -7,8 +7,8 @@ import torch
 
 from partita.config.schema import Offload
 from partita.errors import PartitaError
-from partita.memory import capacity
-from partita.memory.capacity import DEVICE_SHARE, DISK_SHARE, free_budget, host_memory
+from partita.memory import accelerator, capacity
+from partita.memory.capacity import DEVICE_SHARE, DISK_SHARE, free_budget, free_now, host_memory
 from partita.memory.disk import filesystem_in_memory
 
 CPU = torch.device("cpu")
@@ -32,6 +32,17 @@ def test_on_a_cpu_the_device_is_the_hosts_memory(monkeypatch: pytest.MonkeyPatch
     assert (budget.device, budget.host, budget.disk) == (int(DEVICE_SHARE * 50_000), 0, int(DISK_SHARE * 1_000_000))
     share = budget.shared(4)
     assert (share.device, share.disk) == (budget.device // 4, budget.disk // 4)
+
+
+def test_what_is_free_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An accelerator's memory is asked for after PyTorch has given back what it only keeps."""
+    monkeypatch.setattr(capacity, "host_memory", lambda: (64_000, 50_000))
+    assert free_now(CPU) == 50_000
+    calls = list[str]()
+    monkeypatch.setattr(accelerator, "reclaim", lambda device: calls.append(device.type))
+    monkeypatch.setattr(accelerator, "free_bytes", lambda device: 1_000 * len(calls))
+    assert free_now(torch.device("xpu")) == 1_000
+    assert calls == ["xpu"]
 
 
 def test_files_in_memory_are_no_disk(tmp_path: Path) -> None:

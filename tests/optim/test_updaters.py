@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD
 
 from partita.comm.collectives import Collectives
@@ -48,6 +48,7 @@ def on_two(name: str, tiers: Tiers, work: Callable[[Made, StepUpdater], None], c
         parts = made(collectives, name, NUM_UNITS, NUM_UNITS, tiers)
         reducer, _ = parts.reducer()
         runtime: Any = SimpleNamespace(
+            model=nn.Module(),
             units=parts.units,
             executor=parts.executor,
             residency=parts.residency,

@@ -7,7 +7,6 @@ import json
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 
 from partita.cli.process import end_with_parent, outcome_of
@@ -21,8 +20,9 @@ def run_script(settings: Mapping[str, object] | None, command: Sequence[str]) ->
     Raises:
         PartitaError: accelerate or transformers is not installed, or the settings are wrong.
     """
-    # By name: it needs the extra hf, and takes seconds to import.
-    import_module("partita.integrations.huggingface").activate(settings)
+    from partita.integrations.huggingface import activate  # of the extra hf, and takes seconds to import
+
+    activate(settings)
     if command[0] == "-m":
         sys.path.insert(0, str(Path.cwd()))
         sys.argv = list(command[1:])

@@ -57,7 +57,7 @@ def read(
     _batch(conversion, by_trainer=by_trainer)
     stage = _zero(conversion, compute, ranks_per_node or ranks)
     _offload(conversion, stage)
-    _optimizer(conversion)
+    _optimizer(conversion, by_trainer=by_trainer)
     _schedule(conversion)
     return conversion.finish()
 
@@ -95,11 +95,6 @@ def _trained_with(arguments: Mapping[str, object], ranks: int) -> dict[str, obje
     micro, accumulate = get("per_device_train_batch_size"), get("gradient_accumulation_steps")
     known = isinstance(micro, int) and isinstance(accumulate, int)
     betas = [get("adam_beta1"), get("adam_beta2")]
-    total = get("max_steps")
-    total = total if isinstance(total, int) and total > 0 else None
-    warmup = get("warmup_steps")
-    if isinstance(warmup, float) and warmup < 1:
-        warmup = None if total is None else -int(-total * warmup // 1)
     return {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulate,
@@ -112,10 +107,7 @@ def _trained_with(arguments: Mapping[str, object], ranks: int) -> dict[str, obje
         f"{OPTIMIZER_PARAMS}betas": None if None in betas else betas,
         f"{OPTIMIZER_PARAMS}eps": get("adam_epsilon"),
         f"{OPTIMIZER_PARAMS}weight_decay": get("weight_decay"),
-        f"{SCHEDULER_PARAMS}warmup_min_lr": 0.0,
-        f"{SCHEDULER_PARAMS}warmup_max_lr": get("learning_rate"),
-        f"{SCHEDULER_PARAMS}warmup_num_steps": None if warmup is None else max(1, int(warmup)),  # type: ignore[call-overload]
-        f"{SCHEDULER_PARAMS}total_num_steps": total,
+        **{key: None for key in RULES if key.startswith(SCHEDULER_PARAMS)},  # the trainer has a schedule of its own
     }
 
 
@@ -253,7 +245,7 @@ def _path(conversion: Conversion, key: str) -> None:
 # --------------------------------------------------------------------------------------------- optimizer and schedule
 
 
-def _optimizer(conversion: Conversion) -> None:
+def _optimizer(conversion: Conversion, *, by_trainer: bool) -> None:
     key = "optimizer.type"
     kind = conversion.text(key)
     name = _OPTIMIZERS.get(kind.lower())
@@ -272,7 +264,7 @@ def _optimizer(conversion: Conversion) -> None:
         if f"{OPTIMIZER_PARAMS}{param}" in conversion:
             conversion.set(f"optimizer.{param}", conversion.value(OPTIMIZER_PARAMS + param), OPTIMIZER_PARAMS + param)
     key = f"{OPTIMIZER_PARAMS}weight_decay"
-    if key not in conversion.left:
+    if key in conversion or not by_trainer:
         conversion.set("optimizer.weight_decay", conversion.value(key, 0.0), key)
     return None
 

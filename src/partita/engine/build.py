@@ -32,6 +32,7 @@ from partita.optim.traits import check_elementwise, counted_attributes, states_p
 from partita.optim.updater import Updater
 from partita.optim.views import check_groups
 from partita.planner.blueprint import Blueprint, make_blueprint, row_of
+from partita.planner.parameters import check_quantized, find_quantized
 from partita.sharding.assemble import check_alike
 from partita.sharding.resting import check_unclaimed
 from partita.sharding.runtime import Runtime
@@ -81,6 +82,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     budget = agreed_budget(settings.zero.offload, collectives)
     with together(all_ranks):
         check_unclaimed(model)
+        check_quantized(find_quantized(model), mesh.device)
         blueprint = make_blueprint(model, resolved, num_moments, budget)
         choice = settings.activations.checkpoint
         recomputed = chosen_modules(model, [unit.name for unit in blueprint.units], choice)

@@ -221,7 +221,7 @@ class Engine:
 
     def state_dict(self, *, trainable: bool = False) -> dict[str, Any]:
         """The model's state dict (modules' extra states, too), whole, with master weights, on the host of rank 0; empty
-        on the other ranks.
+        on the other ranks. Quantized parameters are not in it.
 
         Args:
             trainable: only the parameters that require gradients (adapters); units without any are not gathered.

@@ -31,6 +31,7 @@ from partita.huggingface.conversion import FileTensors, is_of_transformers
 from partita.huggingface.weights import INDEX, SINGLE, read_index
 from partita.inspection.modules import EXTRA_STATE, extra_states, is_extra_state, persistent_buffers
 from partita.inspection.whole import Whole
+from partita.planner.parameters import find_quantized
 
 FILE_BYTES = 4 * 2**30
 # In the folder that files are written into, while the process that writes them runs.
@@ -54,8 +55,13 @@ def export(
     (``get_extra_state``) has no place in these files: a warning says so.
 
     Raises:
-        PartitaError: the folder cannot be written.
+        PartitaError: the folder cannot be written, or parameters are quantized.
     """
+    if quantized := find_quantized(model):
+        raise PartitaError(
+            f"engine.export: '{quantized[0].fqns[0]}' is quantized, which an export does not write; write what trains: "
+            "engine.state_dict(trainable=True), or the model's own save_pretrained after engine.close(whole=True)"
+        )
     buffers = list(persistent_buffers(model))
     names = {id(member): _kept_name(model, member.holding.fqns) for member in whole.members}
     tensors = FileTensors(model, [*names.values(), *(name for name, _ in buffers)])

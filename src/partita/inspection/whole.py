@@ -16,6 +16,7 @@ from partita.inspection.modules import extra_states, persistent_buffers, state_d
 from partita.memory.accelerator import is_host
 from partita.memory.capacity import free_now
 from partita.optim.updater import Updater
+from partita.planner.parameters import find_quantized
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member, Segment, Unit
 
@@ -31,6 +32,7 @@ class Whole:
         self._group = runtime.gradient_group
         self.num_gathered = 0  # blocks of gathered that are open
         self.is_first = runtime.collectives.mesh.is_first_replica()
+        self._quantized = {id(holding.param) for holding in find_quantized(runtime.model)}  # which are always whole
         self._named = {fqn: member for _, member in runtime.members() for fqn in member.holding.fqns}
 
     @property
@@ -135,7 +137,7 @@ class Whole:
 
     def _parameters_of(self, items: tuple[nn.Module | nn.Parameter, ...]) -> set[int]:
         """Ids of the parameters that are asked for."""
-        known = {id(member.param) for _, member in self._runtime.members()}
+        known = {id(member.param) for _, member in self._runtime.members()} | self._quantized
         wanted = set[int]()
         for item in items:
             if not isinstance(item, nn.Module | nn.Parameter):
@@ -228,7 +230,8 @@ class Whole:
         return segment.master.joined(segment.full, whole)
 
     def state_dict(self, *, trainable: bool = False) -> dict[str, Any]:
-        """The model's state dict with master weights, whole, on the host of rank 0; empty on the others.
+        """The model's state dict with master weights, whole, on the host of rank 0; empty on the others. Quantized
+        parameters, of which modules save more than a tensor, are not in it.
 
         Args:
             trainable: only the parameters that require gradients.

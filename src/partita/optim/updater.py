@@ -20,6 +20,7 @@ from partita.optim.snapshot import copies
 from partita.optim.states import OptimizerStates
 from partita.optim.updates import Updates
 from partita.optim.views import Views
+from partita.planner.parameters import find_quantized
 from partita.sharding.buckets import Bucket
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Segment
@@ -68,7 +69,8 @@ class Updater(ABC):
         self.scale = scale
         self.steps = 0
         self.culprit = ""
-        self.views = Views(runtime.units, runtime.memory)
+        quantized = [holding.param for holding in find_quantized(runtime.model)]
+        self.views = Views(runtime.units, runtime.memory, quantized)
         self.views.attach(optimizer)
         self.states = OptimizerStates(optimizer, self.views, runtime.memory)
         executor, row = runtime.executor, runtime.part_index

@@ -6,7 +6,7 @@ per-group rates, schedulers and hooks stay as they are.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -70,11 +70,11 @@ class View:
 
 
 class Views:
-    """All views, by parameter."""
+    """All views, by parameter. ``others`` are the parameters that no unit holds: they leave the optimizer's groups."""
 
-    def __init__(self, units: Sequence[Unit], memory: StateMemory) -> None:
+    def __init__(self, units: Sequence[Unit], memory: StateMemory, others: Iterable[nn.Parameter] = ()) -> None:
         self._memory = memory
-        self._known = {id(member.param) for unit in units for member in unit.members}
+        self._known = {id(member.param) for unit in units for member in unit.members} | {id(param) for param in others}
         spans = {span.fqn: span for unit in units for segment in unit.segments for span in segment.master_spans}
         members = [member for unit in units for member in unit.members if member.param.is_floating_point()]
         self._views = {id(member.param): View(member, spans.get(member.fqn)) for member in members}

@@ -82,7 +82,9 @@ def make_blueprint(
     """
     zero = resolved.config.zero
     kept = keep_fp32_modules(model, resolved.config.precision.keep_fp32)
-    _check(find_holdings(model), resolved)
+    if not (holdings := find_holdings(model)):
+        raise ConfigError(f"model: all parameters of {type(model).__name__} are quantized and frozen: none can train")
+    _check(holdings, resolved)
     specs = group_units(model, zero.units)
     row, size = row_of(resolved), resolved.mesh.group_size
     num_parts, num_replicas = size(row.part_axes), size(row.replica_axes)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from partita.errors import ConfigError
-from partita.planner.parameters import Holding, find_holdings
+from partita.planner.parameters import Holding, find_holdings, is_quantized
 
 # A layer outside the blocks is a unit of its own from this share of the largest block's bytes.
 LEAF_SHARE = 0.5
@@ -110,7 +110,7 @@ def _contains(outer: str, path: str) -> bool:
 
 
 def _bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
+    return sum(p.numel() * p.element_size() for p in module.parameters() if not is_quantized(p))
 
 
 def _chosen(model: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
@@ -127,7 +127,7 @@ def _auto(model: nn.Module) -> Iterator[nn.Module]:
     for name, module in model.named_modules():
         if (
             isinstance(module, nn.Embedding | nn.Linear)
-            and all(names[id(param)] == 1 for param in module.parameters())
+            and all(names.get(id(param), 1) == 1 for param in module.parameters())
             and _bytes(module) >= least
             and not any(_contains(outer, name) for outer in (*blocks, *attention))
         ):

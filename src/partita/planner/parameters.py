@@ -20,7 +20,47 @@ class Holding:
 
 
 def find_holdings(model: nn.Module) -> list[Holding]:
-    """Every parameter once, with all its names and owners, in the order of ``named_parameters``."""
+    """Every parameter that units hold once, with all its names and owners, in the order of ``named_parameters``."""
+    return [holding for holding in _every_holding(model) if not is_quantized(holding.param)]
+
+
+def find_quantized(model: nn.Module) -> list[Holding]:
+    """The parameters that stay as they are, outside units, in the same order."""
+    return [holding for holding in _every_holding(model) if is_quantized(holding.param)]
+
+
+def is_quantized(param: Tensor) -> bool:
+    """Whether a frozen parameter keeps its values in a form of its class's own, which nothing can be cut out of: the
+    parameters of bitsandbytes, which are bytes, and tensors that consist of several (torchao).
+    """
+    if param.requires_grad or nn.parameter.is_lazy(param):
+        return False
+    own_class = not type(param).__module__.startswith(("torch.", "partita."))  # as plain ones, and those at rest, have
+    return own_class and (bool(inner_names(param)) or not param.is_floating_point())
+
+
+def inner_names(param: Tensor) -> list[str]:
+    """The attributes that are the tensors which a tensor consists of; none of a plain one."""
+    flatten = getattr(param, "__tensor_flatten__", None)
+    return [] if flatten is None else list(flatten()[0])
+
+
+def check_quantized(holdings: Sequence[Holding], device: torch.device) -> None:
+    """Refuse quantized parameters that do not lie where they are computed with.
+
+    Raises:
+        ConfigError: names the first.
+    """
+    for holding in holdings:
+        if holding.param.device != device:
+            raise ConfigError(
+                f"parameter '{holding.fqns[0]}' is quantized ({type(holding.param).__name__}) and on "
+                f"'{holding.param.device}': quantized parameters stay where they are; load the model onto "
+                f"'{device}' (from_pretrained(..., device_map={{'': '{device}'}})) before partita.initialize"
+            )
+
+
+def _every_holding(model: nn.Module) -> list[Holding]:
     found: dict[int, Holding] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for attribute, param in module._parameters.items():
@@ -42,7 +82,7 @@ def check_supported(holding: Holding) -> None:
     if not plain or type(param.data) is not Tensor:
         raise ConfigError(
             f"parameter '{name}' is a {type(param.data).__name__}: its memory cannot be split; "
-            "pass the model before it is distributed or quantized"
+            "pass the model before it is distributed; of quantized parameters, freeze them (requires_grad_(False))"
         )
     if param.layout is not torch.strided:
         raise ConfigError(f"parameter '{name}' is sparse ({param.layout}); use a dense parameter")

@@ -23,7 +23,8 @@ from partita.plan.box import Box
 from partita.plan.mesh_shape import BATCH_AXES
 from partita.plan.planned import PlannedUnit
 from partita.planner.dtypes import dtype_of
-from partita.planner.parameters import find_holdings
+from partita.planner.parameters import find_holdings, find_quantized
+from partita.sharding import quantized
 from partita.sharding.initialize import initialize_module
 from partita.sharding.unit import Segment, Unit
 
@@ -47,6 +48,7 @@ def check_alike(model: nn.Module, units: Sequence[PlannedUnit], group: Group) ->
         for s in unit.segments
         for span in s.layout.spans
     ]
+    described += [quantized.describe(holding) for holding in find_quantized(model)]
     for name, buffer in model.named_buffers():
         described.append(f"buffer '{name}' of shape {tuple(buffer.shape)}, {buffer.dtype}")
     digest = hashlib.sha256("\n".join(described).encode()).hexdigest()
@@ -134,7 +136,7 @@ class Assembly:
                 f"{source.title}: none of its tensors is a parameter of {type(self._model).__name__}, whose first is "
                 f"'{missing[0]}'"
             )
-        known = {fqn for holding in holdings for fqn in holding.fqns}
+        known = {fqn for holding in [*holdings, *find_quantized(self._model)] for fqn in holding.fqns}
         unused = source.unused(known | {name for name, _ in self._model.named_buffers(remove_duplicate=False)})
         if missing and unused:
             raise ConfigError(
@@ -209,8 +211,8 @@ class Assembly:
                 elements.shaped(flat[place], box).copy_(self._source.read(name, box))
         return values
 
-    def fill_buffers(self) -> None:
-        """Move the model's buffers to the device; every rank gets rank 0's values.
+    def fill_others(self) -> None:
+        """Move the model's buffers to the device; every rank gets rank 0's values, also of quantized parameters.
 
         Raises:
             ConfigError: a buffer is still on ``meta``; on every rank.
@@ -218,7 +220,9 @@ class Assembly:
         with together(self._collectives.all_ranks, self._undo):
             for path, module in self._model.named_modules():
                 self._fill_buffers_of(module, path)
-        self._collectives.group(BATCH_AXES).broadcast(list(self._model.buffers()), "start")
+        group = self._collectives.group(BATCH_AXES)
+        group.broadcast(list(self._model.buffers()), "start")
+        quantized.make_alike(find_quantized(self._model), group, self._device)
 
     def _fill_buffers_of(self, module: nn.Module, path: str) -> None:
         if self._needs_buffers(module):

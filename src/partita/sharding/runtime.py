@@ -130,7 +130,7 @@ class Runtime:
                 resting.claim(member.param, member.fqn, self)
             if not unit.rests_whole:
                 self.executor.release(unit)
-        assembly.fill_buffers()
+        assembly.fill_others()
 
     def give_back(self) -> None:
         """Undo a start that has failed, on all ranks: what was moved out of the model is the model's own again."""

@@ -8,8 +8,8 @@ from partita.checkpoint.foreign.foreign import Foreign
 from partita.checkpoint.foreign.fsdp import open_fsdp
 from partita.checkpoint.foreign.trainer import Model, find_optimizer, open_trainer
 from partita.checkpoint.foreign.universal import find_universal, open_universal
+from partita.checkpoint.format.folder import complete
 from partita.checkpoint.format.metadata import METADATA
-from partita.checkpoint.format.stored import open_stored
 from partita.errors import PartitaError
 
 
@@ -28,13 +28,12 @@ def open_foreign(folder: Path, read_model: Callable[[Path], Model]) -> Foreign:
         return with_what_is_beside("FSDP", stored, folder)
     if (optimizer := find_optimizer(folder)) is not None:
         return open_trainer(folder, optimizer, read_model)
-    if (folder / METADATA).exists():
-        stored = open_stored(folder)
-        if not stored.manifest:
-            return with_what_is_beside("torch.distributed.checkpoint", stored, folder)
-        raise PartitaError(f"convert: '{folder}' is a checkpoint of partita, which engine.load takes as it is")
+    if (folder / METADATA).exists() or complete(folder):
+        raise PartitaError(
+            f"convert: '{folder}' is a checkpoint of partita or torch.distributed.checkpoint, which engine.load takes "
+            "as it is"
+        )
     raise PartitaError(
         f"convert: '{folder}' is no checkpoint that is known: expected a universal one of DeepSpeed (zero/), one of "
-        "FSDP (pytorch_model_fsdp_0/ or pytorch_model_fsdp.bin), of torch.distributed.checkpoint (.metadata), or the "
-        "Trainer's ('optimizer.pt' beside the weights)"
+        "FSDP (pytorch_model_fsdp_0/ or pytorch_model_fsdp.bin), or the Trainer's ('optimizer.pt' beside the weights)"
     )

@@ -18,13 +18,12 @@ from partita.integrations.huggingface.training_arguments import read_sharding_ar
 
 def activate(config: Source = None) -> None:
     """Replace ``accelerate.Accelerator`` and ``transformers.Trainer``, and with it every trainer that is derived from
-    it later; have ``from_pretrained`` read weights on rank 0 alone, and ``TrainingArguments(deepspeed=...)`` and
-    ``(fsdp=...)`` be read as a configuration. The first line of a script, once per process.
+    it later; have ``from_pretrained`` read weights on rank 0 alone, and ``TrainingArguments(deepspeed=..., fsdp=...)``
+    be read as a configuration. The first line of a script, once per process.
 
     Args:
-        config: a YAML or JSON file, a mapping, or a :class:`partita.Config`; None: that of those arguments, or
-            all defaults. What the script's arguments say (batch, clipping, precision, optimizer, schedule) is left out
-            of it.
+        config: a YAML or JSON file, a mapping, or a :class:`partita.Config`; None: that of these arguments, or all
+            defaults. What the script's own arguments say (batch, clipping, precision, optimizer, schedule) is left out.
 
     Raises:
         ConfigError: the configuration is wrong, or a script has taken one of the two classes already.

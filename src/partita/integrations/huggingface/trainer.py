@@ -78,12 +78,12 @@ class Trainer(transformers.Trainer):
             super().create_accelerator_and_postprocess()
 
     def _source(self) -> Source:
-        """The configuration: the constructor's, the class's, or what TrainingArguments say of DeepSpeed or FSDP."""
+        """The configuration, from the class, the constructor, or ``TrainingArguments(deepspeed=..., fsdp=...)``."""
         settings: Source = getattr(self.args, SETTINGS, None)
         if settings is not None and self.default_config is not None:
             raise ConfigError(
-                "TrainingArguments(deepspeed=...) or (fsdp=...) beside a configuration of partita's: leave one of the "
-                "two out"
+                "TrainingArguments(deepspeed=..., fsdp=...) beside a configuration of partita's: leave one of the two "
+                "out"
             )
         return settings if settings is not None else self.default_config
 

@@ -1,4 +1,4 @@
-"""``TrainingArguments(deepspeed=...)`` and ``(fsdp=...)``, read as partita's configuration."""
+"""``TrainingArguments(deepspeed=..., fsdp=...)``, read as partita's configuration."""
 
 import logging
 from typing import Any
@@ -16,8 +16,8 @@ _log = logging.getLogger("partita")
 
 
 def read_sharding_arguments() -> None:
-    """From now on ``TrainingArguments`` take ``deepspeed=`` (a file, or a mapping; ``"auto"`` in it is what the other
-    arguments say) or ``fsdp=`` with ``fsdp_config=`` as a configuration of partita's.
+    """From now on ``TrainingArguments`` take ``deepspeed=`` (a file, or a mapping), in which ``"auto"`` is what the
+    other arguments say, or ``fsdp=`` with ``fsdp_config=``, as a configuration of partita's.
     """
     make = TrainingArguments.__post_init__
 
@@ -30,15 +30,14 @@ def read_sharding_arguments() -> None:
 
 
 def _read(args: Any) -> dict[str, object]:
-    """The settings that the argument asks for, which is then empty."""
+    """The settings that the arguments ask for, which are then empty."""
     launch = launch_environment(running=world.running())
-    ranks = launch.world_size, launch.local_world_size
     if args.deepspeed and args.fsdp:
         raise ConfigError("TrainingArguments(deepspeed=..., fsdp=...): leave one of the two out")
     if args.deepspeed:
-        converted = deepspeed.read(args.deepspeed, *ranks, vars(args))
+        converted = deepspeed.read(args.deepspeed, launch.world_size, launch.local_world_size, vars(args))
     else:
-        converted = accelerate.read_fsdp(args.fsdp, args.fsdp_config, *ranks)
+        converted = accelerate.read_fsdp(args.fsdp, args.fsdp_config, launch.world_size, launch.local_world_size)
     args.deepspeed = args.fsdp = args.fsdp_config = None
     if launch.rank == 0:
         for line in converted.summary():

@@ -1,0 +1,115 @@
+"""Names of DeepSpeed's that are not here, and what partita has in their place."""
+
+from collections.abc import Mapping
+
+from partita.errors import PartitaError
+
+_NOT_YET = "is not available in this version of partita"
+_PIPELINE = f"pipeline parallelism {_NOT_YET}; ZeRO stage 3 with offload trains models that do not fit"
+_TENSOR = f"tensor parallelism {_NOT_YET}; ZeRO stage 3 with offload trains models that do not fit"
+_OPTIMIZERS = (
+    "name the optimizer in the configuration (AdamW, Adam, SGD, Lion: partita has kernels for them), or pass one of "
+    "torch.optim to initialize(optimizer=...)"
+)
+_RECOMPUTE = "use torch.utils.checkpoint, or the model's gradient_checkpointing_enable()"
+_GENERATE = "generate inside `with engine.gathered():` (of partita.initialize), or export the weights and serve them"
+
+# Below the module itself.
+MODULE = {
+    "ops": _OPTIMIZERS,
+    "DeepSpeedOptimizer": "the engine's optimizer is a torch.optim.Optimizer",
+    "DeepSpeedDataLoader": "use torch.utils.data.DataLoader, or initialize(training_data=...), which makes one",
+    "DeepSpeedConfig": "use partita.Config; partita.config.deepspeed.read reads DeepSpeed's files",
+    "DeepSpeedConfigError": "catch partita.ConfigError",
+    "DeepSpeedHybridEngine": _GENERATE,
+    "InferenceEngine": _GENERATE,
+    "init_inference": _GENERATE,
+    "default_inference_config": _GENERATE,
+    "DeepSpeedInferenceConfig": _GENERATE,
+    "PipelineModule": _PIPELINE,
+    "PipelineEngine": _PIPELINE,
+    "pipe": _PIPELINE,
+    "tp_model_init": _TENSOR,
+    "set_autotp_mode": _TENSOR,
+    "module_inject": _TENSOR,
+    "checkpointing": _RECOMPUTE,
+    "moe": "use the model's own experts: those that a rank does not use get zero gradients there",
+    "sequence": f"sequence parallelism {_NOT_YET}",
+    "compression": f"compressed training {_NOT_YET}",
+    "accelerator": "use torch.accelerator, and the engine's attribute device",
+    "get_accelerator": "use torch.accelerator, and the engine's attribute device",
+    "OnDevice": "use torch.device('meta') as a context; partita.initialize fills such models unit by unit",
+    "log_dist": "use the logging module, where torch.distributed.get_rank() is 0",
+    "logger": "use the logging module: logging.getLogger('partita') has partita's own lines",
+    "utils": "use the logging module, engine.gathered(...), engine.gradient(name) and engine.optimizer_state(name)",
+    "monitor": "log what engine.step() and engine.memory_report() of partita.initialize return",
+    "profiling": "use torch.profiler, and engine.memory_report() and engine.traffic_report() of partita.initialize",
+    "runtime": "use partita.initialize's engine; its parts are inside partita",
+    "dist": "use comm",
+    "launcher": "start scripts with torchrun, srun or `partita run --processes`",
+    "constants": "use partita.initialize(..., mesh=) and torch.distributed",
+}
+
+# Of `zero`.
+ZERO = {
+    "MiCS_Init": "set zero_hpz_partition_size in the configuration: gathers stay within a node",
+    "TiledLinear": "use torch.nn.Linear: parameters on any tier are gathered unit by unit",
+    "TiledLinearReturnBias": "use torch.nn.Linear: parameters on any tier are gathered unit by unit",
+    "unwrap_model_for_generation": _GENERATE,
+    "ZeroParamStatus": "a parameter at rest says so where it is printed; engine.gathered(...) makes it whole",
+    "ZeroParamType": "every parameter of the engine's model is one",
+    "DeepSpeedZeRoOffload": "set offload_param and offload_optimizer in the configuration",
+}
+
+# Of `comm`.
+COMM = {
+    "inference_all_reduce": "use all_reduce",
+    "log_summary": "use engine.traffic_report() of partita.initialize",
+    "configure": "use engine.traffic_report() of partita.initialize",
+    "initialize_mesh_device": _TENSOR,
+    "mpi_discovery": "start with torchrun or srun, whose variables are read",
+}
+
+# Of the engine.
+ENGINE = {
+    "set_gradient_accumulation_boundary": "call step() after every micro-batch: it updates at the boundary by itself",
+    "coalesce_grad_reduction": "use no_sync(), which is legal at every stage",
+    "allreduce_gradients": "call step() after every micro-batch: gradients are reduced in backward",
+    "set_train_batch_size": "give the batch sizes in the configuration",
+    "set_train_micro_batch_size": "give the batch sizes in the configuration",
+    "compile": "compile the model's blocks before initialize (block.compile())",
+    "offload_states": "set offload_optimizer and offload_param in the configuration",
+    "reload_states": "set offload_optimizer and offload_param in the configuration",
+    "empty_partition_cache": "nothing is left to empty: slots of gathered parameters are lent and taken back",
+    "monitor": "log what get_lr(), get_global_grad_norm() and your loss say",
+    "flops_profiler": "use torch.profiler",
+    "timers": "use torch.profiler",
+    "load_moe_state_dict": "use load_checkpoint: experts are parameters like others",
+}
+
+
+class MissingNameError(PartitaError, ImportError):
+    """A name of DeepSpeed's that is in no module here. (``from ... import`` would lose the words of an
+    ``AttributeError``.)
+    """
+
+
+class MissingAttributeError(PartitaError, AttributeError):
+    """A name of DeepSpeed's that the engine has not."""
+
+
+def missing(module: str, name: str, remedies: Mapping[str, str]) -> Exception:
+    """The error for a name that is not in a module; for one that begins with an underscore, a plain one."""
+    if name.startswith("_"):
+        return AttributeError(f"module '{module}' has no attribute '{name}'")
+    return MissingNameError(_said(module, name, remedies))
+
+
+def missing_attribute(name: str) -> AttributeError:
+    """The error for a name that neither the engine nor its model has."""
+    return MissingAttributeError(_said("engine", name, ENGINE))
+
+
+def _said(where: str, name: str, remedies: Mapping[str, str]) -> str:
+    remedy = remedies.get(name, "use partita.initialize and its engine: see the README")
+    return f"{where}.{name} of DeepSpeed is not in partita.integrations.deepspeed: {remedy}"

@@ -1,0 +1,170 @@
+"""``deepspeed.initialize``: DeepSpeed's arguments to those of :func:`partita.initialize`."""
+
+import argparse
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from partita.comm import world
+from partita.comm.mesh import Mesh
+from partita.config import deepspeed as configuration
+from partita.config.converted import Converted
+from partita.config.launchers import launch_environment
+from partita.config.load import load_config, read_text
+from partita.config.plain import parse_hjson
+from partita.config.resolve import resolve
+from partita.engine.start import initialize as start_engine
+from partita.errors import ConfigError
+from partita.integrations.deepspeed import zero
+from partita.integrations.deepspeed.comm import init_distributed
+from partita.integrations.deepspeed.engine import DeepSpeedEngine
+from partita.optim.build import Factory, build_optimizer
+
+_log = logging.getLogger("partita")
+Source = str | Path | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What ``deepspeed.initialize`` takes, in its order.
+
+    ``args``: has ``deepspeed_config``, where ``config`` is not given, and gets its ``local_rank``.
+    ``model_parameters``: what the configuration's optimizer updates: parameters, or groups of them; None: all.
+    ``optimizer`` and ``lr_scheduler``: objects, or callables that make them of parameters and of the optimizer.
+    ``training_data``: a dataset, of which each rank gets micro-batches of its own. ``config`` (or ``config_params``): a
+    file, or a mapping. ``distributed_port`` and ``dist_init_required`` have no effect: the launcher says where ranks
+    meet.
+    """
+
+    args: Any = None
+    model: Any = None
+    optimizer: Any = None
+    model_parameters: Iterable[Any] | None = None
+    training_data: Any = None
+    lr_scheduler: Any = None
+    distributed_port: int | None = None
+    mpu: Any = None
+    dist_init_required: bool | None = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    config: Source | None = None
+    mesh_param: Any = None
+    config_params: Source | None = None
+
+    def source(self) -> Source:
+        """Where the configuration is.
+
+        Raises:
+            ConfigError: nowhere, or in two places; or another argument is wrong, or asks for what is not available.
+        """
+        if self.mpu is not None or self.mesh_param is not None:
+            raise ConfigError(
+                "deepspeed.initialize(mpu=) and (mesh_param=): model and sequence parallelism are not available in "
+                "this version; leave them out"
+            )
+        if self.training_data is not None and not isinstance(self.training_data, Dataset):
+            kind = type(self.training_data).__name__
+            raise ConfigError(f"deepspeed.initialize(training_data=): expected a torch Dataset, got a {kind}")
+        given = {
+            "config": self.config,
+            "config_params": self.config_params,
+            "args.deepspeed_config": getattr(self.args, "deepspeed_config", None),
+        }
+        found = {name: value for name, value in given.items() if value is not None}
+        if len(found) != 1:
+            said = f"in {' and '.join(found)}" if found else "nowhere"
+            raise ConfigError(
+                f"deepspeed.initialize: the configuration is {said}: expected it once, as config= (a path or a "
+                "mapping) or as args.deepspeed_config"
+            )
+        return next(iter(found.values()))
+
+
+def initialize(*positional: Any, **named: Any) -> tuple[DeepSpeedEngine, Optimizer | None, Any, Any]:
+    """Put a model under the plan that a configuration of DeepSpeed asks for; takes what :class:`Arguments` names.
+
+    Returns:
+        The engine, its optimizer (None where there is none), a loader of ``training_data`` (else None), and the
+        learning rate's scheduler (None where there is none).
+
+    Raises:
+        ConfigError: an argument or a key of the configuration is one that partita does not have; it says what to do.
+    """
+    given = Arguments(*positional, **named)
+    source = given.source()
+    init_distributed()
+    launch = launch_environment(running=world.running())
+    if hasattr(given.args, "local_rank"):
+        given.args.local_rank = launch.local_rank or 0
+    converted = configuration.read(source, launch.world_size, launch.local_world_size)
+    settings = _with_one_checkpoint_per_tag(converted)
+    engine = start_engine(
+        given.model,
+        settings,
+        optimizer=given.optimizer if given.optimizer is not None else _on_parameters(given, settings),
+        scheduler=given.lr_scheduler,
+    )
+    if not launch.rank:
+        for line in converted.summary():
+            _log.info("%s", line)
+    zero.made(engine)
+    resolved = resolve(engine.config, launch.world_size, engine.mesh.device.type, launch.local_world_size)
+    loader = None if given.training_data is None else _loader(given, source, engine.mesh, resolved.batch.micro)
+    has = {
+        "optimizer": given.optimizer is not None or "optimizer" in settings,
+        "scheduler": given.lr_scheduler is not None or "schedule" in settings,
+    }
+    outer = DeepSpeedEngine(engine, resolved, launch.local_rank or 0, has, loader)
+    return outer, outer.optimizer, loader, outer.lr_scheduler
+
+
+def _with_one_checkpoint_per_tag(converted: Converted) -> dict[str, Any]:
+    """The settings, with checkpoints as DeepSpeed has them: one under a tag takes the place of an earlier one."""
+    return {**converted.settings, "checkpoint": {"keep": 1}}
+
+
+def _on_parameters(given: Arguments, settings: Mapping[str, Any]) -> Factory | None:
+    """What makes the configuration's optimizer of the parameters, or groups of them, that are given; None: of all."""
+    if given.model_parameters is None or "optimizer" not in settings or not isinstance(given.model, nn.Module):
+        return None
+    groups = list(given.model_parameters)
+    trained = {id(param) for param in given.model.parameters() if param.requires_grad}
+    if all(isinstance(param, Tensor) for param in groups) and trained <= {id(param) for param in groups}:
+        return None
+    config = load_config(settings)
+    return lambda params: build_optimizer(groups, config, None, kernels=False)
+
+
+def _loader(given: Arguments, source: Source, mesh: Mesh, micro: int) -> DataLoader[Any]:
+    """Micro-batches of the training data; each rank's share of them."""
+    share = mesh.size("data"), mesh.coordinate("data")
+    streams = isinstance(given.training_data, IterableDataset)
+    return DataLoader(
+        given.training_data,
+        batch_size=micro,
+        sampler=None if streams else DistributedSampler(given.training_data, *share),
+        collate_fn=given.collate_fn,
+        drop_last=_drops_last(source),
+    )
+
+
+def _drops_last(source: Source) -> bool:
+    """Whether the configuration has loaders leave out a last micro-batch that is not full."""
+    data: Any = source
+    if isinstance(source, str | Path):
+        name, text = read_text(Path(source))
+        data, _ = parse_hjson(text, name)
+    return bool(data.get("dataloader_drop_last", False))
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed`` and ``--deepspeed_config FILE``, which :func:`initialize` takes in ``args``."""
+    group = parser.add_argument_group("DeepSpeed", "training on partita with a configuration of DeepSpeed")
+    group.add_argument("--deepspeed", action="store_true", help="for the script alone; it has no effect here")
+    group.add_argument("--deepspeed_config", default=None, help="configuration of DeepSpeed, a JSON file")
+    return parser

@@ -1,0 +1,119 @@
+"""Checkpoints by directory, tag and ``latest``, as DeepSpeed names them: each tag is a folder of partita's."""
+
+import hashlib
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from partita.checkpoint.foreign.universal import CLIENT_STATE, COUNTERS, find_universal
+from partita.checkpoint.format.folder import complete
+from partita.checkpoint.format.stored import open_stored
+from partita.checkpoint.training_state import EXTRA
+from partita.engine.engine import Engine
+from partita.errors import PartitaError
+
+LATEST = "latest"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a checkpoint holds beside partita's own: the script's values, and DeepSpeed's counters."""
+
+    client_state: dict[str, Any] = field(default_factory=dict)
+    global_steps: int = 0
+    global_samples: int = 0
+    skipped_steps: int = 0
+
+
+class TaggedCheckpoints:
+    """Of one engine. Every method is a collective."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def save(self, folder: Path, tag: str, kept: Kept, *, latest: bool) -> None:
+        """Save under a tag; with ``latest``, that is loaded where none is asked for.
+
+        Raises:
+            PartitaError: on all ranks: the tags differ, or it cannot be written.
+        """
+        marks = self._engine.each(float(int.from_bytes(hashlib.sha1(tag.encode()).digest()[:6])))
+        if len(set(marks)) > 1:
+            raise PartitaError(
+                f"save_checkpoint: this rank's tag is '{tag}', and others have other tags: give every rank the same"
+            )
+        counters = asdict(kept)
+        self._engine.extra[CLIENT_STATE] = counters.pop("client_state")
+        self._engine.extra[COUNTERS] = counters
+        self._engine.save(folder / tag)
+        self._engine.wait_for_checkpoint()
+        if latest:
+            self.write(folder / LATEST, lambda path: path.write_text(tag))
+
+    def write(self, path: Path, put: Callable[[Path], Any]) -> None:
+        """Have rank 0 write a file, which is there whole or not at all, before any rank goes on.
+
+        Raises:
+            PartitaError: on all ranks: it cannot be written.
+        """
+        problem = ""
+        if self._engine.mesh.rank == 0:
+            aside = path.with_name(f"{path.name}.new")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                put(aside)
+                aside.replace(path)
+            except (OSError, RuntimeError) as error:  # torch.save has the latter where the disk is full
+                problem = f": {error}"
+        if self._engine.any(bool(problem)):
+            raise PartitaError(f"'{path}' cannot be written by rank 0{problem}; name a folder with room in it")
+
+    def load(self, folder: Path, tag: str | None, *, only_model: bool, strict: bool) -> tuple[Path, Kept] | None:
+        """Load what is under a tag (None: the latest); None, with a warning, where there is none.
+
+        Raises:
+            PartitaError: on all ranks: it is damaged, of another model, or was written by DeepSpeed.
+        """
+        found = self._agreed(folder, tag)
+        if found is None:
+            return None
+        restored = self._engine.load(found, only_model=only_model, strict=strict)
+        stored = open_stored(restored.path)
+        extra: dict[str, Any] = stored.value(EXTRA) if EXTRA in stored.values else {}
+        counters = extra.get(COUNTERS) or {"global_steps": restored.step}
+        return restored.path, Kept(extra.get(CLIENT_STATE, {}), **counters)
+
+    def _agreed(self, folder: Path, tag: str | None) -> Path | None:
+        """What :meth:`_find` finds, if it does on every rank."""
+        found, problem = None, None
+        try:
+            found = self._find(folder, tag)
+        except PartitaError as error:
+            problem = error
+        there = self._engine.each(float(found is not None))
+        if self._engine.any(problem is not None) or len(set(there)) > 1:
+            others = [rank for rank, is_there in enumerate(there) if not is_there]
+            raise problem or PartitaError(
+                f"load_checkpoint: ranks {others} do not find in '{folder}' what others do: all ranks need the folder"
+            )
+        return found
+
+    def _find(self, folder: Path, tag: str | None) -> Path | None:
+        named = tag
+        if named is None and (folder / LATEST).is_file():
+            named = (folder / LATEST).read_text().strip()
+        path = folder if named is None else folder / named
+        if complete(path):
+            return path
+        if find_universal(path) is not None:
+            raise PartitaError(
+                f"load_checkpoint: '{path}' is a universal checkpoint of DeepSpeed: partita convert checkpoint {path} "
+                f"{path}-partita makes one that is loaded from that folder, without a tag"
+            )
+        if tag is not None:
+            raise PartitaError(f"load_checkpoint: there is no checkpoint '{tag}' in '{folder}'")
+        said = f"load_checkpoint: '{folder}' has no file '{LATEST}', and nothing is loaded: name a tag"
+        warnings.warn(said, stacklevel=4)
+        return None

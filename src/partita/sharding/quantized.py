@@ -1,0 +1,47 @@
+"""Frozen parameters in a quantized form: no unit holds them. They stay whole where they are, with rank 0's values."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partita.comm.group import Group
+from partita.planner.parameters import Holding, inner_names
+
+
+def describe(holding: Holding) -> str:
+    """What must be the same on all ranks."""
+    held = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors_in(holding.param))
+    return f"quantized parameter '{holding.fqns[0]}', a {type(holding.param).__name__} of {held}"
+
+
+@torch.no_grad()
+def make_alike(holdings: Sequence[Holding], group: Group, device: torch.device) -> None:
+    """Give every rank of the group its first rank's values."""
+    own = [tensor for holding in holdings for tensor in tensors_in(holding.param)]
+    sent = [tensor.to(device) for tensor in own]  # a scale may be on the host
+    group.broadcast(sent, "start")
+    for tensor, values in zip(own, sent, strict=True):
+        if values is not tensor:
+            tensor.copy_(values)
+
+
+def tensors_in(param: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that a quantized parameter consists of: its values, and the scales that they go with."""
+    names = inner_names(param)
+    for name in names:
+        yield from tensors_in(getattr(param, name))
+    if not names:
+        yield param.data
+        for value in vars(param).values():
+            yield from _tensors_of(value)
+
+
+def _tensors_of(value: Any) -> Iterator[Tensor]:
+    """Those of what is kept beside the values, such as the scales of bitsandbytes."""
+    if isinstance(value, Tensor):
+        yield value.data
+    elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type):
+        for inner in vars(value).values():
+            yield from _tensors_of(inner)

@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 
 import partita
 from partita.integrations.huggingface import Accelerator, Trainer, rank_0_reads
+from partita.memory.ledger import STATES
 
 RATE, NORM = 1e-4, 1.0
 VOCABULARY = 4096
@@ -137,8 +138,9 @@ def load(options: Options, folder: Path) -> dict[str, float]:
     dist.barrier()
     (folder / f"ended-{os.getpid()}").touch()
     dist.barrier()
+    report = accelerator.engines.of(model).engine.memory_report()
     accelerator.engines.close()
-    return {}
+    return {"lent_bytes": sum(num for (state, _), num in report.peak.items() if state not in STATES)}
 
 
 def main() -> None:

@@ -43,11 +43,14 @@ def main() -> int:
     report.write(_TEXT)
     report.write()
     header = ["ranks", "stage", "engine ms per step", "Trainer ms per step", "ratio", "smallest - largest", "target"]
+    parts = options.only or ["steps", "loading"]
     worlds = [2] if options.quick else options.ranks
-    report.table(header, (row for world in worlds for row in _steps(report, world, trained, options.quick)))
+    if "steps" in parts:
+        report.table(header, (row for world in worlds for row in _steps(report, world, trained, options.quick)))
     num_ranks = 2 if options.quick else 4
-    header = ["ranks", "stage", "parameters M", "model MB", "node's peak MB", "ratio", "target"]
-    report.table(header, _loading(report, num_ranks, loaded, options.quick))
+    header = ["ranks", "stage", "parameters M", "model MB", "node's peak MB", "of it lent MB", "ratio", "target"]
+    if "loading" in parts:
+        report.table(header, _loading(report, num_ranks, loaded, options.quick))
     return report.end(options.save)
 
 
@@ -55,7 +58,9 @@ _TEXT = """Llamas in fp32 with torch's fused AdamW, at stage 3 and 1. *ms per st
 and then over the repetitions; both loops run in the same processes, in turn, and the ratio is that within a repetition.
 A step of the Trainer is all from the end of one to the end of the next, with its data loader and callbacks. *node's
 peak*: private memory of all ranks together, above what they held before `from_pretrained`, until the model is under the
-plan; file pages that the reader has mapped, which the system takes back when it likes, are not counted."""
+plan; *lent*: at most so much of it are the buffers that gathered units borrow, in training as in loading: some blocks
+per rank, whatever the model's depth. File pages that the reader has mapped, which the system takes back when it likes,
+are not counted."""
 
 
 def _steps(report: Report, world: int, options: Options, quick: bool) -> Iterator[list[str]]:
@@ -90,7 +95,7 @@ def _loading(report: Report, world: int, options: Options, quick: bool) -> Itera
             model.save_pretrained(folder / "model")
             del model
             with _Watch(folder) as watch:
-                _run("load", world, Options(**(asdict(options) | {"stage": stage})), folder)
+                ranks = _run("load", world, Options(**(asdict(options) | {"stage": stage})), folder)
         # At stages below 3 every rank keeps the model whole: it is the reading that must not add to it.
         kept = 4 * num_params * (1 if stage == 3 else world)
         ratio = watch.peak / kept
@@ -101,6 +106,7 @@ def _loading(report: Report, world: int, options: Options, quick: bool) -> Itera
             f"{num_params / 1e6:.1f}",
             megabytes(kept),
             megabytes(watch.peak),
+            megabytes(sum(rank["lent_bytes"] for rank in ranks)),
             f"{ratio:.2f}",
             "" if quick else f"<= {MEMORY_TARGET}",
         ]

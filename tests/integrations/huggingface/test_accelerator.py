@@ -236,3 +236,22 @@ def test_arguments_of_other_libraries() -> None:
     with alone(), pytest.raises(ConfigError, match="precision.gradients: in_backward"):
         config = {"precision": {"gradients": "in_backward"}}
         Accelerator(cpu=True, gradient_accumulation_steps=2, partita_config=config)
+
+
+def counted() -> tuple[int, str]:
+    """The processes that accelerate knows of, and what is said where it knows of others than the launcher."""
+    with alone():
+        number = Accelerator().num_processes
+    with alone(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Accelerator, "num_processes", 1)
+        try:
+            Accelerator(cpu=True)
+        except ConfigError as error:
+            return number, str(error)
+    return number, ""
+
+
+def test_accelerate_knows_all_processes() -> None:
+    for number, said in pool.run(2, counted):
+        assert number == 2
+        assert "accelerate knows of 1 processes, and the launcher has started 2" in said

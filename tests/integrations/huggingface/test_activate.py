@@ -94,8 +94,8 @@ def test_too_late() -> None:
         assert "script imported Accelerator" in list(_taken())
 
 
-def test_the_argument_for_deepspeed_is_read(tmp_path: Path) -> None:
-    """Beside a configuration it is refused."""
+def test_the_arguments_of_other_libraries_are_read(tmp_path: Path) -> None:
+    """Beside a configuration they are refused."""
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": "auto"}
     content = {
         "zero_optimization": zero,
@@ -119,10 +119,15 @@ try:
     Trainer(model=llama(), args=args, train_dataset=samples(9, 1), partita_config={{"zero": {{"stage": 1}}}})
 except ConfigError as error:
     said = str(error)
+wrapped = {{"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
+fsdp = arguments(sys.argv[1], fsdp="full_shard offload", fsdp_config=wrapped)
 print("FOUND", json.dumps({{"losses": losses_of(trainer), "stage": config.zero.stage, "said": said,
+    "fsdp": fsdp.partita_settings,
     "tier": config.zero.offload.optimizer, "clip": config.clip_grad_norm, "compute": config.precision.compute}}))
 """
     done = found(run(reads, tmp_path))
     assert (done["stage"], done["tier"], done["clip"], done["compute"]) == (2, "host", 1.0, "fp32")
     assert len(done["losses"]) == 6  # type: ignore[arg-type]
     assert "beside a configuration of partita's" in str(done["said"])
+    offload = {"parameters": "host", "optimizer": "host"}
+    assert done["fsdp"] == {"zero": {"stage": 3, "offload": offload, "units": ["LlamaDecoderLayer"]}}

@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import TrainerCallback
 
 from partita import ConfigError
-from tests.integrations.huggingface.runs import Run, alone, end, losses_of, samples, scratch, trainer_of
+from tests.integrations.huggingface.runs import Run, alone, end, llama, losses_of, samples, scratch, trainer_of
 from tests.local import pool
 
 
@@ -122,3 +123,21 @@ def rates(*runs: Run) -> list[list[float]]:
             found.append([row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row])
             end(trainer)
     return found
+
+
+def with_own_optimizer(folder: Path) -> list[float]:
+    """The learning rates of a run whose optimizer is given, beside a configuration of the arguments' unused one."""
+    with alone():
+        model = llama()
+        run = Run({"zero": {"stage": 2}, "optimizer": {"lr": 0.5}})
+        trainer = trainer_of(run, folder, model=model, optimizers=(torch.optim.SGD(model.parameters(), lr=0.5), None))
+        try:
+            trainer.train()
+            return [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row]
+        finally:
+            end(trainer)
+
+
+def test_an_optimizer_that_is_given(tmp_path: Path) -> None:
+    rates = pool.run(2, with_own_optimizer, tmp_path)[0]
+    assert max(rates) == 0.5

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from partita.comm import world
+from partita.config.launchers import launch_environment
 from partita.config.load import load_config
 from partita.config.resolve import resolve
 from partita.config.schema import Config
@@ -19,6 +21,7 @@ from partita.integrations.huggingface.arguments import Argument, check_alike, me
 from partita.integrations.huggingface.engines import Engines, Prepared, adds_up_whole
 from partita.integrations.huggingface.generation import hook_generation, unhook_generation
 from partita.integrations.huggingface.optimizer import EngineOptimizer
+from partita.memory.accelerator import HOST, device_type
 
 CHECKPOINT = "partita"  # the folder of an engine's checkpoints in one of accelerate's or the Trainer's
 Source = str | Path | Mapping[str, Any] | Config | None
@@ -49,11 +52,14 @@ class Accelerator(accelerate.Accelerator):
     ) -> None:
         _check_alone(kwargs)
         config = load_config(partita_config if partita_config is not None else self.default_config)
+        if not args and device_type() == HOST.type:
+            kwargs.setdefault("cpu", True)  # otherwise accelerate takes each of several processes for the only one
         super().__init__(*args, **kwargs)
         self._models: list[nn.Module]
         self._optimizers: list[Optimizer]
         if self.distributed_type in _OTHERS:
             raise _not_alone(self.distributed_type.value)
+        _check_ranks(self.num_processes)
         steps = self.gradient_accumulation_steps
         if steps > 1:
             check_alike(config, [Argument("batch.accumulate", "gradient_accumulation_steps", steps)])
@@ -277,6 +283,16 @@ def _newest(folder: Path) -> Path:
 def _fed_by_the_loop(config: Config) -> Config:
     """Without the batch's numbers, which the training loop has: an engine's step ends each of its batches."""
     return load_config(config.model_dump(exclude_unset=True, exclude={"batch"}))
+
+
+def _check_ranks(num_processes: int) -> None:
+    """accelerate and partita know of the same processes."""
+    ranks = launch_environment(running=world.running()).world_size
+    if ranks != num_processes:
+        raise ConfigError(
+            f"accelerate knows of {num_processes} processes, and the launcher has started {ranks}: on machines without "
+            "an accelerator set use_cpu=True in TrainingArguments, or cpu=True in Accelerator"
+        )
 
 
 def _check_alone(kwargs: Mapping[str, Any]) -> None:

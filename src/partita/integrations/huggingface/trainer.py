@@ -48,6 +48,7 @@ class Trainer(transformers.Trainer):
         if partita_config is not None:
             self.default_config = partita_config
         self.optimizer: Optimizer | None
+        self._makes_optimizer = kwargs.get("optimizers", (None, None))[0] is None
         super().__init__(*args, **kwargs)
 
     @property
@@ -64,7 +65,7 @@ class Trainer(transformers.Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         args = self.args
         config = load_config(self._source())
-        check_training_arguments(config, args, own_optimizer=getattr(self, "optimizer", None) is None)
+        check_training_arguments(config, args, own_optimizer=self._makes_optimizer)
         values = {
             "batch.micro": args.train_batch_size,
             "batch.accumulate": args.gradient_accumulation_steps,

@@ -8,6 +8,7 @@ from transformers import TrainingArguments
 from partita.comm import world
 from partita.config import accelerate, deepspeed
 from partita.config.launchers import launch_environment
+from partita.errors import ConfigError
 
 # What was read is kept as, in the arguments.
 SETTINGS = "partita_settings"
@@ -31,6 +32,8 @@ def read_sharding_arguments() -> None:
 def _read(args: Any) -> dict[str, object]:
     """The settings that the arguments ask for, which are then empty."""
     launch = launch_environment(running=world.running())
+    if args.deepspeed and args.fsdp:
+        raise ConfigError("TrainingArguments(deepspeed=..., fsdp=...): leave one of the two out")
     if args.deepspeed:
         converted = deepspeed.read(args.deepspeed, launch.world_size, launch.local_world_size, vars(args))
     else:

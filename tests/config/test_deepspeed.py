@@ -8,6 +8,7 @@ each was made on ``torch.optim.SGD`` with the rate ``lr``, and 50 times the rate
 ``scheduler.step()`` called, as DeepSpeed's engine does.
 """
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from partita.config import deepspeed, deepspeed_keys
 from partita.config.converted import KeyClass, Rule
@@ -173,7 +176,7 @@ def test_a_file_converts_or_ends_in_its_error(case: dict[str, Any], tmp_path: Pa
     file = tmp_path / "ds_config.json"
     file.write_text(case["file"])
 
-    def settings() -> tuple[dict[str, object], list[str]]:
+    def outcome() -> tuple[dict[str, object], list[str]]:
         converted = deepspeed.read(file, 4, 4, {} if case.get("trainer") else None)
         resolve(Config(**converted.settings), 4, "cuda", 4)
         assert load_config(yaml.safe_load(converted.as_yaml())) == Config(**converted.settings)
@@ -181,11 +184,11 @@ def test_a_file_converts_or_ends_in_its_error(case: dict[str, Any], tmp_path: Pa
 
     if "errors" in case:
         with pytest.raises(ConfigError) as raised:
-            settings()
+            outcome()
         missing = [part for part in case["errors"] if part not in str(raised.value)]
         assert not missing, f"{missing} not in: {raised.value}"
     else:
-        assert settings() == (case["settings"], case.get("warnings", []))
+        assert outcome() == (case["settings"], case.get("warnings", []))
 
 
 def test_there_are_forty_files() -> None:
@@ -367,3 +370,28 @@ def test_numbers_that_are_none() -> None:
         deepspeed.read({"gradient_clipping": True}, 1)
     with pytest.raises(ConfigError, match=r"zero\.stage: expected one of 0, 1, 2, 3; got 5 .*zero_optimization\.stage"):
         deepspeed.read({"zero_optimization": {"stage": 5}}, 1)
+
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.sampled_from(["auto", "cpu", "nvme", "Adam", "fp16", "1e5", ""]),
+)
+VALUES = SCALARS | st.lists(SCALARS, max_size=2) | st.dictionaries(st.sampled_from(["enabled", "device"]), SCALARS)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(st.sampled_from([*ALL_KEYS, *KEYS]), VALUES, max_size=12), st.booleans())
+def test_any_values_convert_or_are_an_error_of_the_configs(values: dict[str, object], trained: bool) -> None:
+    data: dict[str, Any] = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 3}} | DECAY
+    for key, value in values.items():
+        with contextlib.suppress(TypeError, AttributeError):  # a section that is a value now
+            data = with_key(data, key, value) if key else data
+    try:
+        converted = deepspeed.read(data, 4, 2, {} if trained else None)
+    except ConfigError:
+        return
+    assert load_config(yaml.safe_load(converted.as_yaml())) == Config(**converted.settings)
+    assert len({notice.key for notice in converted.notices}) == len(converted.notices)

@@ -188,7 +188,7 @@ def write_universal(folder: Path, plain: Plain, stage: int, schedule: dict[str, 
     with pickled_as_deepspeed():
         found = {"loss_scaler": DynamicLossScaler(), "zero_stage": ZeroStageEnum(3), "param_groups": groups}
         torch.save(found, root / "optimizer_state.pt")
-    frozen = {"scale": plain.model.scale.shape} if stage == 3 else None
+    frozen = {"scale": plain.model.scale.shape} if stage >= 2 else None
     run = {
         "module": plain.model.state_dict(),
         "buffer_names": [name for name, _ in plain.model.named_buffers()],
@@ -318,6 +318,9 @@ def test_pickles_beside_a_universal_checkpoint_are_not_run(tmp_path: Path, capsy
     said = " ".join(shown.output.split())
     assert "note: buffers, counters, scheduler and client state are not taken: checkpoint: '" in said
     assert "note: settings of the optimizer's groups are not taken, those configured hold: checkpoint: '" in said
+    write_universal(tmp_path / "flat", plain, 3, {"last_batch_iteration": 2}, arguments=Runs())
+    shown = convert(tmp_path / "flat", tmp_path / "out")
+    assert (shown.exit_code, "is flat, and nothing says its shape" in " ".join(shown.output.split())) == (2, True)
     torch.save(Runs(), tmp_path / "run" / "zero" / "first.weight" / "exp_avg.pt")
     shown = convert(tmp_path / "run", tmp_path / "out")
     assert (shown.exit_code, "could run any code" in shown.output) == (2, True)

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import isfinite
 
 import yaml
 
@@ -118,7 +119,7 @@ class Conversion:
             number = as_number(value)
         except ValueError:
             number = None
-        if isinstance(number, int | float):
+        if isinstance(number, int | float) and isfinite(number):
             return number
         self.refuse(key, f"expected a number; got {shown(value)}", "write one")
         return default

@@ -1,6 +1,7 @@
 """DeepSpeed's configuration (``ds_config.json``, version 0.19 and older) as one of partita's."""
 
 from collections.abc import Mapping
+from math import ldexp
 from pathlib import Path
 from typing import cast
 
@@ -15,6 +16,7 @@ from partita.errors import ConfigError
 
 # What DeepSpeed does where a key is not there.
 _CLIP, _LOSS_SCALE_WINDOW, _WARMUP_STEPS, _DECAYED_FROM, _COSINE_LEAST = 1.0, 1000, 1000, 1e-3, 1e-4
+_SCHEDULED = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
 _TIERS = {"none": "none", "cpu": "host", "nvme": "disk"}
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "lion": "lion"}
 _CURVES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -107,7 +109,8 @@ def _trained_with(arguments: Mapping[str, object], ranks: int) -> dict[str, obje
         f"{OPTIMIZER_PARAMS}betas": None if None in betas else betas,
         f"{OPTIMIZER_PARAMS}eps": get("adam_epsilon"),
         f"{OPTIMIZER_PARAMS}weight_decay": get("weight_decay"),
-        **{key: None for key in RULES if key.startswith(SCHEDULER_PARAMS)},  # the trainer has a schedule of its own
+        # The trainer has a schedule of its own.
+        **dict.fromkeys((f"{SCHEDULER_PARAMS}{name}" for name in _SCHEDULED), None),
     }
 
 
@@ -181,7 +184,7 @@ def _loss_scale(conversion: Conversion) -> None:
         conversion.set("precision.loss_scale", "dynamic", key)
     key = f"{FP16}initial_scale_power"
     if key in conversion:
-        conversion.set("precision.initial_loss_scale", 2.0 ** conversion.number(key, 16), key)
+        conversion.set("precision.initial_loss_scale", ldexp(1.0, min(1000, int(conversion.number(key, 16)))), key)
     key = f"{FP16}loss_scale_window"
     conversion.set("precision.loss_scale_window", conversion.value(key, _LOSS_SCALE_WINDOW), key)
 

@@ -78,7 +78,8 @@ def open_universal(folder: Path) -> Foreign:
     """What a universal checkpoint holds.
 
     Raises:
-        PartitaError: a parameter's file is damaged, or holds more than tensors and plain values.
+        PartitaError: a parameter's file is damaged, or holds more than tensors and plain values; or nothing says its
+            shape.
     """
     stored, notices = TorchFiles(folder), list[str]()
     file, run = _run(folder, notices)
@@ -86,8 +87,9 @@ def open_universal(folder: Path) -> Foreign:
     for path in sorted((folder / ZERO).glob(f"*/{WEIGHT}")):
         _add_parameter(stored, path.parent, shapes)
     for name in run.get("buffer_names") or ():
-        stored.add(f"{MODEL}{name}", run["module"][name], file, "module", name)
-    if frozen := run.get("frozen_param_shapes"):
+        if name in run["module"]:
+            stored.add(f"{MODEL}{name}", run["module"][name], file, "module", name)
+    if frozen := [name for name in run.get("frozen_param_shapes") or () if f"{MODEL}{name}" not in stored.tensors]:
         notices.append(
             f"{len(frozen)} frozen parameters ({some_of(frozen)}) are in the ranks' shards, and not taken: load with "
             "strict=False, which leaves those of the model as they are"
@@ -121,6 +123,11 @@ def _add_parameter(stored: TorchFiles, folder: Path, shapes: Mapping[str, tuple[
         if path.stem == STEP:
             stored.hold(f"{STATE}{name}.{STEP}", torch.tensor(float(value)))
             continue
+        if not within and name not in shapes:
+            raise PartitaError(
+                f"checkpoint: '{path}' is flat, and nothing says its shape: the file '{MODEL_STATES}' beside '{ZERO}' "
+                "is missing, or holds more than tensors and plain values; save again with a client_state of plain ones"
+            )
         key = f"{MODEL}{name}" if path.name == WEIGHT else f"{STATE}{name}.{path.stem}"
         stored.add(key, value, file, *within, shape=None if within else shapes.get(name))
 

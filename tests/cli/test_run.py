@@ -182,7 +182,9 @@ def test_a_started_process_writes_its_error_down(
 
 def test_without_the_extra(written: Path, monkeypatch: pytest.MonkeyPatch, activated: list[Any]) -> None:
     def missing(config: object) -> None:
-        raise PartitaError("partita.integrations.huggingface needs accelerate: pip install 'partita[hf]'")
+        raise PartitaError(
+            "partita.integrations.huggingface needs 'accelerate', which is not installed: pip install 'partita[hf]'"
+        )
 
     monkeypatch.setattr(sys.modules["partita.integrations.huggingface"], "activate", missing)
     code, said = run(written, "out")

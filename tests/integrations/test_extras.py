@@ -9,17 +9,17 @@ import pytest
 from partita import PartitaError
 from partita.integrations.extras import require
 
-EXTRAS = ("lightning", "ray")
+NEEDED = (("lightning", "lightning", "lightning"), ("ray", "ray", "ray"), ("huggingface", "hf", "accelerate"))
 
 
-@pytest.mark.parametrize("extra", EXTRAS)
-def test_a_missing_library_is_named_with_its_extra(extra: str) -> None:
-    package = f"partita.integrations.{extra}"
-    with mock.patch.dict(sys.modules, {extra: None}):
+@pytest.mark.parametrize(("name", "extra", "library"), NEEDED)
+def test_a_missing_library_is_named_with_its_extra(name: str, extra: str, library: str) -> None:
+    package = f"partita.integrations.{name}"
+    with mock.patch.dict(sys.modules, {library: None}):
         sys.modules.pop(package, None)
-        with pytest.raises(PartitaError, match=rf"{package} needs '{extra}', .*: pip install 'partita\[{extra}\]'"):
+        with pytest.raises(PartitaError, match=rf"{package} needs '{library}', .*: pip install 'partita\[{extra}\]'"):
             importlib.import_module(package)
 
 
 def test_an_installed_library_is_enough() -> None:
-    require("torch", "lightning")
+    require("partita.integrations.lightning", "lightning", "torch")

@@ -5,13 +5,12 @@ from importlib.util import find_spec
 from partita.errors import PartitaError
 
 
-def require(library: str, extra: str) -> None:
-    """Refuse to go on without a ``library``, which comes with an ``extra`` of partita's.
+def require(package: str, extra: str, *libraries: str) -> None:
+    """Refuse to go on without the ``libraries`` that a ``package`` of partita's needs, which come with an ``extra``.
 
     Raises:
-        PartitaError: it is not installed; names the extra.
+        PartitaError: one is not installed; names the extra.
     """
-    if find_spec(library) is None:
-        raise PartitaError(
-            f"partita.integrations.{extra} needs '{library}', which is not installed: pip install 'partita[{extra}]'"
-        )
+    for library in libraries:
+        if find_spec(library) is None:
+            raise PartitaError(f"{package} needs '{library}', which is not installed: pip install 'partita[{extra}]'")

@@ -4,16 +4,13 @@
 :func:`on_partita` are for scripts that name them.
 """
 
-from partita.errors import PartitaError
+from partita.integrations.extras import require
 
-try:
-    from partita.integrations.huggingface.accelerator import Accelerator
-    from partita.integrations.huggingface.activate import activate
-    from partita.integrations.huggingface.loading import rank_0_reads
-    from partita.integrations.huggingface.trainer import Trainer, on_partita
-except ModuleNotFoundError as error:
-    if error.name not in ("accelerate", "transformers"):
-        raise
-    raise PartitaError(f"partita.integrations.huggingface needs {error.name}: pip install 'partita[hf]'") from error
+require(__name__, "hf", "accelerate", "transformers")
+
+from partita.integrations.huggingface.accelerator import Accelerator  # noqa: E402  (the libraries are there)
+from partita.integrations.huggingface.activate import activate  # noqa: E402
+from partita.integrations.huggingface.loading import rank_0_reads  # noqa: E402
+from partita.integrations.huggingface.trainer import Trainer, on_partita  # noqa: E402
 
 __all__ = ["Accelerator", "Trainer", "activate", "on_partita", "rank_0_reads"]

@@ -11,7 +11,7 @@ Lightning itself has a class of each strategy for either, in ``lightning.pytorch
 
 from partita.integrations.extras import require
 
-require("lightning", "lightning")
+require(__name__, "lightning", "lightning")
 
 from partita.integrations.lightning.trainer import PartitaStrategy  # noqa: E402  (Lightning is there)
 

@@ -13,7 +13,7 @@ TorchTrainer(train, torch_config=PartitaTorchConfig(), scaling_config=..., run_c
 
 from partita.integrations.extras import require
 
-require("ray", "ray")
+require(__name__, "ray", "ray")
 
 from partita.integrations.ray.backend import PartitaTorchConfig  # noqa: E402  (Ray is there)
 from partita.integrations.ray.checkpoints import report, resume  # noqa: E402

@@ -123,6 +123,15 @@ def test_a_slot_comes_with_the_event_of_its_last_use() -> None:
     assert pool.borrow(BLOCK).last_use is event
 
 
+def test_the_newest_slot_is_the_one_that_came_back_last() -> None:
+    pool = BufferPool("buffer_pool", PlannedPool((BLOCK,) * 5, 3), Ledger(), CPU)
+    first = pool.borrow(BLOCK)
+    pool.give_back(first, Event())
+    assert pool.borrow(BLOCK, newest=True) is first
+    pool.give_back(first, Event())
+    assert pool.borrow(BLOCK) is not first
+
+
 # ---------------------------------------------------------------------------------------------- any order of borrowing
 
 
@@ -143,7 +152,7 @@ class Borrowing(RuleBasedStateMachine):
         free = self.pool.available(num_bytes)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            slot = self.pool.borrow(num_bytes, spare)
+            slot = self.pool.borrow(num_bytes, spare=spare)
         self.num_warnings += len(warned)
         assert slot.num_bytes >= num_bytes
         assert all(slot is not other for other in self.out), "lent twice"

@@ -60,15 +60,17 @@ class BufferPool:
         """Whether a slot for ``num_bytes`` is free."""
         return bool(self._free[self._class_of(num_bytes)])
 
-    def borrow(self, num_bytes: int, spare: bool = False) -> Slot:
+    def borrow(self, num_bytes: int, *, spare: bool = False, newest: bool = False) -> Slot:
         """A slot of at least ``num_bytes``; its ``last_use`` must be waited for before it is written.
 
-        Where none is free, ``spare`` asks for memory that is given up when the slot comes back, instead of a larger
-        pool.
+        Args:
+            spare: where none is free, take memory that is given up when the slot comes back, instead of a larger pool.
+            newest: take the slot that came back last, so that those never used take no memory yet; otherwise the one
+                whose last use is the most likely to have ended.
         """
         free = self._free[self._class_of(num_bytes)]
         if free:
-            return free.pop(0)  # of all, its last use is the most likely to have ended
+            return free.pop(-1 if newest else 0)
         if spare:
             return self._new(num_bytes, spare)
         if not self._warned:

@@ -36,7 +36,7 @@ class Executor:
 
     def start_gather(self, unit: Unit, spare: bool = False) -> None:
         """RESTING to GATHERING: from the second shard where there is one, else from what rests."""
-        slot, updated, second = self._lend(unit, spare), unit.updated, unit.has_second
+        slot, updated, second = self._lend(unit, spare=spare), unit.updated, unit.has_second
 
         def gather() -> None:
             slot.last_use.wait()
@@ -68,11 +68,11 @@ class Executor:
             unit.lay(allocate(unit.planned.num_bytes, torch.uint8, self.device).untyped_storage())
         else:
             unit.storage = torch.UntypedStorage(0, device=self.device)
-            self._lend(unit).last_use.wait()
+            self._lend(unit, newest=True).last_use.wait()
             unit.lay(unit.storage)
 
-    def _lend(self, unit: Unit, spare: bool = False) -> Slot:
-        unit.slot = self._pool.borrow(unit.planned.num_bytes, spare)
+    def _lend(self, unit: Unit, *, spare: bool = False, newest: bool = False) -> Slot:
+        unit.slot = self._pool.borrow(unit.planned.num_bytes, spare=spare, newest=newest)
         self._loan.lend(unit.storage, unit.slot)
         if not self._loan.swap:  # other memory than last time, which the current stream may be using still
             unit.slot.last_use = record(self.device)

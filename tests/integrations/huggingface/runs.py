@@ -24,8 +24,8 @@ KEPT = ("step", "loss", "grad_norm", "learning_rate", "eval_loss")
 
 @dataclass(frozen=True)
 class Run:
-    """A training run. `config` is partita's; `arguments` are further TrainingArguments; 18 samples in micro-batches of
-    2, of which 2 make a batch: on 1 rank and on 2, the last one of an epoch is short.
+    """A training run. `config` is partita's; `arguments` are further TrainingArguments; 9 samples per rank (or
+    `num_samples` in all) in micro-batches of 2, of which 2 make a batch: the last one of an epoch is short.
     """
 
     config: dict[str, Any] | None = None
@@ -33,6 +33,7 @@ class Run:
     tied: bool = False
     lora: bool = False
     dtype: torch.dtype = torch.float32
+    num_samples: int | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -112,7 +113,7 @@ def trainer_of(run: Run, folder: Path, **given: Any) -> transformers.Trainer:
     return kind(
         model=given.pop("model", None) or model_of(run),
         args=arguments(folder, **run.arguments),
-        train_dataset=samples(9 * ranks, 1),
+        train_dataset=samples(run.num_samples or 9 * ranks, 1),
         eval_dataset=samples(5, 2),
         **given,
     )

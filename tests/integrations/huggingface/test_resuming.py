@@ -41,15 +41,17 @@ def test_resumed_on_the_same_ranks(tmp_path: Path) -> None:
 
 
 def test_resumed_elsewhere(tmp_path: Path) -> None:
-    """At other stages, and on one rank, which sees the batches of two."""
+    """At another stage, and on another number of ranks with the same batches."""
     whole = pool.run(2, trained, Run(at(3), SAVING), tmp_path, timeout=120)[0]
     first = str(tmp_path / "checkpoint-2")
     assert pool.run(2, trained, Run(at(1)), tmp_path, first, timeout=120)[0] == pytest.approx(whole, rel=1e-6)
-    same = {"gradient_accumulation_steps": 4}
-    alone = pool.run(1, trained, Run(at(0), SAVING | same), tmp_path / "one", timeout=120)[0]
-    on_two = pool.run(2, trained, Run(at(2)), tmp_path, str(tmp_path / "one/checkpoint-2"), timeout=120)[0]
-    assert on_two[:2] == alone[:2]
-    assert len(on_two) > 2
+    by_ranks = {ranks: SAVING | {"per_device_train_batch_size": 4 // ranks} for ranks in (1, 2)}
+    for before, now in ((1, 2), (2, 1)):
+        folder = tmp_path / str(before)
+        whole = pool.run(before, trained, Run(at(3), by_ranks[before], num_samples=16), folder, timeout=120)[0]
+        elsewhere, first = Run(at(2), by_ranks[now], num_samples=16), str(folder / "checkpoint-2")
+        resumed = pool.run(now, trained, elsewhere, tmp_path / "there", first, timeout=120)[0]
+        assert resumed == pytest.approx(whole, rel=1e-5)
 
 
 def test_what_a_checkpoint_lacks(tmp_path: Path) -> None:

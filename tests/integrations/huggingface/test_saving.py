@@ -11,6 +11,7 @@ from safetensors import safe_open
 from transformers import LlamaForCausalLM
 
 from partita import PartitaError
+from tests.huggingface import cases
 from tests.integrations.huggingface.runs import LENGTH, Run, alone, end, llama, model_of, samples, trainer_of
 from tests.local import pool
 
@@ -45,6 +46,39 @@ def test_a_model_is_loaded_by_from_pretrained(tied: bool, tmp_path: Path) -> Non
     found = LlamaForCausalLM.from_pretrained(tmp_path / "final")
     assert torch.equal(logits_of(found), logits)
     llama(tied).save_pretrained(tmp_path / "plain")
+    assert names_in(tmp_path / "final/model.safetensors") == names_in(tmp_path / "plain/model.safetensors")
+
+
+def rows_for(model: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
+    """Images or tokens, with labels."""
+    generator = torch.Generator().manual_seed(2)
+    if model.main_input_name == "pixel_values":
+        images = torch.randn(8, 3, 8, 8, generator=generator)
+        return [{"pixel_values": image, "labels": torch.tensor(number % 3)} for number, image in enumerate(images)]
+    return [{"input_ids": row, "labels": row} for row in torch.randint(64, (8, 16), generator=generator)]
+
+
+def saved_case(name: str, folder: Path) -> torch.Tensor:
+    """Train, save, and return what the trained model says."""
+    with alone():
+        trainer = trainer_of(Run({"zero": {"stage": 3}}), folder, model=cases.build(name))
+        trainer.train_dataset = rows_for(trainer.model)
+        try:
+            trainer.train()
+            trainer.save_model(str(folder / "final"))
+            return cases.logits(trainer.model.eval())
+        finally:
+            end(trainer)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "vit"])
+def test_other_models_are_loaded_by_from_pretrained(name: str, tmp_path: Path) -> None:
+    """With experts that are a tensor each in files, and of images."""
+    logits = pool.run(2, saved_case, name, tmp_path, timeout=120)[0]
+    found = type(cases.build(name)).from_pretrained(tmp_path / "final").eval()
+    torch.testing.assert_close(cases.logits(found), logits, rtol=0, atol=1e-6)
+    assert not torch.equal(cases.logits(cases.build(name)), logits)
+    cases.build(name).save_pretrained(tmp_path / "plain")
     assert names_in(tmp_path / "final/model.safetensors") == names_in(tmp_path / "plain/model.safetensors")
 
 

@@ -4,6 +4,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -143,7 +144,9 @@ class FakeMesh:
         self.log = CollectiveLog()
         board: Any = Notes(rank, network.notes)
         self.log.board = board
-        self.watchdog = SimpleNamespace(describe_ranks=lambda: "nobody watches", close=lambda: None)
+        self.watchdog = SimpleNamespace(
+            describe_ranks=lambda: "nobody watches", attending=lambda call: nullcontext(), close=lambda: None
+        )
         self._network = network
         self.transports: dict[tuple[str, ...], Transport] = {}
         self.open([(), shape.all_axes])

@@ -107,6 +107,7 @@ def freed(config: Config[str, Any], close: bool) -> None:
     assert not _left(_mappings)
     assert not len(resting._claims)
     mesh.close()
+    assert "partita watchdog" not in _threads()
     del mesh
     assert not _left(_threads)
 

@@ -5,6 +5,7 @@ failed asks; every watchdog whose process runs answers, and the error that is ra
 which do not answer.
 """
 
+import atexit
 import json
 import os
 import sys
@@ -48,7 +49,9 @@ class Watchdog:
         self._description: str | None = None
         self._hook = sys.excepthook
         sys.excepthook = self._on_exception
-        threading.Thread(target=self._watch, name="partita watchdog", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="partita watchdog", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
 
     # ------------------------------------------------------------------- answering
 
@@ -168,7 +171,10 @@ class Watchdog:
         return f"rank {rank}, after {answer['micro_batches']} micro-batches, {answer['does']}{lag}{stack}"
 
     def close(self) -> None:
-        """End the thread, within a second."""
+        """End the thread, and wait for it: where the process ends while it is inside torch's store, it aborts."""
         self._closed.set()
+        atexit.unregister(self.close)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(STORE_TIMEOUT_S)
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._hook

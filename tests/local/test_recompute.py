@@ -169,6 +169,32 @@ def test_copies_have_their_own_forward() -> None:
         assert engine(x).requires_grad
 
 
+class Outspoken(Stack):
+    """Calls its blocks with keywords that torch's checkpoint has, too."""
+
+    class Inner(Block):
+        def forward(self, x: Tensor, *, debug: Tensor, use_reentrant: bool) -> Tensor:
+            return super().forward(x) + debug * use_reentrant
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Outspoken.Inner() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, debug=x * 0.5, use_reentrant=True)
+        return self.last(x)
+
+
+def test_keywords_are_the_modules_own() -> None:
+    results = [
+        train(Recipe(Outspoken, config={"activations": {"checkpoint": choice}}), {"stage": 1})
+        for choice in ("none", "units")
+    ]
+    same(*results, "units")
+
+
 def test_evaluation_keeps_nothing() -> None:
     with partita.initialize(Stack(2), {"activations": {"checkpoint": "units"}}) as engine:
         with torch.no_grad():

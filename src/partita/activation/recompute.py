@@ -115,11 +115,12 @@ class RecomputedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or checkpoints_itself(self._module):
             return self._forward(*args, **kwargs)
+        forward = partial(self._forward, **kwargs)  # checkpoint would take keywords with names of its own for itself
         if torch.compiler.is_compiling():  # what a graph does to buffers comes after the part of it that is repeated
             if self._selective:
-                return checkpoint(self._forward, *args, use_reentrant=False, context_fn=selecting, **kwargs)
-            return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
-        return checkpoint(self._forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+                return checkpoint(forward, *args, use_reentrant=False, context_fn=selecting)
+            return checkpoint(forward, *args, use_reentrant=False)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts)
 
     def _contexts(self) -> Contexts:
         """Around the forward, and around its repetition."""

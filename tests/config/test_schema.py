@@ -14,7 +14,8 @@ from partita.config.messages import key_paths, section_of, setting
 from partita.config.schema import AVAILABLE, Config
 
 DOCUMENTED = """
-parallel:  {data: auto, tensor: 1, pipeline: 1, sequence: 1}
+parallel:
+  {data: auto, tensor: 1, pipeline: 1, sequence: 1, schedule: 1f1b, chunks: 1, cut: auto, tensor_rules: {}}
 zero:
   stage: 1
   offload: {parameters: none, optimizer: none, gradients: auto, path: null}
@@ -35,6 +36,7 @@ clip_grad_norm: null
 activations: {checkpoint: none, partition: false, offload: none}
 communication: {gradients: full, parameters: full, buffers: broadcast, within_node: auto, timeout_s: 600}
 checkpoint: {dir: null, every_steps: null, keep: 3, background: true}
+seed: null
 """
 
 ELABORATE = {

@@ -30,11 +30,12 @@ def json_schema(model: type[BaseModel]) -> dict[str, Any]:
     for section in sections.values():
         section["type"] = ["object", "null"]  # an empty section is one of defaults
     for key, values in AVAILABLE.items():
-        name, _, setting = key.partition(".")
-        owner = section_of(Config, name)
+        name, _, setting = key.rpartition(".")
+        owner = section_of(Config, name) if name else Config
         assert owner is not None
-        entry = sections[owner.__name__]["properties"][setting]
-        sections[owner.__name__]["properties"][setting] = {
+        properties = sections.get(owner.__name__, schema)["properties"]  # the model itself is the schema, not in it
+        entry = properties[setting]
+        properties[setting] = {
             "enum": list(values),
             "default": entry["default"],
             "description": f"{entry['description']} (this version has no other values)",

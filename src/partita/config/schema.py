@@ -13,7 +13,16 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NoReturn, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    Strict,
+    ValidationError,
+    model_validator,
+)
 
 from partita.config.messages import Problem, Where, report, setting, shown, validation_problems
 from partita.config.plain import plain
@@ -70,6 +79,11 @@ def as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def as_pairs(value: object) -> object:
+    """A mapping as the pairs that it consists of."""
+    return tuple(value.items()) if isinstance(value, Mapping) else value
+
+
 Flag = Annotated[bool, Strict()]
 Count = Annotated[int, Strict(), Field(ge=1, le=_LARGEST_COUNT), BeforeValidator(as_whole)]
 CountOrZero = Annotated[int, Strict(), Field(ge=0, le=_LARGEST_COUNT), BeforeValidator(as_whole)]
@@ -93,6 +107,12 @@ PathText = Annotated[str, Strict(), Field(min_length=1), BeforeValidator(_path)]
 Auto = Literal["auto"]
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(as_whole)]
 Tier = Literal["none", "host", "disk", "auto"]
+TensorRule = Literal["column", "row", "column_gathered", "row_split", "vocabulary", "whole"]
+TensorRules = Annotated[
+    tuple[tuple[Text, TensorRule], ...],
+    BeforeValidator(as_pairs, json_schema_input_type=dict[Text, TensorRule]),
+    PlainSerializer(dict, return_type=dict[Text, TensorRule]),
+]
 Gradients = Literal["fp32", "bf16", "fp16", "in_backward"]
 Compute = Literal["auto", "fp32", "bf16", "fp16"]
 
@@ -121,6 +141,16 @@ class Parallel(Section):
     tensor: Count = Field(1, description="ranks that share each layer's matrices")
     pipeline: Count = Field(1, description="ranks that hold successive groups of layers")
     sequence: Count = Field(1, description="ranks that share each sample's sequence")
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = Field(
+        "1f1b", description="order of the micro-batches' forwards and backwards on the pipeline's ranks"
+    )
+    chunks: Count = Field(1, description="groups of layers that each pipeline rank holds (interleaved: at least 2)")
+    cut: Auto | SomeTexts = Field(
+        "auto", description="names of the blocks that begin the pipeline's groups of layers; auto: equal cost"
+    )
+    tensor_rules: TensorRules = Field(
+        (), description="how modules are split over the tensor ranks, by class name or name pattern; before all else"
+    )
 
 
 class Offload(Section):
@@ -272,6 +302,9 @@ class Config(Section):
     activations: Activations = Field(Activations(), description="what is kept for backward")
     communication: Communication = Field(Communication(), description="what travels between ranks")
     checkpoint: Checkpoint = Field(Checkpoint(), description="saving while training")
+    seed: CountOrZero | None = Field(
+        None, description="of dropout and other random numbers, alike for all ways to split a model; null: drawn"
+    )
 
     def __init__(self, /, **sections: Any) -> None:
         self._fill(sections, lambda path: "")
@@ -299,6 +332,7 @@ AVAILABLE: dict[str, tuple[object, ...]] = {
     "parallel.tensor": (1,),
     "parallel.pipeline": (1,),
     "parallel.sequence": (1,),
+    "seed": (None,),
     "activations.partition": (False,),
     "activations.offload": ("none",),
     "communication.gradients": ("full",),

@@ -1,0 +1,93 @@
+"""Where a rank's local tensor lies in a global parameter: all of it, or ranges of one of its dims."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from partita.plan.box import Box
+
+
+@dataclass(frozen=True)
+class Place:
+    """The local tensor is, of a global tensor of ``shape``, the ``ranges`` ``[start, stop)`` of ``dim``, one after the
+    other (None: all of it). They need not be in order or next to each other: of fused weights a rank has a range of
+    each part.
+
+    Raises:
+        ValueError: a range is empty, or outside the dim.
+    """
+
+    shape: tuple[int, ...]
+    dim: int = 0
+    ranges: tuple[tuple[int, int], ...] | None = None
+
+    def __post_init__(self) -> None:
+        for start, stop in self.ranges or ():
+            if not 0 <= start < stop <= self.shape[self.dim]:
+                raise ValueError(f"[{start}, {stop}) is no range of dim {self.dim} of {self.shape}")
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the local tensor is not all of the global one."""
+        return self.sizes != self.shape
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The local tensor's shape."""
+        if self.ranges is None:
+            return self.shape
+        length = sum(stop - start for start, stop in self.ranges)
+        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+
+    @property
+    def num_elements(self) -> int:
+        """Of the local tensor."""
+        return math.prod(self.sizes)
+
+    def pieces(self) -> Iterator[tuple[Box, Box]]:
+        """Each range as a box of the local tensor and the box of the global one that it is."""
+        if self.ranges is None:
+            yield Box.whole(self.shape), Box.whole(self.shape)
+            return
+        at = 0
+        for start, stop in self.ranges:
+            yield self._slab(at, stop - start), self._slab(start, stop - start)
+            at += stop - start
+
+    def _slab(self, start: int, length: int) -> Box:
+        offsets = [0] * len(self.shape)
+        offsets[self.dim] = start
+        return Box(tuple(offsets), (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :]))
+
+    def take(self, whole: Tensor) -> Tensor:
+        """A copy of what the local tensor is of a global one. Of several ranges the dim is outermost in memory, so that
+        each of them is contiguous there.
+        """
+        if self.ranges is None:
+            return whole.clone()
+        local = whole.new_empty(_dim_first(self.sizes, self.dim)).movedim(0, self.dim)
+        if len(self.ranges) == 1:
+            local = whole.new_empty(self.sizes)
+        for own, place in self.pieces():
+            local[own.slices] = whole[place.slices]
+        return local
+
+    def put(self, local: Tensor, whole: Tensor) -> None:
+        """The opposite: write a local tensor into the global one."""
+        for own, place in self.pieces():
+            whole[place.slices] = local[own.slices]
+
+
+def _dim_first(sizes: Sequence[int], dim: int) -> list[int]:
+    return [sizes[dim], *sizes[:dim], *sizes[dim + 1 :]]
+
+
+def even(num: int, parts: int, unit: int = 1) -> list[tuple[int, int]]:
+    """``[start, stop)`` of each of ``parts`` parts of ``num`` elements, in multiples of ``unit``; the first have one
+    more where it does not divide. The last may be empty.
+    """
+    base, more = divmod(num // unit, parts)
+    stops = [((part + 1) * base + min(part + 1, more)) * unit for part in range(parts)]
+    return list(zip([0, *stops[:-1]], stops, strict=True))

@@ -70,8 +70,8 @@ class Transport(ABC):
 
     @abstractmethod
     def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        """Send ``sent[i]`` to, and write into ``received[i]`` what comes from, every rank ``i``, this one too. Sizes are
-        free, and may be 0, where sender and receiver agree.
+        """Send ``sent[i]`` to, and write into ``received[i]`` what comes from, every rank ``i``, this one too. Sizes
+        are free, and may be 0, where sender and receiver agree.
         """
 
     @abstractmethod

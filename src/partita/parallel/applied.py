@@ -50,11 +50,12 @@ class Changes:
 @dataclass
 class Parallel:
     """``shares``: what this rank has of each parameter that is not whole here alone. ``lines`` say how each module is
-    split, and who decided.
+    split, and who decided; ``said`` is to be told at the start.
     """
 
     shares: dict[int, Share] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
     changes: Changes = field(default_factory=Changes)
 
     def remove(self) -> None:

@@ -1,7 +1,5 @@
 """The parallel axes beside data, applied to an unmodified model: pipeline, then tensor, then sequence."""
 
-import logging
-
 from torch import nn
 
 from partita.comm.collectives import Collectives
@@ -11,8 +9,6 @@ from partita.parallel.applied import Parallel
 from partita.parallel.tensor.functions import Entrance
 from partita.parallel.tensor.rules import split_model
 from partita.parallel.tensor.splitter import TENSOR, Splitter
-
-_log = logging.getLogger("partita")
 
 
 def apply(model: nn.Module, resolved: Resolved, mesh: Mesh, collectives: Collectives) -> Parallel:
@@ -39,6 +35,3 @@ def _apply_tensor(
     splitter = Splitter(model, Entrance(collectives.group((TENSOR,))), parallel)
     split_model(splitter, mesh, resolved.config.parallel.tensor_rules)
     parallel.lines += splitter.lines()
-    for said in splitter.said:
-        if mesh.rank == 0:
-            _log.info("%s", said)

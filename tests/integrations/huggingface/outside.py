@@ -1,5 +1,6 @@
-"""accelerate's own checks, unmodified from the installed package: ``partita run -m tests.integrations.huggingface.outside
-OUT`` runs what the ``main`` of each script calls, and writes what came of it to OUT, a file for each rank.
+"""accelerate's own checks, unmodified from the installed package, for ``partita run -m``.
+
+It runs what the ``main`` of each script calls, and writes what came of it to a folder, a file for each rank.
 """
 
 import json

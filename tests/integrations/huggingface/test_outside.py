@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 
-# It looks into `.grad` after a backward of a model that was prepared without an optimizer. The gradients of such a model
-# would stay on each rank.
+# It looks into `.grad` after a backward of a model that was prepared without an optimizer. The gradients of such a
+# model would stay on each rank.
 NO_OPTIMIZER = "PartitaError: accelerator.backward: the RegressionModel that was prepared has no optimizer yet"
 # It compares `.grad` after each backward. Reduced gradients are in buckets, of which `.grad` is no view.
 IN_BUCKETS = "PartitaError: the .grad of 'a' has no values"
@@ -20,8 +20,8 @@ REFUSED = {
     "test_distributed_sync_multiple_fwd": NO_OPTIMIZER,
     "test_gradient_accumulation_with_opt_and_scheduler": IN_BUCKETS,
 }
-# It trains in fp32, in fp32 with batches split, in bf16 and in fp16, and compares the parameters after each with those of
-# plain fp32 training. `precision.compute: fp32` makes bf16 autocast, as accelerate does; of fp16 there is no autocast.
+# It trains in fp32, in fp32 with batches split, in bf16 and in fp16, and compares the parameters after each with those
+# of plain fp32 training. `precision.compute: fp32` makes bf16 autocast, as accelerate does; fp16 is not autocast.
 NO_FP16_AUTOCAST = "ConfigError: precision.compute and the trainer's mixed precision differ (fp16 beside"
 # It reads a parameter after training. At stage 3 it is at rest then, and has no data.
 AT_REST = "PartitaError: parameter 'a' is at rest: its data is split over the ranks between uses (cpu needs it)"

@@ -1,5 +1,7 @@
 """The parallel axes beside data, applied to an unmodified model: pipeline, then tensor, then sequence."""
 
+import logging
+
 from torch import nn
 
 from partita.comm.collectives import Collectives
@@ -9,6 +11,8 @@ from partita.parallel.applied import Parallel
 from partita.parallel.tensor.functions import Entrance
 from partita.parallel.tensor.rules import split_model
 from partita.parallel.tensor.splitter import TENSOR, Splitter
+
+_log = logging.getLogger("partita")
 
 
 def apply(model: nn.Module, resolved: Resolved, mesh: Mesh, collectives: Collectives) -> Parallel:
@@ -26,6 +30,8 @@ def apply(model: nn.Module, resolved: Resolved, mesh: Mesh, collectives: Collect
     except BaseException:
         parallel.remove()
         raise
+    for said in parallel.said if mesh.rank == 0 else ():
+        _log.info("%s", said)
     return parallel
 
 

@@ -80,12 +80,10 @@ class Wire:
     def is_coded(self) -> bool:
         return self.codec is not None
 
-    def gather_bytes(self, num_elements: int, num_ranks: int) -> int:
-        """Bytes that a rank sends where each of ``num_ranks`` gets all ``num_elements``, and has one part of them."""
-        return (num_ranks - 1) * self.num_bytes(num_elements // num_ranks)
-
-    def reduce_bytes(self, num_elements: int, num_ranks: int) -> int:
-        """Bytes that a rank sends where each of ``num_ranks`` has ``num_elements``, and gets one part of the sum."""
+    def sent_bytes(self, num_elements: int, num_ranks: int) -> int:
+        """Bytes that a rank sends where each of ``num_ranks`` gets all ``num_elements``, and has one part of them; as
+        many as where each has all, and gets one part of the sum.
+        """
         return (num_ranks - 1) * self.num_bytes(num_elements // num_ranks)
 
 

@@ -132,7 +132,7 @@ def sent_by_steps(
         elif isinstance(op, AllGather):
             num = mesh.group_size(op.axes)
             num_elements *= num
-            yield "all_gather", op.axes, _on(op.wire, encoding).gather_bytes(num_elements, num)
+            yield "all_gather", op.axes, _on(op.wire, encoding).sent_bytes(num_elements, num)
         elif isinstance(op, ReduceScatter):
             coded = op.wire.is_coded
             for axes in hops(op.axes, mesh) if coded else (op.axes,):
@@ -140,7 +140,7 @@ def sent_by_steps(
                 yield (
                     "all_to_all" if coded else "reduce_scatter",
                     axes,
-                    _on(op.wire, encoding).reduce_bytes(num_elements, num),
+                    _on(op.wire, encoding).sent_bytes(num_elements, num),
                 )
                 num_elements //= num
         elif isinstance(op, Slice):

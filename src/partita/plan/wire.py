@@ -92,11 +92,13 @@ FULL = Wire()
 
 @dataclass(frozen=True)
 class Wires:
-    """What travels on the edges of the table: where gradients are summed up, and where parameters that rest split are
-    gathered to be computed with.
+    """What travels on the edges of the table: ``gradients`` to where they are summed up, ``sums`` of them to where the
+    optimizer works on more than a rank has summed up, and ``parameters`` that rest split to where they are computed
+    with.
     """
 
     gradients: Wire = FULL
+    sums: Wire = FULL
     parameters: Wire = FULL
 
 

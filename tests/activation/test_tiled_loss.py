@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import partita
 from partita import ConfigError, PartitaError
 from partita.activation.logits import Logits
+from tests import seeds
 from tests.activation.speaker import VOCAB, Speaker, speaker, tokens
 from tests.live_bytes import LiveBytes
 from tests.local.training import WIDTH
@@ -149,7 +150,7 @@ def test_autocast() -> None:
     for config in ({}, TILED):
         with torch.autocast("cpu", torch.bfloat16):
             results.append(gradients(speaker(), config, IN_TILES["shifted, all dims"]))
-    alike(*results, 1e-2)
+    alike(*results, 2e-2)
 
 
 def test_the_graph_may_be_used_twice() -> None:
@@ -239,8 +240,8 @@ def test_a_layer_named_in_the_config() -> None:
 
 def test_a_head_that_is_no_linear_layer_is_refused() -> None:
     class Squashing(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            return super().forward(input).tanh()
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).tanh()
 
     model = speaker()
     model.head = Squashing(WIDTH, VOCAB)
@@ -303,13 +304,19 @@ def test_a_head_kept_in_fp32_among_bf16() -> None:
         alike(gradients(speaker(), {**config, **TILED}, IN_TILES["shifted, all dims"]), plain)
 
 
-def test_a_model_compiled_whole_has_logits() -> None:
-    model = speaker()
-    inputs, targets = tokens()
-    plain = IN_TILES["flattened"](model(inputs), targets)
-    with partita.initialize(model, TILED) as engine, whole_logits("compiled as a whole"):
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_compiled_whole_has_logits(stage: int) -> None:
+    class Losing(Speaker):
+        def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(super().forward(tokens).float().flatten(0, 1) / 2, targets.flatten())
+
+    seeds.start()
+    model, batch = Losing(), tokens()
+    plain = model(*batch)
+    config = {"zero": {"stage": stage}, **TILED}
+    with partita.initialize(model, config) as engine, whole_logits("compiled as a whole"):
         compiled = torch.compile(engine.module, backend="eager")
-        torch.testing.assert_close(IN_TILES["flattened"](compiled(inputs), targets), plain)
+        torch.testing.assert_close(compiled(*batch), plain)
 
 
 def test_no_warning_where_nothing_is_whole() -> None:

@@ -88,7 +88,7 @@ class Logits(Tensor):
             self._computed = logits.movedim(-1, self.origin.classes_dim)
         return self._computed
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         origin = self.origin
         return f"Logits(shape={tuple(origin.shape)}, dtype={origin.dtype}, not computed)"
 

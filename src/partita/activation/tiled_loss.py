@@ -118,7 +118,7 @@ class TiledHead:
         trains = isinstance(hidden, Tensor) and (
             hidden.requires_grad or any(param.requires_grad for param in module.parameters())
         )
-        if not (trains and torch.is_grad_enabled()):
+        if not (trains and torch.is_grad_enabled()) or torch.compiler.is_compiling():
             return self._now(*args, **kwargs)
         if any(not isinstance(hook, Hook) for hook in module._forward_hooks.values()):
             self._warn("a forward hook on the layer")
@@ -143,8 +143,8 @@ class TiledHead:
         """The layer's forward."""
         if self._loss is not None:
             return self._loss(*args, **kwargs)
-        if torch.compiler.is_compiling():  # which goes past what is called before the hooks
-            self._warn("a forward that is compiled as a whole")
+        if torch.compiler.is_compiling():
+            self._warn_while_compiling()
         return own(*args, **kwargs)
 
     def compute_whole(self, hidden: Tensor, asked_by: str) -> Tensor:
@@ -177,7 +177,10 @@ class TiledHead:
     def _now(self, *args: Any, **kwargs: Any) -> Any:
         return (self._own_call or self._module._call_impl)(*args, **kwargs)
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+    def _warn_while_compiling(self) -> None:
+        self._warn("a forward that is compiled as a whole")
+
     def _warn(self, asker: str) -> None:
         if not self._warned:
             self._warned = True
@@ -262,6 +265,7 @@ class TiledLoss(torch.autograd.Function):
                 _add_product(d_weight, d_logits.t(), rows)
             if d_bias is not None:
                 d_bias += d_logits.sum(0, dtype=sums)
+            del d_logits  # before the next tile's are made
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtype = weight.dtype
         return total

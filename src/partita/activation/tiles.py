@@ -42,7 +42,8 @@ class InTiles:
         (whole,) = inputs
         num_positions = max(1, whole.shape[-1] // math.prod(whole.shape[:-2]))
         outputs = []
-        for tile in whole.split(num_positions, dim=-2):
+        for part in whole.split(num_positions, dim=-2):
+            tile = part.contiguous()  # as the whole was: modules take other views of it
             output = self._run(forward, **dict.fromkeys(kwargs, tile)) if kwargs else self._run(forward, tile)
             if not isinstance(output, Tensor) or output.shape[:-1] != tile.shape[:-1]:
                 raise self._refused(f"of a tensor of shape {tuple(tile.shape)} it made {_described([output])}")

@@ -7,7 +7,7 @@ from torch import nn
 
 
 class ReplacedForward:
-    """``call(forward, *args, **kwargs)`` in the place of ``module.forward``, until it is removed.
+    """Has ``call`` run in the place of ``module.forward``, which is its first argument, until it is removed.
 
     The module's hooks stay around it. Copies of the module (``copy.deepcopy``, pickles) have its own forward.
     """

@@ -106,7 +106,9 @@ def test_models_train_as_without(name: str, world: int) -> None:
             what = f"{plan}, {setting}"
             assert parity.largest_ratio(course.losses, plain.losses) < 1e-4, what  # after ten updates
             for key, gradient in course.gradients.items():
-                assert parity.error(gradient, plain.gradients[key]) < 1e-5, f"{what}: {key}"
+                assert key.endswith(parity.ZERO_GRADIENTS) or parity.error(gradient, plain.gradients[key]) < 1e-5, (
+                    f"{what}: {key}"
+                )
 
 
 def test_cases_are_language_models() -> None:

@@ -1,0 +1,149 @@
+"""Sequence parallelism on an unmodified model: what is put on its modules, and taken off again."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from partita.comm.group import Group
+from partita.errors import ConfigError, PartitaError
+from partita.parallel.sequence.attention import KINDS, offer_to_transformers
+from partita.parallel.sequence.blocks import Blocks
+from partita.parallel.sequence.exchange import enter
+from partita.parallel.sequence.logits import SlicedLogits
+from partita.planner.group_units import find_blocks
+from partita.sharding.hooks import Hook
+
+KEY = "parallel.sequence"
+# What transformers' models collect from their blocks, each of which has a slice.
+_COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
+
+
+class SequenceParallel:
+    """The blocks of a model on slices, and its head.
+
+    Attributes: ``lines`` say what runs on slices, one module each.
+
+    Raises:
+        ConfigError: the model has no blocks, or an attention that tells nothing of the keys that a query sees.
+    """
+
+    def __init__(self, model: nn.Module, group: Group) -> None:
+        self.model, self.group = model, group
+        stacks = _stacks(model)
+        if not stacks:
+            raise ConfigError(
+                f"{KEY}: {group.size}: {type(model).__name__} has no blocks (repeated modules in a ModuleList or "
+                "Sequential) between which a sequence could be cut; leave parallel.sequence out"
+            )
+        self._attention = _TransformersAttention(model)
+        intercept = not self._attention.configs
+        self.stacks = [Blocks(blocks, group, intercept=intercept) for blocks in stacks]
+        self._handle = model.register_forward_pre_hook(Hook(self._refuse_collected), with_kwargs=True)
+        head = _head(model, {id(m) for blocks in stacks for block in blocks.values() for m in block.modules()})
+        self._head = head and HeadOfSlices(head[1], self.stacks[-1])
+        kind = self._attention.kind or "scaled_dot_product_attention"
+        self.lines = [f"{name}: a slice of the sequence, attention by {kind}" for blocks in stacks for name in blocks]
+        self.lines += [f"{head[0]}: a slice of the sequence; logits, up to the loss"] if head else []
+
+    def _refuse_collected(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        config = getattr(module, "config", None)
+        for name in _COLLECTED:
+            if kwargs.get(name, getattr(config, name, None)):
+                raise PartitaError(
+                    f"{name} collects what each block computes, of which a rank has its slice under {KEY}: "
+                    f"{self.group.size}; set {name} to False"
+                )
+
+    @contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Inside it every rank computes all positions, as the model by itself does."""
+        for stack in self.stacks:
+            stack.is_off = True
+        try:
+            yield
+        finally:
+            for stack in self.stacks:
+                stack.is_off = False
+
+    def remove(self) -> None:
+        """Make it an ordinary model again."""
+        self._handle.remove()
+        self._attention.remove()
+        for stack in self.stacks:
+            stack.remove()
+        if self._head is not None:
+            self._head.remove()
+
+
+class HeadOfSlices:
+    """The module that makes the logits, on the positions of this rank. It is its forward, until it is removed."""
+
+    def __init__(self, head: nn.Module, blocks: Blocks) -> None:
+        self._module, self._blocks, self._own = head, blocks, vars(head).get("forward")
+        self._forward = head.forward
+        head.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden, slices = args[0] if args else None, self._blocks.slices
+        fits = isinstance(hidden, Tensor) and hidden.dim() == 3 and not self._blocks.is_off
+        if not fits or slices is None or hidden.shape[1] != slices.length:
+            return self._forward(*args, **kwargs)
+        logits = self._forward(enter(hidden, 1, slices), *args[1:], **kwargs)
+        return SlicedLogits(logits, slices)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, "forward")
+
+    def remove(self) -> None:
+        """Give the head its own forward back."""
+        del self._module.forward
+        if self._own is not None:
+            self._module.forward = self._own
+
+
+class _TransformersAttention:
+    """The attention of a model of transformers, through the interface that its configuration names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        found = {id(config): config for module in model.modules() if (config := _attention_config(module)) is not None}
+        self.configs = [(config, str(config._attn_implementation)) for config in found.values()]
+        self.kind = self.configs[0][1] if self.configs else None
+        for _, kind in self.configs:
+            if kind not in KINDS:
+                raise ConfigError(
+                    f"{KEY}: attention by '{kind}' does not take a mask of which ranks could have the rows of their "
+                    f"queries; load the model with attn_implementation='{KINDS[0]}'"
+                )
+        for config, kind in self.configs:
+            config._attn_implementation = offer_to_transformers(kind)
+
+    def remove(self) -> None:
+        for config, kind in self.configs:
+            config._attn_implementation = kind
+
+
+def _attention_config(module: nn.Module) -> Any:
+    """A configuration of transformers that names the attention of its model."""
+    config = getattr(module, "config", None)
+    return config if isinstance(getattr(config, "_attn_implementation", None), str) else None
+
+
+def _stacks(model: nn.Module) -> list[dict[str, nn.Module]]:
+    """The blocks of each container, by name."""
+    found = dict[str, dict[str, nn.Module]]()
+    for name, block in find_blocks(model):
+        found.setdefault(name.rpartition(".")[0], {})[name] = block
+    return list(found.values())
+
+
+def _head(model: nn.Module, inside: set[int]) -> tuple[str, nn.Module] | None:
+    """The module that makes the logits: what transformers says, or the last linear layer outside the blocks."""
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    linear = [
+        (name, module)
+        for name, module in model.named_modules()
+        if module is output or (output is None and isinstance(module, nn.Linear) and id(module) not in inside)
+    ]
+    return linear[-1] if linear else None

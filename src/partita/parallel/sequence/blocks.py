@@ -1,0 +1,144 @@
+"""A model's blocks on slices: what each of them is given of its arguments, and what comes out of the last one."""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from partita.comm.group import Group
+from partita.errors import PartitaError
+from partita.parallel.sequence.attention import seen
+from partita.parallel.sequence.exchange import enter, gather
+from partita.parallel.sequence.slices import Slices
+from partita.sharding.hooks import Hook
+from partita.sharding.nested import map_tensors, tensors_in
+
+# How a block's forward is told of its slices: forwards that are run again in backward still know theirs.
+_KEYWORD = "partita_slices"
+
+
+class Blocks:
+    """Blocks that follow each other: the sequence is cut before the first one and gathered after the last one.
+
+    Their input is ``[batch, positions, width]``. Of their other arguments, those that have the sequence's length in a
+    dim are cut there; masks stay whole, for attention to read.
+
+    Args:
+        blocks: by name, in their order.
+        intercept: attention is called as ``F.scaled_dot_product_attention``.
+    """
+
+    def __init__(self, blocks: Mapping[str, nn.Module], group: Group, *, intercept: bool) -> None:
+        self._group = group
+        self._first, self._last = next(iter(blocks.values())), list(blocks.values())[-1]
+        self._names = {id(block): name for name, block in blocks.items()}
+        self.slices: Slices | None = None  # of the last forward
+        self._cut = dict[int, tuple[Tensor, Tensor]]()  # what this forward has cut: the tensor, and its slice
+        self._handles = list[RemovableHandle]()
+        self._own_forwards = [(block, vars(block).get("forward")) for block in blocks.values()]
+        for block in blocks.values():
+            block.forward = SlicedForward(block, intercept=intercept)
+            self._handles.append(block.register_forward_pre_hook(Hook(self._enter), with_kwargs=True))
+        self._handles.append(self._last.register_forward_hook(Hook(self._leave)))
+        self.is_off = False
+
+    def named(self) -> Iterator[tuple[str, nn.Module]]:
+        """The blocks with their names, in their order."""
+        return ((self._names[id(block)], block) for block, _ in self._own_forwards)
+
+    def remove(self) -> None:
+        """Make them ordinary modules again."""
+        for handle in self._handles:
+            handle.remove()
+        for block, own in self._own_forwards:
+            del block.forward
+            if own is not None:
+                block.forward = own
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self.is_off:
+            return None
+        hidden = next((x for x in tensors_in((args, kwargs)) if x.dim() == 3 and x.is_floating_point()), None)
+        name = self._names[id(module)]
+        if hidden is None:
+            raise PartitaError(
+                f"parallel.sequence: '{name}' is called without a tensor [batch, positions, width], of which ranks "
+                "could have slices"
+            )
+        if module is self._first or self.slices is None:
+            self.slices = Slices(hidden.shape[1], self._group)
+            self._cut.clear()
+        elif hidden.shape[1] != self.slices.num_own:
+            raise PartitaError(
+                f"parallel.sequence: '{name}' is called with {hidden.shape[1]} positions, where this rank has "
+                f"{self.slices.num_own} of {self.slices.length}: between the blocks something else than single "
+                "positions is changed"
+            )
+        slices, batch = self.slices, hidden.shape[0]
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        passed = [
+            argument if _is_mask(names[at : at + 1]) else self._slices_of(argument, slices, batch)
+            for at, argument in enumerate(args)
+        ]
+        named = {
+            key: argument if _is_mask([key]) else self._slices_of(argument, slices, batch)
+            for key, argument in kwargs.items()
+        }
+        return tuple(passed), {**named, _KEYWORD: slices}
+
+    def _slices_of(self, argument: Any, slices: Slices, batch: int) -> Any:
+        return map_tensors(argument, lambda tensor: self._slice_of(tensor, slices, batch))
+
+    def _slice_of(self, tensor: Tensor, slices: Slices, batch: int) -> Tensor:
+        dim = _sequence_dim(tensor, slices.length, batch)
+        if dim is None:
+            return tensor
+        if id(tensor) not in self._cut:
+            self._cut[id(tensor)] = tensor, enter(tensor, dim, slices)
+        return self._cut[id(tensor)][1]
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        slices = self.slices
+        if self.is_off or slices is None:
+            return None
+        self._cut.clear()
+
+        def whole(tensor: Tensor) -> Tensor:
+            is_slice = tensor.dim() == 3 and tensor.is_floating_point() and tensor.shape[1] == slices.num_own
+            return gather(tensor, 1, slices) if is_slice else tensor
+
+        return map_tensors(output, whole)
+
+
+def _is_mask(name: list[str]) -> bool:
+    return bool(name) and "mask" in name[0]
+
+
+def _sequence_dim(tensor: Tensor, length: int, batch: int) -> int | None:
+    """The dim of an argument along which it has the sequence's positions: ``[batch, positions, ...]`` or, of a table,
+    ``[positions, ...]``; None where it has none, and where it has a place for each pair of them.
+    """
+    sizes = tensor.shape
+    if tensor.dim() >= 2 and sizes[-1] == sizes[-2] == length:
+        return None
+    if tensor.dim() >= 2 and sizes[1] == length:
+        return 1
+    if 1 <= tensor.dim() <= 2 and sizes[0] == length and (tensor.dim() == 1 or sizes[0] != batch):
+        return 0
+    return 2 if tensor.dim() == 4 and sizes[2] == length else None
+
+
+class SlicedForward:
+    """A block's forward on slices. Copies of the block (``copy.deepcopy``, pickles) have the block's own."""
+
+    def __init__(self, block: nn.Module, *, intercept: bool) -> None:
+        self._block, self._forward, self._intercept = block, block.forward, intercept
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with seen(kwargs.pop(_KEYWORD, None), intercept=self._intercept):
+            return self._forward(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._block, "forward")

@@ -42,7 +42,7 @@ class SequenceParallel:
         self.stacks = [Blocks(blocks, group, intercept=intercept) for blocks in stacks]
         self._handle = model.register_forward_pre_hook(Hook(self._refuse_collected), with_kwargs=True)
         head = _head(model, {id(m) for blocks in stacks for block in blocks.values() for m in block.modules()})
-        self._head = head and HeadOfSlices(head[1], self.stacks[-1])
+        self._head = HeadOfSlices(head[1], self.stacks[-1]) if head else None
         kind = self._attention.kind or "scaled_dot_product_attention"
         self.lines = [f"{name}: a slice of the sequence, attention by {kind}" for blocks in stacks for name in blocks]
         self.lines += [f"{head[0]}: a slice of the sequence; logits, up to the loss"] if head else []
@@ -87,8 +87,9 @@ class HeadOfSlices:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden, slices = args[0] if args else None, self._blocks.slices
-        fits = isinstance(hidden, Tensor) and hidden.dim() == 3 and not self._blocks.is_off
-        if not fits or slices is None or hidden.shape[1] != slices.length:
+        if self._blocks.is_off or slices is None or not isinstance(hidden, Tensor):
+            return self._forward(*args, **kwargs)
+        if hidden.dim() != 3 or hidden.shape[1] != slices.length:
             return self._forward(*args, **kwargs)
         logits = self._forward(enter(hidden, 1, slices), *args[1:], **kwargs)
         return SlicedLogits(logits, slices)
@@ -141,9 +142,8 @@ def _stacks(model: nn.Module) -> list[dict[str, nn.Module]]:
 def _head(model: nn.Module, inside: set[int]) -> tuple[str, nn.Module] | None:
     """The module that makes the logits: what transformers says, or the last linear layer outside the blocks."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    linear = [
-        (name, module)
-        for name, module in model.named_modules()
-        if module is output or (output is None and isinstance(module, nn.Linear) and id(module) not in inside)
-    ]
-    return linear[-1] if linear else None
+    found: tuple[str, nn.Module] | None = None
+    for name, module in model.named_modules():
+        if module is output or (output is None and isinstance(module, nn.Linear) and id(module) not in inside):
+            found = name, module
+    return found

@@ -31,8 +31,8 @@ KINDS = ("sdpa", "eager")
 @dataclass(frozen=True)
 class Call:
     """One attention: ``query`` ``[batch, heads, positions, size]``, ``key`` and ``value`` with as many heads or a
-    divisor of them; ``mask`` of the whole sequence, broadcast to ``[batch, heads, positions, positions]``; ``causal`` without
-    one.
+    divisor of them; ``mask`` of the whole sequence, broadcast to ``[batch, heads, positions, positions]``;
+    ``causal`` without one.
     """
 
     query: Tensor

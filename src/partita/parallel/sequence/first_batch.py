@@ -6,6 +6,7 @@ would train, and learn something else.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from partita.comm.together import together
 from partita.errors import PartitaError
 from partita.parallel.sequence.apply import KEY, SequenceParallel
+from partita.parallel.sequence.blocks import Blocks
+from partita.parallel.sequence.slices import Slices
 from partita.sharding.hooks import Hook
 from partita.sharding.nested import map_tensors, tensors_in
 
@@ -45,9 +48,9 @@ class FirstBatchCheck:
         args, kwargs = shortened(args, kwargs, size)
         with _evaluating(model), torch.no_grad():
             outputs = dict[str, Tensor]()
-            with self._parallel.switched_off(), self._watching(lambda name, output: outputs.update({name: output})):
+            with self._parallel.switched_off(), self._watching(lambda name, output, _: outputs.update({name: output})):
                 model(*args, **kwargs)
-            with together(self._parallel.group), self._watching(lambda *found: _compare(*found, outputs, size)):
+            with together(self._parallel.group), self._watching(partial(_compare, outputs)):
                 try:
                     model(*args, **kwargs)
                 except PartitaError:
@@ -59,16 +62,16 @@ class FirstBatchCheck:
         self.remove()
 
     @contextmanager
-    def _watching(self, see: Callable[[str, Tensor], None]) -> Iterator[None]:
-        """Call ``see(name, output)`` after each block."""
+    def _watching(self, see: Callable[[str, Tensor, Slices | None], None]) -> Iterator[None]:
+        """Call ``see`` after each block, with its name, its output, and of what that is a slice."""
         handles = []
         for stack in self._parallel.stacks:
             for name, block in stack.named():
 
-                def after(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+                def after(module: nn.Module, args: Any, output: Any, name: str = name, stack: Blocks = stack) -> None:
                     hidden = next((x for x in tensors_in(output) if x.dim() == 3 and x.is_floating_point()), None)
                     if hidden is not None:
-                        see(name, hidden)
+                        see(name, hidden, stack.slices)
 
                 handles.append(block.register_forward_hook(after))
         try:
@@ -78,21 +81,18 @@ class FirstBatchCheck:
                 handle.remove()
 
 
-def _compare(name: str, output: Tensor, whole: dict[str, Tensor], size: int) -> None:
+def _compare(whole: dict[str, Tensor], name: str, output: Tensor, slices: Slices | None) -> None:
     """Raises PartitaError: ``output`` is no slice of what the block gave for the whole sequence."""
-    expected = whole[name]
-    places = [expected]
-    if output.shape != expected.shape:
-        num_own = output.shape[1]
-        places = [expected[:, at : at + num_own] for at in range(expected.shape[1] - num_own + 1)]
+    assert slices is not None
+    expected = whole[name] if output.shape[1] == slices.length else slices.take(whole[name], 1)
     largest = expected.float().nan_to_num().abs().max().clamp_min(1e-12)
     tolerance = _TOLERANCE if output.dtype.itemsize >= 4 else _TOLERANCE_16_BIT
-    off = min(float((output - place).float().nan_to_num().abs().max() / largest) for place in places)
+    off = float((output - expected).float().nan_to_num().abs().max() / largest)
     if off > tolerance:
         raise PartitaError(
-            f"{KEY}: {size}: '{name}' computes something else on slices of the sequence (off by {off:.1g} of its "
-            "largest output): it mixes positions in a way that cannot be seen. Attention is seen where it is "
-            "F.scaled_dot_product_attention, or transformers' interface; set parallel.sequence: 1, and share long "
+            f"{KEY}: {slices.group.size}: '{name}' computes something else on slices of the sequence (off by "
+            f"{off:.1g} of its largest output): it mixes positions in a way that cannot be seen. Attention is seen "
+            "where it is F.scaled_dot_product_attention, or transformers' interface; set parallel.sequence: 1, and share long "
             "samples in another way (parallel.tensor, activations.checkpoint)"
         )
 
@@ -100,12 +100,8 @@ def _compare(name: str, output: Tensor, whole: dict[str, Tensor], size: int) -> 
 def shortened(args: Any, kwargs: Any, size: int) -> tuple[Any, Any]:
     """One sample of a batch, and of tokens a few positions for each of ``size`` ranks."""
     tokens = next((x for x in tensors_in((args, kwargs)) if x.dim() == 2 and not x.is_floating_point()), None)
-    batch = (
-        tokens.shape[0]
-        if tokens is not None
-        else max((len(x) for x in tensors_in((args, kwargs)) if x.dim()), default=1)
-    )
-    length = tokens.shape[1] if tokens is not None else 0
+    first = next((x for x in tensors_in((args, kwargs)) if x.dim()), None) if tokens is None else tokens
+    batch, length = len(first) if first is not None else 1, tokens.shape[1] if tokens is not None else 0
     kept = min(length // size, _POSITIONS) * size
 
     def short(tensor: Tensor) -> Tensor:

@@ -38,7 +38,9 @@ _ELEMENTWISE = frozenset(
     }
 )
 # Asked of what is held: a place in the graph, and memory.
-_OF_OWN = frozenset({Tensor.grad_fn.__get__, Tensor.is_leaf.__get__, Tensor.register_hook, Tensor.untyped_storage})  # type: ignore[attr-defined]
+_OF_OWN = frozenset(
+    {getattr(Tensor, name).__get__ for name in ("grad_fn", "is_leaf")} | {Tensor.register_hook, Tensor.untyped_storage}
+)
 _OF_SHAPE = frozenset({"__get__", "size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "__len__"})
 _LOSS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 
@@ -64,7 +66,7 @@ class SlicedLogits(Tensor):
         start, stop = shown or (0, slices.length)
         batch, _, classes = own.shape
         shape = (batch * (stop - start), classes) if flat else (batch, stop - start, classes)
-        make: Callable[..., SlicedLogits] = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        make: Callable[..., SlicedLogits] = Tensor._make_wrapper_subclass
         found = make(cls, shape, dtype=own.dtype, device=own.device, requires_grad=own.requires_grad)
         found.own, found.slices, found.shown, found.flat = own, slices, (start, stop), flat
         return found
@@ -88,7 +90,9 @@ class SlicedLogits(Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise NotImplementedError(f"{func} of logits that each rank has a slice of")
 
     @classmethod
@@ -101,7 +105,9 @@ class SlicedLogits(Tensor):
         if name in _OF_SHAPE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        found = _of_slices(first, name, func, args[1:], kwargs) if isinstance(first, cls) else None
+        found: Tensor | None = None
+        if isinstance(first, cls):
+            found = _of_slices(first, name, func, args[1:], kwargs)
         if found is None and func is F.cross_entropy:
             given = {**dict(zip(_LOSS, args, strict=False)), **kwargs}
             found = _cross_entropy(given) if isinstance(given["input"], cls) else None
@@ -173,4 +179,5 @@ def _cross_entropy(given: Mapping[str, Any]) -> Tensor | None:
     if reduction == "sum":
         return total
     counted = target != ignored
-    return total / (counted.sum() if weight is None else weight[target[counted]].sum())
+    mean: Tensor = total / (counted.sum() if weight is None else weight[target[counted]].sum())
+    return mean

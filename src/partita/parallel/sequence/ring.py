@@ -28,7 +28,7 @@ def ring_attention(
         mask: of this rank's queries and all keys, ``[..., own positions or 1, positions]``: True where a key is seen,
             or what is added to its score. A query that sees nothing gives zeros.
     """
-    result: Tensor = _Ring.apply(query, key, value, mask, slices, scale)
+    result: Tensor = _Ring.apply(query, key, value, mask, slices, scale)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -122,7 +122,8 @@ def _scores(query: Tensor, keys: Tensor, mask: Tensor | None, at: slice, scale: 
     seen = mask[..., at]
     if seen.dim() == 4:
         seen = seen.unsqueeze(2) if seen.shape[1] == 1 else seen.unflatten(1, scores.shape[1:3])
-    return scores.masked_fill(~seen, -math.inf) if seen.dtype is torch.bool else scores + seen
+    result: Tensor = scores.masked_fill(~seen, -math.inf) if seen.dtype is torch.bool else scores + seen
+    return result
 
 
 def _ratio(logarithm: Tensor, of: Tensor) -> Tensor:

@@ -42,7 +42,8 @@ class Slices:
 
     @property
     def num_own(self) -> int:
-        return self.own.stop - self.own.start
+        start, stop = self.ranges[self.group.index]
+        return stop - start
 
     def shapes(self, tensor: Tensor, dim: int) -> list[list[int]]:
         """Of each rank's slice of a tensor along ``dim``, of any length there."""

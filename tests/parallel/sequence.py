@@ -142,7 +142,7 @@ def sequence_group() -> tuple[Mesh, Group, Collectives]:
 
 
 def both_ways(name: str, *, train: bool = True) -> tuple[float, float, str]:
-    """How far loss and gradients (relative to the parameter's largest) are from one process's, and of which parameter."""
+    """How far loss and gradients (relative to the parameter's largest) are from one process's, and of which one."""
     reference = built(name).train(train)
     model = copy.deepcopy(reference)
     mesh, group, _ = sequence_group()

@@ -1,6 +1,5 @@
 """Sequence parallelism: one process's losses and gradients, on unmodified models."""
 
-
 from tests.local import pool
 from tests.matrix import matrix
 from tests.parallel import sequence

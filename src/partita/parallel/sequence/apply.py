@@ -142,8 +142,8 @@ def _stacks(model: nn.Module) -> list[dict[str, nn.Module]]:
 def _head(model: nn.Module, inside: set[int]) -> tuple[str, nn.Module] | None:
     """The module that makes the logits: what transformers says, or the last linear layer outside the blocks."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    found: tuple[str, nn.Module] | None = None
+    found = None
     for name, module in model.named_modules():
-        if module is output or (output is None and isinstance(module, nn.Linear) and id(module) not in inside):
-            found = name, module
+        is_last = isinstance(module, nn.Linear) and id(module) not in inside if output is None else module is output
+        found = (name, module) if is_last else found
     return found

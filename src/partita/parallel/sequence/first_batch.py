@@ -92,8 +92,8 @@ def _compare(whole: dict[str, Tensor], name: str, output: Tensor, slices: Slices
         raise PartitaError(
             f"{KEY}: {slices.group.size}: '{name}' computes something else on slices of the sequence (off by "
             f"{off:.1g} of its largest output): it mixes positions in a way that cannot be seen. Attention is seen "
-            "where it is F.scaled_dot_product_attention, or transformers' interface; set parallel.sequence: 1, and share long "
-            "samples in another way (parallel.tensor, activations.checkpoint)"
+            "where it is F.scaled_dot_product_attention, or transformers' interface; set parallel.sequence: 1, and "
+            "share long samples in another way (parallel.tensor, activations.checkpoint)"
         )
 
 

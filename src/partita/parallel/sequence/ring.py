@@ -108,7 +108,8 @@ def _pieces(keys: Tensor, values: Tensor, start: int) -> Iterator[tuple[slice, T
 
 def _grouped(x: Tensor, num_keys: int) -> Tensor:
     """``[batch, heads, positions, size]`` as ``[batch, key heads, heads of each, positions, size]``, in fp32."""
-    return x.unflatten(1, (num_keys, -1)).float()
+    grouped: Tensor = x.unflatten(1, (num_keys, -1)).float()
+    return grouped
 
 
 def _merged(x: Tensor, like: Tensor) -> Tensor:
@@ -122,8 +123,7 @@ def _scores(query: Tensor, keys: Tensor, mask: Tensor | None, at: slice, scale: 
     seen = mask[..., at]
     if seen.dim() == 4:
         seen = seen.unsqueeze(2) if seen.shape[1] == 1 else seen.unflatten(1, scores.shape[1:3])
-    result: Tensor = scores.masked_fill(~seen, -math.inf) if seen.dtype is torch.bool else scores + seen
-    return result
+    return scores.masked_fill(~seen, -math.inf) if seen.dtype is torch.bool else scores + seen
 
 
 def _ratio(logarithm: Tensor, of: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class OwnForward(ABC):
 
 
 class Changes:
-    """Attributes set on modules, until they are taken back."""
+    """What is done to modules, until it is taken back."""
 
     def __init__(self) -> None:
         self._undo = list[Callable[[], None]]()
@@ -40,6 +40,10 @@ class Changes:
         else:
             self._undo.append(lambda: delattr(module, name))
         setattr(module, name, value)
+
+    def add(self, undo: Callable[[], None]) -> None:
+        """Have something else undone as well: a hook's ``remove``."""
+        self._undo.append(undo)
 
     def undo(self) -> None:
         """Take all of it back, the last first."""

@@ -1,13 +1,16 @@
 """Sequence parallelism on an unmodified model: what is put on its modules, and taken off again."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from partita.comm.group import Group
+from partita.comm.mesh import Mesh
 from partita.errors import ConfigError, PartitaError
+from partita.parallel.applied import Changes, OwnForward
 from partita.parallel.sequence.attention import KINDS, offer_to_transformers
 from partita.parallel.sequence.blocks import Blocks
 from partita.parallel.sequence.exchange import enter
@@ -29,7 +32,7 @@ class SequenceParallel:
         ConfigError: the model has no blocks, or an attention that tells nothing of the keys that a query sees.
     """
 
-    def __init__(self, model: nn.Module, group: Group) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, group: Group, changes: Changes) -> None:
         self.model, self.group = model, group
         stacks = _stacks(model)
         if not stacks:
@@ -37,15 +40,14 @@ class SequenceParallel:
                 f"{KEY}: {group.size}: {type(model).__name__} has no blocks (repeated modules in a ModuleList or "
                 "Sequential) between which a sequence could be cut; leave parallel.sequence out"
             )
-        self._attention = _TransformersAttention(model)
-        intercept = not self._attention.configs
-        self.stacks = [Blocks(blocks, group, intercept=intercept) for blocks in stacks]
-        self._handle = model.register_forward_pre_hook(Hook(self._refuse_collected), with_kwargs=True)
-        head = _head(model, {id(m) for blocks in stacks for block in blocks.values() for m in block.modules()})
-        self._head = HeadOfSlices(head[1], self.stacks[-1]) if head else None
-        kind = self._attention.kind or "scaled_dot_product_attention"
-        self.lines = [f"{name}: a slice of the sequence, attention by {kind}" for blocks in stacks for name in blocks]
-        self.lines += [f"{head[0]}: a slice of the sequence; logits, up to the loss"] if head else []
+        kinds = _offer_attention(model, changes)
+        self.stacks = [Blocks(blocks, mesh, group, changes, intercept=not kinds) for blocks in stacks]
+        changes.add(model.register_forward_pre_hook(Hook(self._refuse_collected), with_kwargs=True).remove)
+        seen = " and ".join(sorted(kinds)) or "scaled_dot_product_attention"
+        self.lines = [f"{name}: a slice of the sequence, attention by {seen}" for blocks in stacks for name in blocks]
+        if (head := _head(model, stacks)) is not None:
+            changes.set(head[1], "forward", HeadOfSlices(head[1], self.stacks[-1]))
+            self.lines.append(f"{head[0]}: a slice of the sequence, logits up to the loss")
 
     def _refuse_collected(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         config = getattr(module, "config", None)
@@ -67,62 +69,37 @@ class SequenceParallel:
             for stack in self.stacks:
                 stack.is_off = False
 
-    def remove(self) -> None:
-        """Make it an ordinary model again."""
-        self._handle.remove()
-        self._attention.remove()
-        for stack in self.stacks:
-            stack.remove()
-        if self._head is not None:
-            self._head.remove()
 
-
-class HeadOfSlices:
-    """The module that makes the logits, on the positions of this rank. It is its forward, until it is removed."""
+class HeadOfSlices(OwnForward):
+    """The forward of the module that makes the logits, on the positions of this rank."""
 
     def __init__(self, head: nn.Module, blocks: Blocks) -> None:
-        self._module, self._blocks, self._own = head, blocks, vars(head).get("forward")
-        self._forward = head.forward
-        head.forward = self
+        super().__init__(head)
+        self._blocks = blocks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden, slices = args[0] if args else None, self._blocks.slices
         if self._blocks.is_off or slices is None or not isinstance(hidden, Tensor):
-            return self._forward(*args, **kwargs)
+            return self.own(*args, **kwargs)
         if hidden.dim() != 3 or hidden.shape[1] != slices.length:
-            return self._forward(*args, **kwargs)
-        logits = self._forward(enter(hidden, 1, slices), *args[1:], **kwargs)
-        return SlicedLogits(logits, slices)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module, "forward")
-
-    def remove(self) -> None:
-        """Give the head its own forward back."""
-        del self._module.forward
-        if self._own is not None:
-            self._module.forward = self._own
+            return self.own(*args, **kwargs)
+        return SlicedLogits(self.own(enter(hidden, 1, slices), *args[1:], **kwargs), slices)
 
 
-class _TransformersAttention:
-    """The attention of a model of transformers, through the interface that its configuration names."""
-
-    def __init__(self, model: nn.Module) -> None:
-        found = {id(config): config for module in model.modules() if (config := _attention_config(module)) is not None}
-        self.configs = [(config, str(config._attn_implementation)) for config in found.values()]
-        self.kind = self.configs[0][1] if self.configs else None
-        for _, kind in self.configs:
-            if kind not in KINDS:
-                raise ConfigError(
-                    f"{KEY}: attention by '{kind}' does not take a mask of which ranks could have the rows of their "
-                    f"queries; load the model with attn_implementation='{KINDS[0]}'"
-                )
-        for config, kind in self.configs:
-            config._attn_implementation = offer_to_transformers(kind)
-
-    def remove(self) -> None:
-        for config, kind in self.configs:
-            config._attn_implementation = kind
+def _offer_attention(model: nn.Module, changes: Changes) -> set[str]:
+    """Have a model of transformers compute attention of slices; the implementations that its configurations name."""
+    found = {id(config): config for module in model.modules() if (config := _attention_config(module)) is not None}
+    kinds = {id(config): str(config._attn_implementation) for config in found.values()}
+    for kind in kinds.values():
+        if kind not in KINDS:
+            raise ConfigError(
+                f"{KEY}: attention by '{kind}' does not take a mask of which ranks could have the rows of their "
+                f"queries; load the model with attn_implementation='{KINDS[0]}'"
+            )
+    for key, config in found.items():
+        config._attn_implementation = offer_to_transformers(kinds[key])
+        changes.add(partial(setattr, config, "_attn_implementation", kinds[key]))
+    return set(kinds.values())
 
 
 def _attention_config(module: nn.Module) -> Any:
@@ -139,8 +116,9 @@ def _stacks(model: nn.Module) -> list[dict[str, nn.Module]]:
     return list(found.values())
 
 
-def _head(model: nn.Module, inside: set[int]) -> tuple[str, nn.Module] | None:
+def _head(model: nn.Module, stacks: Sequence[Mapping[str, nn.Module]]) -> tuple[str, nn.Module] | None:
     """The module that makes the logits: what transformers says, or the last linear layer outside the blocks."""
+    inside = {id(module) for blocks in stacks for block in blocks.values() for module in block.modules()}
     output = getattr(model, "get_output_embeddings", lambda: None)()
     found = None
     for name, module in model.named_modules():

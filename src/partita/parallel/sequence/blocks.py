@@ -1,14 +1,15 @@
 """A model's blocks on slices: what each of them is given of its arguments, and what comes out of the last one."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from partita.comm.group import Group
+from partita.comm.mesh import Mesh
 from partita.errors import PartitaError
+from partita.parallel.applied import Changes, OwnForward
 from partita.parallel.sequence.attention import seen
 from partita.parallel.sequence.exchange import enter, gather
 from partita.parallel.sequence.slices import Slices
@@ -27,35 +28,23 @@ class Blocks:
 
     Args:
         blocks: by name, in their order.
+        changes: what is done to them, to be undone.
         intercept: attention is called as ``F.scaled_dot_product_attention``.
     """
 
-    def __init__(self, blocks: Mapping[str, nn.Module], group: Group, *, intercept: bool) -> None:
-        self._group = group
-        self._first, self._last = next(iter(blocks.values())), list(blocks.values())[-1]
+    def __init__(
+        self, blocks: Mapping[str, nn.Module], mesh: Mesh, group: Group, changes: Changes, *, intercept: bool
+    ) -> None:
+        self.blocks, self._group, self._mesh = blocks, group, mesh
         self._names = {id(block): name for name, block in blocks.items()}
+        self._first, last = (list(blocks.values())[at] for at in (0, -1))
         self.slices: Slices | None = None  # of the last forward
+        self.is_off = False  # every rank computes all positions, as the blocks by themselves do
         self._cut = dict[int, tuple[Tensor, Tensor]]()  # what this forward has cut: the tensor, and its slice
-        self._handles = list[RemovableHandle]()
-        self._own_forwards = [(block, vars(block).get("forward")) for block in blocks.values()]
         for block in blocks.values():
-            block.forward = SlicedForward(block, intercept=intercept)
-            self._handles.append(block.register_forward_pre_hook(Hook(self._enter), with_kwargs=True))
-        self._handles.append(self._last.register_forward_hook(Hook(self._leave)))
-        self.is_off = False
-
-    def named(self) -> Iterator[tuple[str, nn.Module]]:
-        """The blocks with their names, in their order."""
-        return ((self._names[id(block)], block) for block, _ in self._own_forwards)
-
-    def remove(self) -> None:
-        """Make them ordinary modules again."""
-        for handle in self._handles:
-            handle.remove()
-        for block, own in self._own_forwards:
-            del block.forward
-            if own is not None:
-                block.forward = own
+            changes.set(block, "forward", SlicedForward(block, intercept=intercept))
+            changes.add(block.register_forward_pre_hook(Hook(self._enter), with_kwargs=True).remove)
+        changes.add(last.register_forward_hook(Hook(self._leave)).remove)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self.is_off:
@@ -68,7 +57,7 @@ class Blocks:
                 "could have slices"
             )
         if module is self._first or self.slices is None:
-            self.slices = Slices(hidden.shape[1], self._group)
+            self.slices = Slices(hidden.shape[1], self._group, self._mesh)
             self._cut.clear()
         elif hidden.shape[1] != self.slices.num_own:
             raise PartitaError(
@@ -130,15 +119,13 @@ def _sequence_dim(tensor: Tensor, length: int, batch: int) -> int | None:
     return 2 if tensor.dim() == 4 and sizes[2] == length else None
 
 
-class SlicedForward:
-    """A block's forward on slices. Copies of the block (``copy.deepcopy``, pickles) have the block's own."""
+class SlicedForward(OwnForward):
+    """A block's forward on slices."""
 
     def __init__(self, block: nn.Module, *, intercept: bool) -> None:
-        self._block, self._forward, self._intercept = block, block.forward, intercept
+        super().__init__(block)
+        self._intercept = intercept
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with seen(kwargs.pop(_KEYWORD, None), intercept=self._intercept):
-            return self._forward(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._block, "forward")
+            return self.own(*args, **kwargs)

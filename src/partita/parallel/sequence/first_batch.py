@@ -66,7 +66,7 @@ class FirstBatchCheck:
         """Call ``see`` after each block, with its name, its output, and of what that is a slice."""
         handles = []
         for stack in self._parallel.stacks:
-            for name, block in stack.named():
+            for name, block in stack.blocks.items():
 
                 def after(module: nn.Module, args: Any, output: Any, name: str = name, stack: Blocks = stack) -> None:
                     hidden = next((x for x in tensors_in(output) if x.dim() == 3 and x.is_floating_point()), None)

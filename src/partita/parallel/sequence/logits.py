@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from partita.comm.attendance import attend
+from partita.errors import PartitaError
 from partita.parallel.sequence.exchange import gather, sum_of_parts
 from partita.parallel.sequence.slices import Slices
 
@@ -42,6 +44,7 @@ _OF_OWN = frozenset(
     {getattr(Tensor, name).__get__ for name in ("grad_fn", "is_leaf")} | {Tensor.register_hook, Tensor.untyped_storage}
 )
 _OF_SHAPE = frozenset({"__get__", "size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "__len__"})
+_CALL = "a read of sliced logits"
 _LOSS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 
 
@@ -75,11 +78,24 @@ class SlicedLogits(Tensor):
         """The same positions with other values."""
         return SlicedLogits(own, self.slices, self.shown, flat=self.flat)
 
-    def whole(self) -> Tensor:
-        """All positions, gathered from all ranks: called on all of them."""
+    def whole(self, reader: str) -> Tensor:
+        """All positions, gathered from all ranks.
+
+        Raises:
+            PartitaError: not every rank reads them.
+        """
         start, stop = self.shown
-        gathered: Tensor = gather(self.own, 1, self.slices)
-        gathered = gathered[:, start:stop]
+        group, mesh = self.slices.group, self.slices.mesh
+        try:
+            attend(group, mesh.watchdog, _CALL)
+        except PartitaError as error:
+            raise PartitaError(
+                f"rank {mesh.rank}: '{reader}' reads logits of which each of {group.size} ranks has a slice of the "
+                "sequence, and not all of them do: read logits on every rank (then use them on one), or use the loss "
+                f"alone. {error}"
+            ) from error
+        own = self.own.narrow(-1, 0, self.own.shape[-1])  # of every class, where ranks have slices of these, too
+        gathered = gather(own, 1, self.slices)[:, start:stop]
         return gathered.flatten(0, 1) if self.flat else gathered
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
@@ -113,7 +129,7 @@ class SlicedLogits(Tensor):
             found = _cross_entropy(given) if isinstance(given["input"], cls) else None
         if found is not None:
             return found
-        args, kwargs = tree_map(lambda x: x.whole() if isinstance(x, cls) else x, (args, kwargs))
+        args, kwargs = tree_map(lambda x: x.whole(name) if isinstance(x, cls) else x, (args, kwargs))
         return func(*args, **kwargs)
 
 

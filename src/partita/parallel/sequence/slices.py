@@ -6,14 +6,15 @@ from functools import cached_property
 from torch import Tensor
 
 from partita.comm.group import Group
+from partita.comm.mesh import Mesh
 from partita.errors import PartitaError
 from partita.plan.place import even
 
 
 @dataclass(frozen=True)
 class Slices:
-    """A sequence of ``length`` positions, cut over the ranks of ``group``; the first have one more where they do not
-    divide it.
+    """A sequence of ``length`` positions, cut over the ranks of ``group`` on a ``mesh``; the first have one more where
+    they do not divide it.
 
     Raises:
         PartitaError: there are fewer positions than ranks.
@@ -21,6 +22,7 @@ class Slices:
 
     length: int
     group: Group
+    mesh: Mesh
 
     def __post_init__(self) -> None:
         if self.length < self.group.size:

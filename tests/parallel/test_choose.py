@@ -20,6 +20,12 @@ def test_even_shares_send_what_the_papers_say(num: int) -> None:
     assert set(even.sent_bytes(KEYS)) == {2 * whole * (num - 1) // num}
 
 
+def test_backward_sends_what_forward_received() -> None:
+    for way in (HEADS, KEYS):
+        found = Sizes(6, 2, 8, 4, (5, 4, 4))
+        assert sum(found.sent_bytes(way)) == sum(found.sent_bytes(way, backward=True))
+
+
 def test_shared_keys_are_taken_once_where_that_is_even() -> None:
     assert sizes(8, 2, (4, 4)).own_key_heads == ((0,), (1,))
     assert sizes(8, 2, (2, 2, 2, 2)).own_key_heads == ((0,), (0,), (1,), (1,))

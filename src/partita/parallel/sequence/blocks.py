@@ -1,10 +1,13 @@
 """A model's blocks on slices: what each of them is given of its arguments, and what comes out of the last one."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh
@@ -18,6 +21,8 @@ from partita.sharding.nested import map_tensors, tensors_in
 
 # How a block's forward is told of its slices: forwards that are run again in backward still know theirs.
 _KEYWORD = "partita_slices"
+# With what a block of transformers checkpoints its own forward.
+_CHECKPOINT = "_gradient_checkpointing_func"
 
 
 class Blocks:
@@ -40,11 +45,12 @@ class Blocks:
         self._first, last = (list(blocks.values())[at] for at in (0, -1))
         self.slices: Slices | None = None  # of the last forward
         self.is_off = False  # every rank computes all positions, as the blocks by themselves do
+        self._of_inputs: MutableMapping[Tensor, Slices] = WeakTensorKeyDictionary()
         self._cut = dict[int, tuple[Tensor, Tensor]]()  # what this forward has cut: the tensor, and its slice
         for block in blocks.values():
             changes.set(block, "forward", SlicedForward(block, intercept=intercept))
             changes.add(block.register_forward_pre_hook(Hook(self._enter), with_kwargs=True).remove)
-        changes.add(last.register_forward_hook(Hook(self._leave)).remove)
+        changes.add(last.register_forward_hook(Hook(self._leave), with_kwargs=True).remove)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self.is_off:
@@ -56,16 +62,7 @@ class Blocks:
                 f"parallel.sequence: '{name}' is called without a tensor [batch, positions, width], of which ranks "
                 "could have slices"
             )
-        if module is self._first or self.slices is None:
-            self.slices = Slices(hidden.shape[1], self._group, self._mesh)
-            self._cut.clear()
-        elif hidden.shape[1] != self.slices.num_own:
-            raise PartitaError(
-                f"parallel.sequence: '{name}' is called with {hidden.shape[1]} positions, where this rank has "
-                f"{self.slices.num_own} of {self.slices.length}: between the blocks something else than single "
-                "positions is changed"
-            )
-        slices, batch = self.slices, hidden.shape[0]
+        slices, batch = self._slices_of_call(module, hidden, name), hidden.shape[0]
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         passed = [
             argument if _is_mask(names[at : at + 1]) else self._slices_of(argument, slices, batch)
@@ -76,6 +73,24 @@ class Blocks:
             for key, argument in kwargs.items()
         }
         return tuple(passed), {**named, _KEYWORD: slices}
+
+    def _slices_of_call(self, module: nn.Module, hidden: Tensor, name: str) -> Slices:
+        """Those of a block's input. The first block begins them; a call that a checkpoint of the model's own repeats in
+        backward has those that its input had in forward.
+        """
+        if (repeated := torch._C._current_graph_task_id() != -1) and hidden in self._of_inputs:
+            return self._of_inputs[hidden]
+        if (module is self._first or self.slices is None) and not repeated:
+            self.slices = Slices(hidden.shape[1], self._group, self._mesh)
+            self._cut.clear()
+        elif self.slices is None or hidden.shape[1] != self.slices.num_own:
+            raise PartitaError(
+                f"parallel.sequence: '{name}' is called with {hidden.shape[1]} positions, where this rank has "
+                f"{self.slices and self.slices.num_own} of {self.slices and self.slices.length}: between the blocks "
+                "something else than single positions is changed"
+            )
+        self._of_inputs[hidden] = self.slices
+        return self.slices
 
     def _slices_of(self, argument: Any, slices: Slices, batch: int) -> Any:
         return map_tensors(argument, lambda tensor: self._slice_of(tensor, slices, batch))
@@ -88,9 +103,9 @@ class Blocks:
             self._cut[id(tensor)] = tensor, enter(tensor, dim, slices)
         return self._cut[id(tensor)][1]
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        slices = self.slices
-        if self.is_off or slices is None:
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        slices: Slices | None = kwargs.get(_KEYWORD)
+        if slices is None:
             return None
         self._cut.clear()
 
@@ -127,5 +142,17 @@ class SlicedForward(OwnForward):
         self._intercept = intercept
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with seen(kwargs.pop(_KEYWORD, None), intercept=self._intercept):
-            return self.own(*args, **kwargs)
+        run = partial(self._seen, kwargs.pop(_KEYWORD, None))
+        checkpoint = vars(self.module).get(_CHECKPOINT)
+        if checkpoint is None:
+            return run(self.own, *args, **kwargs)
+        # What it repeats in backward is inside this call.
+        setattr(self.module, _CHECKPOINT, lambda forward, *inputs: checkpoint(partial(run, forward), *inputs))
+        try:
+            return run(self.own, *args, **kwargs)
+        finally:
+            setattr(self.module, _CHECKPOINT, checkpoint)
+
+    def _seen(self, slices: Slices | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with seen(slices, intercept=self._intercept):
+            return forward(*args, **kwargs)

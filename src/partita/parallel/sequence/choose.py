@@ -41,19 +41,27 @@ class Sizes:
         group = self.heads // self.key_heads
         return tuple(_shared_evenly([head // group for head in own]) for own in self.own_heads)
 
-    def sent_bytes(self, way: str) -> tuple[int, ...]:
-        """By each rank, in one forward; a backward sends as much, the other way round."""
-        element, length = self.batch * self.itemsize, sum(self.positions)
-        per_key = (self.head_dim + self.value_dim) * element
-        if way != HEADS:
-            others = len(self.positions) - 1
-            return tuple(own * self.key_heads * per_key * others for own in self.positions)
+    def sent_bytes(self, way: str, *, backward: bool = False) -> tuple[int, ...]:
+        """By each rank, in a forward or in its backward: what one of them receives it sends gradients of in the other.
+        In a ring, the fp32 gradients of keys and values go around with these.
+        """
+        element, length, num = self.batch * self.itemsize, sum(self.positions), len(self.positions)
+        per_position = (self.head_dim + self.value_dim) * element
+        if way == RING:
+            whole = self.key_heads * (self.head_dim + self.value_dim) * self.batch
+            if backward:
+                return (length * whole * (self.itemsize + 4),) * num
+            return tuple((length - self.positions[(rank + 1) % num]) * whole * self.itemsize for rank in range(num))
+        if way == KEYS:
+            lengths = (length - own if backward else own * (num - 1) for own in self.positions)
+            return tuple(positions * self.key_heads * per_position for positions in lengths)
         sent = []
         for rank, own in enumerate(self.positions):
-            heads = self.heads - len(self.own_heads[rank])
-            keys = sum(len(taken) for other, taken in enumerate(self.own_key_heads) if other != rank)
-            results = len(self.own_heads[rank]) * (length - own) * self.value_dim * element
-            sent.append(own * (heads * self.head_dim * element + keys * per_key) + results)
+            queries, keys = len(self.own_heads[rank]), len(self.own_key_heads[rank])
+            others = (self.heads - queries) * own, queries * (length - own)  # heads that leave, and that come
+            out_of, into = (self.value_dim, self.head_dim) if backward else (self.head_dim, self.value_dim)
+            moved = keys * (length - own) if backward else (sum(map(len, self.own_key_heads)) - keys) * own
+            sent.append((others[0] * out_of + others[1] * into) * element + moved * per_position)
         return tuple(sent)
 
     @property

@@ -30,6 +30,8 @@ def apply(model: nn.Module, resolved: Resolved, mesh: Mesh, collectives: Collect
     except BaseException:
         parallel.remove()
         raise
+    for said in parallel.said if mesh.rank == 0 else ():
+        _log.info("%s", said)
     return parallel
 
 
@@ -39,6 +41,3 @@ def _apply_tensor(
     splitter = Splitter(model, Entrance(collectives.group((TENSOR,))), parallel)
     split_model(splitter, mesh, resolved.config.parallel.tensor_rules)
     parallel.lines += splitter.lines()
-    for said in splitter.said:
-        if mesh.rank == 0:
-            _log.info("%s", said)

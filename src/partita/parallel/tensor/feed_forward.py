@@ -86,7 +86,7 @@ def gives_its_output(module: nn.Module, found: FeedForward, size: int, hidden: i
             changes.set(last := module.get_submodule(found.down), "forward", _Down(last, slices))
             for slices.rank in range(size):
                 split = _outputs(functional_call(module, values, tuple(inputs)))
-    except Exception:  # a module that cannot be called like that is not known
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):  # not to be called like that
         return False
     finally:
         changes.undo()

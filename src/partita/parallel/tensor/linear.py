@@ -45,12 +45,13 @@ def output_dim(module: nn.Module) -> int:
 
 
 def bias_of(module: nn.Module) -> Tensor | None:
-    return module._parameters.get("bias")
+    bias: Tensor | None = module.bias  # type: ignore[assignment]
+    return bias
 
 
 def product(module: nn.Module, x: Tensor, bias: Tensor | None, chosen: Tensor | None = None) -> Tensor:
     """``x`` ``[..., in]`` times the weight that the module has now, plus ``bias``; of ``chosen`` outputs only."""
-    weight: Tensor = module.get_parameter("weight")
+    weight: Tensor = module.weight  # type: ignore[assignment]
     weight = weight.t() if is_transposed(module) else weight
     if chosen is not None:
         weight, bias = weight[chosen], None if bias is None else bias[chosen]

@@ -122,8 +122,8 @@ def _by_heads(
 def _say_once(splitter: Splitter, kind: str, reason: str) -> None:
     """Why heads are not split over the ranks: each computes all of them, and the layers' states are split still."""
     said = f"{kind} is not split by heads: {reason}; its linear layers are split, and their outputs gathered"
-    if said not in splitter.said:
-        splitter.said.append(said)
+    if said not in splitter.parallel.said:
+        splitter.parallel.said.append(said)
 
 
 def _by_metadata(splitter: Splitter) -> None:

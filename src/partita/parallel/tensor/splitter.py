@@ -26,8 +26,7 @@ class Decision:
 class Splitter:
     """Splits modules of ``model`` over the ranks that ``entrance`` enters for, and writes it down.
 
-    ``names`` are the modules' (by id), ``decisions`` what was decided, by name, ``said`` what is to be told at the
-    start. A module is decided on once.
+    ``names`` are the modules' (by id), ``decisions`` what was decided, by name. A module is decided on once.
     """
 
     def __init__(self, model: nn.Module, entrance: Entrance, parallel: Parallel) -> None:
@@ -35,7 +34,6 @@ class Splitter:
         self.size, self.rank = entrance.group.size, entrance.group.index
         self.names = {id(module): name for name, module in model.named_modules()}
         self.decisions = dict[str, Decision]()
-        self.said = list[str]()
         self._num_owners = _owners(model)
 
     def is_free(self, module: nn.Module) -> bool:

@@ -302,6 +302,6 @@ def losses_of_own(name: str) -> list[tuple[float, float]]:
 
     with connected() as collectives, on_slices(model, collectives):
         return [
-            (float(found), float(expected))
+            (found.item(), expected.item())
             for found, expected in zip(losses(model(tokens)), losses(whole(tokens)), strict=True)
         ]

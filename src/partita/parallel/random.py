@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
+from partita.comm.group import Group
 from partita.errors import PartitaError
 from partita.memory import accelerator
+from partita.plan.mesh_shape import MeshShape
 from partita.planner.group_units import find_blocks
 from partita.sharding.hooks import Hook
 
@@ -128,3 +130,13 @@ def _with_streams(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator
         beside = name not in around and name.rpartition(".")[0] in {"", *around}
         if not name or name in blocks or beside or (isinstance(module, _DropoutNd) and module.p > 0):
             yield name, module
+
+
+def agreed_seed(seed: int | None, mesh: MeshShape, all_ranks: Group) -> int | None:
+    """The config's seed; without one, where ranks compute one model together, a number that rank 0 draws; else None:
+    the ranks draw from torch's generators as these are. Called on all ranks.
+    """
+    if seed is not None or mesh.num_ranks == mesh.data:
+        return seed
+    drawn = int(torch.randint(1 << 31, ()))
+    return int(all_ranks.exchange_objects(drawn, "partita.initialize")[0])

@@ -18,7 +18,8 @@ from partita.parallel.sequence.logits import SlicedLogits
 from partita.planner.group_units import find_blocks
 from partita.sharding.hooks import Hook
 
-KEY = "parallel.sequence"
+SEQUENCE = "sequence"
+KEY = f"parallel.{SEQUENCE}"
 # What transformers' models collect from their blocks, each of which has a slice.
 _COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
@@ -62,12 +63,12 @@ class SequenceParallel:
     def switched_off(self) -> Iterator[None]:
         """Inside it every rank computes all positions, as the model by itself does."""
         for stack in self.stacks:
-            stack.is_off = True
+            stack.are_off = True
         try:
             yield
         finally:
             for stack in self.stacks:
-                stack.is_off = False
+                stack.are_off = False
 
 
 class HeadOfSlices(OwnForward):
@@ -79,7 +80,7 @@ class HeadOfSlices(OwnForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden, slices = args[0] if args else None, self._blocks.slices
-        if self._blocks.is_off or slices is None or not isinstance(hidden, Tensor):
+        if not self._blocks.are_on or slices is None or not isinstance(hidden, Tensor):
             return self.own(*args, **kwargs)
         if hidden.dim() != 3 or hidden.shape[1] != slices.length:
             return self.own(*args, **kwargs)

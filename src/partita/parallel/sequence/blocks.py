@@ -20,7 +20,7 @@ from partita.sharding.hooks import Hook
 from partita.sharding.nested import map_tensors, tensors_in
 
 # How a block's forward is told of its slices: forwards that are run again in backward still know theirs.
-_KEYWORD = "partita_slices"
+_KEYWORD, _ON = "partita_slices", "partita_on_slices"
 # With what a block of transformers checkpoints its own forward.
 _CHECKPOINT = "_gradient_checkpointing_func"
 
@@ -44,16 +44,24 @@ class Blocks:
         self._names = {id(block): name for name, block in blocks.items()}
         self._first, last = (list(blocks.values())[at] for at in (0, -1))
         self.slices: Slices | None = None  # of the last forward
-        self.is_off = False  # every rank computes all positions, as the blocks by themselves do
+        self.are_off = False
         self._of_inputs: MutableMapping[Tensor, Slices] = WeakTensorKeyDictionary()
         self._cut = dict[int, tuple[Tensor, Tensor]]()  # what this forward has cut: the tensor, and its slice
+        # Where it is suspended, all are off. Forwards stay, as those of recomputed blocks are in front of them.
+        changes.set(self._first, _ON, True)
         for block in blocks.values():
-            changes.set(block, "forward", SlicedForward(block, intercept=intercept))
+            changes.add(partial(_give_back, block, vars(block).get("forward")))
+            block.forward = SlicedForward(block, intercept=intercept)
             changes.add(block.register_forward_pre_hook(Hook(self._enter), with_kwargs=True).remove)
         changes.add(last.register_forward_hook(Hook(self._leave), with_kwargs=True).remove)
 
+    @property
+    def are_on(self) -> bool:
+        """Whether blocks are given slices; otherwise every rank computes all positions, as they by themselves do."""
+        return not self.are_off and hasattr(self._first, _ON)
+
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if self.is_off:
+        if not self.are_on:
             return None
         hidden = next((x for x in tensors_in((args, kwargs)) if x.dim() == 3 and x.is_floating_point()), None)
         name = self._names[id(module)]
@@ -114,6 +122,12 @@ class Blocks:
             return gather(tensor, 1, slices) if is_slice else tensor
 
         return map_tensors(output, whole)
+
+
+def _give_back(block: nn.Module, own: Any) -> None:
+    del block.forward
+    if own is not None:
+        block.forward = own
 
 
 def _is_mask(name: list[str]) -> bool:

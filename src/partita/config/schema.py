@@ -359,7 +359,6 @@ AVAILABLE: dict[str, tuple[object, ...]] = {
     "parallel.tensor": (1,),
     "parallel.pipeline": (1,),
     "parallel.sequence": (1,),
-    "seed": (None,),
     "activations.partition": (False,),
     "activations.offload": ("none",),
     "communication.gradients": ("full",),

@@ -35,6 +35,7 @@ from partita.optim.updater import Updater
 from partita.optim.views import check_groups
 from partita.parallel.applied import Parallel
 from partita.parallel.apply import apply
+from partita.parallel.random import agreed_seed
 from partita.parallel.samples import SAMPLE_AXES, SameSamples
 from partita.plan.mesh_shape import AXES
 from partita.planner.blueprint import Blueprint, make_blueprint, row_of
@@ -79,8 +80,9 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     all_ranks = collectives.all_ranks
     check_settings_alike(resolved.shared, all_ranks)
     collectives.open([*row_of(resolved).groups(resolved.mesh), *((axis,) for axis in AXES), SAMPLE_AXES])
+    seed = agreed_seed(resolved.config.seed, resolved.mesh, all_ranks)
     with together(all_ranks):
-        parallel = apply(model, resolved, mesh, collectives)
+        parallel = apply(model, resolved, mesh, collectives, seed)
     try:
         return _build(model, resolved, collectives, given, parallel)
     except BaseException:

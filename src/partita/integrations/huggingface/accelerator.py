@@ -291,7 +291,8 @@ def _check_ranks(num_processes: int) -> None:
     if ranks != num_processes:
         raise ConfigError(
             f"accelerate knows of {num_processes} processes, and the launcher has started {ranks}: on machines without "
-            "an accelerator set use_cpu=True in TrainingArguments, or cpu=True in Accelerator"
+            "an accelerator set use_cpu=True in TrainingArguments, or cpu=True in Accelerator; under srun start the "
+            "script with 'partita run', or call partita.integrations.huggingface.activate() first"
         )
 
 

@@ -22,7 +22,8 @@ from partita.errors import PartitaError
 from partita.inspection.modules import extra_states, persistent_buffers
 from partita.memory import accelerator
 from partita.optim.updater import Updater
-from partita.plan.box import Box, FlatRange
+from partita.plan.box import Box
+from partita.plan.flat_range import FlatRange
 
 SCHEDULER, ENGINE, RANDOM, EXTRA = "scheduler", "partita.engine", "partita.random.", "partita.extra"
 CONFIGURED = "partita.configured"

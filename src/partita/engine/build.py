@@ -31,6 +31,7 @@ from partita.optim.step import StepUpdater
 from partita.optim.traits import check_elementwise, counted_attributes, states_per_element
 from partita.optim.updater import Updater
 from partita.optim.views import check_groups
+from partita.plan.mesh_shape import STATE_AXES
 from partita.planner.blueprint import Blueprint, make_blueprint, row_of
 from partita.planner.parameters import check_quantized, find_quantized
 from partita.sharding.assemble import check_alike
@@ -86,7 +87,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
         blueprint = make_blueprint(model, resolved, num_moments, budget)
         choice = settings.activations.checkpoint
         recomputed = chosen_modules(model, [unit.name for unit in blueprint.units], choice)
-    check_alike(model, blueprint.units, all_ranks)
+    check_alike(model, blueprint.units, all_ranks, exact=collectives.group(STATE_AXES).size < all_ranks.size)
     check_settings_alike(settings_of(optimizer), all_ranks)
     rows = [unit.row for unit in blueprint.units]
     if any(mesh.shape.group_size(row.master.shard_axes) > 1 or not row.updates_on_device for row in rows):

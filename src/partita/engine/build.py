@@ -19,6 +19,7 @@ from partita.config.resolve import Resolved
 from partita.engine.budget import agreed_budget
 from partita.huggingface.conversion import open_weights
 from partita.huggingface.weights import Weights
+from partita.inspection.gathered import Gathered
 from partita.inspection.whole import Whole
 from partita.memory.disk import open_disk
 from partita.memory.ledger import Ledger
@@ -61,6 +62,7 @@ class Parts:
     recomputation: Recomputation
     updater: Updater
     whole: Whole
+    gathered: Gathered
     checkpoints: Checkpoints
     weights: Path | None
 
@@ -104,6 +106,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
         with together(all_ranks, runtime.give_back):
             updater = kind(runtime, optimizer, scale, settings.clip_grad_norm, counted)
             whole = Whole(runtime, updater)
+            gathered = Gathered(runtime, updater, whole)
             checkpoints = Checkpoints(model, runtime, updater, scheduler, settings)
     except BaseException:
         memory.close()
@@ -111,5 +114,15 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     weights = source.folder if source is not None else None
     recomputation = Recomputation(recomputed, selective=choice == "selective")
     return Parts(
-        optimizer, scheduler, blueprint, shortages, runtime, recomputation, updater, whole, checkpoints, weights
+        optimizer,
+        scheduler,
+        blueprint,
+        shortages,
+        runtime,
+        recomputation,
+        updater,
+        whole,
+        gathered,
+        checkpoints,
+        weights,
     )

@@ -72,8 +72,8 @@ class View:
 
 
 class Views:
-    """All views, by parameter. ``others`` are the parameters that no unit holds, by name where another stage's does: they
-    leave the optimizer's groups.
+    """All views, by parameter. ``others`` are those that no unit of this rank's holds: they leave the optimizer's groups,
+    but for the names of those that another stage holds.
     """
 
     def __init__(self, units: Sequence[Unit], memory: StateMemory, others: Iterable[Holding] = ()) -> None:

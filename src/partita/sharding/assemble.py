@@ -159,8 +159,8 @@ class Assembly:
         return found.hexdigest()
 
     def turns(self) -> Iterator[Unit]:
-        """The units, each in its turn to be filled. Where ranks take other shares, what a unit holds has rank 0's values
-        then, unless the source brings others; on every rank, whoever holds it.
+        """The units, each in its turn to be filled. Where ranks take other shares, what a unit holds has rank 0's
+        values then, unless the source brings others; on every rank, whoever holds it.
         """
         first = self._first_values
         for names, unit in first.turns:

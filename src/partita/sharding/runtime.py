@@ -12,6 +12,7 @@ from partita.comm.collectives import Collectives
 from partita.comm.together import together
 from partita.memory.buffer_pool import BufferPool, Loan
 from partita.memory.tiers import StateMemory
+from partita.plan.mesh_shape import MODULE_AXES
 from partita.plan.residence import ENCODINGS, Tier
 from partita.plan.slots import bytes_ahead, unit_pool
 from partita.planner.blueprint import Blueprint, row_of
@@ -105,6 +106,11 @@ class Runtime:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def runs_all(self) -> bool:
+        """Whether every rank holds a share of every parameter, and runs every module."""
+        return self.collectives.group(MODULE_AXES).size == self.collectives.all_ranks.size
 
     # ------------------------------------------------------------------ building
 

@@ -165,7 +165,9 @@ class FakeMesh:
     def open(self, combinations: Iterable[tuple[str, ...]]) -> None:
         for axes in map(self.shape.named, combinations):
             if axes not in self.transports:
-                ranks = next(group for group in self.shape.groups(axes) if self.rank in group)
+                ranks = next((group for group in self.shape.groups(axes) if self.rank in group), None)
+                if ranks is None:  # of other stages
+                    continue
                 self.transports[axes] = FakeTransport(self._network, ranks, self.index(axes))
 
     def transport(self, axes: tuple[str, ...]) -> Transport:

@@ -33,7 +33,7 @@ from partita.optim.traits import check_elementwise, counted_attributes, states_p
 from partita.optim.updater import Updater
 from partita.optim.views import check_groups
 from partita.plan.mesh_shape import STATE_AXES
-from partita.planner.blueprint import Blueprint, make_blueprint, row_of
+from partita.planner.blueprint import Blueprint, make_blueprint
 from partita.planner.parameters import check_quantized, find_quantized
 from partita.sharding.assemble import check_alike
 from partita.sharding.resting import check_unclaimed
@@ -74,7 +74,6 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     collectives = Collectives(mesh)
     all_ranks = collectives.all_ranks
     check_settings_alike(resolved.shared, all_ranks)
-    collectives.open(row_of(resolved).groups(resolved.mesh))
     memory = StateMemory(mesh.device, ledger, partial(open_disk, settings.zero.offload, mesh.rank))
     kernels = wants_kernels(settings, resolved.compute_dtype, mesh.device)
     with together(all_ranks):
@@ -89,6 +88,8 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
         blueprint = make_blueprint(model, resolved, num_moments, budget)
         choice = settings.activations.checkpoint
         recomputed = chosen_modules(model, [unit.name for unit in blueprint.units], choice)
+    every = all_ranks.exchange_objects(blueprint.groups, "partita.initialize")
+    collectives.open(dict.fromkeys(axes for of_rank in every for axes in of_rank))  # also those of other stages alone
     check_alike(model, blueprint.units, all_ranks, exact=collectives.group(STATE_AXES).size < all_ranks.size)
     check_settings_alike(settings_of(optimizer), all_ranks)
     rows = [unit.row for unit in blueprint.units]

@@ -172,8 +172,8 @@ class Whole:
                         full = member.segment.full
                     local = member.shaped(full[member.span.offset :][: member.span.num_elements])
                     if self._is_cut(member):
-                        local = local if member.segment.is_first_copy else None
-                        yield holding, self._whole(holding, local, dtypes[master])
+                        counted = local if member.segment.is_first_copy else None
+                        yield holding, self._whole(holding, counted, dtypes[master])
                     else:
                         yield holding, local
             finally:
@@ -218,7 +218,7 @@ class Whole:
                 "free; the engine stays open: engine.export or engine.save writes the parameters without holding them "
                 "whole, engine.close() leaves them as they are"
             )
-        found, error = list[tuple[Member, Tensor]](), None
+        found, error = list[tuple[Holding, Tensor]](), None
         for holding, weight in self.weights(master=False):
             try:
                 found += [(holding, weight.detach().clone())] if error is None else []

@@ -72,7 +72,7 @@ class View:
 
 
 class Views:
-    """All views, by parameter. ``others`` are those that no unit of this rank's holds: they leave the optimizer's groups,
+    """All views, by parameter. ``others`` are those that no unit of this rank holds: they leave the optimizer's groups,
     but for the names of those that another stage holds.
     """
 

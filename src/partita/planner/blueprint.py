@@ -46,6 +46,13 @@ class Blueprint:
     def config(self) -> Config:
         return self.resolved.config
 
+    @property
+    def groups(self) -> list[tuple[str, ...]]:
+        """The axes of each group that training communicates over."""
+        rows = dict.fromkeys(segment.row for unit in self.units for segment in unit.segments)
+        found = (axes for row in [row_of(self.resolved), *rows] for axes in row.groups(self.resolved.mesh))
+        return list(dict.fromkeys(found))
+
     @cached_property
     def buckets(self) -> list[tuple[PlannedSegment, ...]]:
         """Which gradients are reduced together, in the order in which they are reduced."""

@@ -255,7 +255,7 @@ class Bucket:
                 shard.add_(summed.to(shard.device))
             if carry is not None:
                 shard.add_(carry)
-            if sums is not None:  # used up before the step
+            if sums is not None and self.copy_steps:  # used up before the step
                 self._add_copies(shard, movement, received)
             if kept.tier is Tier.DISK:
                 squares.extend(square(part) for part in self.parts(shard, used))
@@ -278,14 +278,11 @@ class Bucket:
         self.has_all_copies = True
 
     def _add_copies(self, shard: Tensor, movement: Movement, received: Tensor | None) -> None:
-        if self.copy_steps:
-            values = shard.to(movement.device)
-            ops = self.copy_steps
-            finish_all(movement.begin(ops, values, values, purpose="gradients", received=received))
-            if self.copy_factor != 1.0:
-                values.mul_(self.copy_factor)
-            if values is not shard:
-                shard.copy_(values)
+        values = shard.to(movement.device)
+        finish_all(movement.begin(self.copy_steps, values, values, purpose="gradients", received=received))
+        values.mul_(self.copy_factor)
+        if values is not shard:
+            shard.copy_(values)
 
     def launched(self, reduced: Event) -> Slot | None:
         """To REDUCED: ``shard`` has the sum when ``reduced`` has passed. Returns the slot that is free then."""

@@ -19,8 +19,8 @@ from partita.sharding.unit import Unit, replace_data
 class FirstValues:
     """Gives the values of a few parameters at a time, in one order on all ranks: stage by stage, unit by unit.
 
-    Attributes: ``needed``: whether ranks take other shares; ``turns``: the names that are given together, each with this
-    rank's unit that holds them (None: another stage's does).
+    Attributes: ``needed``: whether ranks take other shares; ``turns``: the names that are given together, each with
+    this rank's unit that holds them (None: another stage's does).
 
     Args:
         has: whether values for a parameter of these names come from elsewhere.

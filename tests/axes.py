@@ -61,7 +61,7 @@ class _Summed(torch.autograd.Function):
 
 
 class GatedBlock(nn.Module):
-    """A residual block with a fused projection of two ranges, a gain that every head uses, and a layer cut by columns."""
+    """A residual block with a fused projection of two ranges, a gain that all heads use, and a layer cut by columns."""
 
     group: Group | None = None
 

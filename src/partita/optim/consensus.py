@@ -169,7 +169,8 @@ class Consensus:
         Raises:
             PartitaError: as :meth:`norm` does.
         """
-        if self._all_ranks.size > self._group.size or agreed.has_written or len(set(agreed.scales) - {NO_SCALE}) > 1:
+        several = len(set(agreed.scales) - {NO_SCALE}) > 1 or any(map(math.isnan, agreed.scales))
+        if self._all_ranks.size > self._group.size or agreed.has_written or several:
             self.norm((), agreed, step)
 
     def sums(self, of_part: Tensor, of_rank: Tensor) -> list[float]:

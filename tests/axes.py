@@ -4,7 +4,6 @@ two stages by hand. It shows what states, norms and checkpoints make of shares, 
 Ranks are threads of this process (:mod:`tests.fakes`).
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -72,6 +71,9 @@ class GatedBlock(nn.Module):
         self.gain = nn.Parameter(1 + 0.1 * torch.randn(HEAD))
         self.down = nn.Linear(HIDDEN, WIDTH)
 
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gain)
+
     def forward(self, x: Tensor) -> Tensor:
         entered = self.norm(x)
         if self.group is not None:
@@ -111,6 +113,13 @@ class Model(nn.Module):
         for block in self.own_blocks:
             x = block(x)
         return x if self.stage == 0 else self.last(x)
+
+
+class Resettable(Model):
+    """One that fills its own buffer."""
+
+    def reset_parameters(self) -> None:
+        self.seen.zero_()
 
 
 def share_out(model: Model, collectives: Collectives) -> None:
@@ -299,8 +308,3 @@ def close(one: Course, other: Course, tolerance: float = 1e-5) -> None:
         torch.testing.assert_close(gradient, expected, rtol=0, atol=most, msg=name)
     for name, weight in one.weights.items():
         torch.testing.assert_close(weight, other.weights[name], rtol=0, atol=1e-4, msg=name)
-
-
-def copied(model: Model) -> Model:
-    """The same values in a model of its own."""
-    return copy.deepcopy(model)

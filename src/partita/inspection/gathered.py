@@ -64,6 +64,7 @@ class Gathered:
             if self._is_share(holding):
                 holding.param.__class__ = nn.Parameter
                 replace_data(holding.param, weight)
+                self._runtime.structure.elsewhere.add(id(holding.param))
         return [holding for holding, _ in found]
 
     def _is_share(self, holding: Holding) -> bool:
@@ -85,6 +86,7 @@ class Gathered:
         for holding in holdings:
             if not self._is_share(holding):
                 continue
+            self._runtime.structure.elsewhere.discard(id(holding.param))
             if (member := self._whole.member_of(holding)) is not None:
                 holding.param.data = _view(member)
                 holding.param.__class__ = member.kind

@@ -14,10 +14,12 @@ class Structure:
     """Checks, before a forward, that the model still consists of the parameters that are trained.
 
     Wrapping a module (``torch.compile``) is no change; a parameter that is replaced, added or moved is an error.
+    ``elsewhere`` are the ids of those that are in memory of their own for a while: of which a rank has a share, when
+    they are looked at whole.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
-        self._model, self._units = model, units
+        self._model, self._units, self.elsewhere = model, units, set[int]()
         self._names = {id(member.param): member.fqn for unit in units for member in unit.members}
         self._quantized = {id(holding.param) for holding in find_quantized(model)}
         self._remember()
@@ -35,7 +37,7 @@ class Structure:
             for unit in self._units:
                 home = unit.storage._cdata
                 for member in unit.members:
-                    if member.param.untyped_storage()._cdata != home:
+                    if member.param.untyped_storage()._cdata != home and id(member.param) not in self.elsewhere:
                         raise PartitaError(_MOVED.format(member.fqn))
                     for owner, name in member.holding.owners:
                         if owner._parameters.get(name) is not member.param:

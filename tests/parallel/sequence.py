@@ -1,9 +1,9 @@
 """What runs on the ranks for ``test_sequence``: models on slices, beside the same model whole in the same process."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import partita
 from partita.activation.recompute import Recomputation
 from partita.comm.collectives import Collectives
 from partita.comm.group import Group
@@ -305,3 +306,62 @@ def losses_of_own(name: str) -> list[tuple[float, float]]:
             (found.item(), expected.item())
             for found, expected in zip(losses(model(tokens)), losses(whole(tokens)), strict=True)
         ]
+
+
+# -- engines -----------------------------------------------------------------------------------------------------------
+
+STEPS, CLIP = 10, 0.5
+ADAMW: dict[str, Any] = {"lr": 2e-3, "eps": 1e-4}  # gradients of nothing but rounding stay small
+
+
+@dataclass
+class Trained:
+    """Losses and norms by step, the whole gradients of the first one, and what was sent for the sequence axis."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def trained(name: str, sequence: int, stage: int = 1, **sections: Any) -> Trained:
+    """By an engine, on samples of the rank's data coordinate; lengths change."""
+    config = {"parallel": {"sequence": sequence}, "clip_grad_norm": CLIP, "optimizer": ADAMW, "zero": {"stage": stage}, **sections}
+    result = Trained()
+    with partita.initialize(built(name), config) as engine:
+        data = engine.mesh.coordinate("data")
+        for step in range(STEPS):
+            loss = zoo.loss_of(engine(**_samples(name, step, data)))
+            engine.backward(loss)
+            if not step:
+                result.gradients = _present({key: engine.gradient(key) for key, _ in engine.module.named_parameters()})
+            outcome = engine.step()
+            assert outcome.grad_norm is not None
+            result.losses.append(engine.mean(loss).item())
+            result.norms.append(outcome.grad_norm)
+        result.weights = engine.state_dict()
+    return result
+
+
+def trained_plainly(name: str, num_data: int) -> Trained:
+    """By one process, on the samples of all data coordinates."""
+    model, result = built(name), Trained()
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01, **ADAMW)
+    for step in range(STEPS):
+        losses = [zoo.loss_of(model(**_samples(name, step, data))) for data in range(num_data)]
+        (mean := torch.stack(losses).mean()).backward()
+        if not step:
+            result.gradients = _present({key: param.grad for key, param in model.named_parameters()})
+        result.norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        result.losses.append(mean.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return result
+
+
+def _samples(name: str, step: int, data: int) -> Batch:
+    return batch_of(name, 10 * step + data, length=LENGTH - 4 * (step % 2))
+
+
+def _present(gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    return {key: gradient.clone() for key, gradient in gradients.items() if gradient is not None}

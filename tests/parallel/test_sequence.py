@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from partita import PartitaError
 from tests.local import pool
 from tests.matrix import matrix
 from tests.parallel import sequence
@@ -78,3 +79,58 @@ def test_every_stage_is_the_same_beside_data(name: str) -> None:
             assert (found.losses, found.norms) == (reference.losses, reference.norms)
             assert found.weights.keys() == reference.weights.keys()
             assert all(torch.equal(value, reference.weights[key]) for key, value in found.weights.items())
+
+
+ERRORS = {
+    "no blocks": "parallel.sequence: 3: Sequential has no blocks .repeated modules in a ModuleList or Sequential.",
+    "flash": "attention by 'flash_attention_2' does not take a mask .* attn_implementation='sdpa'",
+    "short": "a sequence of 2 positions cannot be cut over parallel.sequence: 3 ranks; use longer sequences",
+    "collected": "output_hidden_states collects what each block computes, of which a rank has its slice",
+    "alone": "'argmax' reads logits of which each of 3 ranks has a slice of the sequence, and not all of them do",
+}
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_what_is_refused(what: str) -> None:
+    with pytest.raises(PartitaError, match=ERRORS[what]):
+        pool.run(3, sequence.refused, what)
+
+
+HIDDEN = {
+    "by hand": "'blocks.0' computes something else on slices of the sequence .* Attention is seen where it is",
+    "causal by hand": "'blocks.0' computes something else on slices of the sequence",
+    "convolution": "'blocks.0' computes something else on slices of the sequence",
+    "table": "the model runs on whole sequences and not on slices: The size of tensor a .1[12]. must match",
+    "between": "'blocks.1' is called with 12 positions, where this rank has 11 of 22: between the blocks",
+}
+
+
+@pytest.mark.parametrize("how", HIDDEN)
+def test_what_slices_do_not_see_is_found_on_the_first_batch(how: str) -> None:
+    with pytest.raises(PartitaError, match=HIDDEN[how]):
+        pool.run(2, sequence.mixed, how)
+
+
+def test_blocks_that_mix_nothing_train() -> None:
+    assert all(pool.run(2, sequence.mixed, "nothing"))
+
+
+def test_text_is_generated_on_a_gathered_model() -> None:
+    assert all(pool.run(2, sequence.generated))
+
+
+def test_masks_are_those_of_one_process_where_a_tensor_is_whole() -> None:
+    """In the blocks each rank draws for its slice, others than the other ranks."""
+    ((whole, *_),) = pool.run(1, sequence.masks, 1, 7)
+    first, second = pool.run(2, sequence.masks, 2, 7)
+    assert torch.equal(first[0], whole)
+    assert torch.equal(second[0], whole)
+    for mine, other in zip(first[1:], second[1:], strict=True):
+        assert mine.shape[1] == 12
+        assert other.shape[1] == 11
+        assert not torch.equal(mine[:, :11], other)
+    again = pool.run(2, sequence.masks, 2, 7)
+    assert all(torch.equal(a, b) for a, b in zip(first, again[0], strict=True))
+    drawn = pool.run(2, sequence.masks, 2, None)
+    assert torch.equal(drawn[0][0], drawn[1][0])
+    assert not torch.equal(drawn[0][0], whole)

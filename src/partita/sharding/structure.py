@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from partita.errors import PartitaError
-from partita.planner.parameters import find_quantized
+from partita.planner.parameters import find_everywhere, find_quantized
 from partita.sharding.unit import Unit
 
 
@@ -21,7 +21,8 @@ class Structure:
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
         self._model, self._units, self.elsewhere = model, units, set[int]()
         self._names = {id(member.param): member.fqn for unit in units for member in unit.members}
-        self._quantized = {id(holding.param) for holding in find_quantized(model)}
+        others = [*find_quantized(model), *find_everywhere(model)]
+        self._others = {id(holding.param) for holding in others}
         self._remember()
 
     def _remember(self) -> None:
@@ -53,7 +54,7 @@ class Structure:
             if key not in found:
                 raise PartitaError(_REPLACED.format(name, "a module that holds it"))
         for key, name in found.items():
-            if key not in self._names and key not in self._quantized:
+            if key not in self._names and key not in self._others:
                 raise PartitaError(_ADDED.format(name))
 
 

@@ -22,11 +22,11 @@ from partita.config.resolve import resolve
 from partita.engine import build
 from partita.engine.build import Given
 from partita.engine.engine import Engine
+from partita.parallel.applied import Parallel
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.place import Place, even
 from partita.plan.share import Share
 from partita.plan.traffic import TrafficReport
-from partita.planner.blueprint import make_blueprint
 from partita.planner.elsewhere import Elsewhere
 from tests import seeds
 from tests.fakes import on_ranks
@@ -88,9 +88,10 @@ class GatedBlock(nn.Module):
 
 
 class Model(nn.Module):
-    """``stage``: what this rank runs: all (None), up to the middle (0), from there on (1)."""
+    """``stage``: what this rank runs: all (None), up to the middle (0), or from there on (1) what is ``given``."""
 
     stage: int | None = None
+    given: Callable[[], Tensor]
 
     def __init__(self, num_blocks: int = 4, *, tied: bool = False) -> None:
         super().__init__()
@@ -108,8 +109,7 @@ class Model(nn.Module):
         return list(self.blocks[:middle] if self.stage == 0 else self.blocks[middle:] if self.stage else self.blocks)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.stage != 1:
-            x = self.first(x)
+        x = self.given() if self.stage == 1 else self.first(x)
         for block in self.own_blocks:
             x = block(x)
         return x if self.stage == 0 else self.last(x)
@@ -137,7 +137,6 @@ def share_out(model: Model, collectives: Collectives) -> None:
             whole = Place(tuple(model.first.weight.shape))
             model.shares[id(model.first.weight)] = Share(whole, averaged=("tensor",), stages=(0, 1))
     if shape.tensor > 1:
-        collectives.open([("tensor",)])
         low, high = even(HIDDEN // HEAD, shape.tensor)[shape.coordinate(rank, "tensor")]
         own = (low * HEAD, high * HEAD)
         both = (own, (HIDDEN + own[0], HIDDEN + own[1]))
@@ -152,13 +151,14 @@ def share_out(model: Model, collectives: Collectives) -> None:
 
 
 @contextmanager
-def shares_given() -> Iterator[None]:
-    """Engines are built with the shares of their models."""
+def applied_by_hand() -> Iterator[None]:
+    """Engines are built with the shares that :func:`share_out` gives."""
 
-    def made(model: Any, *args: Any) -> Any:
-        return make_blueprint(model, *args, shares=model.shares)
+    def apply(model: Any, resolved: Any, mesh: Any, collectives: Collectives) -> Parallel:
+        share_out(model, collectives)
+        return Parallel(model.shares)
 
-    with mock.patch.object(build, "make_blueprint", made):
+    with mock.patch.object(build, "apply", apply):
         yield
 
 
@@ -180,8 +180,9 @@ def run_backward(engine: Engine, collectives: Collectives, data: int, step: int)
         group.all_reduce(sent.detach().clone())
         engine.backward((sent * group.all_reduce(torch.zeros_like(sent))).sum())
         return 0.0
-    received = group.all_reduce(torch.zeros(4, WIDTH)).requires_grad_()
-    loss = engine(received).square().mean()
+    received = torch.zeros(4, WIDTH)
+    model.given = lambda: group.all_reduce(received).requires_grad_()
+    loss = engine(x).square().mean()
     engine.backward(loss)
     assert received.grad is not None
     group.all_reduce(received.grad.clone())
@@ -239,9 +240,6 @@ def train(
     def on_rank(collectives: Collectives) -> Course:
         mesh: Any = collectives.mesh
         model, course = models[mesh.rank], Course()
-        share_out(model, collectives)
-        if shape.pipeline > 1:
-            collectives.open([("pipeline",)])
         given = Given(None, None, None, recipe.weights)
         engine = Engine(model, resolved, mesh, given, False)
         if load is not None:
@@ -268,7 +266,7 @@ def train(
         engine.close()
         return course
 
-    with shares_given():
+    with applied_by_hand():
         return on_ranks(shape, on_rank)
 
 

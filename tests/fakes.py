@@ -120,7 +120,7 @@ class FakeTransport(Transport):
     def sum(self, tensor: Tensor) -> Tensor:
         return in_rank_order(self._exchange("sum", tensor)()).to(tensor.dtype)
 
-    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], connections: str = "activations") -> None:
         ends = [0, *accumulate(part.numel() for part in sent)]
         every = self._exchange("all-to-all", torch.tensor(ends))()
         for target, starts, whole in zip(received, every, self._exchange("sent", torch.cat(list(sent)))(), strict=True):
@@ -176,6 +176,12 @@ class FakeMesh:
 
     def index(self, axes: tuple[str, ...]) -> int:
         return self.shape.group_index(self.rank, axes)
+
+    def size(self, axis: str) -> int:
+        return self.shape.size(axis)
+
+    def coordinate(self, axis: str) -> int:
+        return self.shape.coordinate(self.rank, axis)
 
     def is_first_replica(self, shard_axes: tuple[str, ...] = ()) -> bool:
         return self.shape.is_first_replica(self.rank, shard_axes)

@@ -262,11 +262,44 @@ class Activations(Section):
     offload: Tier = Field("none", description="tier of kept activations")
 
 
+class Loss(Section):
+    """How the loss is computed of the last hidden states."""
+
+    tiled: Literal["none", "auto"] | Bytes = Field(
+        "none",
+        description="compute logits and their cross-entropy in tiles, so that they are never whole: bytes of the "
+        "logits of a tile; auto: a number of rows that fits the layer",
+    )
+    head: Auto | SomeTexts = Field(
+        "auto",
+        description="class names or name patterns of the linear layers that make logits; auto: the model's output "
+        "embeddings, or the last widening layer outside the blocks",
+    )
+
+
+class Tiled(Section):
+    """Modules that are computed tile by tile."""
+
+    mlp: Texts = Field(
+        (),
+        description="class names or name patterns of modules that compute every position by itself: they run on some "
+        "positions at a time, and again in backward",
+    )
+
+
 class Communication(Section):
     """What travels between ranks."""
 
-    gradients: Text = Field("full", description="encoding of gradients as they travel; full: precision.gradients")
-    parameters: Text = Field("full", description="encoding of parameters as they travel; full: precision.compute")
+    gradients: Text = Field(
+        "full",
+        description="encoding of gradients as they travel; full: precision.gradients; int8, int4: codes in blocks, "
+        "rounded at random, and summed in fp32",
+    )
+    parameters: Text = Field(
+        "full",
+        description="stage 3: encoding of parameters as they are gathered; full: precision.compute; int8: codes in "
+        "blocks, to nearest",
+    )
     buffers: Literal["broadcast", "local"] = Field(
         "broadcast", description="buffers that change (BatchNorm) follow rank 0, or stay each rank's own"
     )
@@ -300,6 +333,8 @@ class Config(Section):
     schedule: Schedule = Field(Schedule(), description="the learning rate over steps")
     clip_grad_norm: Positive | None = Field(None, description="largest global norm of the gradients; null: not clipped")
     activations: Activations = Field(Activations(), description="what is kept for backward")
+    loss: Loss = Field(Loss(), description="how the loss is computed")
+    tiled: Tiled = Field(Tiled(), description="modules that are computed tile by tile")
     communication: Communication = Field(Communication(), description="what travels between ranks")
     checkpoint: Checkpoint = Field(Checkpoint(), description="saving while training")
     seed: CountOrZero | None = Field(
@@ -333,8 +368,8 @@ AVAILABLE: dict[str, tuple[object, ...]] = {
     "parallel.pipeline": (1,),
     "activations.partition": (False,),
     "activations.offload": ("none",),
-    "communication.gradients": ("full",),
-    "communication.parameters": ("full",),
+    "communication.gradients": ("full", "int8", "int4"),
+    "communication.parameters": ("full", "int8"),
 }
 
 

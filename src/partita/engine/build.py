@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from partita.activation.recompute import Recomputation, chosen_modules
+from partita.activation.tiled_loss import TiledHeads, find_heads
+from partita.activation.tiles import tiled_modules
 from partita.checkpoint.checkpoints import Checkpoints
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
@@ -64,6 +66,7 @@ class Parts:
     shortages: Shortages
     runtime: Runtime
     recomputation: Recomputation
+    tiled_heads: TiledHeads
     updater: Updater
     whole: Whole
     gathered: Gathered
@@ -104,7 +107,10 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         check_quantized(find_quantized(model), mesh.device)
         blueprint = make_blueprint(model, resolved, num_moments, budget, parallel.shares)
         choice = settings.activations.checkpoint
-        recomputed = chosen_modules(model, [unit.name for unit in blueprint.units], choice)
+        unit_names = [unit.name for unit in blueprint.units]
+        recomputed = chosen_modules(model, unit_names, choice)
+        tiled = tiled_modules(model, settings.tiled.mlp)
+        heads = find_heads(model, settings.loss, unit_names)
     every = all_ranks.exchange_objects(blueprint.groups, "partita.initialize")
     collectives.open(dict.fromkeys(axes for of_rank in every for axes in of_rank))  # also those of other stages alone
     check_alike(model, blueprint.units, all_ranks, exact=collectives.group(STATE_AXES).size < all_ranks.size)
@@ -130,7 +136,8 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         memory.close()
         raise
     weights = source.folder if source is not None else None
-    recomputation = Recomputation(recomputed, selective=choice == "selective")
+    recomputation = Recomputation(recomputed, selective=choice == "selective", tiled=tiled)
+    tiled_heads = TiledHeads(heads, settings.loss)
     samples = SameSamples(collectives.group(SAMPLE_AXES), mesh.coordinate("data"))
     return Parts(
         optimizer,
@@ -139,6 +146,7 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         shortages,
         runtime,
         recomputation,
+        tiled_heads,
         updater,
         whole,
         gathered,

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from partita.activation.recompute import Recomputation, chosen_modules
+from partita.attention.apply import SparseAttention
 from partita.checkpoint.checkpoints import Checkpoints
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
@@ -57,6 +58,7 @@ class Parts:
     blueprint: Blueprint
     shortages: Shortages
     runtime: Runtime
+    attention: SparseAttention
     recomputation: Recomputation
     updater: Updater
     whole: Whole
@@ -84,6 +86,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
         check_unclaimed(model)
         check_quantized(find_quantized(model), mesh.device)
         blueprint = make_blueprint(model, resolved, num_moments, budget)
+        attention = SparseAttention(model, settings.attention)
         choice = settings.activations.checkpoint
         recomputed = chosen_modules(model, [unit.name for unit in blueprint.units], choice)
     check_alike(model, blueprint.units, all_ranks)
@@ -108,7 +111,18 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
         memory.close()
         raise
     weights = source.folder if source is not None else None
+    attention.apply()  # inside what runs again in backward
     recomputation = Recomputation(recomputed, selective=choice == "selective")
     return Parts(
-        optimizer, scheduler, blueprint, shortages, runtime, recomputation, updater, whole, checkpoints, weights
+        optimizer,
+        scheduler,
+        blueprint,
+        shortages,
+        runtime,
+        attention,
+        recomputation,
+        updater,
+        whole,
+        checkpoints,
+        weights,
     )

@@ -366,6 +366,7 @@ class Engine:
         self._closed = True
         self._parts.updater.close()
         self._parts.recomputation.remove()
+        self._parts.attention.remove()
         self._parts.runtime.close()
         if self._owns_mesh:
             self.mesh.close()

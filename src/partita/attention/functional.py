@@ -1,8 +1,10 @@
 """``block_sparse``: attention whose pairs of blocks are chosen by a layout, on any device."""
 
 import math
+import warnings
 import weakref
 from collections import OrderedDict
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from partita.attention.gathered import Dropout, Gathered, Gathering, Job, jobs_o
 from partita.attention.layout import Layout
 from partita.attention.segments import Sizes, documents_of, whole_samples
 from partita.errors import PartitaError
+from partita.memory import accelerator
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -24,11 +27,12 @@ def block_sparse(
     *,
     seen: Tensor | None = None,
     documents: Tensor | None = None,
-    offset: int | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
     """softmax(q k^T scale) v over the keys that each query sees; a query that sees none gets zeros.
+
+    Where there are more keys than queries, the queries are the last positions.
 
     On the CPU key blocks are gathered into torch's flash kernel, on a GPU it is FlexAttention.
 
@@ -40,7 +44,6 @@ def block_sparse(
         seen: bool [samples, keys], False for padding. The pattern begins at a sample's first key that is seen.
         documents: [samples, positions], equal numbers side by side for each document packed into a sample; the
             pattern holds in each by itself, and nobody sees another one. Queries and keys are then the same positions.
-        offset: where the first query stands among the keys; None: the last query is beside the last key.
         dropout: share of the weights that become 0, drawn from torch's generator for the CPU.
         scale: None: 1 / sqrt(width).
 
@@ -54,8 +57,7 @@ def block_sparse(
     _check(q, k, v, seen, documents, dropout)
     alike = seen is None and documents is None
     sizes = Sizes(1 if alike else q.shape[0], q.shape[2], k.shape[2])
-    offset = sizes.keys - sizes.queries if offset is None else offset
-    found = _recent.found(layout, sizes, offset, seen, documents)
+    found = _recent.found(layout, sizes, seen, documents)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if flex.runs_on(q.device) and not dropout:
         return flex.attend(q, k, v, found.visits, scale)
@@ -64,7 +66,10 @@ def block_sparse(
     queries = q.reshape(samples, heads, groups, *q.shape[2:])
     keys, values = (x.reshape(samples, heads, *x.shape[2:]) for x in (k, v))
     drop = Dropout(dropout, int(torch.randint(2**62, ()))) if dropout else None
-    flash = drop is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
+    on_host = accelerator.is_host(q.device)
+    if not on_host and not flex.runs_on(q.device):
+        _warn_of_products(q.device)
+    flash = on_host and drop is None and q.shape[-1] == v.shape[-1]
     how = Gathering(found.jobs_on(q.device), (sizes.queries, sizes.keys, layout.block), scale, drop, flash)
     out: Tensor = Gathered.apply(queries, keys, values, how)  # type: ignore[no-untyped-call]
     return out.reshape(*q.shape[:-1], v.shape[-1])
@@ -94,6 +99,15 @@ def _check(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, documents: Tens
         raise PartitaError(f"block_sparse: dropout: expected a share of at least 0 and below 1; got {dropout}")
 
 
+@cache
+def _warn_of_products(device: torch.device) -> None:
+    warnings.warn(
+        f"block-sparse attention on {device} is computed by matrix products over gathered blocks: FlexAttention takes "
+        "Triton, which is not there for it",
+        stacklevel=3,
+    )
+
+
 class _Found:
     """The visits of a batch, and what is made of them once, for all layers and for the backward."""
 
@@ -119,10 +133,10 @@ class _Recent:
     def __init__(self) -> None:
         self._kept: OrderedDict[object, tuple[_Found, list[weakref.ref[Tensor]]]] = OrderedDict()
 
-    def found(self, layout: Layout, sizes: Sizes, offset: int, seen: Tensor | None, documents: Tensor | None) -> _Found:
+    def found(self, layout: Layout, sizes: Sizes, seen: Tensor | None, documents: Tensor | None) -> _Found:
         given = [tensor for tensor in (seen, documents) if tensor is not None]
         versions = tuple((id(tensor), tensor._version) for tensor in given)
-        key = (layout, sizes, offset, seen is None, documents is None, versions)
+        key = (layout, sizes, seen is None, documents is None, versions)
         if key in self._kept:
             found, owners = self._kept[key]
             if all(owner() is tensor for owner, tensor in zip(owners, given, strict=True)):
@@ -130,7 +144,7 @@ class _Recent:
                 return found
         host_seen = None if seen is None else seen.cpu()
         if documents is None:
-            segments = whole_samples(sizes, offset, host_seen)
+            segments = whole_samples(sizes, host_seen)
         else:
             segments = documents_of(sizes, documents.cpu())
         found = _Found(visits(layout, sizes, segments, host_seen))

@@ -1,6 +1,6 @@
 """Transformers' attention interface: an implementation that takes what the running module is to see from its layout.
 
-Modules that have none are computed as by ``sdpa``.
+Modules that have none are computed as transformers does with its name for torch's dot products.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class Mask:
         self.is_special = bool(given.get("use_vmap")) or getattr(function, "__qualname__", "").startswith("or_masks")
 
     def dense(self) -> Tensor | None:
-        """As ``sdpa`` has it."""
+        """As a tensor for torch's dot products."""
         if not self._dense:
             self._dense.append(sdpa_mask(**self._given))
         return self._dense[0]
@@ -71,31 +71,31 @@ def attention(
     attention_mask: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
+    **said: Any,
 ) -> tuple[Tensor, None]:
     """Transformers' call: [samples, heads, positions, width] each, to [samples, positions, heads, width]."""
     interception = current()
     if interception is None:
         dense = attention_mask.dense() if isinstance(attention_mask, Mask) else attention_mask
-        done: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, dense, dropout, scaling, is_causal, **kwargs
-        )
+        done: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, dense, dropout, scaling, **said)
         return done
     for name in _OTHERS:
-        if kwargs.get(name) is not None:
+        if said.get(name) is not None:
             raise interception.refuse(f"has '{name}'")
+    is_causal = said.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    given: dict[str, Any] = {}
+    seen, documents = None, None
     if isinstance(attention_mask, Mask):
         _check(attention_mask, interception, causal)
-        given = {"seen": attention_mask.seen, "offset": attention_mask.offset}
+        if causal:  # a cache of constant size has room behind the last query
+            key, value = (x[:, :, : attention_mask.offset + query.shape[2]] for x in (key, value))
+        seen = None if attention_mask.seen is None else attention_mask.seen[:, : key.shape[2]]
         if query.shape[2] == key.shape[2]:
-            positions = kwargs.get("position_ids")
-            given["documents"] = attention_mask.documents(positions, query.shape[0], query.shape[2])
+            documents = attention_mask.documents(said.get("position_ids"), query.shape[0], query.shape[2])
     elif attention_mask is not None:
         raise interception.refuse("is given a mask of the caller's own")
-    out = interception.attend(query, key, value, causal, dropout=dropout, scale=scaling, **given)
+    given = {"seen": seen, "documents": documents, "dropout": dropout, "scale": scaling}
+    out = interception.attend(query, key, value, causal, **given)
     return out.transpose(1, 2).contiguous(), None
 
 

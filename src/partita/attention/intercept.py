@@ -63,13 +63,15 @@ class Interception:
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
-        enable_gqa: bool = False,
+        enable_gqa: bool = False,  # grouped heads are told by their numbers
     ) -> Tensor:
         """In place of ``torch.nn.functional.scaled_dot_product_attention``."""
         q, k, v = (x.unsqueeze(1) if x.ndim == 3 else x for x in (query, key, value))
         seen = None if attn_mask is None else self._padding(attn_mask, q.shape[0], k.shape[2])
-        out = self.attend(q, k, v, is_causal, seen=seen, offset=0, dropout=dropout_p, scale=scale)
-        return out.view(*query.shape[:-1], value.shape[-1])
+        if is_causal and q.shape[2] != k.shape[2]:  # torch counts from the first position of both
+            raise self.refuse(f"is causal from {q.shape[2]} positions to {k.shape[2]} others")
+        out = self.attend(q, k, v, is_causal, seen=seen, dropout=dropout_p, scale=scale)
+        return out.reshape(*query.shape[:-1], value.shape[-1])
 
     def _padding(self, mask: Tensor, num_samples: int, num_keys: int) -> Tensor:
         """[samples, keys] of a mask that says the same to all heads and queries."""

@@ -30,11 +30,12 @@ class Segments:
     offset: Tensor
 
 
-def whole_samples(sizes: Sizes, offset: int, seen: Tensor | None = None) -> Segments:
+def whole_samples(sizes: Sizes, seen: Tensor | None = None) -> Segments:
     """Each sample as one segment, whose keys begin with the first that is seen, and end with the last.
 
+    The last query is beside the last key, padded or not.
+
     Args:
-        offset: where the first query stands among the keys.
         seen: bool [samples, keys]: False for padding.
     """
     sample = torch.arange(sizes.samples)
@@ -44,7 +45,9 @@ def whole_samples(sizes: Sizes, offset: int, seen: Tensor | None = None) -> Segm
         found = seen.any(1)
         first = torch.where(found, seen.int().argmax(1), none)
         stop = torch.where(found, sizes.keys - seen.flip(1).int().argmax(1), none)
-    return Segments(sample, none, torch.full_like(sample, sizes.queries), first, stop, offset - first)
+    return Segments(
+        sample, none, torch.full_like(sample, sizes.queries), first, stop, sizes.keys - sizes.queries - first
+    )
 
 
 def documents_of(sizes: Sizes, documents: Tensor) -> Segments:

@@ -28,12 +28,12 @@ def layout(pattern: str, causal: bool) -> Layout:
     return Layout(pattern, BLOCK, causal=causal, **settings)  # type: ignore[arg-type]
 
 
-def mask_of(layout: Layout, num_queries: int, num_keys: int) -> Tensor:
-    """Bool [queries, keys] of one document; the last query is beside the last key."""
-    p = torch.arange(num_queries)[:, None] + num_keys - num_queries
+def mask_of(layout: Layout, num_queries: int, num_keys: int, first: int | None = None) -> Tensor:
+    """Bool [queries, keys] of a document whose first query stands at ``first``; None: the last beside the last key."""
+    p = torch.arange(num_queries)[:, None] + (num_keys - num_queries if first is None else first)
     k = torch.arange(num_keys)[None]
     windows, block = layout.windows, layout.block
-    first = layout.num_global * block
+    common = layout.num_global * block
     causal = k <= p
     match layout.pattern:
         case "dense":
@@ -41,7 +41,7 @@ def mask_of(layout: Layout, num_queries: int, num_keys: int) -> Tensor:
         case "sliding" | "longformer" | "bigbird":
             seen = p - k < windows[0] if layout.causal else (p - k).abs() <= windows[0]
         case "fixed":
-            ends = k % windows[0] >= windows[0] - first
+            ends = k % windows[0] >= windows[0] - common
             seen = (p // windows[0] == k // windows[0]) | ends
         case "variable":
             edges = torch.tensor(list(itertools.accumulate((*windows, *[windows[-1]] * num_keys))))
@@ -49,12 +49,12 @@ def mask_of(layout: Layout, num_queries: int, num_keys: int) -> Tensor:
         case "user":
             seen = torch.zeros(num_queries, num_keys, dtype=torch.bool)
     if layout.pattern in ("longformer", "bigbird", "variable"):
-        seen = seen | (k < first)
+        seen = seen | (k < common)
         if not layout.causal:
-            seen = seen | (p < first)
+            seen = seen | (p < common)
     if layout.rows or layout.num_random:
-        grid = torch.zeros(-(-num_keys // block), -(-num_keys // block), dtype=torch.bool)
-        for row, cols in enumerate(layout.blocks(len(grid), len(grid))):
+        grid = torch.zeros(int(p.max()) // block + 1, -(-num_keys // block), dtype=torch.bool)
+        for row, cols in enumerate(layout.blocks(*grid.shape)):
             grid[row, cols] = True
         seen = seen | grid[p // block, k // block]
     return seen & causal if layout.causal else seen

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from partita import PartitaError
@@ -66,7 +67,10 @@ def test_padding(pattern: str, causal: bool, side: str) -> None:
     chosen, length = layout(pattern, causal), 45
     seen = torch.ones(2, length, dtype=torch.bool)
     seen[0, slice(30, None) if side == "right" else slice(9, 33)] = False
-    mask = mask_of(chosen, length, length) & seen[:, None, None]
+    mask = mask_of(chosen, length, length).expand(2, 1, -1, -1).clone()
+    if side == "right":  # the pattern is that of the sample without its padding
+        mask[0] = F.pad(mask_of(chosen, length, 30, first=0), (0, 15))
+    mask &= seen[:, None, None]
     compare(chosen, tensors(length, length), mask, f"{pattern}, {side}", seen=seen)
 
 

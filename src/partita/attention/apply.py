@@ -70,6 +70,8 @@ class SparseAttention:
             self._own_forwards.append((module, vars(module).get("forward")))
             dot_products = _INTERFACE not in _names_in_forward(module)
             module.forward = SparseForward(module, name, self._layouts, self._causal, dot_products)
+            # torch's encoder layers evaluate by a kernel of their own where no module has a hook
+            self._give_back.append(module.register_forward_pre_hook(_nothing).remove)
 
     def remove(self) -> None:
         """Give every module its own forward back."""
@@ -81,6 +83,10 @@ class SparseAttention:
             give_back()
         self._own_forwards.clear()
         self._give_back.clear()
+
+
+def _nothing(module: nn.Module, args: object) -> None:
+    pass
 
 
 def _names_in_forward(module: nn.Module) -> set[str]:
@@ -112,10 +118,10 @@ def _all_attention(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _attention_in(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
-    """The attention modules at and inside those that match; one without any is taken to call it through functions."""
+    """The attention modules at and inside those that match; where there are none, these call it through functions."""
     chosen: set[int] = set()
     for pattern in patterns:
-        for module in modules_like(model, pattern, "attention.layers"):
-            inside = [each for each in module.modules() if _is_attention(each)]
-            chosen |= {id(each) for each in inside or [module]}
+        matching = modules_like(model, pattern, "attention.layers")
+        inside = [each for module in matching for each in module.modules() if _is_attention(each)]
+        chosen |= {id(each) for each in inside or matching}
     return {name: module for name, module in model.named_modules() if id(module) in chosen}

@@ -28,6 +28,9 @@ from transformers import (
 import partita
 from partita import ConfigError, PartitaError
 from partita.attention import Layout, block_sparse
+from partita.config import schema
+from partita.config.load import load_config
+from partita.config.resolve import resolve
 from partita.train.decoder import Decoder, DecoderShape
 from tests import seeds
 from tests.attention.reference import BLOCK, LAYOUTS, assert_alike, layout, mask_of
@@ -383,3 +386,13 @@ def test_what_the_config_says_wrong() -> None:
         with pytest.raises(ConfigError, match=said):
             partita.initialize(model, {"attention": attention})
     assert "forward" not in vars(model.blocks[0].attention)
+
+
+def test_sequences_that_ranks_share_and_packing_without_use_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(schema.AVAILABLE, "parallel.sequence", raising=False)
+    for attention in (LONGFORMER, {"packed": True}):
+        config = load_config({"attention": attention, "parallel": {"sequence": 2}})
+        with pytest.raises(ConfigError, match="block-sparse attention computes whole sequences, which the ranks of"):
+            resolve(config, 2, "cpu", 2)
+    with pytest.raises(ConfigError, match="attention.packed is of dense attention"):
+        resolve(load_config({"attention": LONGFORMER | {"packed": True}}), 1, "cpu", 1)

@@ -1,7 +1,7 @@
 """Block-sparse attention on one GPU: python -m benchmarks.gpu.sparse_attention --save
 
-1. every pattern by FlexAttention against dense attention under the same mask, in fp32: outputs and gradients, odd lengths,
-   grouped heads, padding, packed documents;
+1. every pattern by FlexAttention against dense attention under the same mask, in fp32: outputs and gradients, odd
+   lengths, grouped heads, padding, packed documents;
 2. forward and backward in bf16 from 4k to 128k positions beside torch's dense causal attention.
 
 `--quick` runs a part of it, on the CPU where there is no GPU.
@@ -50,9 +50,7 @@ def main() -> int:
     length = 1000 if not options.quick else 300
     report.table(["pattern", "batch", "worst difference", "allowed"], _exactness(report, device, length))
     lengths = SPEED_LENGTHS if device.type == "cuda" and not options.quick else (256,)
-    report.write(
-        f"{HEADS} heads on {KEY_HEADS} key heads of width {WIDTH}, bf16, a window of {WINDOW} and one block for all."
-    )
+    report.write(f"{HEADS} heads, {KEY_HEADS} of keys, of width {WIDTH}; a window of {WINDOW}, one global block; bf16.")
     report.write()
     header = ["positions", "dense, ms", "sparse, ms", "x dense's speed", "pairs, x fewer", "TFLOP/s"]
     report.table(header, _times(device, lengths))

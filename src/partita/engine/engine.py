@@ -44,8 +44,7 @@ class Engine:
         self.mesh = mesh
         self._accumulate = resolved.batch.accumulate
         self._loss_fn = given.loss_fn
-        self._owns_mesh = owns_mesh
-        self._closed = False
+        self._owns_mesh, self._closed = owns_mesh, False
         self._parts = parts = build(model, resolved, mesh, given)
         self.optimizer = parts.optimizer
         self.scheduler = parts.scheduler
@@ -60,8 +59,8 @@ class Engine:
 
     @explained("forward")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward; floating-point inputs are cast to the compute dtype."""
-        self._open()
+        """The model's own forward; inputs are cast to the compute dtype, and compared where ranks share samples."""
+        self._open().samples.check(args, kwargs)
         return self.module(*args, **kwargs)
 
     @explained("backward")
@@ -317,6 +316,10 @@ class Engine:
         """
         attend(self._open().runtime.collectives.all_ranks, self.mesh.watchdog, call)
 
+    def explain(self) -> str:
+        """How the parallel axes split the model: a line for each module with parameters, with who decided."""
+        return "\n".join(self._parts.parallel.lines) or f"every rank computes all of {type(self.module).__name__}"
+
     def memory_report(self) -> MemoryReport:
         """Bytes held by this rank now and at their peak, by state and tier, and what its disk tier has moved."""
         self._parts.updater.wait_for_updates()
@@ -367,6 +370,7 @@ class Engine:
         self._parts.updater.close()
         self._parts.recomputation.remove()
         self._parts.attention.remove()
+        self._parts.parallel.remove()
         self._parts.runtime.close()
         if self._owns_mesh:
             self.mesh.close()

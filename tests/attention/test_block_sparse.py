@@ -96,8 +96,8 @@ def test_a_sample_without_keys_gives_zeros() -> None:
 
 
 def test_derivatives_in_double_precision() -> None:
-    given = [each.detach().double()[:1, :, :18, :4].requires_grad_() for each in tensors(18, 18)]
-    pattern = Layout("longformer", 4, 5, 1)
+    given = [each.detach().double()[:1, :, :, :2].requires_grad_() for each in tensors(9, 9, 2, 1)]
+    pattern = Layout("longformer", 2, 3, 1)
     assert torch.autograd.gradcheck(lambda *each: block_sparse(*each, pattern), given)
 
 

@@ -114,7 +114,7 @@ class Layout:
                 raise ConfigError(
                     f"attention.layout: row {number} leaves its queries without keys"
                     f"{' (causally, what comes later does not count)' if self.causal else ''}: set one of its figures "
-                    f"to 1, such as the {number + 1}th"
+                    f"to 1, such as that of column {number}"
                 )
 
     @property

@@ -71,6 +71,12 @@ class Parts:
     parallel: Parallel
     samples: SameSamples
 
+    def leave_modules(self) -> None:
+        """Give the model's modules their own forwards back, from the outermost change to the innermost."""
+        self.recomputation.remove()
+        self.attention.remove()
+        self.parallel.remove()
+
 
 def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Parts:
     """Put the model under the plan. What one rank meets is an error on all of them; the model is then what it was."""

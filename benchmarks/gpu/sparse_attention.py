@@ -29,7 +29,7 @@ PATTERNS: dict[str, Layout] = {
     "bigbird": Layout("bigbird", BLOCK, 200, num_global=1, num_random=2),
     "fixed": Layout("fixed", BLOCK, 512, num_global=1),
     "variable": Layout("variable", BLOCK, (100, 300), num_global=1),
-    "user": Layout("user", BLOCK, rows=tuple("1" * (row % 3) + "0" * (7 - row % 3) + "1" for row in range(8))),
+    "user": Layout("user", BLOCK, rows=tuple(f"1{row % 2}0000{row // 2 % 2}1" for row in range(8))),
     "longformer, both ways": Layout("longformer", BLOCK, 256, num_global=1, causal=False),
     "dense": Layout("dense", BLOCK),
 }

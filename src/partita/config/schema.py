@@ -205,11 +205,44 @@ Attention = create_model(
 )
 
 
+class Loss(Section):
+    """How the loss is computed of the last hidden states."""
+
+    tiled: Literal["none", "auto"] | Bytes = Field(
+        "none",
+        description="compute logits and their cross-entropy in tiles, so that they are never whole: bytes of the "
+        "logits of a tile; auto: a number of rows that fits the layer",
+    )
+    head: Auto | SomeTexts = Field(
+        "auto",
+        description="class names or name patterns of the linear layers that make logits; auto: the model's output "
+        "embeddings, or the last widening layer outside the blocks",
+    )
+
+
+class Tiled(Section):
+    """Modules that are computed tile by tile."""
+
+    mlp: Texts = Field(
+        (),
+        description="class names or name patterns of modules that compute every position by itself: they run on some "
+        "positions at a time, and again in backward",
+    )
+
+
 class Communication(Section):
     """What travels between ranks."""
 
-    gradients: Text = Field("full", description="encoding of gradients as they travel; full: precision.gradients")
-    parameters: Text = Field("full", description="encoding of parameters as they travel; full: precision.compute")
+    gradients: Text = Field(
+        "full",
+        description="encoding of gradients as they travel; full: precision.gradients; int8, int4: codes in blocks, "
+        "rounded at random, and summed in fp32",
+    )
+    parameters: Text = Field(
+        "full",
+        description="stage 3: encoding of parameters as they are gathered; full: precision.compute; int8: codes in "
+        "blocks, to nearest",
+    )
     buffers: Literal["broadcast", "local"] = Field(
         "broadcast", description="buffers that change (BatchNorm) follow rank 0, or stay each rank's own"
     )
@@ -244,6 +277,8 @@ class Config(Section):
     clip_grad_norm: Positive | None = Field(None, description="largest global norm of the gradients; null: not clipped")
     activations: Activations = Field(Activations(), description="what is kept for backward")
     attention: Attention = Field(Attention(), description="which keys each query sees")
+    loss: Loss = Field(Loss(), description="how the loss is computed")
+    tiled: Tiled = Field(Tiled(), description="modules that are computed tile by tile")
     communication: Communication = Field(Communication(), description="what travels between ranks")
     checkpoint: Checkpoint = Field(Checkpoint(), description="saving while training")
     seed: CountOrZero | None = Field(
@@ -276,11 +311,10 @@ AVAILABLE: dict[str, tuple[object, ...]] = {
     "parallel.tensor": (1,),
     "parallel.pipeline": (1,),
     "parallel.sequence": (1,),
-    "seed": (None,),
     "activations.partition": (False,),
     "activations.offload": ("none",),
-    "communication.gradients": ("full",),
-    "communication.parameters": ("full",),
+    "communication.gradients": ("full", "int8", "int4"),
+    "communication.parameters": ("full", "int8"),
 }
 
 

@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from partita.activation.recompute import Recomputation, chosen_modules
+from partita.activation.tiled_loss import TiledHeads, find_heads
+from partita.activation.tiles import tiled_modules
 from partita.attention.apply import SparseAttention
 from partita.checkpoint.checkpoints import Checkpoints
 from partita.comm.collectives import Collectives
@@ -34,6 +36,7 @@ from partita.optim.updater import Updater
 from partita.optim.views import check_groups
 from partita.parallel.applied import Parallel
 from partita.parallel.apply import apply
+from partita.parallel.random import agreed_seed
 from partita.parallel.samples import SAMPLE_AXES, SameSamples
 from partita.plan.mesh_shape import AXES
 from partita.planner.blueprint import Blueprint, make_blueprint, row_of
@@ -64,6 +67,7 @@ class Parts:
     runtime: Runtime
     attention: SparseAttention
     recomputation: Recomputation
+    tiled_heads: TiledHeads
     updater: Updater
     whole: Whole
     checkpoints: Checkpoints
@@ -73,6 +77,7 @@ class Parts:
 
     def leave_modules(self) -> None:
         """Give the model's modules their own forwards back, from the outermost change to the innermost."""
+        self.tiled_heads.remove()
         self.recomputation.remove()
         self.attention.remove()
         self.parallel.remove()
@@ -84,8 +89,9 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     all_ranks = collectives.all_ranks
     check_settings_alike(resolved.shared, all_ranks)
     collectives.open([*row_of(resolved).groups(resolved.mesh), *((axis,) for axis in AXES), SAMPLE_AXES])
+    seed = agreed_seed(resolved.config.seed, resolved.mesh, all_ranks)
     with together(all_ranks):
-        parallel = apply(model, resolved, mesh, collectives)
+        parallel = apply(model, resolved, mesh, collectives, seed)
     try:
         return _build(model, resolved, collectives, given, parallel)
     except BaseException:
@@ -109,7 +115,10 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         blueprint = make_blueprint(model, resolved, num_moments, budget, parallel.shares)
         attention = SparseAttention(model, settings.attention)
         choice = settings.activations.checkpoint
-        recomputed = chosen_modules(model, [unit.name for unit in blueprint.units], choice)
+        unit_names = [unit.name for unit in blueprint.units]
+        recomputed = chosen_modules(model, unit_names, choice)
+        tiled = tiled_modules(model, settings.tiled.mlp)
+        heads = find_heads(model, settings.loss, unit_names)
     check_alike(model, blueprint.units, all_ranks)
     check_settings_alike(settings_of(optimizer), all_ranks)
     rows = [unit.row for unit in blueprint.units]
@@ -133,7 +142,8 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         raise
     weights = source.folder if source is not None else None
     attention.apply()  # inside what runs again in backward
-    recomputation = Recomputation(recomputed, selective=choice == "selective")
+    recomputation = Recomputation(recomputed, selective=choice == "selective", tiled=tiled)
+    tiled_heads = TiledHeads(heads, settings.loss)
     samples = SameSamples(collectives.group(SAMPLE_AXES), mesh.coordinate("data"))
     return Parts(
         optimizer,
@@ -143,6 +153,7 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         runtime,
         attention,
         recomputation,
+        tiled_heads,
         updater,
         whole,
         checkpoints,

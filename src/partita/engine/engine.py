@@ -39,15 +39,12 @@ class Engine:
     """
 
     def __init__(self, model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given, owns_mesh: bool) -> None:
-        self.module = model
-        self.config = resolved.config
-        self.mesh = mesh
+        self.module, self.config, self.mesh = model, resolved.config, mesh
         self._accumulate = resolved.batch.accumulate
         self._loss_fn = given.loss_fn
         self._owns_mesh, self._closed = owns_mesh, False
         self._parts = parts = build(model, resolved, mesh, given)
-        self.optimizer = parts.optimizer
-        self.scheduler = parts.scheduler
+        self.optimizer, self.scheduler = parts.optimizer, parts.scheduler
         self.blueprint = parts.blueprint
         self.units = list(parts.blueprint.units)
         self.plan: dict[str, StatePlan] = {unit.name: unit.row for unit in self.units}
@@ -114,6 +111,7 @@ class Engine:
 
     def _begin_micro_batch(self, number: int) -> None:
         self._micro = number
+        self._parts.parallel.begin_micro_batch(self._parts.updater.steps, number)
         self._parts.runtime.reducer.begin_micro_batch(is_last=number + 1 == self._accumulate)
 
     @explained("train_batch")
@@ -288,9 +286,10 @@ class Engine:
             PartitaError: on all ranks: there is none, it is damaged (names the file), it is of another model, or
                 it holds several copies of the weights (names their prefixes).
         """
-        self._open().updater.zero()
-        self._begin_micro_batch(0)
-        return self._parts.checkpoints.load(folder, Wanted(only_model, strict, prefix))
+        self.zero_grad()
+        restored = self._parts.checkpoints.load(folder, Wanted(only_model, strict, prefix))
+        self._begin_micro_batch(0)  # of the step that was restored
+        return restored
 
     def each(self, value: Tensor | float) -> list[float]:
         """A number of every data-parallel rank, in rank order, on all of them."""

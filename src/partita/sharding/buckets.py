@@ -133,7 +133,12 @@ class Bucket:
         slot.last_use.wait()
         self._slot = slot
         self._whole = over(slot.storage, self.dtype, self.layout.num_elements).view(self.layout.num_rows, -1)
-        for row, begin, end in self.layout.gaps:  # padding adds nothing to norms
+        self._clear_padding()
+
+    def _clear_padding(self) -> None:
+        """It adds nothing to norms."""
+        assert self._whole is not None
+        for row, begin, end in self.layout.gaps:
             self._whole[row, begin:end].zero_()
 
     def note(self, member: Member, *, in_wave: bool) -> None:
@@ -173,6 +178,8 @@ class Bucket:
         for member in self.waiting:
             self.collect(member)
         assert self._whole is not None
+        if self.rests_whole and self.plan.wires.gradients.is_coded:
+            self._clear_padding()  # codes of a block that is not finite left it so
         for member in self.members:
             if id(member) not in self._arrived:
                 for piece in self.layout.pieces[id(member)]:

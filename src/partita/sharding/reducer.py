@@ -22,13 +22,16 @@ from partita.memory.streams import Event, record
 from partita.plan.residence import Tier
 from partita.plan.slots import RECEIVING, SENDING, SUMMED, PlannedPool
 from partita.sharding.buckets import Bucket
+from partita.sharding.coded import seed_of
 from partita.sharding.movement import Movement
 from partita.sharding.scaled import factor_under_way
 from partita.sharding.unit import Member, Segment
 
 
 class GradientUser(Protocol):
-    """Who uses gradients up: the updater."""
+    """Who uses gradients up: the updater. ``steps``: so far."""
+
+    steps: int
 
     def begin(self) -> None:
         """A backward is about to bring its first gradient."""
@@ -77,6 +80,7 @@ class GradientReducer:
         self.scales = set[float]()
         self.covered = list[Member]()
         self.waves = 0
+        self._num_launches = 0  # since the last update
 
     def connect(self, user: GradientUser) -> None:
         """Have ``user`` use the gradients; called once, before the first backward."""
@@ -273,7 +277,10 @@ class GradientReducer:
         summed = None if sums is None else sums.borrow(bucket.shard_bytes)
         num_received = num_bytes // bucket.dtype.itemsize
         received = None if receiving is None else over(receiving.storage, bucket.dtype, num_received)
-        reduce = bucket.launch(self._movement, received, summed)
+        assert self._user is not None
+        self._num_launches += 1
+        movement = self._movement.seeded(seed_of(self._user.steps, self._num_launches))
+        reduce = bucket.launch(movement, received, summed)
         awaited = [record(self._device), *(slot.last_use for slot in (receiving, summed) if slot is not None)]
 
         def run() -> None:
@@ -337,7 +344,7 @@ class GradientReducer:
         self._uncover()
         self._finite = None
         self._task = None
-        self._next = 0
+        self._next = self._num_launches = 0
         self.scales.clear()
         for bucket in self.buckets:
             if (slot := bucket.clear()) is not None:

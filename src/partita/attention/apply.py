@@ -7,7 +7,8 @@ from functools import cache, partial
 
 from torch import nn
 
-from partita.attention.intercept import SparseForward
+from partita.activation.replaced import ReplacedForward
+from partita.attention.intercept import Intercepting
 from partita.attention.layout import Layout
 from partita.config.schema import AttentionSection
 from partita.errors import ConfigError
@@ -45,7 +46,6 @@ class SparseAttention:
         self._causal = None if settings.causal == "auto" else settings.causal
         self._modules: dict[str, nn.Module] = {}
         self._layouts = cache(partial(layout_of, settings))
-        self._own_forwards: list[tuple[nn.Module, object]] = []
         self._give_back: list[Callable[[], None]] = []
         self._layouts(self._causal or False)
         if settings.pattern == "dense" and not settings.packed:
@@ -67,22 +67,16 @@ class SparseAttention:
 
             self._give_back.append(huggingface.use(self._model))
         for name, module in self._modules.items():
-            self._own_forwards.append((module, vars(module).get("forward")))
             dot_products = _INTERFACE not in _names_in_forward(module)
-            module.forward = SparseForward(module, name, self._layouts, self._causal, dot_products)
+            call = Intercepting(module, name, self._layouts, self._causal, dot_products)
+            self._give_back.append(ReplacedForward(module, call).remove)
             # torch's encoder layers evaluate by a kernel of their own where no module has a hook
             self._give_back.append(module.register_forward_pre_hook(_nothing).remove)
 
     def remove(self) -> None:
         """Give every module its own forward back."""
-        for module, own in self._own_forwards:
-            del module.forward
-            if own is not None:
-                module.forward = own  # type: ignore[assignment]
-        for give_back in self._give_back:
-            give_back()
-        self._own_forwards.clear()
-        self._give_back.clear()
+        while self._give_back:
+            self._give_back.pop()()
 
 
 def _nothing(module: nn.Module, args: object) -> None:

@@ -1,6 +1,7 @@
 """A module whose attention is computed over a layout in place of its own: what is met while its forward runs."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from contextvars import ContextVar
 from types import FunctionType
 from typing import Any
@@ -102,36 +103,31 @@ class _DotProducts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class SparseForward:
-    """A module's forward with its attention over a layout. Copies of the module have the module's own.
+class Intercepting:
+    """Runs a module's forward with its attention over a layout.
 
     Args:
+        causal: as the configuration says; None: as the module does.
         dot_products: whether it calls torch's scaled dot product; else transformers' interface says what it meets.
     """
 
     def __init__(self, module: nn.Module, name: str, layouts: Layouts, causal: bool | None, dot_products: bool) -> None:
-        self._module, self._forward = module, module.forward
-        self._name, self._layouts, self._causal, self._dot_products = name, layouts, causal, dot_products
+        self._kind, self._name = type(module).__name__, name
+        self._layouts, self._causal, self._dot_products = layouts, causal, dot_products
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         interception = Interception(self._name, self._layouts, self._causal)
         token = _current.set(interception)
         try:
-            if self._dot_products:
-                with _DotProducts(interception):
-                    result = self._forward(*args, **kwargs)
-            else:
-                result = self._forward(*args, **kwargs)
+            with _DotProducts(interception) if self._dot_products else nullcontext():
+                result = forward(*args, **kwargs)
         finally:
             _current.reset(token)
         if not interception.met:
             raise PartitaError(
-                f"attention: '{self._name}' ({type(self._module).__name__}) computes its attention neither by torch's "
+                f"attention: '{self._name}' ({self._kind}) computes its attention neither by torch's "
                 "scaled_dot_product_attention nor through transformers' attention interface, so it cannot be "
                 "intercepted; leave it out of attention.layers, or have it call one of these"
             )
         return result
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module, "forward")

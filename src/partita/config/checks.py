@@ -109,6 +109,12 @@ def _states(config: Config, compute: str, accumulates: bool) -> Iterator[Contrad
 
 def _training(config: Config) -> Iterator[Contradiction]:
     optimizer = config.optimizer
+    if config.activations.offload != "none" and config.activations.checkpoint == "none":
+        yield (
+            ("activations.offload", "activations.checkpoint"),
+            "activations.offload moves the inputs of modules that are recomputed, and none are",
+            "set activations.checkpoint to units",
+        )
     if config.precision.nonfinite == "rewind" and config.checkpoint.dir is None:
         yield (
             ("precision.nonfinite", "checkpoint.dir"),
@@ -170,7 +176,10 @@ def _schedule(config: Config) -> Iterator[Contradiction]:
 def idle_settings(config: Config, compute: str) -> Iterator[str]:
     """One line ``ignored: key (reason)`` for each setting without effect."""
     offload, precision, schedule = config.zero.offload, config.precision, config.schedule
-    may_use_disk = {"disk", "auto"} & {offload.parameters, offload.optimizer} or offload.gradients == "disk"
+    may_use_disk = {"disk", "auto"} & {offload.parameters, offload.optimizer} or "disk" in (
+        offload.gradients,
+        config.activations.offload,
+    )
     finds_its_scale = compute == "fp16" and precision.loss_scale == "dynamic"
     if precision.master == "split" and compute == "fp32":
         yield "ignored: precision.master (fp32 parameters are their own master weights)"

@@ -259,7 +259,9 @@ class Activations(Section):
         "convolutions and attention, whose results are kept; or modules, by class name or name pattern",
     )
     partition: Flag = Field(False, description="split kept activations over the tensor axis")
-    offload: Tier = Field("none", description="tier of kept activations")
+    offload: Literal["none", "host", "disk"] = Field(
+        "none", description="tier in which the inputs of recomputed modules rest between forward and backward"
+    )
 
 
 class Loss(Section):
@@ -361,7 +363,6 @@ AVAILABLE: dict[str, tuple[object, ...]] = {
     "parallel.sequence": (1,),
     "seed": (None,),
     "activations.partition": (False,),
-    "activations.offload": ("none",),
     "communication.gradients": ("full",),
     "communication.parameters": ("full",),
 }

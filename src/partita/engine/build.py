@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from partita.activation.recompute import Recomputation, chosen_modules
-from partita.activation.tiled_loss import TiledHeads, find_heads
-from partita.activation.tiles import tiled_modules
+from partita.activation.apply import Activations, Chosen
 from partita.checkpoint.checkpoints import Checkpoints
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
@@ -59,8 +57,7 @@ class Parts:
     blueprint: Blueprint
     shortages: Shortages
     runtime: Runtime
-    recomputation: Recomputation
-    tiled_heads: TiledHeads
+    activations: Activations
     updater: Updater
     whole: Whole
     checkpoints: Checkpoints
@@ -87,11 +84,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
         check_unclaimed(model)
         check_quantized(find_quantized(model), mesh.device)
         blueprint = make_blueprint(model, resolved, num_moments, budget)
-        choice = settings.activations.checkpoint
-        unit_names = [unit.name for unit in blueprint.units]
-        recomputed = chosen_modules(model, unit_names, choice)
-        tiled = tiled_modules(model, settings.tiled.mlp)
-        heads = find_heads(model, settings.loss, unit_names)
+        chosen = Chosen.of(model, settings, [unit.name for unit in blueprint.units])
     check_alike(model, blueprint.units, all_ranks)
     check_settings_alike(settings_of(optimizer), all_ranks)
     rows = [unit.row for unit in blueprint.units]
@@ -114,18 +107,5 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
         memory.close()
         raise
     weights = source.folder if source is not None else None
-    recomputation = Recomputation(recomputed, selective=choice == "selective", tiled=tiled)
-    tiled_heads = TiledHeads(heads, settings.loss)
-    return Parts(
-        optimizer,
-        scheduler,
-        blueprint,
-        shortages,
-        runtime,
-        recomputation,
-        tiled_heads,
-        updater,
-        whole,
-        checkpoints,
-        weights,
-    )
+    activations = Activations(chosen, settings, memory, mesh.device)
+    return Parts(optimizer, scheduler, blueprint, shortages, runtime, activations, updater, whole, checkpoints, weights)

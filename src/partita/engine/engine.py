@@ -82,7 +82,7 @@ class Engine:
         waves = reducer.waves
         reducer.watch(loss)
         try:
-            with scaled_by(scale), parts.recomputation.explained():
+            with scaled_by(scale), parts.activations.explained():
                 (loss if scale == 1.0 else loss * scale).backward()
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
@@ -365,8 +365,7 @@ class Engine:
     def _end(self) -> None:
         self._closed = True
         self._parts.updater.close()
-        self._parts.tiled_heads.remove()
-        self._parts.recomputation.remove()
+        self._parts.activations.remove()
         self._parts.runtime.close()
         if self._owns_mesh:
             self.mesh.close()

@@ -72,8 +72,8 @@ class Offload:
         self._calls = dict[int, weakref.ref[Call]]()  # whose graph is there, in their order
         self._num_calls = 0
         self._moved = weakref.WeakValueDictionary[int, Moved]()  # by the identity of the tensor that was given
-        self._leaving = deque[Moved]()
-        self.unclaimed = deque[Back]()  # fetched for a backward that never came
+        self._leaving = deque[weakref.ref[Moved]]()
+        self.unclaimed = deque[Event]()  # of copies for a backward that never came; they hold what is copied
 
     def move(self, tensor: Tensor) -> "Moved | None":
         """The tensor as one that is moved; None for those that stay: what is no activation, or given to several
@@ -102,7 +102,7 @@ class Offload:
         if earlier and (call := earlier[-1]()) is not None:
             for moved in call.moved:
                 moved.leave()
-                self._leaving.append(moved)
+                self._leaving.append(weakref.ref(moved))
 
     def fetch_before(self, number: int) -> None:
         """Begin to bring back what a backward needs after that of call ``number``."""
@@ -120,9 +120,10 @@ class Offload:
     def _let_go(self) -> None:
         """Drop the device's memory that copies are done with."""
         while self.unclaimed:
-            self.unclaimed.popleft().came.wait()
+            self.unclaimed.popleft().wait()
         while self._leaving:
-            self._leaving.popleft().has_left()
+            if (moved := self._leaving.popleft()()) is not None:
+                moved.has_left()
 
     def _finish(self) -> None:
         """Hold the caller until all copies are done."""
@@ -150,25 +151,30 @@ class Call:
                 self._given.append(value)
             elif (moved := offload.move(value)) is not None:
                 self.moved.append(moved)
-                self._given.append(moved)
+                self._given.append(_MOVED)
             else:
                 self.others.append(value)
                 self._given.append(_OTHER)
+        self._brought = list[Tensor]()
         self._number = offload.begin(self)
 
+    def bring(self) -> None:
+        """Have what is moved here, for the next run; what a backward needs after it begins to come, too."""
+        self.fetch()
+        self._offload.fetch_before(self._number)
+        self._brought = [moved.get() for moved in self.moved]
+
     def run(self, like: Tensor, *others: Tensor) -> Any:
-        """The module's forward; in backward, what that needs next comes meanwhile.
+        """The module's forward.
 
         Args:
             like: where it is computed.
         """
-        self.fetch()
-        if torch._C._current_graph_task_id() != -1:
-            self._offload.fetch_before(self._number)
+        brought = iter(self._brought or [moved.get() for moved in self.moved])
+        self._brought = []
         rest = iter(others)
         values = [
-            value.get() if isinstance(value, Moved) else next(rest) if value is _OTHER else value
-            for value in self._given
+            next(brought) if value is _MOVED else next(rest) if value is _OTHER else value for value in self._given
         ]
         num_args = len(values) - len(self._names)
         return self._forward(*values[:num_args], **dict(zip(self._names, values[num_args:], strict=True)))
@@ -197,7 +203,7 @@ class Moved:
         self._version = tensor._version
         self._stays = False
         self._room: Kept | None = None
-        self._left = Event()
+        self._left: Event | None = None
         self._back: Back | None = None
         self._make_empty = partial(
             torch.empty_strided, tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
@@ -229,9 +235,11 @@ class Moved:
         Raises:
             PartitaError: it was changed meanwhile, or could not be copied.
         """
+        if self._left is None:
+            return
         self._left.wait()
-        self._left = Event()
-        if self._room is not None and not self._stays:
+        self._left = None
+        if not self._stays:
             self._check_unchanged()
             self._here = None
 
@@ -269,8 +277,9 @@ class Moved:
         # Maybe by a thread that the stream's work needs, which must not wait for it.
         if self._room is not None:
             self._offload.rooms.give_back(self._room)
-        if self._back is not None:
-            self._offload.unclaimed.append(self._back)
+        under_way = self._left if self._back is None else self._back.came
+        if under_way is not None:
+            self._offload.unclaimed.append(under_way)
 
     def _check_unchanged(self) -> None:
         assert self._here is not None
@@ -282,7 +291,7 @@ class Moved:
             )
 
 
-_OTHER = object()  # stands for a tensor that the graph keeps
+_MOVED, _OTHER = object(), object()  # stand for tensors that were given
 
 
 def _is_dense(tensor: Tensor) -> bool:

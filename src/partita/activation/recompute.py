@@ -158,14 +158,15 @@ class Recomputed:
             forward = partial(own, **kwargs)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts)
         like = call.moved[0].get().new_empty(0)  # by which checkpoint knows the device, whose random state it keeps
-        output = checkpoint(call.run, like, *call.others, use_reentrant=False, context_fn=self._contexts)
+        contexts = partial(self._contexts, call.bring)
+        output = checkpoint(call.run, like, *call.others, use_reentrant=False, context_fn=contexts)
         offload.forward_ended()
         return output
 
-    def _contexts(self) -> Contexts:
-        """Around the forward, and around its repetitions."""
+    def _contexts(self, *begun: Callable[[], None]) -> Contexts:
+        """Around the forward, and around its repetitions, of which ``begun`` are told first."""
         keeping: Contexts = selecting() if self._selective else (nullcontext(), nullcontext())
-        return keeping[0], Repeating(self._module, keeping[1], self._repeats)
+        return keeping[0], Repeating(self._module, keeping[1], (self._repeats, *begun))
 
 
 class Repeating:
@@ -174,12 +175,15 @@ class Repeating:
     What a forward does to buffers (a batch norm's running mean) was done the first time: they are copies meanwhile.
     """
 
-    def __init__(self, module: nn.Module, keeping: AbstractContextManager[Any], repeats: Callable[[], None]) -> None:
-        self._module, self._keeping, self._repeats = module, keeping, repeats
+    def __init__(
+        self, module: nn.Module, keeping: AbstractContextManager[Any], begun: Sequence[Callable[[], None]]
+    ) -> None:
+        self._module, self._keeping, self._begun = module, keeping, begun
         self._own = list[tuple[nn.Module, str, Tensor | None]]()
 
     def __enter__(self) -> None:
-        self._repeats()
+        for begun in self._begun:
+            begun()
         self._own = [
             (inner, name, buffer) for inner in self._module.modules() for name, buffer in inner._buffers.items()
         ]

@@ -11,7 +11,7 @@ from tests.simulated.training import PLANS, on, open_engine, resume, simulated, 
 
 SAMPLE = (
     *("stage 0", "stage 2", "all on host", "all on disk", "lean, in backward, on host", "accumulated"),
-    *("inputs on host", "inputs on disk"),
+    *("codes", "inputs on host", "inputs on disk"),
 )
 
 

@@ -31,6 +31,11 @@ from partita.optim.step import StepUpdater
 from partita.optim.traits import check_elementwise, counted_attributes, states_per_element
 from partita.optim.updater import Updater
 from partita.optim.views import check_groups
+from partita.parallel.applied import Parallel
+from partita.parallel.apply import apply
+from partita.parallel.random import agreed_seed
+from partita.parallel.samples import SAMPLE_AXES, SameSamples
+from partita.plan.mesh_shape import AXES
 from partita.planner.blueprint import Blueprint, make_blueprint, row_of
 from partita.planner.parameters import check_quantized, find_quantized
 from partita.sharding.assemble import check_alike
@@ -62,16 +67,28 @@ class Parts:
     whole: Whole
     checkpoints: Checkpoints
     weights: Path | None
+    parallel: Parallel
+    samples: SameSamples
 
 
 def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Parts:
     """Put the model under the plan. What one rank meets is an error on all of them; the model is then what it was."""
-    settings = resolved.config
-    ledger = Ledger()
     collectives = Collectives(mesh)
     all_ranks = collectives.all_ranks
     check_settings_alike(resolved.shared, all_ranks)
-    collectives.open(row_of(resolved).groups(resolved.mesh))
+    collectives.open([*row_of(resolved).groups(resolved.mesh), *((axis,) for axis in AXES), SAMPLE_AXES])
+    seed = agreed_seed(resolved.config.seed, resolved.mesh, all_ranks)
+    with together(all_ranks):
+        parallel = apply(model, resolved, mesh, collectives, seed)
+    try:
+        return _build(model, resolved, collectives, given, parallel)
+    except BaseException:
+        parallel.remove()
+        raise
+
+
+def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given: Given, parallel: Parallel) -> Parts:
+    settings, mesh, all_ranks, ledger = resolved.config, collectives.mesh, collectives.all_ranks, Ledger()
     memory = StateMemory(mesh.device, ledger, partial(open_disk, settings.zero.offload, mesh.rank))
     kernels = wants_kernels(settings, resolved.compute_dtype, mesh.device)
     with together(all_ranks):
@@ -83,7 +100,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     with together(all_ranks):
         check_unclaimed(model)
         check_quantized(find_quantized(model), mesh.device)
-        blueprint = make_blueprint(model, resolved, num_moments, budget)
+        blueprint = make_blueprint(model, resolved, num_moments, budget, parallel.shares)
         chosen = Chosen.of(model, settings, [unit.name for unit in blueprint.units])
     check_alike(model, blueprint.units, all_ranks)
     check_settings_alike(settings_of(optimizer), all_ranks)
@@ -108,4 +125,18 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
         raise
     weights = source.folder if source is not None else None
     activations = Activations(chosen, settings, memory, mesh.device)
-    return Parts(optimizer, scheduler, blueprint, shortages, runtime, activations, updater, whole, checkpoints, weights)
+    samples = SameSamples(collectives.group(SAMPLE_AXES), mesh.coordinate("data"))
+    return Parts(
+        optimizer,
+        scheduler,
+        blueprint,
+        shortages,
+        runtime,
+        activations,
+        updater,
+        whole,
+        checkpoints,
+        weights,
+        parallel,
+        samples,
+    )

@@ -39,16 +39,12 @@ class Engine:
     """
 
     def __init__(self, model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given, owns_mesh: bool) -> None:
-        self.module = model
-        self.config = resolved.config
-        self.mesh = mesh
+        self.module, self.config, self.mesh = model, resolved.config, mesh
         self._accumulate = resolved.batch.accumulate
         self._loss_fn = given.loss_fn
-        self._owns_mesh = owns_mesh
-        self._closed = False
+        self._owns_mesh, self._closed = owns_mesh, False
         self._parts = parts = build(model, resolved, mesh, given)
-        self.optimizer = parts.optimizer
-        self.scheduler = parts.scheduler
+        self.optimizer, self.scheduler = parts.optimizer, parts.scheduler
         self.blueprint = parts.blueprint
         self.units = list(parts.blueprint.units)
         self.plan: dict[str, StatePlan] = {unit.name: unit.row for unit in self.units}
@@ -60,8 +56,8 @@ class Engine:
 
     @explained("forward")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward; floating-point inputs are cast to the compute dtype."""
-        self._open()
+        """The model's own forward; inputs are cast to the compute dtype, and compared where ranks share samples."""
+        self._open().samples.check(args, kwargs)
         return self.module(*args, **kwargs)
 
     @explained("backward")
@@ -115,6 +111,7 @@ class Engine:
 
     def _begin_micro_batch(self, number: int) -> None:
         self._micro = number
+        self._parts.parallel.begin_micro_batch(self._parts.updater.steps, number)
         self._parts.runtime.reducer.begin_micro_batch(is_last=number + 1 == self._accumulate)
 
     @explained("train_batch")
@@ -289,9 +286,10 @@ class Engine:
             PartitaError: on all ranks: there is none, it is damaged (names the file), it is of another model, or
                 it holds several copies of the weights (names their prefixes).
         """
-        self._open().updater.zero()
-        self._begin_micro_batch(0)
-        return self._parts.checkpoints.load(folder, Wanted(only_model, strict, prefix))
+        self.zero_grad()
+        restored = self._parts.checkpoints.load(folder, Wanted(only_model, strict, prefix))
+        self._begin_micro_batch(0)  # of the step that was restored
+        return restored
 
     def each(self, value: Tensor | float) -> list[float]:
         """A number of every data-parallel rank, in rank order, on all of them."""
@@ -316,6 +314,10 @@ class Engine:
             PartitaError: a rank waits in another collective, for this one; within seconds. It shows where.
         """
         attend(self._open().runtime.collectives.all_ranks, self.mesh.watchdog, call)
+
+    def explain(self) -> str:
+        """How the parallel axes split the model: a line for each module with parameters, with who decided."""
+        return "\n".join(self._parts.parallel.lines) or f"every rank computes all of {type(self.module).__name__}"
 
     def memory_report(self) -> MemoryReport:
         """Bytes held by this rank now and at their peak, by state and tier, and what its disk tier has moved."""
@@ -366,6 +368,7 @@ class Engine:
         self._closed = True
         self._parts.updater.close()
         self._parts.activations.remove()
+        self._parts.parallel.remove()
         self._parts.runtime.close()
         if self._owns_mesh:
             self.mesh.close()

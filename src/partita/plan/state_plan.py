@@ -12,6 +12,7 @@ from itertools import combinations, permutations
 from partita.plan.mesh_shape import BATCH_AXES, MeshShape, expand
 from partita.plan.residence import FP32, Encoding, Residence, Tier
 from partita.plan.steps import AllGather, AllReduce, ReduceScatter, steps
+from partita.plan.wire import AS_THEY_ARE, Wires, hops
 
 DATA = ("data",)
 LOCAL = ("local",)
@@ -48,6 +49,7 @@ class StatePlan:
     of the unit's forward to the start of its backward; ``grad_arrival`` as autograd leaves it; ``grad_between`` between
     micro-batches; ``grad_step`` when the optimizer runs; ``master`` and ``moments`` always. Without ``gradients_rest``
     the optimizer runs in backward, and gradients are in ``grad_step`` only until it has.
+    ``wires``: what travels on the way.
     """
 
     name: str
@@ -60,6 +62,7 @@ class StatePlan:
     master: Residence
     moments: Residence
     gradients_rest: bool = True
+    wires: Wires = AS_THEY_ARE
 
     @property
     def updates_on_device(self) -> bool:
@@ -95,7 +98,9 @@ class StatePlan:
         weights = permutations((self.param_rest, self.param_compute, self.param_between, self.master), 2)
         gradients = combinations((self.grad_arrival, self.grad_between, self.grad_step), 2)
         moves = (op for src, dst in (*weights, *gradients) for op in steps(src, dst, mesh))
-        moved = (op.axes for op in moves if isinstance(op, AllGather | ReduceScatter | AllReduce))
+        moved = [op.axes for op in moves if isinstance(op, AllGather | ReduceScatter | AllReduce)]
+        if self.wires.gradients.is_coded:
+            moved += [axes for combined in tuple(moved) for axes in hops(combined, mesh)]
         found = dict.fromkeys((mesh.all_axes, mesh.named(BATCH_AXES), *moved))
         return tuple(axes for axes in found if axes)
 

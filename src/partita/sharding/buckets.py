@@ -133,7 +133,12 @@ class Bucket:
         slot.last_use.wait()
         self._slot = slot
         self._whole = over(slot.storage, self.dtype, self.layout.num_elements).view(self.layout.num_rows, -1)
-        for row, begin, end in self.layout.gaps:  # padding adds nothing to norms
+        self._clear_padding()
+
+    def _clear_padding(self) -> None:
+        """It adds nothing to norms."""
+        assert self._whole is not None
+        for row, begin, end in self.layout.gaps:
             self._whole[row, begin:end].zero_()
 
     def note(self, member: Member, *, in_wave: bool) -> None:
@@ -173,6 +178,8 @@ class Bucket:
         for member in self.waiting:
             self.collect(member)
         assert self._whole is not None
+        if self.rests_whole and self.plan.wires.gradients.is_coded:
+            self._clear_padding()  # codes of a block that is not finite left it so
         for member in self.members:
             if id(member) not in self._arrived:
                 for piece in self.layout.pieces[id(member)]:
@@ -269,12 +276,17 @@ class Bucket:
         """What comes from now on is of another backward."""
         self._fresh.clear()
 
-    def spread(self, movement: Movement) -> None:
-        """Bring the sums to where the optimizer works on more than this rank's row."""
+    def spread(self, movement: Movement, received: Tensor | None) -> None:
+        """Bring the sums to where the optimizer works on more than this rank's row.
+
+        Args:
+            received: scratch memory that ``spreading`` needs.
+        """
         assert self._whole is not None
         assert self._shard is not None
         row = self._shard.lend().tensor
-        finish_all(movement.begin(self.spreading, row, self._whole.view(-1), purpose="gradients"))
+        begun = movement.begin(self.spreading, row, self._whole.view(-1), purpose="gradients", received=received)
+        finish_all(begun)
 
     def clear(self) -> Slot | None:
         """To OPEN: drop all gradients. Returns the slot that is free now, where a backward did not end."""

@@ -22,13 +22,16 @@ from partita.memory.streams import Event, record
 from partita.plan.residence import Tier
 from partita.plan.slots import RECEIVING, SENDING, SUMMED, PlannedPool
 from partita.sharding.buckets import Bucket
+from partita.sharding.coded import seed_of
 from partita.sharding.movement import Movement
 from partita.sharding.scaled import factor_under_way
 from partita.sharding.unit import Member, Segment
 
 
 class GradientUser(Protocol):
-    """Who uses gradients up: the updater."""
+    """Who uses gradients up: the updater. ``steps``: so far."""
+
+    steps: int
 
     def begin(self) -> None:
         """A backward is about to bring its first gradient."""
@@ -77,6 +80,7 @@ class GradientReducer:
         self.scales = set[float]()
         self.covered = list[Member]()
         self.waves = 0
+        self._num_seeds = 0  # since the last update
 
     def connect(self, user: GradientUser) -> None:
         """Have ``user`` use the gradients; called once, before the first backward."""
@@ -103,8 +107,10 @@ class GradientReducer:
         return self._bucket_of.get(id(member))
 
     def _received_bytes(self, bucket: Bucket) -> int:
-        """Scratch memory that the bucket's reduction needs."""
-        return self._movement.scratch_bytes(bucket.steps, bucket.layout.num_elements, bucket.dtype.itemsize)
+        """Scratch memory that the bucket's reduction needs, and the way of the sums after it."""
+        needed, itemsize = self._movement.scratch_bytes, bucket.dtype.itemsize
+        spread = needed(bucket.spreading, bucket.layout.num_columns, itemsize)
+        return max(needed(bucket.steps, bucket.layout.num_elements, itemsize), spread)
 
     # -------------------------------------------------------------- what a wave does
 
@@ -273,7 +279,7 @@ class GradientReducer:
         summed = None if sums is None else sums.borrow(bucket.shard_bytes)
         num_received = num_bytes // bucket.dtype.itemsize
         received = None if receiving is None else over(receiving.storage, bucket.dtype, num_received)
-        reduce = bucket.launch(self._movement, received, summed)
+        reduce = bucket.launch(self._seeded(), received, summed)
         awaited = [record(self._device), *(slot.last_use for slot in (receiving, summed) if slot is not None)]
 
         def run() -> None:
@@ -289,6 +295,12 @@ class GradientReducer:
         if sums is not None and summed is not None:
             assert self._user is not None
             sums.give_back(summed, self._user.use(bucket))
+
+    def _seeded(self) -> Movement:
+        """With random numbers of its own, which depend on nothing but the step and the order within it."""
+        assert self._user is not None
+        self._num_seeds += 1
+        return self._movement.seeded(seed_of(self._user.steps, self._num_seeds))
 
     # -------------------------------------------------------------- at the step
 
@@ -321,23 +333,30 @@ class GradientReducer:
 
     def spread(self) -> None:
         """Gather the sums where the optimizer works on whole gradients."""
-        ready = record(self._device)
         chosen = [bucket for bucket in self.buckets if bucket.spreading]
+        room = max(map(self._received_bytes, chosen), default=0)
+        slot = self._receiving.borrow(room) if room else None
+        awaited = [record(self._device)] + ([] if slot is None else [slot.last_use])
 
         def gather() -> None:
-            ready.wait()
+            for event in awaited:
+                event.wait()
             for bucket in chosen:
-                bucket.spread(self._movement)
+                received = None if slot is None else over(slot.storage, torch.uint8, room)
+                bucket.spread(self._seeded(), received)
 
         if chosen:
-            self._stream.run(gather).wait()
+            spread = self._stream.run(gather)
+            if slot is not None:
+                self._receiving.give_back(slot, spread)
+            spread.wait()
 
     def zero(self) -> None:
         """Forget all gradients; their memory is kept for the next step where the table says that it rests."""
         self._uncover()
         self._finite = None
         self._task = None
-        self._next = 0
+        self._next = self._num_seeds = 0
         self.scales.clear()
         for bucket in self.buckets:
             if (slot := bucket.clear()) is not None:

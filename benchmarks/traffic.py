@@ -5,7 +5,8 @@
     python -m benchmarks.traffic --save     # into benchmarks/results/traffic.md
 
 It ends with status 1 where a target is missed: counted bytes are the plan's exactly; the loopback counters of the
-system agree within 3 %; stages 1 and 2 send what DDP sends, stage 3 sends 1.5 times that, and codes are fewer as their records are.
+system agree within 3 %; stages 1 and 2 send what DDP sends, stage 3 sends 1.5 times that, and codes take the bytes of
+their records.
 """
 
 import sys

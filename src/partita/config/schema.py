@@ -293,7 +293,7 @@ class Communication(Section):
     gradients: Text = Field(
         "full",
         description="encoding of gradients as they travel; full: precision.gradients; int8, int4: codes in blocks, "
-        "rounded at random, and summed in fp32",
+        "rounded at random, and summed in fp32; sums that go back do so as int8",
     )
     parameters: Text = Field(
         "full",

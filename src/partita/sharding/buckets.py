@@ -42,9 +42,8 @@ class Bucket:
     Attributes: ``in_place``, ``rests_whole``, ``passes`` as the plan says
     (:class:`~partita.plan.planned.PlannedSegment`); ``moves``: gradients leave where they are collected, for other
     ranks or another memory; ``sums_pass``: the tier of the buffer pool that sums go through (None: they rest);
-    ``steps`` to the sums, ``copies``: what makes those over all copies, and ``spreading`` what follows at the step;
-    ``divisor``: ranks times micro-batches; ``has_all_copies``: whether the shard has the gradients of all copies
-    already; ``is_first_copy``: whether this rank's shard is the one that counts.
+    ``steps`` to the sums, ``copies`` to those over all copies, and ``spreading`` what follows at the step; ``divisor``:
+    ranks times micro-batches; ``has_all_copies``: those are made; ``is_first_copy``: this rank's shard counts.
     """
 
     def __init__(self, layout: BucketLayout, accumulate: int, ledger: Ledger) -> None:
@@ -294,12 +293,17 @@ class Bucket:
         """What comes from now on is of another backward."""
         self._fresh.clear()
 
-    def spread(self, movement: Movement) -> None:
-        """Bring the sums to where the optimizer works on more than this rank's row."""
+    def spread(self, movement: Movement, received: Tensor | None) -> None:
+        """Bring the sums to where the optimizer works on more than this rank's row.
+
+        Args:
+            received: scratch memory that ``spreading`` needs.
+        """
         assert self._whole is not None
         assert self._shard is not None
         row = self._shard.lend().tensor
-        finish_all(movement.begin(self.spreading, row, self._whole.view(-1), purpose="gradients"))
+        begun = movement.begin(self.spreading, row, self._whole.view(-1), purpose="gradients", received=received)
+        finish_all(begun)
 
     def clear(self) -> Slot | None:
         """To OPEN: drop all gradients. Returns the slot that is free now, where a backward did not end."""

@@ -135,17 +135,20 @@ class PlannedSegment:
         """The most that one of the reductions receives from other ranks; of codes, their scratch memory."""
         itemsize = self.row.grad_step.encoding.itemsize
         num_elements, most = self.layout.padded, 0
-        for op in (*self.gradient_phases[0], *self.copy_steps, *self.gradient_phases[1]):
-            if isinstance(op, ReduceScatter):
-                kept = num_elements // self.mesh.group_size(op.axes)
-                received = (num_elements - kept) * itemsize
-                if op.wire.is_coded:
-                    sizes = [self.mesh.group_size(axes) for axes in hops(op.axes, self.mesh)]
-                    received = scratch_bytes(op.wire, num_elements, sizes)
-                most, num_elements = max(most, received), kept
-            elif isinstance(op, AllGather):
-                num_elements *= self.mesh.group_size(op.axes)
-                most = max(most, op.wire.num_bytes(num_elements) if op.wire.is_coded else 0)
+        for op in self.gradient_reductions:
+            kept = num_elements // self.mesh.group_size(op.axes)
+            received = (num_elements - kept) * itemsize
+            if op.wire.is_coded:
+                sizes = [self.mesh.group_size(axes) for axes in hops(op.axes, self.mesh)]
+                received = scratch_bytes(op.wire, num_elements, sizes)
+            most, num_elements = max(most, received), kept
+        for step in self.copy_steps:
+            if isinstance(step, ReduceScatter):
+                most = max(most, (num_elements - num_elements // self.mesh.group_size(step.axes)) * itemsize)
+        for step in self.gradient_phases[1]:
+            if isinstance(step, AllGather):
+                num_elements *= self.mesh.group_size(step.axes)
+                most = max(most, step.wire.num_bytes(num_elements) if step.wire.is_coded else 0)
         return most
 
     @property

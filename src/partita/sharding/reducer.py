@@ -109,9 +109,9 @@ class GradientReducer:
 
     def _received_bytes(self, bucket: Bucket) -> int:
         """Scratch memory that the bucket's reductions need, and the way of the sums after them."""
-        needed, itemsize = self._movement.scratch_bytes, bucket.dtype.itemsize
-        of_sums = [needed(ops, bucket.layout.num_columns, itemsize) for ops in (bucket.copies.steps, bucket.spreading)]
-        return max(needed(bucket.steps, bucket.layout.num_elements, itemsize), *of_sums)
+        itemsize, scratch = bucket.dtype.itemsize, self._movement.scratch_bytes
+        of_sums = (scratch(ops, bucket.layout.num_columns, itemsize) for ops in (bucket.copies.steps, bucket.spreading))
+        return max(scratch(bucket.steps, bucket.layout.num_elements, itemsize), *of_sums)
 
     # -------------------------------------------------------------- what a wave does
 
@@ -279,6 +279,7 @@ class GradientReducer:
         summed = None if sums is None else sums.borrow(bucket.shard_bytes)
         reduce = bucket.launch(self._seeded(), received, summed)
         awaited = [record(self._device), *(slot.last_use for slot in (receiving, summed) if slot is not None)]
+
         self._launched = self._stream.run(partial(_after, awaited, reduce))
         if receiving is not None:
             self._receiving.give_back(receiving, self._launched)
@@ -288,18 +289,18 @@ class GradientReducer:
             assert self._user is not None
             sums.give_back(summed, self._user.use(bucket))
 
+    def _seeded(self) -> Movement:
+        """With random numbers of its own, which depend on nothing but the step and the order within it."""
+        assert self._user is not None
+        self._num_seeds += 1
+        return self._movement.seeded(seed_of(self._user.steps, self._num_seeds))
+
     def _room_to_receive(self, bucket: Bucket) -> tuple[Slot | None, Tensor | None]:
         """Scratch memory for the bucket's reductions, if they need any."""
         if not (num_bytes := self._received_bytes(bucket)):
             return None, None
         slot = self._receiving.borrow(num_bytes)
         return slot, over(slot.storage, bucket.dtype, num_bytes // bucket.dtype.itemsize)
-
-    def _seeded(self) -> Movement:
-        """With random numbers of its own, which depend on nothing but the step and the order within it."""
-        assert self._user is not None
-        self._num_seeds += 1
-        return self._movement.seeded(seed_of(self._user.steps, self._num_seeds))
 
     # -------------------------------------------------------------- at the step
 
@@ -353,14 +354,12 @@ class GradientReducer:
         awaited = [record(self._device)] + ([] if slot is None else [slot.last_use])
 
         def gather() -> None:
-            for event in awaited:
-                event.wait()
             for bucket in chosen:
                 received = None if slot is None else over(slot.storage, torch.uint8, room)
                 bucket.spread(self._seeded(), received)
 
         if chosen:
-            spread = self._stream.run(gather)
+            spread = self._stream.run(partial(_after, awaited, gather))
             if slot is not None:
                 self._receiving.give_back(slot, spread)
             spread.wait()

@@ -44,7 +44,7 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.group.all_reduce(grads[0].clone()), None
+        return ctx.group.sum(grads[0], "tensor"), None
 
 
 class _Summed(torch.autograd.Function):
@@ -52,7 +52,7 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return group.all_reduce(x.clone())
+        return group.sum(x, "tensor")
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

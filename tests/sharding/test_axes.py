@@ -19,7 +19,7 @@ from partita.plan.place import Place
 from partita.plan.share import Share
 from partita.planner.elsewhere import is_elsewhere
 from partita.planner.traffic import StepShape, step_traffic
-from tests.axes import WIDTH, Course, Model, Recipe, Resettable, close, same, train
+from tests.axes import WIDTH, Course, Model, Recipe, Resettable, close, run_backward, same, train
 from tests.matrix import matrix
 
 STAGES = [{"stage": stage} for stage in range(4)] + [{"stage": 3, "keep_gathered": True}]
@@ -219,3 +219,44 @@ def test_bytes_are_the_plans(mesh: str, zero: dict[str, Any], tied: bool) -> Non
     for course in train(MESHES[mesh], Recipe(zero, tied=tied), look=expected):
         sent = {key: count for key, count in course.traffic[-1].rows.items() if key.collective != "all_reduce"}
         assert sent == course.seen.rows
+
+
+@pytest.mark.parametrize("mesh", ["tensor 2 x data 2", "tensor 3"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_updates_in_backward_sum_copies_first(mesh: str, stage: int) -> None:
+    """And every copy counts once in the norm."""
+    shape, config = MESHES[mesh], {"precision": {"gradients": "in_backward"}, "clip_grad_norm": None}
+    expected = alone(shape, zero={"stage": stage}, config=config)
+    for course in train(shape, Recipe({"stage": stage}, config)):
+        close(course, expected)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_states_on_the_host_train_alike(stage: int) -> None:
+    shape = MESHES["all"]
+    offload = {"parameters": "host" if stage == 3 else "none", "optimizer": "host"}
+    expected = train(shape, Recipe({"stage": stage}, tied=True))
+    for course, other in zip(
+        train(shape, Recipe({"stage": stage, "offload": offload}, tied=True)), expected, strict=True
+    ):
+        close(course, other)
+
+
+@pytest.mark.parametrize("mesh", FEW)
+def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks(mesh: str) -> None:
+    """And is named, with the parameter of the stage that has it."""
+
+    def look(engine: Engine, collectives: Collectives) -> Any:
+        model = engine.module
+        with engine.gathered(model.last, modify=True), torch.no_grad():
+            model.last.weight.fill_(math.inf)
+        run_backward(engine, collectives, collectives.mesh.coordinate("data"), 7)
+        return engine.step(), engine._parts.updater.culprit
+
+    with pytest.warns(UserWarning, match="the update is skipped"):
+        courses = train(MESHES[mesh], Recipe({"stage": 3}, num_steps=1), look=look)
+    results = {course.seen[0].skipped for course in courses}
+    culprits = {course.seen[1] for course in courses}
+    assert results == {True}
+    assert len(culprits) == 1
+    assert "is not finite" in culprits.pop()

@@ -1,9 +1,10 @@
 """Updates in backward: parameters change as soon as their gradient is reduced, and the gradient rests nowhere.
 
 A gradient lasts from its reduction until the update has used it, two buckets of them at a time. So no norm of all is
-known when the first unit is updated: gradients are clipped unit by unit (a unit's parameters of another dtype apart),
-and one that is not finite leaves out the update of its unit alone. Units are the same at every stage, and so are the
-numbers; without clipping they are those of updates at the step.
+known when the first unit is updated: gradients are clipped unit by unit (a unit's parameters of another dtype apart,
+and under tensor those that ranks hold parts of from those they have copies of), and one that is not finite leaves out
+the update of its unit alone. Units are the same at every stage, and so are the numbers; without clipping they are those
+of updates at the step.
 
 Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources" (LOMO), 2023,
 section 3.

@@ -42,9 +42,8 @@ class Bucket:
     Attributes: ``in_place``, ``rests_whole``, ``passes`` as the plan says
     (:class:`~partita.plan.planned.PlannedSegment`); ``moves``: gradients leave where they are collected, for other
     ranks or another memory; ``sums_pass``: the tier of the buffer pool that sums go through (None: they rest);
-    ``steps`` to the sums, ``copies``: what makes those over all copies, and ``spreading`` what follows at the step;
-    ``divisor``: ranks times micro-batches; ``has_all_copies``: whether the shard has the gradients of all copies
-    already; ``is_first_copy``: whether this rank's shard is the one that counts.
+    ``steps`` to the sums, ``copies`` to those over all copies, and ``spreading`` what follows at the step; ``divisor``:
+    ranks times micro-batches; ``has_all_copies``: those are made; ``is_first_copy``: this rank's shard counts.
     """
 
     def __init__(self, layout: BucketLayout, accumulate: int, ledger: Ledger) -> None:

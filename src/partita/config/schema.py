@@ -310,7 +310,6 @@ class Config(Section):
 AVAILABLE: dict[str, tuple[object, ...]] = {
     "parallel.tensor": (1,),
     "parallel.pipeline": (1,),
-    "parallel.sequence": (1,),
     "activations.partition": (False,),
     "activations.offload": ("none",),
     "communication.gradients": ("full", "int8", "int4"),

@@ -22,6 +22,7 @@ from partita.config.resolve import Resolved
 from partita.engine.budget import agreed_budget
 from partita.huggingface.conversion import open_weights
 from partita.huggingface.weights import Weights
+from partita.inspection.gathered import Gathered
 from partita.inspection.whole import Whole
 from partita.memory.disk import open_disk
 from partita.memory.ledger import Ledger
@@ -38,8 +39,8 @@ from partita.parallel.applied import Parallel
 from partita.parallel.apply import apply
 from partita.parallel.random import agreed_seed
 from partita.parallel.samples import SAMPLE_AXES, SameSamples
-from partita.plan.mesh_shape import AXES
-from partita.planner.blueprint import Blueprint, make_blueprint, row_of
+from partita.plan.mesh_shape import AXES, STATE_AXES
+from partita.planner.blueprint import Blueprint, make_blueprint
 from partita.planner.parameters import check_quantized, find_quantized
 from partita.sharding.assemble import check_alike
 from partita.sharding.resting import check_unclaimed
@@ -70,6 +71,7 @@ class Parts:
     tiled_heads: TiledHeads
     updater: Updater
     whole: Whole
+    gathered: Gathered
     checkpoints: Checkpoints
     weights: Path | None
     parallel: Parallel
@@ -88,7 +90,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     collectives = Collectives(mesh)
     all_ranks = collectives.all_ranks
     check_settings_alike(resolved.shared, all_ranks)
-    collectives.open([*row_of(resolved).groups(resolved.mesh), *((axis,) for axis in AXES), SAMPLE_AXES])
+    collectives.open([*((axis,) for axis in AXES), SAMPLE_AXES])
     seed = agreed_seed(resolved.config.seed, resolved.mesh, all_ranks)
     with together(all_ranks):
         parallel = apply(model, resolved, mesh, collectives, seed)
@@ -119,7 +121,9 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         recomputed = chosen_modules(model, unit_names, choice)
         tiled = tiled_modules(model, settings.tiled.mlp)
         heads = find_heads(model, settings.loss, unit_names)
-    check_alike(model, blueprint.units, all_ranks)
+    every = all_ranks.exchange_objects(blueprint.groups, "partita.initialize")
+    collectives.open(dict.fromkeys(axes for of_rank in every for axes in of_rank))  # also those of other stages alone
+    check_alike(model, blueprint.units, all_ranks, exact=collectives.group(STATE_AXES).size < all_ranks.size)
     check_settings_alike(settings_of(optimizer), all_ranks)
     rows = [unit.row for unit in blueprint.units]
     if any(mesh.shape.group_size(row.master.shard_axes) > 1 or not row.updates_on_device for row in rows):
@@ -136,6 +140,7 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         with together(all_ranks, runtime.give_back):
             updater = kind(runtime, optimizer, scale, settings.clip_grad_norm, counted)
             whole = Whole(runtime, updater)
+            gathered = Gathered(runtime, updater, whole, parallel.changes)
             checkpoints = Checkpoints(model, runtime, updater, scheduler, settings)
     except BaseException:
         memory.close()
@@ -156,6 +161,7 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         tiled_heads,
         updater,
         whole,
+        gathered,
         checkpoints,
         weights,
         parallel,

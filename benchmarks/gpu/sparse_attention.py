@@ -49,7 +49,7 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     length = 1000 if not options.quick else 300
     report.table(["pattern", "batch", "worst difference", "allowed"], _exactness(report, device, length))
-    lengths = SPEED_LENGTHS if device.type == "cuda" and not options.quick else (256,)
+    lengths = SPEED_LENGTHS if device.type == "cuda" and not options.quick else (128,)
     report.write(f"{HEADS} heads, {KEY_HEADS} of keys, of width {WIDTH}; a window of {WINDOW}, one global block; bf16.")
     report.write()
     header = ["positions", "dense, ms", "sparse, ms", "x dense's speed", "pairs, x fewer", "TFLOP/s"]

@@ -2,15 +2,17 @@
 must.
 """
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from partita import PartitaError
-from partita.attention import Layout, block_sparse, gathered
+from partita.attention import Layout, block_sparse, flex, gathered
 from partita.attention.blocks import Visits, visits
 from partita.attention.flex import block_mask
 from partita.attention.segments import Sizes, documents_by_position, documents_of, whole_samples
@@ -205,6 +207,28 @@ def test_the_gpu_kernel_is_given_the_same(pattern: str, causal: bool, what: str)
     expected = torch.zeros_like(listed)
     expected[found.row // found.num_rows, found.row % found.num_rows, found.col] = True
     assert torch.equal(listed, expected)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("what", ["whole", "documents", "padded"])
+def test_the_way_to_the_gpu_kernel(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its definition in plain torch runs here, forward alone: filled up to blocks, grouped heads, lists kept."""
+    monkeypatch.setattr(flex, "runs_on", lambda device: True)
+    monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
+    chosen = replace(layout("variable", True), block=48)
+    given = [each.detach() for each in tensors(61, 61)]
+    said, mask = {}, mask_of(chosen, 61, 61).expand(2, 1, 61, 61)
+    if what == "padded":
+        said["seen"] = (torch.arange(61) < torch.tensor([[40], [61]])).expand(2, 61)
+        mask = mask & said["seen"][:, None, None]
+        mask[0] = F.pad(mask_of(chosen, 61, 40, first=0), (0, 21))
+    elif what == "documents":
+        said["documents"] = torch.stack([torch.arange(61) // 23, torch.arange(61) // 16])
+        mask = some_visits(chosen, what)[1][:, None]
+    assert_alike([block_sparse(*given, chosen, **said)] * 2, [dense(*given, mask)] * 2, what)
+    assert_alike([block_sparse(*given, chosen, **said)], [dense(*given, mask)], "again")
+    with pytest.raises(PartitaError, match="attention.block: on a GPU .* must divide it; 8 is no multiple of 16"):
+        block_sparse(*given, layout("variable", True))
 
 
 def test_packed_documents_cost_what_they_are_and_a_window_what_it_is() -> None:

@@ -10,7 +10,7 @@ from partita.attention.layout import Layout, Range
 from partita.attention.segments import Segments, Sizes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sight:
     """Which key each query sees, by number: what masks are made of. Fields are [samples, queries filled up to blocks].
 
@@ -52,7 +52,7 @@ class Sight:
         return replace(self, **moved)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Visits:
     """Pairs of blocks, by row and then by column; ``row`` counts through the samples, ``col`` within one.
 

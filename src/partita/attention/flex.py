@@ -1,5 +1,6 @@
 """Block-sparse attention by FlexAttention, torch's compiled kernel for GPUs, over given lists of blocks."""
 
+import math
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,6 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils._triton import has_triton
 
 from partita.attention.blocks import Visits
+from partita.errors import PartitaError
 from partita.memory import accelerator
 
 _masks: WeakKeyDictionary[Visits, dict[torch.device, BlockMask]] = WeakKeyDictionary()
@@ -24,13 +26,37 @@ def runs_on(device: torch.device) -> bool:
 def attend(q: Tensor, k: Tensor, v: Tensor, visits: Visits, scale: float) -> Tensor:
     """Shapes are :func:`partita.attention.block_sparse`'s. Positions are filled up to whole blocks: where they are not,
     the kernel's backward can give no numbers (pytorch issue 153799).
+
+    Raises:
+        PartitaError: the kernel cannot compute blocks of this size.
     """
     made = _masks.setdefault(visits, {})
-    mask = made.setdefault(q.device, block_mask(visits, q.device)) if q.device not in made else made[q.device]
+    if q.device not in made:
+        made[q.device] = block_mask(visits, q.device)
     num_queries, block = q.shape[2], visits.block
+    options = _tiles(block)
     q, k, v = (F.pad(x, (0, 0, 0, -x.shape[2] % block)) for x in (q, k, v))
-    out: Tensor = _compiled()(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    out: Tensor = _compiled()(
+        q, k, v, block_mask=made[q.device], scale=scale, kernel_options=options, enable_gqa=q.shape[1] != k.shape[1]
+    )
     return out[:, :, :num_queries]
+
+
+def _tiles(block: int) -> dict[str, int] | None:
+    """The kernel's options: its tiles must divide a block, which its own choice of up to 128 may not.
+
+    Raises:
+        PartitaError: none does.
+    """
+    if block % 128 == 0:
+        return None
+    tile = math.gcd(block, 64)
+    if tile < 16:
+        raise PartitaError(
+            f"attention.block: on a GPU the kernel's tiles of 16, 32 or 64 positions must divide it; {block} is no "
+            "multiple of 16 (128 is fastest)"
+        )
+    return dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), tile)
 
 
 @cache

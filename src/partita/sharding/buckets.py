@@ -26,6 +26,7 @@ from partita.plan.planned import PlannedSegment
 from partita.plan.residence import Tier
 from partita.planner.dtypes import dtype_of
 from partita.sharding.bucket_layout import BucketLayout
+from partita.sharding.copies import SumOfCopies
 from partita.sharding.movement import Movement, finish_all
 from partita.sharding.unit import Member, Unit
 
@@ -41,7 +42,9 @@ class Bucket:
     Attributes: ``in_place``, ``rests_whole``, ``passes`` as the plan says
     (:class:`~partita.plan.planned.PlannedSegment`); ``moves``: gradients leave where they are collected, for other
     ranks or another memory; ``sums_pass``: the tier of the buffer pool that sums go through (None: they rest);
-    ``steps`` to the sums, and ``spreading`` what follows at the step; ``divisor``: ranks times micro-batches.
+    ``steps`` to the sums, ``copies``: what makes those over all copies, and ``spreading`` what follows at the step;
+    ``divisor``: ranks times micro-batches; ``has_all_copies``: whether the shard has the gradients of all copies
+    already; ``is_first_copy``: whether this rank's shard is the one that counts.
     """
 
     def __init__(self, layout: BucketLayout, accumulate: int, ledger: Ledger) -> None:
@@ -57,6 +60,9 @@ class Bucket:
         self.moves = self.passes or bool(planned.gradient_reductions)
         self.sums_pass = None if self.plan.gradients_rest else self.plan.grad_step.tier
         self.steps, self.spreading = planned.gradient_phases
+        self.copies = SumOfCopies(planned)
+        self.is_first_copy = layout.segments[0].is_first_copy
+        self.has_all_copies = not self.copies.steps
         self.divisor = planned.mesh.group_size(self.plan.summed_axes) * accumulate
         self._reduces_twice = len(planned.gradient_reductions) > 1
         self._row = 0
@@ -257,11 +263,23 @@ class Bucket:
                 shard.add_(summed.to(shard.device))
             if carry is not None:
                 shard.add_(carry)
+            if sums is not None and self.copies.steps:  # used up before the step
+                self.copies.run(shard, movement, received)
             if kept.tier is Tier.DISK:
                 squares.extend(square(part) for part in self.parts(shard, used))
             lease.end(changed=True)
 
         return reduce
+
+    def add_copies(self, movement: Movement, received: Tensor | None) -> None:
+        """Bring what ``copies`` make into ``shard``, once nothing is added to it any more."""
+        assert self._shard is not None
+        lease = self._shard.lend()
+        self.copies.run(lease.wait(), movement, received)
+        if self._shard.tier is Tier.DISK:
+            self._squares = [square(part) for part in self.parts(lease.tensor, self._used)]
+        lease.end(changed=True)
+        self.has_all_copies = True
 
     def launched(self, reduced: Event) -> Slot | None:
         """To REDUCED: ``shard`` has the sum when ``reduced`` has passed. Returns the slot that is free then."""
@@ -297,6 +315,7 @@ class Bucket:
         for forgotten in (self._arrived, self._fresh, self._used, self._versions):
             forgotten.clear()
         self._state = BucketState.OPEN
+        self.has_all_copies = not self.copies.steps
         return self._let_go()
 
     def _let_go(self) -> Slot | None:
@@ -362,8 +381,8 @@ class Bucket:
 
 def square(grad: Tensor) -> Tensor:
     """The sum of squares, in float64."""
-    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float32)
-    return norm.double().square()
+    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float64)
+    return norm.square()
 
 
 def make_buckets(

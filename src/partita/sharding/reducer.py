@@ -6,8 +6,9 @@ different modules (or none) and still meet in the same reductions. What arrives 
 the next wave; what is left when the step ends is agreed on by all ranks and reduced then.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from partita.comm.collectives import Collectives
 from partita.errors import PartitaError
 from partita.memory.allocate import over
-from partita.memory.buffer_pool import BufferPool
+from partita.memory.buffer_pool import BufferPool, Slot
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event, record
 from partita.plan.residence import Tier
@@ -107,10 +108,10 @@ class GradientReducer:
         return self._bucket_of.get(id(member))
 
     def _received_bytes(self, bucket: Bucket) -> int:
-        """Scratch memory that the bucket's reduction needs, and the way of the sums after it."""
-        needed, itemsize = self._movement.scratch_bytes, bucket.dtype.itemsize
-        spread = needed(bucket.spreading, bucket.layout.num_columns, itemsize)
-        return max(needed(bucket.steps, bucket.layout.num_elements, itemsize), spread)
+        """Scratch memory that the bucket's reductions need, and the way of the sums after them."""
+        itemsize, scratch = bucket.dtype.itemsize, self._movement.scratch_bytes
+        of_sums = (scratch(ops, bucket.layout.num_columns, itemsize) for ops in (bucket.copies.steps, bucket.spreading))
+        return max(scratch(bucket.steps, bucket.layout.num_elements, itemsize), *of_sums)
 
     # -------------------------------------------------------------- what a wave does
 
@@ -273,21 +274,13 @@ class GradientReducer:
         bucket.fill_up()
         if self._traces:
             self.watch(bucket.total())
-        num_bytes = self._received_bytes(bucket)
-        receiving = self._receiving.borrow(num_bytes) if num_bytes else None
+        receiving, received = self._room_to_receive(bucket)
         sums = None if bucket.sums_pass is None else self._summed[bucket.sums_pass]
         summed = None if sums is None else sums.borrow(bucket.shard_bytes)
-        num_received = num_bytes // bucket.dtype.itemsize
-        received = None if receiving is None else over(receiving.storage, bucket.dtype, num_received)
         reduce = bucket.launch(self._seeded(), received, summed)
         awaited = [record(self._device), *(slot.last_use for slot in (receiving, summed) if slot is not None)]
 
-        def run() -> None:
-            for event in awaited:
-                event.wait()
-            reduce()
-
-        self._launched = self._stream.run(run)
+        self._launched = self._stream.run(partial(_after, awaited, reduce))
         if receiving is not None:
             self._receiving.give_back(receiving, self._launched)
         if (sent := bucket.launched(self._launched)) is not None:
@@ -301,6 +294,13 @@ class GradientReducer:
         assert self._user is not None
         self._num_seeds += 1
         return self._movement.seeded(seed_of(self._user.steps, self._num_seeds))
+
+    def _room_to_receive(self, bucket: Bucket) -> tuple[Slot | None, Tensor | None]:
+        """Scratch memory for the bucket's reductions, if they need any."""
+        if not (num_bytes := self._received_bytes(bucket)):
+            return None, None
+        slot = self._receiving.borrow(num_bytes)
+        return slot, over(slot.storage, bucket.dtype, num_bytes // bucket.dtype.itemsize)
 
     # -------------------------------------------------------------- at the step
 
@@ -331,6 +331,21 @@ class GradientReducer:
             elif not bucket.moves:
                 bucket.fill_up()
 
+    def add_copies(self) -> None:
+        """Once all else is reduced: the sums over the ranks that have copies. What other stages have comes first, by
+        name: no order of units is that of all stages.
+        """
+        chosen = [bucket for bucket in self.buckets if not bucket.has_all_copies]
+        tied = sorted((b for b in chosen if b.plan.copies.is_tied), key=lambda bucket: bucket.members[0].fqn)
+        ordered = [*tied, *(bucket for bucket in chosen if not bucket.plan.copies.is_tied)]
+        for bucket in ordered:
+            slot, received = self._room_to_receive(bucket)
+            awaited = [record(self._device)] + ([] if slot is None else [slot.last_use])
+            self._launched = self._stream.run(partial(_after, awaited, bucket.add_copies, self._movement, received))
+            if slot is not None:
+                self._receiving.give_back(slot, self._launched)
+        self.drain()
+
     def spread(self) -> None:
         """Gather the sums where the optimizer works on whole gradients."""
         chosen = [bucket for bucket in self.buckets if bucket.spreading]
@@ -339,14 +354,12 @@ class GradientReducer:
         awaited = [record(self._device)] + ([] if slot is None else [slot.last_use])
 
         def gather() -> None:
-            for event in awaited:
-                event.wait()
             for bucket in chosen:
                 received = None if slot is None else over(slot.storage, torch.uint8, room)
                 bucket.spread(self._seeded(), received)
 
         if chosen:
-            spread = self._stream.run(gather)
+            spread = self._stream.run(partial(_after, awaited, gather))
             if slot is not None:
                 self._receiving.give_back(slot, spread)
             spread.wait()
@@ -361,3 +374,10 @@ class GradientReducer:
         for bucket in self.buckets:
             if (slot := bucket.clear()) is not None:
                 self._sending.give_back(slot, record(self._device))
+
+
+def _after(events: Iterable[Event], work: Callable[..., object], *args: object) -> None:
+    """Do ``work`` when these have passed."""
+    for event in events:
+        event.wait()
+    work(*args)

@@ -119,11 +119,15 @@ class Offload:
 
     def _let_go(self) -> None:
         """Drop the device's memory that copies are done with."""
-        while self.unclaimed:
-            self.unclaimed.popleft().wait()
+        self.let_go_of_unclaimed()
         while self._leaving:
             if (moved := self._leaving.popleft()()) is not None:
                 moved.has_left()
+
+    def let_go_of_unclaimed(self) -> None:
+        """Drop what copies for graphs that are gone hold."""
+        while self.unclaimed:
+            self.unclaimed.popleft().wait()
 
     def _finish(self) -> None:
         """Hold the caller until all copies are done."""
@@ -160,6 +164,7 @@ class Call:
 
     def bring(self) -> None:
         """Have what is moved here, for the next run; what a backward needs after it begins to come, too."""
+        self._offload.let_go_of_unclaimed()
         self.fetch()
         self._offload.fetch_before(self._number)
         self._brought = [moved.get() for moved in self.moved]

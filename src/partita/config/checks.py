@@ -111,17 +111,17 @@ def _states(config: Config, compute: str, accumulates: bool) -> Iterator[Contrad
 
 def _training(config: Config) -> Iterator[Contradiction]:
     optimizer = config.optimizer
-    if config.loss.tiled != "none" and config.parallel.sequence > 1:
-        yield (
-            ("loss.tiled", "parallel.sequence"),
-            "loss.tiled has each rank compute the logits of all positions, of which parallel.sequence gives it its own",
-            "leave loss.tiled out",
-        )
     if config.activations.offload != "none" and config.activations.checkpoint == "none":
         yield (
             ("activations.offload", "activations.checkpoint"),
             "activations.offload moves the inputs of modules that are recomputed, and none are",
             "set activations.checkpoint to units",
+        )
+    if config.loss.tiled != "none" and config.parallel.sequence > 1:
+        yield (
+            ("loss.tiled", "parallel.sequence"),
+            "loss.tiled has each rank compute the logits of all positions, of which parallel.sequence gives it its own",
+            "leave loss.tiled out",
         )
     if config.precision.nonfinite == "rewind" and config.checkpoint.dir is None:
         yield (

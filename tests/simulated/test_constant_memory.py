@@ -1,0 +1,53 @@
+"""What the engine takes of a device: from pools, as much after every step, however long its inputs are."""
+
+import gc
+from typing import Any
+
+import torch
+
+from tests import seeds
+from tests.local import pool
+from tests.simulated.training import VOCAB, on, open_engine, simulated
+
+NUM_STEPS = 200
+CONFIG = {**on(3), "activations": {"checkpoint": "units", "offload": "host"}, "loss": {"tiled": 4 * 4 * VOCAB}}
+
+
+def held_after_steps() -> list[dict[str, Any]]:
+    """After each step: what the device's allocator holds, beside what it held before the engine, and what the ledger
+    says of the device and of the host.
+    """
+    from tests.simulated.device import register
+
+    native = register()
+    before = native.memory()[0]
+    found = []
+    lengths = torch.randint(2, 40, (NUM_STEPS,), generator=seeds.generator()).tolist()
+    with open_engine(CONFIG) as engine:
+        for length in [40, *lengths]:
+            tokens = torch.randint(0, VOCAB, (3, length), generator=seeds.generator(length)).to(engine.mesh.device)
+            engine.backward(engine(tokens))
+            engine.step()
+            del tokens
+            gc.collect(0)
+            held = engine.memory_report().held
+            found.append(
+                {
+                    "allocated": native.memory()[0] - before,
+                    "device": sum(num for (_, tier), num in held.items() if tier == "device"),
+                    "host": sum(num for (_, tier), num in held.items() if tier == "host"),
+                    "rest": {state: num for (state, tier), num in held.items() if tier == "device"},
+                }
+            )
+    return found
+
+
+def test_every_step_leaves_what_the_ledger_says() -> None:
+    (found, races), *_ = pool.run(1, simulated, held_after_steps, with_group=False, timeout=200)
+    assert races == []
+    _, *later = found  # the first makes what the engine keeps from then on
+    assert {(one["allocated"], one["device"], one["host"]) for one in later} == {
+        (later[0]["allocated"], later[0]["device"], later[0]["host"])
+    }, later[:3]
+    # Beside pools and states: the flags and the norm of the last step.
+    assert 0 <= later[0]["allocated"] - later[0]["device"] <= 512, later[0]

@@ -78,7 +78,7 @@ class Engine:
         waves = reducer.waves
         reducer.watch(loss)
         try:
-            with scaled_by(scale), parts.recomputation.explained():
+            with scaled_by(scale), parts.activations.explained():
                 (loss if scale == 1.0 else loss * scale).backward()
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):

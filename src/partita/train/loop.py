@@ -69,6 +69,18 @@ def train(job: Job, console: Console) -> Outcome:
         return _Run(job, ready, corpus, engine, console).run()
 
 
+def explain(job: Job, console: Console) -> None:
+    """Shows on ``console``, on the first rank, how the parallel axes split the job's model (:meth:`Engine.explain`).
+
+    Raises:
+        ConfigError: the job does not fit this number of ranks, or its model.
+    """
+    ready = build_model(job.model, job.data)
+    with notices_on(console), initialize(ready.module, config=job.engine) as engine:
+        if engine.mesh.rank == 0:
+            console.print(engine.explain(), soft_wrap=True, markup=False, highlight=False)
+
+
 class _Run:
     def __init__(self, job: Job, ready: ReadyModel, corpus: Corpus, engine: Engine, console: Console) -> None:
         self._job = job

@@ -111,20 +111,30 @@ KEYS = [
 NOT_AVAILABLE = [
     Wrong({section: value}, (f"{key}: ", "is not available in this version; remove it or set it back to its default"))
     for section, value, key in [
-        ("parallel", {"tensor": 2}, "parallel.tensor"),
         ("parallel", {"pipeline": 2}, "parallel.pipeline"),
         ("parallel", {"sequence": 2}, "parallel.sequence"),
         ("activations", {"partition": True}, "activations.partition"),
         ("activations", {"offload": "host"}, "activations.offload"),
         ("communication", {"gradients": "onebit"}, "communication.gradients"),
-        ("communication", {"parameters": "int8"}, "communication.parameters"),
+        ("communication", {"parameters": "int4"}, "communication.parameters"),
     ]
 ]
 
 CROSS_FIELD = [
     Wrong(
+        {"communication": {"parameters": "int8"}, "zero": {"stage": 2}},
+        (
+            "communication.parameters belongs to stage 3; at stages 0 to 2 none are gathered for forward",
+            "Fix: leave communication.parameters out",
+        ),
+    ),
+    Wrong(
         {"precision": {"nonfinite": "rewind"}},
         ("goes back to a checkpoint, and none are made", "Fix: set checkpoint.dir and checkpoint.every_steps"),
+    ),
+    Wrong(
+        {"parallel": {"tensor": 2}, "loss": {"tiled": "auto"}},
+        ("compute the loss from slices of the logits", "Fix: leave loss.tiled out"),
     ),
     Wrong({"checkpoint": {"every_steps": 5}}, ("needs a folder to save into", "Fix: set checkpoint.dir")),
     Wrong(

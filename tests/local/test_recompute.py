@@ -109,7 +109,8 @@ def _numbers(course: parity.Course) -> list[Any]:
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_models_train_as_without(name: str, world: int) -> None:
     plans = ("0", "3") if world == 1 else tuple(plan for plan in parity.PLANS if plan != "hierarchical")
-    for courses in pool.run(world, parity.recomputed_courses, name, plans, ("none", *CHOICES), timeout=240):
+    settings = {choice: {"activations": {"checkpoint": choice}} for choice in ("none", *CHOICES)}
+    for courses in pool.run(world, parity.courses_with, name, plans, settings, timeout=240):
         for (plan, choice), course in courses.items():
             assert _numbers(course) == _numbers(courses[plan, "none"]), f"{plan}, {choice}"
 
@@ -193,6 +194,14 @@ def test_keywords_are_the_modules_own() -> None:
         for choice in ("none", "units")
     ]
     same(*results, "units")
+
+
+def test_a_graph_that_is_kept_may_be_used_twice() -> None:
+    model = NoisyStack()
+    with partita.initialize(model, {"activations": {"checkpoint": "units"}}) as engine:
+        loss = engine(inputs(0, 0)).square().mean()
+        once, again = (torch.autograd.grad(loss, model.first.weight, retain_graph=True)[0] for _ in range(2))
+        assert torch.equal(once, again)
 
 
 def test_evaluation_keeps_nothing() -> None:

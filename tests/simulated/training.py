@@ -47,7 +47,15 @@ PLANS: dict[str, Mapping[str, Any]] = {
     "lean, in backward, on host": {**on(2, **ON_HOST), "precision": {**LEAN, "gradients": "in_backward"}},
     "lean, in backward, on disk": {**on(3, **ON_DISK), "precision": {**LEAN, "gradients": "in_backward"}},
     "accumulated": {**on(3), "batch": {"accumulate": 3}},
+    "codes": {**on(3), "communication": {"gradients": "int4", "parameters": "int8"}},
+    "codes, bf16, optimizer on host": {
+        **on(2, optimizer="host"),
+        "precision": {"compute": "bf16"},
+        "communication": {"gradients": "int8"},
+    },
     "saved while training waits": {**on(3), "checkpoint": {"background": False}},
+    "inputs on host": {**on(3), "activations": {"checkpoint": "units", "offload": "host"}},
+    "inputs on disk": {**on(2), "activations": {"checkpoint": "selective", "offload": "disk"}},
     "accumulated, stage 1, on host": {**on(1, optimizer="host"), "batch": {"accumulate": 3}},
 }
 
@@ -69,7 +77,7 @@ class Trained:
 class Model(nn.Module):
     """Tokens to their mean loss."""
 
-    def __init__(self, num_blocks: int = 4) -> None:
+    def __init__(self, num_blocks: int = 5) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))

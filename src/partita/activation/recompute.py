@@ -4,13 +4,15 @@ T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", section 4. Sele
 compute are kept, too: V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 5.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointError,
     CheckpointPolicy,
@@ -18,6 +20,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from partita.activation.offload import Call, Offload
+from partita.activation.replaced import ReplacedForward
+from partita.activation.tiles import InTiles
 from partita.errors import ConfigError, PartitaError
 from partita.planner.group_units import modules_like
 
@@ -66,13 +71,29 @@ class Recomputation:
     """Has modules run forward again in backward, until it is removed.
 
     A module's hooks stay around it: where its parameters are sharded, they are whole while it runs, both times.
+
+    Args:
+        tiled: modules that do so for some positions at a time.
+        offload: moves the inputs of the others.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], *, selective: bool) -> None:
-        self._own_forwards = [(module, vars(module).get("forward")) for module in modules.values()]
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        *,
+        selective: bool,
+        tiled: Mapping[str, nn.Module],
+        offload: Offload | None,
+    ) -> None:
         self._repeated = ""
-        for name, module in modules.items():
-            module.forward = RecomputedForward(module, selective, partial(self._note, name))
+        self._forwards = [
+            ReplacedForward(module, InTiles(name, Recomputed(module, partial(self._note, name))))
+            for name, module in tiled.items()
+        ]
+        self._forwards += [
+            ReplacedForward(module, Recomputed(module, partial(self._note, name), selective, offload))
+            for name, module in modules.items()
+        ]
 
     def _note(self, name: str) -> None:
         self._repeated = name
@@ -95,54 +116,100 @@ class Recomputation:
 
     def remove(self) -> None:
         """Give every module its own forward back."""
-        for module, own in self._own_forwards:
-            del module.forward
-            if own is not None:
-                module.forward = own
-        self._own_forwards.clear()
+        for forward in reversed(self._forwards):
+            forward.remove()
+        self._forwards.clear()
 
 
-class RecomputedForward:
-    """A module's forward that is run again in backward; ``repeats`` is called when it is.
+class Recomputed:
+    """Runs a module's forward again in backward; ``repeats`` is called when it does."""
 
-    Copies of the module (``copy.deepcopy``, pickles) have the module's own.
-    """
+    def __init__(
+        self,
+        module: nn.Module,
+        repeats: Callable[[], None],
+        selective: bool = False,
+        offload: Offload | None = None,
+    ) -> None:
+        self._module, self._selective, self._repeats, self._offload = module, selective, repeats, offload
 
-    def __init__(self, module: nn.Module, selective: bool, repeats: Callable[[], None]) -> None:
-        self._module, self._forward = module, module.forward
-        self._selective, self._repeats = selective, repeats
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or checkpoints_itself(self._module):
-            return self._forward(*args, **kwargs)
-        forward = partial(self._forward, **kwargs)  # checkpoint would take keywords with names of its own for itself
+            return own(*args, **kwargs)
+        if self._offload is not None and self._moves():
+            return self._called_with_moved(self._offload, own, args, kwargs)
+        forward = partial(own, **kwargs)  # checkpoint would take keywords with names of its own for itself
         if torch.compiler.is_compiling():  # what a graph does to buffers comes after the part of it that is repeated
             if self._selective:
                 return checkpoint(forward, *args, use_reentrant=False, context_fn=selecting)
             return checkpoint(forward, *args, use_reentrant=False)
         return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts)
 
-    def _contexts(self) -> Contexts:
-        """Around the forward, and around its repetition."""
+    def _moves(self) -> bool:
+        """Whether inputs are moved at all: not where this forward is repeated itself, nor in a compiled graph."""
+        if torch.compiler.is_compiling():
+            warn_of_compiled()
+            return False
+        return torch._C._current_graph_task_id() == -1
+
+    def _called_with_moved(self, offload: Offload, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        call = Call(offload, own, args, kwargs)
+        if not call.moved:
+            forward = partial(own, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts)
+        like = call.moved[0].get().new_empty(0)  # by which checkpoint knows the device, whose random state it keeps
+        contexts = partial(self._contexts, call.bring)
+        output = checkpoint(call.run, like, *call.others, use_reentrant=False, context_fn=contexts)
+        offload.forward_ended()
+        return output
+
+    def _contexts(self, *begun: Callable[[], None]) -> Contexts:
+        """Around the forward, and around its repetitions, of which ``begun`` are told first."""
         keeping: Contexts = selecting() if self._selective else (nullcontext(), nullcontext())
-        return keeping[0], self._repeating(keeping[1])
+        return keeping[0], Repeating(self._module, keeping[1], (self._repeats, *begun))
 
-    @contextmanager
-    def _repeating(self, keeping: AbstractContextManager[Any]) -> Iterator[None]:
-        """What a forward does to buffers (a batch norm's running mean) was done the first time."""
-        self._repeats()
-        own = [(inner, name, buffer) for inner in self._module.modules() for name, buffer in inner._buffers.items()]
-        for inner, name, buffer in own:
+
+class Repeating:
+    """Around each repetition of a module's forward (a graph that is kept may have several).
+
+    What a forward does to buffers (a batch norm's running mean) was done the first time: they are copies meanwhile.
+    """
+
+    def __init__(
+        self, module: nn.Module, keeping: AbstractContextManager[Any], begun: Sequence[Callable[[], None]]
+    ) -> None:
+        self._module, self._keeping, self._begun = module, keeping, begun
+        self._own = list[tuple[nn.Module, str, Tensor | None]]()
+
+    def __enter__(self) -> None:
+        for begun in self._begun:
+            begun()
+        self._own = [
+            (inner, name, buffer) for inner in self._module.modules() for name, buffer in inner._buffers.items()
+        ]
+        for inner, name, buffer in self._own:
             inner._buffers[name] = None if buffer is None else buffer.clone()
-        try:
-            with keeping:
-                yield
-        finally:
-            for inner, name, buffer in own:
-                inner._buffers[name] = buffer
+        self._keeping.__enter__()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module, "forward")
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._keeping.__exit__(kind, error, trace)
+        finally:
+            for inner, name, buffer in self._own:
+                inner._buffers[name] = buffer
+            self._own.clear()
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def warn_of_compiled() -> None:
+    """Once for each graph."""
+    warnings.warn(
+        "activations.offload moves nothing out of compiled modules: their inputs stay on the device; set it to "
+        "none, or leave the modules that activations.checkpoint names uncompiled",
+        stacklevel=2,
+    )
 
 
 def checkpoints_itself(module: nn.Module) -> bool:

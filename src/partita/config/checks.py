@@ -16,6 +16,7 @@ _BELONGS: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ("zero.hierarchical", "zero.stage", (3,), "stage 3; at stages 0 to 2 nothing is gathered in backward"),
     ("zero.replicate", "zero.stage", (3,), "stage 3; at stages 0 to 2 every rank has the parameters"),
     ("zero.prefetch_bytes", "zero.stage", (3,), "stage 3; at stages 0 to 2 no parameters are gathered for forward"),
+    ("communication.parameters", "zero.stage", (3,), "stage 3; at stages 0 to 2 none are gathered for forward"),
     ("precision.loss_scale", "precision.compute", ("fp16",), "fp16 compute; under {0} the loss is not scaled"),
     ("precision.initial_loss_scale", "precision.compute", ("fp16",), "fp16 compute; under {0} the loss is not scaled"),
     ("precision.loss_scale_window", "precision.compute", ("fp16",), "fp16 compute; under {0} the loss is not scaled"),
@@ -44,7 +45,8 @@ def check_settings(config: Config, derived: Mapping[str, Row]) -> None:
             raise conflict(problem, [resolved(key), resolved(other)], f"leave {key} out")
     compute = str(resolved("precision.compute").value)
     accumulates = resolved("batch.accumulate").value != 1
-    for keys, problem, fix in (*_states(config, compute, accumulates), *_training(config)):
+    rules = (*_states(config, compute, accumulates), *_training(config), *_attention(config))
+    for keys, problem, fix in rules:
         raise conflict(problem, [resolved(key) for key in keys], fix)
 
 
@@ -109,6 +111,18 @@ def _states(config: Config, compute: str, accumulates: bool) -> Iterator[Contrad
 
 def _training(config: Config) -> Iterator[Contradiction]:
     optimizer = config.optimizer
+    if config.loss.tiled != "none" and config.parallel.sequence > 1:
+        yield (
+            ("loss.tiled", "parallel.sequence"),
+            "loss.tiled has each rank compute the logits of all positions, of which parallel.sequence gives it its own",
+            "leave loss.tiled out",
+        )
+    if config.activations.offload != "none" and config.activations.checkpoint == "none":
+        yield (
+            ("activations.offload", "activations.checkpoint"),
+            "activations.offload moves the inputs of modules that are recomputed, and none are",
+            "set activations.checkpoint to units",
+        )
     if config.precision.nonfinite == "rewind" and config.checkpoint.dir is None:
         yield (
             ("precision.nonfinite", "checkpoint.dir"),
@@ -121,6 +135,12 @@ def _training(config: Config) -> Iterator[Contradiction]:
             "checkpoint.every_steps needs a folder to save into",
             "set checkpoint.dir",
         )
+    if config.parallel.tensor > 1 and config.loss.tiled != "none":
+        yield (
+            ("parallel.tensor", "loss.tiled"),
+            "tensor ranks compute the loss from slices of the logits, and loss.tiled from tiles of whole ones",
+            "leave loss.tiled out",
+        )
     if optimizer.name == "sgd" and optimizer.betas != Config().optimizer.betas:
         yield (
             ("optimizer.betas", "optimizer.name"),
@@ -128,6 +148,22 @@ def _training(config: Config) -> Iterator[Contradiction]:
             f"write optimizer.momentum: {optimizer.betas[0]} in place of optimizer.betas",
         )
     yield from _schedule(config)
+
+
+def _attention(config: Config) -> Iterator[Contradiction]:
+    attention = config.attention
+    if config.parallel.sequence > 1 and (attention.pattern != "dense" or attention.packed):
+        yield (
+            ("attention.pattern", "attention.packed", "parallel.sequence"),
+            "block-sparse attention computes whole sequences, which the ranks of parallel.sequence share",
+            "set attention.pattern to dense and attention.packed to false, or parallel.sequence to 1",
+        )
+    if attention.packed and attention.pattern != "dense":
+        yield (
+            ("attention.packed", "attention.pattern"),
+            "attention.packed is of dense attention; every other pattern tells documents apart by position_ids anyway",
+            "leave attention.packed out",
+        )
 
 
 def _schedule(config: Config) -> Iterator[Contradiction]:
@@ -170,8 +206,13 @@ def _schedule(config: Config) -> Iterator[Contradiction]:
 def idle_settings(config: Config, compute: str) -> Iterator[str]:
     """One line ``ignored: key (reason)`` for each setting without effect."""
     offload, precision, schedule = config.zero.offload, config.precision, config.schedule
-    may_use_disk = {"disk", "auto"} & {offload.parameters, offload.optimizer} or offload.gradients == "disk"
+    may_use_disk = {"disk", "auto"} & {offload.parameters, offload.optimizer} or "disk" in (
+        offload.gradients,
+        config.activations.offload,
+    )
     finds_its_scale = compute == "fp16" and precision.loss_scale == "dynamic"
+    if config.parallel.tensor_rules and config.parallel.tensor == 1:
+        yield "ignored: parallel.tensor_rules (parallel.tensor is 1)"
     if precision.master == "split" and compute == "fp32":
         yield "ignored: precision.master (fp32 parameters are their own master weights)"
     if precision.nonfinite != "skip" and finds_its_scale:

@@ -6,8 +6,10 @@ from math import prod
 
 from partita.config.checks import check_settings, idle_settings
 from partita.config.messages import Row, conflict, key_paths, row, setting, shown
-from partita.config.schema import Batch, Config, Section
+from partita.config.schema import Batch, Config
+from partita.config.values import Section
 from partita.errors import ConfigError
+from partita.plan.across_nodes import needless_crossings
 from partita.plan.mesh_shape import AXES, MeshShape
 
 _MAX_NOTICES = 5
@@ -30,8 +32,9 @@ class Resolved:
     """What a configuration means here.
 
     ``compute_dtype`` is ``fp32``, ``bf16`` or ``fp16``. ``values`` are the derived settings with where each came from;
-    ``notices`` are lines to show at the start, one for each setting that has no effect; ``passed`` are the sections
-    (optimizer, schedule) that an object given to ``partita.initialize`` stands in for.
+    ``notices`` are lines to show at the start, one for each setting that has no effect; ``warnings`` are of axes that
+    span nodes and would not have to; ``passed`` are the sections (optimizer, schedule) that an object given to
+    ``partita.initialize`` stands in for.
     """
 
     config: Config
@@ -41,6 +44,7 @@ class Resolved:
     values: tuple[Row, ...] = ()
     notices: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def shared(self) -> dict[str, object]:
@@ -80,9 +84,15 @@ def resolve(config: Config, num_ranks: int, device_type: str, ranks_per_node: in
     notices = list(idle_settings(config, compute))
     if mesh.node == 1 and (key := _splits_nodes(config)) is not None:
         notices.append(f"ignored: {key} (all data ranks are on one node)")
+    for key in ("gradients", "parameters"):
+        if getattr(config.communication, key) != "full" and mesh.data * mesh.sequence == 1:
+            notices.append(f"ignored: communication.{key} (there is one data rank: nothing travels)")
     if config.communication.within_node != "auto" and device_type != "cpu":
         notices.append(f"ignored: communication.within_node (on {device_type} its own backend chooses the way)")
-    return Resolved(config, mesh, batch, compute, values, tuple(notices))
+    if config.activations.offload == "host" and device_type == "cpu":
+        notices.append("ignored: activations.offload (the host's memory is where cpu computes; disk is another)")
+    warnings = tuple(map(str, needless_crossings(mesh, ranks_per_node)))
+    return Resolved(config, mesh, batch, compute, values, tuple(notices), warnings=warnings)
 
 
 def describe(resolved: Resolved) -> str:
@@ -152,7 +162,18 @@ def _resolve_mesh(config: Config, num_ranks: int, ranks_per_node: int | None) ->
         rows = [*rows, Row("ranks on a node", ranks_per_node, "launcher")]
         problem = "zero.replicate: nodes splits the states over the data ranks of a node, and each node has one"
         raise conflict(problem, rows, "leave zero.replicate out, or set zero.stage: 0")
+    if key is None and config.communication.gradients != "full":
+        node = _even_nodes(data, inner // parallel.pipeline, ranks_per_node)
     return MeshShape(parallel.pipeline, data, parallel.sequence, parallel.tensor, node), rows
+
+
+def _even_nodes(data: int, inner: int, ranks_per_node: int | None) -> int:
+    """Nodes that one data group spans, where all have as many of its ranks: sums are made inside them first. Elsewhere
+    1.
+    """
+    if ranks_per_node is None or ranks_per_node % inner or data % (ranks_per_node // inner):
+        return 1
+    return data // (ranks_per_node // inner)
 
 
 def _splits_nodes(config: Config) -> str | None:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from partita.activation.recompute import Recomputation, chosen_modules
+from partita.activation.apply import Activations, Chosen
+from partita.attention.apply import SparseAttention
 from partita.checkpoint.checkpoints import Checkpoints
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
@@ -19,6 +20,7 @@ from partita.config.resolve import Resolved
 from partita.engine.budget import agreed_budget
 from partita.huggingface.conversion import open_weights
 from partita.huggingface.weights import Weights
+from partita.inspection.gathered import Gathered
 from partita.inspection.whole import Whole
 from partita.memory.disk import open_disk
 from partita.memory.ledger import Ledger
@@ -33,9 +35,10 @@ from partita.optim.updater import Updater
 from partita.optim.views import check_groups
 from partita.parallel.applied import Parallel
 from partita.parallel.apply import apply
+from partita.parallel.random import agreed_seed
 from partita.parallel.samples import SAMPLE_AXES, SameSamples
-from partita.plan.mesh_shape import AXES
-from partita.planner.blueprint import Blueprint, make_blueprint, row_of
+from partita.plan.mesh_shape import AXES, STATE_AXES
+from partita.planner.blueprint import Blueprint, make_blueprint
 from partita.planner.parameters import check_quantized, find_quantized
 from partita.sharding.assemble import check_alike
 from partita.sharding.resting import check_unclaimed
@@ -61,13 +64,21 @@ class Parts:
     blueprint: Blueprint
     shortages: Shortages
     runtime: Runtime
-    recomputation: Recomputation
+    attention: SparseAttention
+    activations: Activations
     updater: Updater
     whole: Whole
+    gathered: Gathered
     checkpoints: Checkpoints
     weights: Path | None
     parallel: Parallel
     samples: SameSamples
+
+    def leave_modules(self) -> None:
+        """Give the model's modules their own forwards back, from the outermost change to the innermost."""
+        self.activations.remove()
+        self.attention.remove()
+        self.parallel.remove()
 
 
 def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Parts:
@@ -75,13 +86,16 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     collectives = Collectives(mesh)
     all_ranks = collectives.all_ranks
     check_settings_alike(resolved.shared, all_ranks)
-    collectives.open([*row_of(resolved).groups(resolved.mesh), *((axis,) for axis in AXES), SAMPLE_AXES])
-    with together(all_ranks):
-        parallel = apply(model, resolved, mesh, collectives)
+    collectives.open([*((axis,) for axis in AXES), SAMPLE_AXES])
+    seed = agreed_seed(resolved.config.seed, resolved.mesh, all_ranks)
+    parallel = None
     try:
+        with together(all_ranks):
+            parallel = apply(model, resolved, mesh, collectives, seed)
         return _build(model, resolved, collectives, given, parallel)
     except BaseException:
-        parallel.remove()
+        if parallel is not None:
+            parallel.remove()
         raise
 
 
@@ -99,9 +113,11 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         check_unclaimed(model)
         check_quantized(find_quantized(model), mesh.device)
         blueprint = make_blueprint(model, resolved, num_moments, budget, parallel.shares)
-        choice = settings.activations.checkpoint
-        recomputed = chosen_modules(model, [unit.name for unit in blueprint.units], choice)
-    check_alike(model, blueprint.units, all_ranks)
+        attention = SparseAttention(model, settings.attention)
+        chosen = Chosen.of(model, settings, [unit.name for unit in blueprint.units])
+    every = all_ranks.exchange_objects(blueprint.groups, "partita.initialize")
+    collectives.open(dict.fromkeys(axes for of_rank in every for axes in of_rank))  # also those of other stages alone
+    check_alike(model, blueprint.units, all_ranks, exact=collectives.group(STATE_AXES).size < all_ranks.size)
     check_settings_alike(settings_of(optimizer), all_ranks)
     rows = [unit.row for unit in blueprint.units]
     if any(mesh.shape.group_size(row.master.shard_axes) > 1 or not row.updates_on_device for row in rows):
@@ -118,12 +134,14 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         with together(all_ranks, runtime.give_back):
             updater = kind(runtime, optimizer, scale, settings.clip_grad_norm, counted)
             whole = Whole(runtime, updater)
+            gathered = Gathered(runtime, updater, whole, parallel.changes)
             checkpoints = Checkpoints(model, runtime, updater, scheduler, settings)
     except BaseException:
         memory.close()
         raise
     weights = source.folder if source is not None else None
-    recomputation = Recomputation(recomputed, selective=choice == "selective")
+    attention.apply()  # inside what runs again in backward
+    activations = Activations(chosen, settings, memory, mesh.device)
     samples = SameSamples(collectives.group(SAMPLE_AXES), mesh.coordinate("data"))
     return Parts(
         optimizer,
@@ -131,9 +149,11 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         blueprint,
         shortages,
         runtime,
-        recomputation,
+        attention,
+        activations,
         updater,
         whole,
+        gathered,
         checkpoints,
         weights,
         parallel,

@@ -39,15 +39,12 @@ class Engine:
     """
 
     def __init__(self, model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given, owns_mesh: bool) -> None:
-        self.module = model
-        self.config = resolved.config
-        self.mesh = mesh
+        self.module, self.config, self.mesh = model, resolved.config, mesh
         self._accumulate = resolved.batch.accumulate
         self._loss_fn = given.loss_fn
         self._owns_mesh, self._closed = owns_mesh, False
         self._parts = parts = build(model, resolved, mesh, given)
-        self.optimizer = parts.optimizer
-        self.scheduler = parts.scheduler
+        self.optimizer, self.scheduler = parts.optimizer, parts.scheduler
         self.blueprint = parts.blueprint
         self.units = list(parts.blueprint.units)
         self.plan: dict[str, StatePlan] = {unit.name: unit.row for unit in self.units}
@@ -81,7 +78,7 @@ class Engine:
         waves = reducer.waves
         reducer.watch(loss)
         try:
-            with scaled_by(scale), parts.recomputation.explained():
+            with scaled_by(scale), parts.activations.explained():
                 (loss if scale == 1.0 else loss * scale).backward()
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
@@ -97,7 +94,7 @@ class Engine:
     def step(self) -> StepResult:
         """End a micro-batch; after the last one of a batch clip, update the parameters, and zero the gradients."""
         parts = self._open()
-        if parts.whole.num_gathered:
+        if parts.gathered.num_open:
             raise PartitaError("engine.step() inside engine.gathered(...): leave the block first")
         parts.runtime.end_micro_batch()
         done = self._micro + 1
@@ -114,6 +111,7 @@ class Engine:
 
     def _begin_micro_batch(self, number: int) -> None:
         self._micro = number
+        self._parts.parallel.begin_micro_batch(self._parts.updater.steps, number)
         self._parts.runtime.reducer.begin_micro_batch(is_last=number + 1 == self._accumulate)
 
     @explained("train_batch")
@@ -202,7 +200,7 @@ class Engine:
         Raises:
             PartitaError: an item is no part of the model, or a parameter was written without ``modify``.
         """
-        return self._open().whole.gathered(items or (self.module,), modify)
+        return self._open().gathered.hold(items or (self.module,), modify)
 
     def gradient(self, name: str) -> Tensor | None:
         """The whole mean gradient of a parameter (fp32, its shape) before ``step``; None if no rank has one.
@@ -288,9 +286,10 @@ class Engine:
             PartitaError: on all ranks: there is none, it is damaged (names the file), it is of another model, or
                 it holds several copies of the weights (names their prefixes).
         """
-        self._open().updater.zero()
-        self._begin_micro_batch(0)
-        return self._parts.checkpoints.load(folder, Wanted(only_model, strict, prefix))
+        self.zero_grad()
+        restored = self._parts.checkpoints.load(folder, Wanted(only_model, strict, prefix))
+        self._begin_micro_batch(0)  # of the step that was restored
+        return restored
 
     def each(self, value: Tensor | float) -> list[float]:
         """A number of every data-parallel rank, in rank order, on all of them."""
@@ -352,7 +351,7 @@ class Engine:
         if self._closed:
             return
         parts = self._parts
-        if whole and parts.whole.num_gathered:
+        if whole and parts.gathered.num_open:
             raise PartitaError("engine.close(whole=True) inside engine.gathered(...): leave the block first")
         parts.updater.wait_for_updates()
         parts.runtime.reducer.drain()
@@ -361,15 +360,13 @@ class Engine:
             parts.runtime.residency.reset()  # gathers under way end before their connections do
             parts.checkpoints.wait()
         finally:
-            for member, values in copies:
-                member.leave(values)
+            parts.whole.leave(copies)
             self._end()
 
     def _end(self) -> None:
         self._closed = True
         self._parts.updater.close()
-        self._parts.recomputation.remove()
-        self._parts.parallel.remove()
+        self._parts.leave_modules()
         self._parts.runtime.close()
         if self._owns_mesh:
             self.mesh.close()

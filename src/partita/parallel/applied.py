@@ -1,13 +1,14 @@
 """What the parallel axes did to a model: what each rank has of its parameters, and what runs in place of forwards."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from partita.parallel.random import RandomStreams
 from partita.plan.share import Share
 
 
@@ -50,10 +51,11 @@ _ABSENT = object()
 
 
 class Changes:
-    """Attributes set on modules, until they are taken back."""
+    """What is done to modules, until it is taken back."""
 
     def __init__(self) -> None:
         self._made = list[_Change]()
+        self._undo = list[Callable[[], None]]()
 
     def set(self, module: nn.Module, name: str, value: object) -> None:
         """Set an attribute of the module alone."""
@@ -61,8 +63,14 @@ class Changes:
         change.make()
         self._made.append(change)
 
+    def add(self, undo: Callable[[], None]) -> None:
+        """Have something else undone as well, before the attributes: a hook's ``remove``."""
+        self._undo.append(undo)
+
     def undo(self) -> None:
         """Take all of it back, the last first."""
+        while self._undo:
+            self._undo.pop()()
         while self._made:
             self._made.pop().undo()
 
@@ -83,13 +91,20 @@ class Changes:
 @dataclass
 class Parallel:
     """``shares``: what this rank has of each parameter that is not whole here alone. ``lines`` say how each module is
-    split, and who decided; ``said`` is to be told at the start.
+    split, and who decided; ``said`` is to be told at the start; ``streams`` are of its random numbers, if they have
+    any of their own.
     """
 
     shares: dict[int, Share] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     changes: Changes = field(default_factory=Changes)
+    streams: RandomStreams | None = None
+
+    def begin_micro_batch(self, step: int, number: int) -> None:
+        """The forwards that follow are of the micro-batch ``number`` in the batch of a ``step``."""
+        if self.streams is not None:
+            self.streams.begin_micro_batch(step, number)
 
     def remove(self) -> None:
         """Give every module its own forward and attributes back. Parameters are left as they are."""

@@ -11,7 +11,8 @@ from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import Residence, Tier
 from partita.plan.span import SegmentLayout, Span
 from partita.plan.state_plan import StatePlan
-from partita.plan.steps import AllGather, ReduceScatter, Step, in_phases, steps
+from partita.plan.steps import AllGather, ReduceScatter, Step, in_phases, on_wires, steps
+from partita.plan.wire import FULL, hops, scratch_bytes
 
 # Small segments share a bucket up to this size; it bounds the number of messages, not the memory.
 BUCKET_BYTES = 4 * 2**20
@@ -61,9 +62,24 @@ class PlannedSegment:
         return any(isinstance(op, AllGather) for op in brought)
 
     @cached_property
+    def gathers(self) -> tuple[Step, ...]:
+        """From the parameters at rest to those in compute."""
+        return on_wires(steps(self.row.param_rest, self.row.param_compute, self.mesh), FULL, self.row.wires.parameters)
+
+    @cached_property
+    def gathers_codes(self) -> bool:
+        """Whether parameters are computed with as they are decoded, which is not quite as they rest."""
+        return any(isinstance(op, AllGather) and op.wire.is_coded for op in self.gathers)
+
+    @cached_property
+    def gathered_code_bytes(self) -> int:
+        """Of the codes that all parameters come in."""
+        return self.row.wires.parameters.num_bytes(self.layout.padded) if self.gathers_codes else 0
+
+    @cached_property
     def gradient_moves(self) -> bool:
         """Whether the optimizer's gradient is another than autograd's: elsewhere, encoded otherwise, or summed."""
-        return bool(steps(self.row.grad_arrival, self.row.grad_step, self.mesh))
+        return bool(steps(self.row.grad_arrival, self.row.grad_step, self.mesh) or self.copy_steps)
 
     @property
     def gradient_in_place(self) -> bool:
@@ -91,20 +107,48 @@ class PlannedSegment:
         collected = replace(self.row.grad_arrival, encoding=self.row.grad_step.encoding)
         summed = replace(self.row.grad_step, shard_axes=self.row.part_axes)
         to_sums, further = (steps(*ends, self.mesh) for ends in ((collected, summed), (summed, self.row.grad_step)))
-        return in_phases(to_sums), in_phases(further)
+        wires = self.row.wires.gradients, self.row.wires.sums
+        return in_phases(on_wires(to_sums, *wires)), in_phases(on_wires(further, *wires))
 
     @property
     def gradient_reductions(self) -> tuple[ReduceScatter, ...]:
         """What of :attr:`gradient_phases` adds up over ranks."""
         return tuple(op for op in self.gradient_phases[0] if isinstance(op, ReduceScatter))
 
+    @cached_property
+    def copy_steps(self) -> tuple[Step, ...]:
+        """From the sums that a rank measures to those over all copies."""
+        summed = replace(self.row.grad_step, shard_axes=self.row.part_axes)
+        return in_phases(steps(replace(summed, partial_axes=self.row.copies.axes), summed, self.mesh))
+
+    @property
+    def copy_factor(self) -> float:
+        """What makes the mean over the copies whose gradients are equal, where all copies' are added up."""
+        return 1.0 / self.mesh.group_size(self.row.copies.averaged)
+
+    def is_first_copy(self, rank: int) -> bool:
+        """Whether, of the ranks that have the same part of the states, ``rank`` is the one that measures and saves."""
+        return all(self.mesh.coordinate(rank, axis) == 0 for axis in (*self.row.replica_axes, *self.row.copies.axes))
+
     @property
     def received_bytes(self) -> int:
-        """The most that one of the reductions receives from other ranks."""
-        num_bytes, most = self.gradient_bytes, 0
+        """The most that one of the reductions receives from other ranks; of codes, their scratch memory."""
+        itemsize = self.row.grad_step.encoding.itemsize
+        num_elements, most = self.layout.padded, 0
         for op in self.gradient_reductions:
-            kept = num_bytes // self.mesh.group_size(op.axes)
-            most, num_bytes = max(most, num_bytes - kept), kept
+            kept = num_elements // self.mesh.group_size(op.axes)
+            received = (num_elements - kept) * itemsize
+            if op.wire.is_coded:
+                sizes = [self.mesh.group_size(axes) for axes in hops(op.axes, self.mesh)]
+                received = scratch_bytes(op.wire, num_elements, sizes)
+            most, num_elements = max(most, received), kept
+        for step in self.copy_steps:
+            if isinstance(step, ReduceScatter):
+                most = max(most, (num_elements - num_elements // self.mesh.group_size(step.axes)) * itemsize)
+        for step in self.gradient_phases[1]:
+            if isinstance(step, AllGather):
+                num_elements *= self.mesh.group_size(step.axes)
+                most = max(most, step.wire.num_bytes(num_elements) if step.wire.is_coded else 0)
         return most
 
     @property
@@ -151,6 +195,10 @@ class PlannedUnit:
         return self.segments[0].stays_whole
 
     @cached_property
+    def gathers_codes(self) -> bool:
+        return any(segment.gathers_codes for segment in self.segments)
+
+    @cached_property
     def num_bytes(self) -> int:
         """Of the whole unit in the compute encodings."""
         return sum(segment.layout.num_bytes for segment in self.segments)
@@ -166,14 +214,20 @@ def share_buckets(
 ) -> list[tuple[PlannedSegment, ...]]:
     """Which of the segments share a bucket, in the order in which buckets are reduced.
 
-    Neighbours share one while they rest alike and fit in ``max_bytes``. A gradient that the optimizer sees whole has a
-    bucket of its own, so that it keeps its parameter's shape.
+    Neighbours share one while they rest alike, with copies along the same axes, and fit in ``max_bytes``; those of
+    which other stages have copies do not, as other stages have other neighbours. A gradient that the optimizer sees
+    whole has a bucket of its own, so that it keeps its parameter's shape.
     """
     groups: list[list[PlannedSegment]] = []
     room, before = 0, None
     for segment in segments:
-        rests = (segment.row.grad_step, segment.row.master.tier)
-        if rests == before and segment.gradient_bytes <= room and segment.num_shards(segment.row.grad_step) > 1:
+        rests = (segment.row.grad_step, segment.row.master.tier, segment.row.copies)
+        if (
+            rests == before
+            and not segment.row.copies.is_tied
+            and segment.gradient_bytes <= room
+            and segment.num_shards(segment.row.grad_step) > 1
+        ):
             groups[-1].append(segment)
             room -= segment.gradient_bytes
         else:

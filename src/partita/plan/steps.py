@@ -13,27 +13,38 @@ from itertools import groupby, takewhile
 
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import Encoding, Residence, Tier
+from partita.plan.wire import FULL, Wire
 
 
 @dataclass(frozen=True)
 class AllGather:
-    """Each rank gets the parts of all ranks of its group, in group order; ``axes`` are the innermost shard axes."""
+    """Each rank gets the parts of all ranks of its group, in group order; ``axes`` are the innermost shard axes.
+    ``wire``: what travels, in place of what is gathered.
+    """
 
     axes: tuple[str, ...]
+    wire: Wire = FULL
 
 
 @dataclass(frozen=True)
 class ReduceScatter:
-    """The sum over a group, of which each rank keeps the part of its group index."""
+    """The sum over a group, of which each rank keeps the part of its group index. ``wire``: what travels, in place of
+    what is summed.
+    """
 
     axes: tuple[str, ...]
+    wire: Wire = FULL
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """The sum over a group, whole on each of its ranks."""
+    """The sum over a group, whole on each of its ranks. ``wire``: what travels, in place of what is summed, and
+    ``back``, in place of the sums.
+    """
 
     axes: tuple[str, ...]
+    wire: Wire = FULL
+    back: Wire = FULL
 
 
 @dataclass(frozen=True)
@@ -77,8 +88,23 @@ def in_phases(ops: Iterable[Step]) -> tuple[Step, ...]:
     """
     phases = list[Step]()
     for op in ops:
-        phases += [ReduceScatter(op.axes), AllGather(op.axes)] if isinstance(op, AllReduce) else [op]
+        phases += [ReduceScatter(op.axes, op.wire), AllGather(op.axes, op.back)] if isinstance(op, AllReduce) else [op]
     return tuple(phases)
+
+
+def on_wires(ops: Iterable[Step], summed: Wire, gathered: Wire) -> tuple[Step, ...]:
+    """``ops`` with what is summed, and what is gathered, on these wires."""
+    found = list[Step]()
+    for op in ops:
+        match op:
+            case AllGather(axes):
+                op = AllGather(axes, gathered)
+            case ReduceScatter(axes):
+                op = ReduceScatter(axes, summed)
+            case AllReduce(axes):
+                op = AllReduce(axes, summed, gathered)
+        found.append(op)
+    return tuple(found)
 
 
 @cache

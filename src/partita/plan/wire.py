@@ -7,6 +7,7 @@ to nearest: Li and Liu, "Ternary weight networks", 2016), signs (Tang et al., "1
 of a block with their places (Stich et al., "Sparsified SGD with memory", 2018).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from partita.plan.mesh_shape import MeshShape
@@ -75,13 +76,33 @@ class Wire:
         """Bytes that travel in place of ``num_elements`` values."""
         return num_elements * self.encoding.itemsize if self.codec is None else self.codec.num_bytes(num_elements)
 
-    def gather_bytes(self, num_elements: int, num_ranks: int) -> int:
-        """Bytes that a rank sends where each of ``num_ranks`` gets all ``num_elements``, and has one part of them."""
+    @property
+    def is_coded(self) -> bool:
+        return self.codec is not None
+
+    def sent_bytes(self, num_elements: int, num_ranks: int) -> int:
+        """Bytes that a rank sends where each of ``num_ranks`` gets all ``num_elements``, and has one part of them; as
+        many as where each has all, and gets one part of the sum.
+        """
         return (num_ranks - 1) * self.num_bytes(num_elements // num_ranks)
 
-    def reduce_bytes(self, num_elements: int, num_ranks: int) -> int:
-        """Bytes that a rank sends where each of ``num_ranks`` has ``num_elements``, and gets one part of the sum."""
-        return (num_ranks - 1) * self.num_bytes(num_elements // num_ranks)
+
+FULL = Wire()
+
+
+@dataclass(frozen=True)
+class Wires:
+    """What travels on the edges of the table: ``gradients`` to where they are summed up, ``sums`` of them to where the
+    optimizer works on more than a rank has summed up, and ``parameters`` that rest split to where they are computed
+    with.
+    """
+
+    gradients: Wire = FULL
+    sums: Wire = FULL
+    parameters: Wire = FULL
+
+
+AS_THEY_ARE = Wires()
 
 
 def hops(axes: tuple[str, ...], mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
@@ -90,6 +111,17 @@ def hops(axes: tuple[str, ...], mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
     """
     active = mesh.active(axes)
     inner = tuple(axis for axis in active if axis != "node")
-    if "node" not in active or not inner:
+    if active[:1] != ("node",) or not inner:
         return (mesh.named(active),) if active else ()
     return mesh.named(inner), ("node",)
+
+
+def scratch_bytes(wire: Wire, num_elements: int, sizes: Sequence[int]) -> int:
+    """Scratch memory of a sum of ``num_elements`` in codes, over groups of these sizes one after the other: what is
+    sent and received of the first, the largest, and each one's sum in fp32.
+    """
+    total = 2 * wire.num_bytes(num_elements)
+    for size in sizes:
+        num_elements //= size
+        total += num_elements * FP32.itemsize
+    return total

@@ -26,6 +26,7 @@ from partita.plan.planned import PlannedSegment
 from partita.plan.residence import Tier
 from partita.planner.dtypes import dtype_of
 from partita.sharding.bucket_layout import BucketLayout
+from partita.sharding.copies import SumOfCopies
 from partita.sharding.movement import Movement, finish_all
 from partita.sharding.unit import Member, Unit
 
@@ -41,7 +42,9 @@ class Bucket:
     Attributes: ``in_place``, ``rests_whole``, ``passes`` as the plan says
     (:class:`~partita.plan.planned.PlannedSegment`); ``moves``: gradients leave where they are collected, for other
     ranks or another memory; ``sums_pass``: the tier of the buffer pool that sums go through (None: they rest);
-    ``steps`` to the sums, and ``spreading`` what follows at the step; ``divisor``: ranks times micro-batches.
+    ``steps`` to the sums, ``copies``: what makes those over all copies, and ``spreading`` what follows at the step;
+    ``divisor``: ranks times micro-batches; ``has_all_copies``: whether the shard has the gradients of all copies
+    already; ``is_first_copy``: whether this rank's shard is the one that counts.
     """
 
     def __init__(self, layout: BucketLayout, accumulate: int, ledger: Ledger) -> None:
@@ -57,6 +60,9 @@ class Bucket:
         self.moves = self.passes or bool(planned.gradient_reductions)
         self.sums_pass = None if self.plan.gradients_rest else self.plan.grad_step.tier
         self.steps, self.spreading = planned.gradient_phases
+        self.copies = SumOfCopies(planned)
+        self.is_first_copy = layout.segments[0].is_first_copy
+        self.has_all_copies = not self.copies.steps
         self.divisor = planned.mesh.group_size(self.plan.summed_axes) * accumulate
         self._reduces_twice = len(planned.gradient_reductions) > 1
         self._row = 0
@@ -133,7 +139,12 @@ class Bucket:
         slot.last_use.wait()
         self._slot = slot
         self._whole = over(slot.storage, self.dtype, self.layout.num_elements).view(self.layout.num_rows, -1)
-        for row, begin, end in self.layout.gaps:  # padding adds nothing to norms
+        self._clear_padding()
+
+    def _clear_padding(self) -> None:
+        """It adds nothing to norms."""
+        assert self._whole is not None
+        for row, begin, end in self.layout.gaps:
             self._whole[row, begin:end].zero_()
 
     def note(self, member: Member, *, in_wave: bool) -> None:
@@ -173,6 +184,8 @@ class Bucket:
         for member in self.waiting:
             self.collect(member)
         assert self._whole is not None
+        if self.rests_whole and self.plan.wires.gradients.is_coded:
+            self._clear_padding()  # codes of a block that is not finite left it so
         for member in self.members:
             if id(member) not in self._arrived:
                 for piece in self.layout.pieces[id(member)]:
@@ -250,11 +263,23 @@ class Bucket:
                 shard.add_(summed.to(shard.device))
             if carry is not None:
                 shard.add_(carry)
+            if sums is not None and self.copies.steps:  # used up before the step
+                self.copies.run(shard, movement, received)
             if kept.tier is Tier.DISK:
                 squares.extend(square(part) for part in self.parts(shard, used))
             lease.end(changed=True)
 
         return reduce
+
+    def add_copies(self, movement: Movement, received: Tensor | None) -> None:
+        """Bring what ``copies`` make into ``shard``, once nothing is added to it any more."""
+        assert self._shard is not None
+        lease = self._shard.lend()
+        self.copies.run(lease.wait(), movement, received)
+        if self._shard.tier is Tier.DISK:
+            self._squares = [square(part) for part in self.parts(lease.tensor, self._used)]
+        lease.end(changed=True)
+        self.has_all_copies = True
 
     def launched(self, reduced: Event) -> Slot | None:
         """To REDUCED: ``shard`` has the sum when ``reduced`` has passed. Returns the slot that is free then."""
@@ -269,12 +294,17 @@ class Bucket:
         """What comes from now on is of another backward."""
         self._fresh.clear()
 
-    def spread(self, movement: Movement) -> None:
-        """Bring the sums to where the optimizer works on more than this rank's row."""
+    def spread(self, movement: Movement, received: Tensor | None) -> None:
+        """Bring the sums to where the optimizer works on more than this rank's row.
+
+        Args:
+            received: scratch memory that ``spreading`` needs.
+        """
         assert self._whole is not None
         assert self._shard is not None
         row = self._shard.lend().tensor
-        finish_all(movement.begin(self.spreading, row, self._whole.view(-1), purpose="gradients"))
+        begun = movement.begin(self.spreading, row, self._whole.view(-1), purpose="gradients", received=received)
+        finish_all(begun)
 
     def clear(self) -> Slot | None:
         """To OPEN: drop all gradients. Returns the slot that is free now, where a backward did not end."""
@@ -285,6 +315,7 @@ class Bucket:
         for forgotten in (self._arrived, self._fresh, self._used, self._versions):
             forgotten.clear()
         self._state = BucketState.OPEN
+        self.has_all_copies = not self.copies.steps
         return self._let_go()
 
     def _let_go(self) -> Slot | None:
@@ -350,8 +381,8 @@ class Bucket:
 
 def square(grad: Tensor) -> Tensor:
     """The sum of squares, in float64."""
-    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float32)
-    return norm.double().square()
+    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float64)
+    return norm.square()
 
 
 def make_buckets(

@@ -1,14 +1,21 @@
 """Runs that were ended and resumed under a Trainer, at the same and at another stage and number of ranks."""
 
 import json
+import os
+import shutil
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from partita import PartitaError
+from partita.checkpoint.format.backend import FileDraft
 from partita.integrations.huggingface.checkpoints import newest_complete, what_lacks
 from tests.integrations.huggingface.runs import Run, alone, end, losses_of, trainer_of
 from tests.local import pool
@@ -31,20 +38,28 @@ def at(stage: int) -> dict[str, Any]:
     return {"zero": {"stage": stage}}
 
 
-def test_resumed_on_the_same_ranks(tmp_path: Path) -> None:
-    """The losses of a run that was never stopped, bit for bit, from a folder whose newest checkpoint is cut off."""
-    whole = pool.run(2, trained, Run(at(3), SAVING), tmp_path, timeout=120)[0]
-    last = tmp_path / "checkpoint-6"
-    (last / "trainer_state.json").write_text('{"best_global')
-    assert newest_complete(tmp_path) == tmp_path / "checkpoint-4"
-    assert pool.run(2, trained, Run(at(3), SAVING), tmp_path, True, timeout=120)[0] == whole
+def killed(folder: Path) -> None:
+    """Rank 1 is killed while it writes its second checkpoint."""
+    writes = iter([FileDraft.write, lambda *_: os.kill(os.getpid(), signal.SIGKILL)])
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(FileDraft, "write", lambda *args: next(writes)(*args))
+        trained(Run(at(3), SAVING), folder)
+
+
+def test_a_run_that_was_killed_is_resumed(tmp_path: Path) -> None:
+    """The losses of a run that was never stopped, bit for bit; and at another stage."""
+    whole = pool.run(2, trained, Run(at(3), SAVING), tmp_path / "whole", timeout=120)[0]
+    with pytest.raises(pool.WorkerError, match="rank 1 died with exit code -9"):
+        pool.run(2, killed, tmp_path / "killed", timeout=120)
+    assert newest_complete(tmp_path / "killed") == tmp_path / "killed" / "checkpoint-2"
+    shutil.copytree(tmp_path / "killed", tmp_path / "copy")
+    assert pool.run(2, trained, Run(at(3), SAVING), tmp_path / "killed", True, timeout=120)[0] == whole
+    assert pool.run(2, trained, Run(at(1)), tmp_path / "copy", True, timeout=120)[0] == pytest.approx(whole, rel=1e-6)
 
 
 def test_resumed_elsewhere(tmp_path: Path) -> None:
-    """At another stage, and on another number of ranks with the same batches."""
-    whole = pool.run(2, trained, Run(at(3), SAVING), tmp_path, timeout=120)[0]
-    first = str(tmp_path / "checkpoint-2")
-    assert pool.run(2, trained, Run(at(1)), tmp_path, first, timeout=120)[0] == pytest.approx(whole, rel=1e-6)
+    """At another stage, on another number of ranks with the same batches."""
     by_ranks = {ranks: SAVING | {"per_device_train_batch_size": 4 // ranks} for ranks in (1, 2)}
     for before, now in ((1, 2), (2, 1)):
         folder = tmp_path / str(before)
@@ -60,6 +75,8 @@ def test_what_a_checkpoint_lacks(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-3"
     folder.mkdir()
     assert what_lacks(folder) == "it has no trainer_state.json, which is written last"
+    (folder / "trainer_state.json").write_text('{"best_global')
+    assert what_lacks(folder) == "its trainer_state.json is cut off"
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
     assert "it holds weights alone (save_only_model)" in str(what_lacks(folder))
     torch.save({}, folder / "optimizer.pt")
@@ -83,19 +100,67 @@ def best(run: Run, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
             end(trainer)
 
 
+BEST = {
+    **SAVING,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "load_best_model_at_end": True,
+    "learning_rate": 3e-1,
+}
+
+
 def test_the_best_model_is_loaded(tmp_path: Path) -> None:
-    arguments = {
-        **SAVING,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "load_best_model_at_end": True,
-        "learning_rate": 3e-1,
-    }
     for only_model in (False, True):
         folder = tmp_path / str(only_model)
-        rows, state = pool.run(2, best, Run(at(3), arguments | {"save_only_model": only_model}), folder, timeout=120)[0]
+        rows, state = pool.run(2, best, Run(at(3), BEST | {"save_only_model": only_model}), folder, timeout=120)[0]
         number = int(state["best"])
         assert number == 2 * (1 + rows.index(min(rows)))
         wanted, found = (load_file(folder / name / "model.safetensors") for name in (f"checkpoint-{number}", "final"))
         assert wanted.keys() == found.keys()
         assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
+class Watch(TrainerCallback):  # type: ignore[misc]
+    """What each checkpoint lacks when the Trainer says that it is saved; only then may it be published, if ``held``."""
+
+    def __init__(self, held: bool) -> None:
+        self.lacks, self.freed, self.held = list[str | None](), threading.Semaphore(0), held
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.lacks.append(what_lacks(Path(args.output_dir) / f"checkpoint-{state.global_step}"))
+        self.freed.release()
+
+    def publish(self, draft: FileDraft) -> None:
+        assert not self.held or self.freed.acquire(timeout=60)
+        FileDraft.publish_now(draft)  # type: ignore[attr-defined]
+
+
+def watched(limit: int, folder: Path) -> tuple[list[str | None], list[float]]:
+    """What checkpoints in the background lack at first, and the eval losses; the best model is loaded at the end."""
+    run = Run(at(3) | {"checkpoint": {"background": True}}, BEST | {"save_total_limit": limit})
+    watch = Watch(held=limit > 1)
+    with alone(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileDraft, "publish_now", FileDraft.commit, raising=False)
+        patch.setattr(FileDraft, "commit", lambda draft: watch.publish(draft))
+        trainer = trainer_of(run, folder, callbacks=[watch])
+        try:
+            trainer.train()
+            rows = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+            trainer.save_model(str(folder / "final"))
+            return watch.lacks, rows
+        finally:
+            end(trainer)
+
+
+def test_checkpoints_in_the_background(tmp_path: Path) -> None:
+    """Those that the Trainer leaves are complete, the best among them; where it leaves one, it is complete at once."""
+    for limit, lacks in ((2, "no complete states in 'partita'"), (1, None)):
+        folder = tmp_path / str(limit)
+        found, rows = pool.run(2, watched, limit, folder, timeout=120)[0]
+        assert found == [lacks] * 3
+        number = 2 * (1 + rows.index(min(rows)))
+        left = {path.name for path in folder.glob("checkpoint-*")}
+        assert left == {f"checkpoint-{step}" for step in ((number, 4 if number == 6 else 6)[:limit])}
+        assert [what_lacks(folder / name) for name in left] == [None] * len(left)
+        wanted, saved = (load_file(folder / name / "model.safetensors") for name in (f"checkpoint-{number}", "final"))
+        assert all(torch.equal(wanted[name], saved[name]) for name in wanted)

@@ -47,6 +47,22 @@ def test_two_processes_train_and_leave_everything_behind(tmp_path: Path) -> None
     assert not workers_of(job)
 
 
+@pytest.mark.thorough
+def test_a_model_is_split_over_two_processes_from_the_job_alone(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    split = ("--set", "engine.parallel.tensor=2", "--set", "train.steps=20")
+    code, out, error = finish(start(job, *split, "--explain"))
+    assert code == 0, error
+    assert re.search(r"blocks\.0\.attention +1\+1 of 2 query heads over 2 key heads \(class Attention\)", out)
+    assert not (tmp_path / "out" / METRICS_FILE).exists()
+    code, out, error = finish(start(job, *split))
+    assert code == 0, error
+    _, held_out = read_metrics(tmp_path / "out" / METRICS_FILE)
+    assert held_out[1].held_out_loss < held_out[0].held_out_loss - 1
+    assert "0.03M parameters" in out
+    assert load_file(tmp_path / "out" / "model" / "model.safetensors")["embedding.weight"].shape == (256, 32)
+
+
 def test_ctrl_c_ends_all_ranks_after_one_step_with_their_weights(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     process = start(job, *ENDLESS)

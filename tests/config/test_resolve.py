@@ -172,6 +172,11 @@ def test_compute_dtype(compute: str, device: str, expected: str) -> None:
             ("ignored: precision.keep_fp32 (all modules compute in fp32)",),
         ),
         ({"precision": {"keep_fp32": ["norm"]}}, "cuda", ()),
+        (
+            {"parallel": {"tensor_rules": {"*.up": "column"}}},
+            "cpu",
+            ("ignored: parallel.tensor_rules (parallel.tensor is 1)",),
+        ),
         ({"schedule": {"total_steps": 9}}, "cpu", ("ignored: schedule.total_steps (a constant schedule has no end)",)),
         (
             {"schedule": {"min_lr": 1e-5}},

@@ -111,11 +111,8 @@ KEYS = [
 NOT_AVAILABLE = [
     Wrong({section: value}, (f"{key}: ", "is not available in this version; remove it or set it back to its default"))
     for section, value, key in [
-        ("parallel", {"tensor": 2}, "parallel.tensor"),
         ("parallel", {"pipeline": 2}, "parallel.pipeline"),
-        ("parallel", {"sequence": 2}, "parallel.sequence"),
         ("activations", {"partition": True}, "activations.partition"),
-        ("activations", {"offload": "host"}, "activations.offload"),
         ("communication", {"gradients": "onebit"}, "communication.gradients"),
         ("communication", {"parameters": "int4"}, "communication.parameters"),
     ]
@@ -132,6 +129,10 @@ CROSS_FIELD = [
     Wrong(
         {"precision": {"nonfinite": "rewind"}},
         ("goes back to a checkpoint, and none are made", "Fix: set checkpoint.dir and checkpoint.every_steps"),
+    ),
+    Wrong(
+        {"parallel": {"tensor": 2}, "loss": {"tiled": "auto"}},
+        ("compute the loss from slices of the logits", "Fix: leave loss.tiled out"),
     ),
     Wrong({"checkpoint": {"every_steps": 5}}, ("needs a folder to save into", "Fix: set checkpoint.dir")),
     Wrong(

@@ -86,7 +86,7 @@ def test_rules_that_fit_nothing_are_errors(rules: dict[str, str], message: str) 
 
 
 class Plain(nn.Module):
-    """Ten inputs to ten outputs through layers of which some look like a feed-forward layer, and are none."""
+    """Ten features to ten: what looks like a feed-forward layer, and is one only of kind ``halves``."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -105,10 +105,29 @@ class Plain(nn.Module):
         return self.down(F.silu(gate) * value)
 
 
+class Attend(nn.Module):
+    """Attention of no known class, of five heads: ``mixed`` also hands each the mean of all."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.head_dim = kind, 2
+        self.q, self.k, self.v, self.o = (nn.Linear(10, 10) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries, keys, values = (
+            layer(x).unflatten(-1, (-1, 2)).transpose(-2, -3) for layer in (self.q, self.k, self.v)
+        )
+        mixed = F.scaled_dot_product_attention(queries, keys, values)
+        if self.kind == "mixed":
+            mixed = mixed + mixed.mean(-3, keepdim=True)
+        return self.o(mixed.transpose(-2, -3).flatten(-2))
+
+
 class Stack(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Plain(kind) for _ in range(2))
+        made = Attend if kind in ("attention", "mixed") else Plain
+        self.blocks = nn.ModuleList(made(kind) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -140,11 +159,11 @@ def stacks(kinds: tuple[str, ...]) -> dict[str, tuple[float, list[str]]]:
 
 
 def test_only_what_stands_the_proof_is_believed() -> None:
-    """A softmax over features, and features in pairs, fit in shape, and are wrong on slices."""
-    for found in pool.run(2, stacks, ("halves", "pairs", "softmax")):
+    """A softmax over features, features in pairs, and a mean over heads fit in shape, and are wrong on slices."""
+    for found in pool.run(2, stacks, ("halves", "pairs", "softmax", "attention", "mixed")):
         assert {kind: error < 1e-5 for kind, (error, _) in found.items()} == dict.fromkeys(found, True)
         proven = {kind: any("proven" in line for line in lines) for kind, (_, lines) in found.items()}
-        assert proven == {"halves": True, "pairs": False, "softmax": False}
+        assert proven == {"halves": True, "pairs": False, "softmax": False, "attention": True, "mixed": False}
 
 
 def few_heads() -> list[str]:

@@ -8,11 +8,13 @@ from rich.console import Console
 
 from partita.cli.console import INTERRUPTED, user_errors
 from partita.cli.processes import num_to_start
+from partita.cli.worker import EXPLAIN
 from partita.config.launchers import launch_environment
 from partita.config.resolve import resolve
 from partita.errors import ConfigError
 from partita.memory import accelerator
 from partita.train.job import Job, load_job
+from partita.train.loop import explain as explain_job
 from partita.train.loop import train as run_job
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="The job, a YAML or JSON file.")]
@@ -26,7 +28,13 @@ Processes = Annotated[
 ]
 
 
-def train(job: JobFile, overrides: Overrides = None, processes: Processes = None) -> None:
+Explain = Annotated[
+    bool,
+    typer.Option("--explain", help="Show how each module is split over the processes, and by which rule; then end."),
+]
+
+
+def train(job: JobFile, overrides: Overrides = None, processes: Processes = None, explain: Explain = False) -> None:
     """Train a model: metrics, a loss plot, a sample and the weights (safetensors) are in the job's folder.
 
     Under torchrun or srun, this process is one of theirs. Ctrl-C finishes the step in progress, writes the weights and
@@ -41,9 +49,12 @@ def train(job: JobFile, overrides: Overrides = None, processes: Processes = None
     if num_processes > 1:
         from partita.cli.launch import launch  # torch's agent takes a second to import
 
-        arguments = [str(job), *(overrides or ())]
+        arguments = [*([EXPLAIN] if explain else ()), str(job), *(overrides or ())]
         raise typer.Exit(launch(num_processes, "partita.cli.worker", arguments, Console(stderr=True)))
     with user_errors(f"rank {environment.rank}: " if environment.world_size > 1 else ""):
+        if explain:
+            explain_job(loaded, Console())
+            return
         outcome = run_job(loaded, Console())
     if outcome.interrupted:
         raise typer.Exit(INTERRUPTED)

@@ -1,4 +1,6 @@
-"""One of the processes of ``partita train --processes N``: ``python -m partita.cli.worker JOB [KEY=VALUE ...]``."""
+"""One of the processes of ``partita train --processes N``: ``python -m partita.cli.worker JOB [KEY=VALUE ...]``, with
+``--explain`` in front of JOB where they show how the model is split.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -7,12 +9,16 @@ from rich.console import Console
 
 from partita.cli.process import end_with_parent, outcome_of
 from partita.train.job import load_job
-from partita.train.loop import train
+from partita.train.loop import explain, train
+
+EXPLAIN = "--explain"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the job on this rank; returns the exit code, 0 after a first Ctrl-C too (the launcher makes it 130)."""
-    return outcome_of(lambda: train(load_job(arguments[0], arguments[1:]), Console()))
+    run = explain if arguments[0] == EXPLAIN else train
+    job, *overrides = arguments[1:] if run is explain else arguments
+    return outcome_of(lambda: run(load_job(job, overrides), Console()))
 
 
 if __name__ == "__main__":

@@ -135,6 +135,12 @@ def _training(config: Config) -> Iterator[Contradiction]:
             "checkpoint.every_steps needs a folder to save into",
             "set checkpoint.dir",
         )
+    if config.parallel.tensor > 1 and config.loss.tiled != "none":
+        yield (
+            ("parallel.tensor", "loss.tiled"),
+            "tensor ranks compute the loss from slices of the logits, and loss.tiled from tiles of whole ones",
+            "leave loss.tiled out",
+        )
     if optimizer.name == "sgd" and optimizer.betas != Config().optimizer.betas:
         yield (
             ("optimizer.betas", "optimizer.name"),
@@ -205,6 +211,8 @@ def idle_settings(config: Config, compute: str) -> Iterator[str]:
         config.activations.offload,
     )
     finds_its_scale = compute == "fp16" and precision.loss_scale == "dynamic"
+    if config.parallel.tensor_rules and config.parallel.tensor == 1:
+        yield "ignored: parallel.tensor_rules (parallel.tensor is 1)"
     if precision.master == "split" and compute == "fp32":
         yield "ignored: precision.master (fp32 parameters are their own master weights)"
     if precision.nonfinite != "skip" and finds_its_scale:

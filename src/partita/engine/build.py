@@ -88,12 +88,14 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     check_settings_alike(resolved.shared, all_ranks)
     collectives.open([*((axis,) for axis in AXES), SAMPLE_AXES])
     seed = agreed_seed(resolved.config.seed, resolved.mesh, all_ranks)
-    with together(all_ranks):
-        parallel = apply(model, resolved, mesh, collectives, seed)
+    parallel = None
     try:
+        with together(all_ranks):
+            parallel = apply(model, resolved, mesh, collectives, seed)
         return _build(model, resolved, collectives, given, parallel)
     except BaseException:
-        parallel.remove()
+        if parallel is not None:
+            parallel.remove()
         raise
 
 

@@ -64,9 +64,22 @@ def train(job: Job, console: Console) -> Outcome:
         PartitaError: the loss is not finite, or ``job.out`` cannot be written.
     """
     ready = build_model(job.model, job.data)
+    num_parameters = sum(param.numel() for param in ready.module.parameters())  # before each rank has a share of them
     corpus = load_corpus(job.data, ready.encode)
     with notices_on(console), initialize(ready.module, config=job.engine) as engine:
-        return _Run(job, ready, corpus, engine, console).run()
+        return _Run(job, ready, corpus, engine, console).run(num_parameters)
+
+
+def explain(job: Job, console: Console) -> None:
+    """Shows on ``console``, on the first rank, how the parallel axes split the job's model (:meth:`Engine.explain`).
+
+    Raises:
+        ConfigError: the job does not fit this number of ranks, or its model.
+    """
+    ready = build_model(job.model, job.data)
+    with notices_on(console), initialize(ready.module, config=job.engine) as engine:
+        if engine.mesh.rank == 0:
+            console.print(engine.explain(), soft_wrap=True, markup=False, highlight=False)
 
 
 class _Run:
@@ -96,8 +109,8 @@ class _Run:
             raise error or PartitaError("rank 0 cannot write the metrics: its own error says why")
         return writer
 
-    def run(self) -> Outcome:
-        self._say_start()
+    def run(self, num_parameters: int) -> Outcome:
+        self._say_start(num_parameters)
         try:
             with self._progress, Interruption(saves=self._saves) as interruption:
                 steps = self._train(interruption)
@@ -232,9 +245,8 @@ class _Run:
         if self._writer is not None:
             self._writer.write(row)
 
-    def _say_start(self) -> None:
+    def _say_start(self, num_parameters: int) -> None:
         job, corpus = self._job, self._batches.corpus
-        num_parameters = sum(parameter.numel() for parameter in self._engine.module.parameters())
         token = self._ready.token
         self._progress.say(
             f"{num_parameters / 1e6:.2f}M parameters, {len(corpus.train) / 1e6:.2f}M {token}s to train on and "

@@ -47,10 +47,14 @@ def separate(module: nn.Module) -> tuple[str, str, str, str] | None:
     return None
 
 
+def head_width(module: nn.Module) -> int | None:
+    """Elements of one head, if the module says it."""
+    return _number(module, _WIDTH)
+
+
 def split_separate(splitter: Splitter, module: nn.Module, by: str) -> Refused | None:
     """Attention whose queries, keys and values are a matrix each."""
-    names = separate(module)
-    width = _number(module, _WIDTH)
+    names, width = separate(module), head_width(module)
     if names is None or width is None:
         return Refused("its projections are not known")
     query, key, value, out = (module.get_submodule(name) for name in names)
@@ -87,7 +91,7 @@ class Fused:
     def __call__(self, splitter: Splitter, module: nn.Module, by: str) -> Refused | None:
         """Split it, as :func:`split_separate` does."""
         qkv, out = getattr(module, self.qkv, None), getattr(module, self.out, None)
-        width = _number(module, _WIDTH)
+        width = head_width(module)
         if width is None or not is_linear(qkv) or not is_linear(out):
             return Refused("its projections are not known")
         queries = num_inputs(out) // width

@@ -6,7 +6,8 @@ ranks go on with the same bits. Between a g and the next f every rank computes t
 """
 
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,13 @@ from torch import Tensor
 from partita.comm.group import Group
 
 PURPOSE = "tensor"
+Called = TypeVar("Called", bound=Callable[..., Any])
+
+
+def eager(function: Called) -> Called:
+    """Have torch's compiler not trace a function: what it does waits for other ranks."""
+    disabled: Called = torch._dynamo.disable(function)
+    return disabled
 
 
 class _Enter(torch.autograd.Function):
@@ -64,24 +72,28 @@ def _gathered(x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
     return torch.cat(group.gather(x, [(*x.shape[:-1], size) for size in sizes], PURPOSE), -1)
 
 
+@eager
 def enter(x: Tensor, group: Group) -> Tensor:
     """f: ``x``, from which each rank computes a part; its gradients are parts of the true one, and summed."""
     out: Tensor = _Enter.apply(x, group) if x.requires_grad else x  # type: ignore[no-untyped-call]
     return out
 
 
+@eager
 def leave(x: Tensor, group: Group) -> Tensor:
     """g: the sum of the ranks' parts ``x``, of one shape."""
     out: Tensor = _Leave.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
+@eager
 def gathered(x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
     """The ranks' parts ``[..., sizes[rank]]``, one after the other; all ranks go on with the same."""
     out: Tensor = _Gather.apply(x, group, sizes)  # type: ignore[no-untyped-call]
     return out
 
 
+@eager
 def own_slice(x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
     """Of ``x`` ``[..., sum(sizes)]``, which all ranks have, this rank's part ``[..., sizes[rank]]``."""
     out: Tensor = _Slice.apply(x, group, sizes)  # type: ignore[no-untyped-call]
@@ -98,6 +110,7 @@ class Entrance:
         self._last: weakref.ref[Tensor] | None = None
         self._entered: tuple[int, Tensor] | None = None  # the input's version, and what f made of it
 
+    @eager
     def __call__(self, x: Tensor) -> Tensor:
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x
@@ -138,6 +151,7 @@ class _CrossEntropy(torch.autograd.Function):
         return out, None, None, None, None
 
 
+@eager
 def cross_entropy(logits: Tensor, targets: Tensor, low: int, ignored: int, group: Group) -> Tensor:
     """-log softmax at the target, of each row: ``[rows]``, 0 where the target is ``ignored``.
 

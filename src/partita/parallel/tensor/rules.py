@@ -1,22 +1,23 @@
 """How each module is split over the tensor ranks, and who decides: the first of these rules that knows it.
 
 1. ``parallel.tensor_rules`` of the config. 2. A table by class. 3. What the model says of itself (``tp_plan`` of
-transformers). 4. What is found by its shape and stands the proof (:mod:`feed_forward`). 5. Any other linear layer: its
-outputs are split, and gathered, so that its states are split whatever happens around it.
+transformers). 4. What is found by its shape and stands the proof (:mod:`partita.parallel.tensor.proof`). 5. Any other
+linear layer: its outputs are split, and gathered, so that its states are split whatever happens around it.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
 from partita.comm.mesh import Mesh
 from partita.config.schema import TensorRule
 from partita.errors import ConfigError
-from partita.parallel.tensor.attention import BY_CLASS, Refused, separate, split_separate
+from partita.parallel.tensor.attention import BY_CLASS, Way, head_width, separate, split_separate
 from partita.parallel.tensor.experts import are_experts, split_experts
-from partita.parallel.tensor.feed_forward import FeedForward, find_feed_forward
+from partita.parallel.tensor.feed_forward import like_feed_forward
 from partita.parallel.tensor.linear import is_linear, num_inputs, num_outputs
+from partita.parallel.tensor.proof import stands_proof
 from partita.parallel.tensor.splitter import Splitter
 from partita.parallel.tensor.vocabulary import find_vocabulary, is_embedding, split_vocabulary
 from partita.planner.group_units import modules_like
@@ -109,9 +110,7 @@ def _by_class(splitter: Splitter, mesh: Mesh) -> None:
             split_experts(splitter, module, f"class {kind.__name__}")
 
 
-def _by_heads(
-    splitter: Splitter, module: nn.Module, way: Callable[[Splitter, nn.Module, str], Refused | None], by: str
-) -> None:
+def _by_heads(splitter: Splitter, module: nn.Module, way: Way, by: str) -> None:
     if splitter.name(module) in splitter.decisions:
         return
     refused = way(splitter, module, by)
@@ -163,24 +162,29 @@ def _split_layers(splitter: Splitter, layers: Mapping[nn.Module, str], by: str) 
 
 
 def _by_proof(splitter: Splitter) -> None:
-    proven = dict[object, FeedForward | None]()
+    proven = dict[object, Way | None]()
     for module in list(splitter.model.modules()):
-        children = list(module.children())
-        if splitter.name(module) in splitter.decisions or not children:
-            continue
-        if not all(splitter.is_free(child) for child in children if any(True for _ in child.parameters())):
+        layers = [child for child in module.children() if any(True for _ in child.parameters())]
+        if splitter.name(module) in splitter.decisions or not layers or not all(map(splitter.is_free, layers)):
             continue
         kind = _kind(module)
         if kind not in proven:
-            proven[kind] = find_feed_forward(module, splitter.size)
-        found = proven[kind]
-        if found is None:
-            continue
-        by = f"found in {type(module).__name__}, proven on its slices"
-        for name, num_parts in found.ups:
-            ranges = found.outputs(num_parts, splitter.size)
-            splitter.column(module.get_submodule(name), by, ranges, gathers=False)
-        splitter.row(module.get_submodule(found.down), by)
+            proven[kind] = _proven_way(module, splitter.size)
+        way = proven[kind]
+        if way is not None:
+            way(splitter, module, f"found in {type(module).__name__}, proven on its slices")
+
+
+def _proven_way(module: nn.Module, size: int) -> Way | None:
+    """To split a module that no rule before this one knows: as attention with a matrix each for queries, keys and
+    values, or as a feed-forward layer.
+    """
+    names, width = separate(module), head_width(module)
+    if names is not None and width is not None:
+        hidden = num_inputs(module.get_submodule(names[0]))
+        return split_separate if stands_proof(module, split_separate, size, hidden, width) else None
+    layers = like_feed_forward(module, size)
+    return next((layer.split for layer in layers if stands_proof(module, layer.split, size, layer.hidden)), None)
 
 
 def _kind(module: nn.Module) -> object:

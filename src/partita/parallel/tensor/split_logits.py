@@ -19,7 +19,7 @@ from partita.comm.attendance import attend
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh
 from partita.errors import PartitaError
-from partita.parallel.tensor.functions import cross_entropy, gathered
+from partita.parallel.tensor.functions import cross_entropy, eager, gathered
 
 _log = logging.getLogger("partita")
 _CALL = "a read of split logits"
@@ -126,6 +126,7 @@ class SplitLogits(Tensor):
             return func(*args, **kwargs)
 
 
+@eager
 def split_logits(local: Tensor, vocabulary: Vocabulary) -> SplitLogits:
     """``local`` ``[..., sizes[rank]]`` in the shape of the whole."""
     with torch._C.DisableTorchFunctionSubclass():

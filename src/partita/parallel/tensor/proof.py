@@ -1,0 +1,113 @@
+"""Whether a way to split a module is right: run whole and on the slices of every rank, one after the other, it must
+give the same. A wrong cut of a fused matrix fits, and so does one of features that are mixed with each other.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from partita.parallel.applied import Parallel
+from partita.parallel.tensor.functions import Entrance
+from partita.parallel.tensor.splitter import Splitter
+
+_TOLERANCE = 1e-4  # of the largest output, in fp32
+_SAMPLES, _LENGTH = 2, 3  # of the inputs
+_NOT_CALLED_SO = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
+
+
+# Splits a module, giving the reason; what it returns is none where it did.
+Way = Callable[[Splitter, nn.Module, str], object]
+
+
+class _Ranks:
+    """A group whose ranks compute one after the other: what they sum is whole when the last one does."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.index = size, 0
+        self._total: Tensor | None = None
+
+    def sum(self, part: Tensor, purpose: str) -> Tensor:
+        self._total = part if self._total is None else self._total + part
+        return self._total
+
+
+def stands_proof(module: nn.Module, split: Way, size: int, hidden: int, width: int = 1) -> bool:
+    """Whether a split over ``size`` ranks leaves the module's output what it is: of random inputs of ``hidden``
+    features, with random weights. Its parameters are not touched, and the module is left as it was.
+
+    Args:
+        split: returns None where it split the module.
+        width: features of one head, of which rotary positions are.
+    """
+    inputs = _inputs(module, hidden, width)
+    if inputs is None:
+        return False
+    values = {name: _random(tensor.shape, at) for at, (name, tensor) in enumerate(module.state_dict().items(), 9)}
+    was_training = [(each, each.training) for each in module.modules()]
+    ranks: Any = _Ranks(size)
+    try:
+        module.eval()
+        with torch.no_grad():
+            whole = _outputs(functional_call(module, values, (), inputs))
+            for ranks.index in range(size):
+                found = _on_slices(module, split, ranks, values, inputs)
+    except _NOT_CALLED_SO:
+        return False
+    finally:
+        for each, training in was_training:
+            each.training = training
+    return len(found) == len(whole) > 0 and _near(found[0], whole[0])
+
+
+def _on_slices(
+    module: nn.Module,
+    split: Way,
+    ranks: Any,
+    values: Mapping[str, Tensor],
+    inputs: dict[str, Any],
+) -> list[Tensor]:
+    """Of the rank whose turn it is; none where the module cannot be split so."""
+    parallel = Parallel()
+    try:
+        if split(Splitter(module, Entrance(ranks), parallel), module, "a proof") is not None:
+            return []
+        shares = {name: parallel.shares.get(id(param)) for name, param in module.named_parameters()}
+        own = {name: share.place.take(values[name]) for name, share in shares.items() if share is not None}
+        return _outputs(functional_call(module, {**values, **own}, (), inputs))
+    finally:
+        parallel.remove()
+
+
+def _inputs(module: nn.Module, hidden: int, width: int) -> dict[str, Any] | None:
+    """For the arguments that a forward needs: hidden states, and what attention of transformers is given beside them.
+    None: it needs others.
+    """
+    found = dict[str, Any]()
+    for at, (name, parameter) in enumerate(inspect.signature(module.forward).parameters.items()):
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            return None
+        if name == "position_embeddings":
+            found[name] = tuple(_random((_SAMPLES, _LENGTH, width), at + number) for number in (50, 60))
+        elif parameter.default is parameter.empty:
+            found[name] = None if "mask" in name else _random((_SAMPLES, _LENGTH, hidden), at)
+    return found
+
+
+def _random(shape: Sequence[int], seed: int) -> Tensor:
+    drawn = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
+    return drawn / drawn.shape[-1] ** 0.5 if drawn.dim() > 1 else drawn
+
+
+def _outputs(value: Any) -> list[Tensor]:
+    values = value if isinstance(value, tuple) else (value,)
+    return [each for each in values if isinstance(each, Tensor)]
+
+
+def _near(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool((one - other).abs().max() <= _TOLERANCE * other.abs().max())

@@ -1,0 +1,266 @@
+"""Training under tensor parallelism from the config alone: parity with one process at every stage, what is held and
+sent, and what goes wrong when ranks are not fed or read alike.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import partita
+from partita import ConfigError, PartitaError
+from tests.local import pool
+from tests.local.training import rank
+from tests.matrix import matrix
+from tests.parallel import training, zoo
+
+TIMEOUT_S = 240
+NAMES = ("llama", "qwen3", "qwen3moe", "gpt2", "bloom", "t5", "vit", "decoder", "mixtral")
+PLANS: dict[str, dict[str, Any]] = {
+    "0": {"zero": {"stage": 0}},
+    "1": {"zero": {"stage": 1}},
+    "2": {"zero": {"stage": 2}},
+    "3": {"zero": {"stage": 3}},
+    "3-host": {"zero": {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}}},
+    "3-recomputed": {"zero": {"stage": 3}, "activations": {"checkpoint": "units"}},
+}
+
+
+def trained(name: str, tensor: int, plans: tuple[str, ...]) -> dict[str, training.Trained]:
+    return {plan: training.train(name, {"parallel": {"tensor": tensor}, **PLANS[plan]}) for plan in plans}
+
+
+def check(name: str, world: int, size: int, plans: tuple[str, ...]) -> None:
+    (alone,) = pool.run(1, training.train_alone, name, world // size, timeout=TIMEOUT_S)
+    first, *others = pool.run(world, trained, name, size, plans, timeout=TIMEOUT_S)
+    for plan in plans:
+        assert not training.errors(first[plan], alone), plan
+        assert first[plan].losses == first[plans[0]].losses, plan
+        assert first[plan].norms == first[plans[0]].norms, plan
+        for key, weight in first[plans[0]].weights.items():
+            assert torch.equal(weight, first[plan].weights[key]), f"{plan}: {key}"
+        for other in others:
+            assert other[plan].losses == first[plan].losses
+            assert other[plan].norms == first[plan].norms
+
+
+@matrix(size=(2, 3), name=NAMES)
+def test_tensor_ranks_train_as_one_process(size: int, name: str) -> None:
+    """Ten steps with clipping; three divides neither key heads nor vocabulary."""
+    check(name, size, size, ("0", "3"))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] if name != "llama" else []) for name in NAMES]
+)
+def test_stages_are_equal_beside_data_ranks(name: str) -> None:
+    check(name, 4, 2, tuple(PLANS) if name == "llama" else ("0", "1", "2", "3"))
+
+
+# -- what is held ------------------------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any tensor computed inside has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)]
+        self.elements = max([self.elements, *made])
+        return result
+
+
+def largest_tensor(size: int) -> int:
+    """Of a step whose logits have more elements than anything else."""
+    with partita.initialize(zoo.build("llama"), {"parallel": {"tensor": size}}) as engine:
+        tokens = zoo.batch("llama", 0, 64)["input_ids"]
+        with Largest() as largest:
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        return largest.elements
+
+
+def test_logits_are_never_whole() -> None:
+    whole = 64 * zoo.LENGTH * zoo.VOCAB
+    assert pool.run(1, largest_tensor, 1) == [whole]
+    assert max(pool.run(2, largest_tensor, 2)) < 0.8 * whole
+
+
+def looked_at(folder: Path) -> tuple[float, float]:
+    """Losses by the whole model inside ``gathered``, and of an exported copy."""
+    from transformers import LlamaForCausalLM
+
+    with partita.initialize(zoo.build("llama"), {"parallel": {"tensor": 2}, "zero": {"stage": 3}}) as engine:
+        batch = zoo.batch("llama", 0)
+        split = engine(**batch).loss.item()
+        with engine.gathered(), torch.no_grad():
+            assert engine.module.lm_head.weight.shape == (zoo.VOCAB, zoo.WIDTH)
+            assert engine.module(**batch).loss.item() == pytest.approx(split, abs=1e-5)
+        engine.export(folder)
+        engine.backward(engine(**batch).loss)  # slices again
+        copied = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return split, copied(**batch).loss.item()
+
+
+def test_whole_parameters_are_looked_at_and_exported(tmp_path: Path) -> None:
+    for split, copied in pool.run(2, looked_at, tmp_path, timeout=TIMEOUT_S):
+        assert split == pytest.approx(copied, abs=1e-5)
+
+
+def in_bf16() -> list[float]:
+    losses = []
+    with partita.initialize(
+        zoo.build("llama"), {"parallel": {"tensor": 2}, "precision": {"compute": "bf16"}, "zero": {"stage": 2}}
+    ) as engine:
+        for _ in range(5):
+            loss = engine(**zoo.batch("llama", 0)).loss
+            engine.backward(loss)
+            assert engine.step().stepped
+            losses.append(loss.item())
+    return losses
+
+
+def test_bf16_learns() -> None:
+    one, other = pool.run(2, in_bf16, timeout=TIMEOUT_S)
+    assert one == other
+    assert one[-1] < one[0] - 0.01
+
+
+def explained() -> str:
+    model = zoo.build("llama")
+    with partita.initialize(model, {"parallel": {"tensor": 2, "tensor_rules": {"*.mlp": "whole"}}}) as engine:
+        told = engine.explain()
+    assert all("forward" not in vars(module) for module in model.modules())
+    return told
+
+
+def test_the_engine_explains_itself() -> None:
+    one, other = pool.run(2, explained)
+    assert one == other
+    assert re.search(r"layers\.1\.mlp\.up_proj +copies \(parallel\.tensor_rules: '\*\.mlp'\)", one)
+
+
+def generated(stage: int) -> list[list[int]]:
+    model = zoo.build("llama")
+    tokens = zoo.batch("llama", 0)["input_ids"]
+    settings = {"max_new_tokens": 6, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    alone = model.generate(tokens, **settings)
+    with partita.initialize(model, {"parallel": {"tensor": 2}, "zero": {"stage": stage}}) as engine:
+        engine.eval()
+        split = model.generate(tokens, **settings)
+    assert torch.equal(alone, split)
+    return alone.tolist()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_text_is_generated_on_slices(stage: int) -> None:
+    """With a cache of each rank's own key heads."""
+    one, other = pool.run(2, generated, stage, timeout=TIMEOUT_S)
+    assert one == other
+
+
+def compiled() -> list[list[float]]:
+    """Losses of three steps, as it is and with compiled blocks."""
+    losses = []
+    for compiles in (False, True):
+        model = zoo.build("decoder")
+        if compiles:
+            for block in model.blocks:
+                block.compile(backend="eager")
+        with partita.initialize(model, {"parallel": {"tensor": 2}, "zero": {"stage": 3}}) as engine:
+            found = []
+            for step in range(3):
+                loss = engine(**training.part("decoder", step, 0, 1))
+                engine.backward(loss)
+                engine.step()
+                found.append(loss.item())
+            losses.append(found)
+    return losses
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it
+def test_blocks_may_be_compiled() -> None:
+    for plain, with_compile in pool.run(2, compiled, timeout=TIMEOUT_S):
+        assert plain == pytest.approx(with_compile, abs=1e-6)
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def fed_differently(kind: str) -> None:
+    with partita.initialize(zoo.build("llama"), {"parallel": {"tensor": 2}}) as engine:
+        batch = zoo.batch("llama", 0)
+        if rank() == 1:
+            batch["labels"] = batch["labels"].clone()
+            if kind == "values":
+                batch["labels"][1, 5] = 7
+            else:
+                batch = {key: value[:, :-1] for key, value in batch.items()}
+        engine(**batch)
+
+
+@pytest.mark.parametrize("kind", ["values", "lengths"])
+def test_ranks_that_share_samples_are_fed_the_same(kind: str) -> None:
+    name = "labels" if kind == "values" else "input_ids"
+    message = f"one data coordinate .0. were fed different samples: '{name}' of ranks 0 and 1 along tensor differs"
+    with pytest.raises(PartitaError, match=message):
+        pool.run(2, fed_differently, kind)
+
+
+def read_on_one_rank() -> None:
+    with partita.initialize(zoo.build("llama"), {"parallel": {"tensor": 2}}) as engine:
+        output = engine(**zoo.batch("llama", 0))
+        if rank() == 0:
+            output.logits.argmax(-1)
+        engine.backward(output.loss)
+
+
+def test_logits_that_one_rank_reads_are_named() -> None:
+    with pytest.raises(PartitaError, match="rank 0: 'argmax' reads logits that are split over 2 tensor ranks"):
+        pool.run(2, read_on_one_rank)
+
+
+def wrong(config: dict[str, Any]) -> None:
+    model = zoo.build("llama")
+    try:
+        partita.initialize(model, {"parallel": {"tensor": 2, **config}})
+    finally:
+        assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_a_rule_that_fits_no_module_is_an_error_and_changes_nothing() -> None:
+    with pytest.raises(ConfigError, match=r"parallel.tensor_rules: 'layers\.\*' matches no module"):
+        pool.run(2, wrong, {"tensor_rules": {"*.down_proj": "row_split", "layers.*": "whole"}})
+
+
+def from_files(folder: str, device: str) -> list[float]:
+    """Losses of a model whose weights each rank reads its shares of."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device(device):
+        model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
+    config = {"parallel": {"tensor": 2}, "zero": {"stage": 3}, "optimizer": training.ADAMW}
+    losses = []
+    with partita.initialize(model, {**config, "clip_grad_norm": training.CLIP}, weights=folder) as engine:
+        for step in range(3):
+            loss = engine(**training.part("llama", step, 0, 1)).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_weights_are_read_into_shares(tmp_path: Path, device: str) -> None:
+    zoo.build("llama").save_pretrained(tmp_path)
+    alone = training.train_alone("llama", 1, 3)
+    for losses in pool.run(2, from_files, str(tmp_path), device, timeout=TIMEOUT_S):
+        assert losses == pytest.approx(alone.losses, abs=1e-5)

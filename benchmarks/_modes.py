@@ -22,10 +22,13 @@ TakeStep = Callable[[Tensor, Tensor], float]
 
 @dataclass(frozen=True)
 class Trainer:
-    """``take_step(tokens, targets)`` returns this rank's loss; ``engine`` is partita's, where the mode is partita's."""
+    """``take_step(tokens, targets)`` returns this rank's loss; ``engine`` is partita's, where the mode is partita's.
+    ``data``: the rank's coordinate among those that are fed different samples, and their number (None: all ranks are).
+    """
 
     take_step: TakeStep
     engine: Any = None
+    data: tuple[int, int] | None = None
 
 
 def plain(build: Build) -> Trainer:

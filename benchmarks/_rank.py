@@ -20,6 +20,7 @@ from torch import nn
 
 from benchmarks._modes import MODES, Trainer
 from benchmarks._network import sent_bytes
+from benchmarks._parallel_modes import PARALLEL_MODES
 from benchmarks._work import Work
 from partita.memory.ledger import STATES, process_memory
 
@@ -34,11 +35,12 @@ class Rank:
         self.measured: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
-        trainer = MODES[self.mode](self._build)
+        trainer = (MODES | PARALLEL_MODES)[self.mode](self._build)
+        place = trainer.data or (self.rank, self.num_ranks)
         losses, times, peak = [], [], 0
         sent_before, report, disk, measured_from = 0, None, None, 0.0
         for step in range(self.work.steps):
-            batch = self.work.part_of_batch(step, self.rank, self.num_ranks)
+            batch = self.work.part_of_batch(step, *place)
             if step == self.work.warmup:
                 _finish_updates(trainer)
                 peak = process_memory()[1]

@@ -13,11 +13,26 @@ AXES = ("pipeline", "data", "sequence", "tensor")
 DATA_PARTS = ("node", "local")
 # Ranks with other coordinates on these are fed other samples.
 BATCH_AXES = ("data",)
+# Ranks along these compute the same parameters, of other samples or other parts of a sample.
+STATE_AXES = ("data", "sequence")
+# Ranks along these run the same modules.
+MODULE_AXES = ("data", "sequence", "tensor")
+_STAGES = "pipeline:"
 
 
 def expand(axes: tuple[str, ...]) -> tuple[str, ...]:
     """``axes`` with ``data`` written as its parts, ``node`` and ``local``."""
     return tuple(part for axis in axes for part in (DATA_PARTS if axis == "data" else (axis,)))
+
+
+def part_of_pipeline(stages: tuple[int, ...]) -> str:
+    """The axis that some stages of the pipeline are, in this order: ``pipeline:0,3``."""
+    return _STAGES + ",".join(map(str, stages))
+
+
+def _stages_of(axis: str) -> tuple[int, ...] | None:
+    """The stages that an axis made by :func:`part_of_pipeline` consists of."""
+    return tuple(map(int, axis.removeprefix(_STAGES).split(","))) if axis.startswith(_STAGES) else None
 
 
 @dataclass(frozen=True)
@@ -46,9 +61,11 @@ class MeshShape:
         return self.pipeline * self.data * self.sequence * self.tensor
 
     def size(self, axis: str) -> int:
-        """Number of ranks along one axis (an axis of :data:`AXES`, or ``node`` or ``local``)."""
+        """Number of ranks along one axis (of :data:`AXES`, ``node``, ``local``, or a :func:`part_of_pipeline`)."""
         if axis == "local":
             return self.data // self.node
+        if (stages := _stages_of(axis)) is not None:
+            return len(stages)
         if axis not in (*AXES, "node"):
             raise ConfigError(f"unknown mesh axis '{axis}'; the axes are {', '.join((*AXES, *DATA_PARTS))}")
         return int(getattr(self, axis))
@@ -80,9 +97,16 @@ class MeshShape:
         return product
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Position of a rank along one axis."""
+        """Position of a rank along one axis.
+
+        Raises:
+            ConfigError: there is no such rank.
+            ValueError: it is on none of the stages that the axis consists of.
+        """
         if not 0 <= rank < self.num_ranks:
             raise ConfigError(f"rank {rank} is outside the mesh of {self.num_ranks} ranks")
+        if (stages := _stages_of(axis)) is not None:
+            return stages.index(self.coordinate(rank, "pipeline"))
         if axis in DATA_PARTS:
             node, local = divmod(self.coordinate(rank, "data"), self.size("local"))
             return node if axis == "node" else local
@@ -106,9 +130,15 @@ class MeshShape:
         return all(self.coordinate(rank, axis) == 0 for axis in whole)
 
     def groups(self, axes: tuple[str, ...]) -> list[list[int]]:
-        """All communicators over ``axes``: lists of ranks in the order of :meth:`group_index`."""
-        others = tuple(axis for axis in expand(AXES) if axis not in expand(axes))
-        found: dict[int, list[int]] = {}
+        """All communicators over ``axes``: lists of ranks in the order of :meth:`group_index`. Ranks of stages that
+        ``axes`` leave out are in none.
+        """
+        stages = next((found for axis in axes if (found := _stages_of(axis)) is not None), None)
+        named = expand(axes) if stages is None else ("pipeline", *expand(axes))
+        others = tuple(axis for axis in expand(AXES) if axis not in named)
+        groups: dict[int, list[int]] = {}
         for rank in range(self.num_ranks):
-            found.setdefault(self.group_index(rank, others), []).append(rank)
-        return [sorted(ranks, key=lambda rank: self.group_index(rank, axes)) for ranks in found.values()]
+            if stages is not None and self.coordinate(rank, "pipeline") not in stages:
+                continue
+            groups.setdefault(self.group_index(rank, others), []).append(rank)
+        return [sorted(ranks, key=lambda rank: self.group_index(rank, axes)) for ranks in groups.values()]

@@ -18,6 +18,7 @@ from partita.config.schema import Config
 from partita.errors import ConfigError
 from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
 from partita.plan.residence import BF16, ENCODINGS, FP32, INT8, SPLIT, Encoding
+from partita.plan.share import NO_SHARES, Shares
 from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import Encodings, StatePlan, Tiers, preset, preset_name
 from partita.planner.budget import MemoryBudget
@@ -69,12 +70,17 @@ def row_of(resolved: Resolved, tiers: Tiers = ON_DEVICE, compute: Encoding | Non
 
 
 def make_blueprint(
-    model: nn.Module, resolved: Resolved, num_moments: int = ADAM_MOMENTS, budget: MemoryBudget | None = None
+    model: nn.Module,
+    resolved: Resolved,
+    num_moments: int = ADAM_MOMENTS,
+    budget: MemoryBudget | None = None,
+    shares: Shares = NO_SHARES,
 ) -> Blueprint:
     """Group the model's parameters, lay every unit out, and choose where its states rest.
 
     Args:
         budget: what may be used of each memory, where the config leaves the tiers open; None: plenty.
+        shares: what this rank has of parameters of which it has a part, or of which others have copies.
 
     Raises:
         ConfigError: a parameter's kind is not supported, a pattern of the config matches nothing, or the states do not

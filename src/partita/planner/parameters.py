@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.errors import ConfigError
+from partita.planner.elsewhere import is_elsewhere
 
 
 @dataclass
@@ -20,7 +21,14 @@ class Holding:
 
 
 def find_holdings(model: nn.Module) -> list[Holding]:
-    """Every parameter that units hold once, with all its names and owners, in the order of ``named_parameters``."""
+    """Every parameter that units of this rank hold once, with all its names and owners, in the order of
+    ``named_parameters``.
+    """
+    return [holding for holding in find_everywhere(model) if not is_elsewhere(holding.param)]
+
+
+def find_everywhere(model: nn.Module) -> list[Holding]:
+    """The parameters that units of some rank hold, also those that are elsewhere; as :func:`find_holdings`."""
     return [holding for holding in _every_holding(model) if not is_quantized(holding.param)]
 
 
@@ -33,7 +41,7 @@ def is_quantized(param: Tensor) -> bool:
     """Whether a frozen parameter keeps its values in a form of its class's own, which nothing can be cut out of: the
     parameters of bitsandbytes, which are bytes, and tensors that consist of several (torchao).
     """
-    if param.requires_grad or nn.parameter.is_lazy(param):
+    if param.requires_grad or nn.parameter.is_lazy(param) or is_elsewhere(param):
         return False
     own_class = not type(param).__module__.startswith(("torch.", "partita."))  # as plain ones, and those at rest, have
     return own_class and (bool(inner_names(param)) or not param.is_floating_point())

@@ -2,9 +2,10 @@
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from partita.comm.collective_log import CollectiveLog
 from partita.comm.collectives import Collectives
-from partita.comm.transport import Transport, write_out
+from partita.comm.transport import BULK_PURPOSES, Transport, write_out
 from partita.memory.streams import Stream
 from partita.plan.mesh_shape import MeshShape
 
@@ -115,6 +116,15 @@ class FakeTransport(Transport):
     def all_reduce(self, tensor: Tensor) -> None:
         tensor.copy_(in_rank_order(self._exchange("all-reduce", tensor)()))
 
+    def sum(self, tensor: Tensor) -> Tensor:
+        return in_rank_order(self._exchange("sum", tensor)()).to(tensor.dtype)
+
+    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        ends = [0, *accumulate(part.numel() for part in sent)]
+        every = self._exchange("all-to-all", torch.tensor(ends))()
+        for target, starts, whole in zip(received, every, self._exchange("sent", torch.cat(list(sent)))(), strict=True):
+            target.copy_(whole[starts[self._index] : starts[self._index + 1]])
+
     def broadcast(self, tensor: Tensor) -> UnderWay:
         receive = self._exchange("broadcast", tensor)
         return UnderWay(lambda: tensor.copy_(receive()[0]))
@@ -150,7 +160,7 @@ class FakeMesh:
         self._network = network
         self.transports: dict[tuple[str, ...], Transport] = {}
         self.open([(), shape.all_axes])
-        self._streams = {purpose: Stream(self.device, purpose) for purpose in ("parameters", "gradients")}
+        self._streams = {purpose: Stream(self.device, purpose) for purpose in BULK_PURPOSES}
 
     def open(self, combinations: Iterable[tuple[str, ...]]) -> None:
         for axes in map(self.shape.named, combinations):

@@ -70,14 +70,34 @@ def everything_moves(collectives: Collectives) -> None:
                 assert torch.equal(out, expected), f"{axes} {dtype} {accumulate}"
 
 
+def activations_move(collectives: Collectives) -> None:
+    """Sums in rank order of any shape, small and large, and parts whose sizes differ, some of them empty."""
+    own = collectives.mesh.rank
+    for axes, ranks_of in GROUPS.items():
+        ranks, group = ranks_of[own], collectives.group(axes)
+        for num, dtype in ((2 * 3, torch.float32), (2 * 30_001, torch.float32), (2 * 30_001, torch.bfloat16)):
+            sent = [values(other, num, dtype).view(2, -1) for other in ranks]
+            kept = sent[group.index].clone()
+            assert torch.equal(group.sum(sent[group.index].t(), "tensor"), in_rank_order(sent).to(dtype).t())
+            assert torch.equal(sent[group.index], kept)
+        shapes = [(place, 2) for place in range(group.size)]
+        parts = [torch.full(shapes[place], float(own)) for place in range(group.size)]
+        found = group.all_to_all(parts, [shapes[group.index]] * group.size, "sequence")
+        assert [part.tolist() for part in found] == [[[other] * 2] * group.index for other in ranks]
+        gathered = group.gather(parts[group.index], shapes, "tensor")
+        assert [part.tolist() for part in gathered] == [[[other] * 2] * place for place, other in enumerate(ranks)]
+
+
 def everything_moves_between_processes() -> None:
     collectives = real(SHAPE)
     everything_moves(collectives)
+    activations_move(collectives)
     collectives.mesh.close()
 
 
 def test_everything_moves_between_threads() -> None:
     on_ranks(SHAPE, everything_moves, *GROUPS)
+    on_ranks(SHAPE, activations_move, *GROUPS)
 
 
 def test_everything_moves_between_processes() -> None:

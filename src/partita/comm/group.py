@@ -88,6 +88,41 @@ class Group:
             self.transport.all_reduce(tensor)
         return tensor
 
+    # ------------------------------------------------------------------ activations
+
+    def sum(self, tensor: Tensor, purpose: str) -> Tensor:
+        """The sum of a tensor of any shape over the ranks, in rank order over gloo: the same bits on all of them."""
+        if self.size == 1:
+            return tensor
+        tensor = tensor.contiguous()
+        self._count("all_reduce", purpose, 2 * (self.size - 1) * tensor.nbytes // self.size)
+        with self._explained(f"all-reduce of {purpose}"):
+            return self.transport.sum(tensor)
+
+    def all_to_all(self, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]], purpose: str) -> list[Tensor]:
+        """What every rank sent to this one, in rank order, of the given ``shapes``; ``sent[i]`` goes to rank ``i``.
+        Sizes are free where sender and receiver agree.
+        """
+        if self.size == 1:
+            return list(sent)
+        parts = [part.contiguous() for part in sent]
+        received = [part.new_empty(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
+        self._count("all_to_all", purpose, sum(part.nbytes for part in parts) - parts[self.index].nbytes)
+        with self._explained(f"all-to-all of {purpose}"):
+            self.transport.all_to_all([part.view(-1) for part in received], [part.view(-1) for part in parts])
+        return received
+
+    def gather(self, part: Tensor, shapes: Sequence[Sequence[int]], purpose: str) -> list[Tensor]:
+        """Every rank's ``part``, in rank order, of the given ``shapes``, which are known to all."""
+        if self.size == 1:
+            return [part]
+        part = part.contiguous()
+        received = [part if i == self.index else part.new_empty(tuple(shape)) for i, shape in enumerate(shapes)]
+        self._count("all_gather", purpose, (self.size - 1) * part.nbytes)
+        with self._explained(f"all-gather of {purpose}"):
+            self.transport.all_to_all([row.view(-1) for row in received], [part.view(-1)] * self.size)
+        return received
+
     def broadcast(self, tensors: Sequence[Tensor], purpose: str) -> None:
         """Overwrite ``tensors``, of any shape, strides and dtype, with those of the group's first rank."""
         if self.size == 1:

@@ -19,16 +19,19 @@ from partita.comm.exchange import NUM_AWAITED, PIECE_BYTES, Arriving, Exchange, 
 from partita.comm.handshake import find_node_peers
 from partita.comm.node_peers import Fetch, NodePeer, Offer
 
-# Parameter gathers, gradient reductions and control messages have connections of their own, so that no order between
-# them has to be kept. Only what is sent for the first two may be large.
-PURPOSES = ("parameters", "gradients", "control")
-BULK_PURPOSES = PURPOSES[:2]
+# Parameter gathers, gradient reductions, what forward and backward exchange, and control messages have connections of
+# their own, so that no order between them has to be kept. Only what is sent for the last is always small.
+PURPOSES = ("parameters", "gradients", "activations", "control")
+BULK_PURPOSES = PURPOSES[:3]
+# Below it, a sum takes no more time for what it sends than for being sent.
+_SMALL_BYTES = 1 << 14
 
 # torch 2.13 renamed the single-tensor collectives; earlier versions know the former names only.
 Start = Callable[..., Work]  # each returns None on ranks outside the group only
 _all_gather: Start = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Start = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _broadcast, _send, _receive = cast(Start, dist.broadcast), cast(Start, dist.isend), cast(Start, dist.irecv)
+_all_to_all, _all_reduce = cast(Start, dist.all_to_all), cast(Start, dist.all_reduce)
 
 
 class Transport(ABC):
@@ -64,6 +67,16 @@ class Transport(ABC):
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum in place, in an order of the backend's."""
+
+    @abstractmethod
+    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        """Send ``sent[i]`` to, and write into ``received[i]`` what comes from, every rank ``i``, this one too. Sizes
+        are free, and may be 0, where sender and receiver agree.
+        """
+
+    @abstractmethod
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of a tensor over the ranks, a new one, the same bits on all of them."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor) -> Work:
@@ -111,6 +124,14 @@ class DeviceTransport(_Backed):
 
     def received_elements(self, sent: int, itemsize: int) -> int:
         return sent // self._size
+
+    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        _all_to_all(list(received), list(sent), group=self._groups["activations"], async_op=True).wait()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        total = tensor.clone()
+        _all_reduce(total, group=self._groups["activations"], async_op=True).wait()
+        return total
 
     def close(self) -> None:
         pass
@@ -162,6 +183,35 @@ class HostTransport(_Backed):
     def received_elements(self, sent: int, itemsize: int) -> int:
         return (self._size - 1) * min(sent // self._size, NUM_AWAITED * PIECE_BYTES // itemsize)
 
+    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        arriving, leaving = self._begin(received, sent, "activations")
+        if received[self._index] is not sent[self._index]:
+            received[self._index].copy_(sent[self._index])
+        for source, part in arriving.items():
+            part.piece(0, received[source].numel())
+        for work in leaving:
+            work.wait()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        flat, total = tensor.view(-1), torch.empty_like(tensor)
+        if self._size == 2 or tensor.nbytes < _SMALL_BYTES:  # a whole of two is two halves, and takes one turn
+            self._sum_of([flat] * self._size, total.view(-1))
+            return total
+        parts = list(total.view(-1).tensor_split(self._size))
+        mine = parts[self._index]
+        self._sum_of(flat.tensor_split(self._size), mine)
+        self.all_to_all(parts, [mine] * self._size)
+        return total
+
+    def _sum_of(self, sent: Sequence[Tensor], out: Tensor) -> None:
+        """Write into ``out`` the sum, in rank order, of what the ranks have for this one."""
+        own = sent[self._index]
+        received = [own if rank == self._index else torch.empty_like(out) for rank in range(self._size)]
+        self.all_to_all(received, sent)
+        values = _sum([*received[: self._index], *received[self._index + 1 :]], own, self._index, out)
+        if values is not out:
+            out.copy_(values)
+
     def _exchange(
         self,
         buffers: Sequence[Tensor] | Tensor,
@@ -170,17 +220,34 @@ class HostTransport(_Backed):
         tag: int = 0,
         piece_bytes: int | None = None,
     ) -> Exchange:
-        """Begin to send ``parts[i]`` to, and to receive in ``buffers[i]`` what comes from, every other rank ``i``, in
-        pieces of so many bytes (None: at once).
+        """Begin to send ``parts[i]`` to, and to receive in ``buffers[i]`` what comes from, every other rank ``i``, all
+        of one size, in pieces of so many bytes (None: at once).
+        """
+        own = parts[self._index]
+        piece = own.numel() if piece_bytes is None else piece_bytes // own.itemsize
+        begun = self._begin(buffers, parts, purpose, tag, (own.numel(), piece))
+        return Exchange([begun[0][source] for source in sorted(begun[0])], begun[1], own.numel(), piece)
+
+    def _begin(
+        self,
+        buffers: Sequence[Tensor] | Tensor,
+        parts: Sequence[Tensor] | Tensor,
+        purpose: str,
+        tag: int = 0,
+        cut: tuple[int, int] | None = None,
+    ) -> tuple[dict[int, Arriving], list[Work]]:
+        """What arrives from, and leaves for, the other ranks. ``cut``: elements that arrive from each, and in a piece
+        (None: as many as there is a buffer for, at once).
 
         Receives are posted before sends: where a send is there before, gloo uses a network in one direction at a time.
         """
         size, own, group, peers = self._size, self._index, self._groups[purpose], self.peers or {}
         arriving, leaving = dict[int, Arriving](), list[Work]()
-        num_elements = parts[own].numel()
-        piece = num_elements if piece_bytes is None else piece_bytes // parts[own].itemsize
         for source in ((own - distance) % size for distance in range(1, size)):
             buffer = buffers[source]
+            num_elements, piece = cut or (buffer.numel(), buffer.numel())
+            if num_elements == 0:
+                continue
             if source in peers:
                 peer = peers[source]
                 arriving[source] = Fetch(buffer, num_elements, peer.process, peer.channels[purpose], tag)
@@ -189,11 +256,14 @@ class HostTransport(_Backed):
                 arriving[source] = Receive(post, buffer, num_elements, piece)
         for target in ((own + distance) % size for distance in range(1, size)):
             sent = parts[target]
+            if sent.numel() == 0:
+                continue
             if target in peers:
                 leaving.append(Offer(sent, peers[target].channels[purpose], tag))
             else:
+                piece = cut[1] if cut else sent.numel()
                 leaving += [_send(part, group=group, group_dst=target, tag=tag) for part in sent.split(piece)]
-        return Exchange([arriving[source] for source in sorted(arriving)], leaving, num_elements, piece)
+        return arriving, leaving
 
     def close(self) -> None:
         for peer in (self.peers or {}).values():

@@ -330,7 +330,6 @@ class Config(Section):
 # its line; when all are there, the line is deleted.
 AVAILABLE: dict[str, tuple[object, ...]] = {
     "parallel.tensor": (1,),
-    "parallel.pipeline": (1,),
     "parallel.sequence": (1,),
     "seed": (None,),
     "activations.partition": (False,),

@@ -31,7 +31,11 @@ from partita.optim.step import StepUpdater
 from partita.optim.traits import check_elementwise, counted_attributes, states_per_element
 from partita.optim.updater import Updater
 from partita.optim.views import check_groups
+from partita.parallel.pipeline.apply import cut_model, schedule_of
+from partita.parallel.pipeline.run import Pipeline
+from partita.plan.mesh_shape import PIPELINE_AXES
 from partita.planner.blueprint import Blueprint, make_blueprint, row_of
+from partita.planner.elsewhere import is_elsewhere
 from partita.planner.parameters import check_quantized, find_quantized
 from partita.sharding.assemble import check_alike
 from partita.sharding.resting import check_unclaimed
@@ -62,6 +66,7 @@ class Parts:
     whole: Whole
     checkpoints: Checkpoints
     weights: Path | None
+    pipeline: Pipeline
 
 
 def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Parts:
@@ -71,11 +76,14 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     collectives = Collectives(mesh)
     all_ranks = collectives.all_ranks
     check_settings_alike(resolved.shared, all_ranks)
-    collectives.open(row_of(resolved).groups(resolved.mesh))
+    collectives.open([*row_of(resolved).groups(resolved.mesh), PIPELINE_AXES])
     memory = StateMemory(mesh.device, ledger, partial(open_disk, settings.zero.offload, mesh.rank))
     kernels = wants_kernels(settings, resolved.compute_dtype, mesh.device)
     with together(all_ranks):
-        optimizer = build_optimizer(list(model.parameters()), settings, given.optimizer, kernels=kernels)
+        cut, shares = cut_model(model, resolved, mesh)
+        schedule = schedule_of(resolved)
+    with together(all_ranks):
+        optimizer = build_optimizer([p for p in model.parameters() if not is_elsewhere(p)], settings, given.optimizer, kernels=kernels)
         scheduler = build_schedule(optimizer, settings.schedule, given.scheduler)
         check_groups(optimizer, {id(param) for param in model.parameters()})
     num_moments = states_per_element(optimizer)
@@ -83,7 +91,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     with together(all_ranks):
         check_unclaimed(model)
         check_quantized(find_quantized(model), mesh.device)
-        blueprint = make_blueprint(model, resolved, num_moments, budget)
+        blueprint = make_blueprint(model, resolved, num_moments, budget, shares)
         choice = settings.activations.checkpoint
         recomputed = chosen_modules(model, [unit.name for unit in blueprint.units], choice)
     check_alike(model, blueprint.units, all_ranks)
@@ -109,6 +117,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
         raise
     weights = source.folder if source is not None else None
     recomputation = Recomputation(recomputed, selective=choice == "selective")
+    pipeline = Pipeline(model, cut, schedule, collectives)
     return Parts(
-        optimizer, scheduler, blueprint, shortages, runtime, recomputation, updater, whole, checkpoints, weights
+        optimizer, scheduler, blueprint, shortages, runtime, recomputation, updater, whole, checkpoints, weights, pipeline
     )

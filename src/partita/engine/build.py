@@ -35,7 +35,6 @@ from partita.parallel.pipeline.apply import cut_model, schedule_of
 from partita.parallel.pipeline.run import Pipeline
 from partita.plan.mesh_shape import PIPELINE_AXES
 from partita.planner.blueprint import Blueprint, make_blueprint, row_of
-from partita.planner.elsewhere import is_elsewhere
 from partita.planner.parameters import check_quantized, find_quantized
 from partita.sharding.assemble import check_alike
 from partita.sharding.resting import check_unclaimed
@@ -83,7 +82,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
         cut, shares = cut_model(model, resolved, mesh)
         schedule = schedule_of(resolved)
     with together(all_ranks):
-        optimizer = build_optimizer([p for p in model.parameters() if not is_elsewhere(p)], settings, given.optimizer, kernels=kernels)
+        optimizer = build_optimizer(list(model.parameters()), settings, given.optimizer, kernels=kernels)
         scheduler = build_schedule(optimizer, settings.schedule, given.scheduler)
         check_groups(optimizer, {id(param) for param in model.parameters()})
     num_moments = states_per_element(optimizer)

@@ -63,6 +63,8 @@ class MicroBatches:
         """The end of a backward; after the last of a batch clip, update the parameters, and zero the gradients."""
         parts = self._parts
         done = self.done + 1
+        if done == self._num_backwards:
+            parts.runtime.residency.within_batch = False
         parts.runtime.end_micro_batch()
         if done < self._num_backwards:
             result = StepResult(False, None, parts.updater.scale.value, False, parts.updater.rates)
@@ -79,21 +81,24 @@ class MicroBatches:
 
     def train(self, drawn: Sequence[Any]) -> tuple[Tensor, StepResult]:
         """Train on a batch's micro-batches; returns the mean of their losses, the same on all stages."""
-        pipeline, kept = self._parts.pipeline, dict[int, Tensor]()
+        pipeline, kept, residency = self._parts.pipeline, dict[int, Tensor](), self._parts.runtime.residency
         total = torch.zeros((), device=self._parts.runtime.executor.device)
         micros = dict(enumerate(drawn))
         result: StepResult | None = None
-        for action in pipeline.order:
-            if action.work is Work.FORWARD:
-                loss = self._forward(action, micros)
-                if loss is not None:
-                    kept[action.micro] = loss
-                    total += loss.detach()
-            else:
-                loss = kept.pop(action.micro) if pipeline.is_last(action) else None
-                pipeline.backward(action, loss, self.backward)
-                result = self.end()
-            loss = None
+        residency.within_batch = pipeline.is_cut
+        try:
+            for action in pipeline.order:
+                if action.work is Work.FORWARD:
+                    if (loss := self._forward(action, micros)) is not None:
+                        kept[action.micro] = loss
+                        total += loss.detach()
+                else:
+                    loss = kept.pop(action.micro) if pipeline.is_last(action) else None
+                    pipeline.backward(action, loss, self.backward)
+                    result = self.end()
+                del loss
+        finally:
+            residency.within_batch = False
         pipeline.end_batch()
         assert result is not None
         return pipeline.share_loss(total / len(drawn)), result

@@ -22,7 +22,9 @@ from partita.sharding.unit import Unit, UnitState
 class Residency:
     """Opens and closes units; the only caller of the executor's gathers and releases.
 
-    Attributes: ``subscriber`` to the events of its units; ``version``: how often parameters were changed.
+    Attributes: ``subscriber`` to the events of its units; ``version``: how often parameters were changed;
+    ``within_batch``: the forwards and backwards of several micro-batches take turns, so what stays whole between forward
+    and backward does so until the last, and the order is learned of them all.
 
     Args:
         units: all units that do not rest whole, in the model's order.
@@ -40,6 +42,7 @@ class Residency:
         self._warned: set[str] = set()
         self._forward_depth = 0
         self.version = 0
+        self.within_batch = False
         self.subscriber = Subscriber(
             self._opened, self._closed, self._opened_backward, lambda visit: self.close(visit.unit), self._rest_idle
         )
@@ -81,8 +84,14 @@ class Residency:
             self._executor.keep_second(unit)
             if unit.stays_whole or self._recomputes(unit):
                 return
+        if self._stays(unit):
+            return
         self._executor.release(unit)
         self._prefetch()
+
+    def _stays(self, unit: Unit) -> bool:
+        """Whether a unit is whole until the batch ends."""
+        return self.within_batch and unit.stays_whole
 
     def _recomputes(self, unit: Unit) -> bool:
         """Whether this forward runs inside a backward (reentrant checkpointing), which needs the unit again at once."""
@@ -144,8 +153,10 @@ class Residency:
 
     def begin_forward(self) -> None:
         """A forward of the whole model begins. The next step's order is learned from those that have a backward."""
-        self.reset()
         self._records = torch.is_grad_enabled()
+        if self.within_batch:
+            return
+        self.reset()
         if not self._records or not self._recorded:
             self._position = 0
 
@@ -168,6 +179,8 @@ class Residency:
         self.reset()
         if self.units:
             self._agreement.step()
+        if self.within_batch:
+            return
         if self._recorded:
             self._order, self._recorded = self._recorded, []
         self._position = 0
@@ -180,7 +193,7 @@ class Residency:
 
     def _rest_idle(self) -> None:
         for unit in self.units:
-            if not unit.in_use and unit.state is not UnitState.RESTING:
+            if not (unit.in_use or unit.state is UnitState.RESTING or self._stays(unit)):
                 self._evict(unit)
 
     def _evict(self, unit: Unit) -> None:

@@ -66,11 +66,29 @@ struct Lion {
     float keep;
 };
 
+// What a block of values becomes on its way between ranks (wire.hpp).
+enum class Codec : int { int8, int4, two_bits, ternary, sign, top8 };
+
+struct Values {
+    const void* data;
+    Dtype dtype;
+};
+
+// To the nearest level, or to one of the two beside the value, at `random`, so that it is right on average. The numbers
+// depend on the seed, the place in the block and the block's number, counted from `first_block`.
+struct Rounding {
+    bool random;
+    std::uint32_t seed;
+    std::uint32_t first_block;
+};
+
 // The kernels as compiled for one instruction set.
 struct Kernels {
     bool (*adam)(Launch, Weights, Moments, Grad, Adam);
     bool (*sgd)(Launch, Weights, float* buffer, Grad, Sgd);
     bool (*lion)(Launch, Weights, float* exp_avg, Grad, Lion);
+    void (*encode)(Launch, Codec, Values, float* held, std::uint8_t* out, Rounding);
+    void (*decode)(Launch, Codec, const std::uint8_t* in, void* out, Dtype, bool adds);
 };
 
 namespace baseline { extern const Kernels kernels; }

@@ -3,6 +3,7 @@
 
 #include "chunks.hpp"
 #include "rules.hpp"
+#include "wire.hpp"
 
 namespace partita {
 namespace PARTITA_LEVEL {
@@ -93,7 +94,7 @@ static bool lion(Launch launch, Weights w, float* exp_avg, Grad g, Lion rule) {
 }
 
 extern const Kernels kernels;
-const Kernels kernels = {adam, sgd, lion};
+const Kernels kernels = {adam, sgd, lion, encode, decode};
 
 }  // namespace PARTITA_LEVEL
 }  // namespace partita

@@ -82,6 +82,19 @@ bool lion(const LaunchArgs& on, const WeightArgs& w, Address exp_avg, const Grad
     return kernels_of(on).lion(launch(on), weights(w), at<float>(exp_avg), grad(g), c);
 }
 
+void encode(const LaunchArgs& on, int codec, const std::tuple<Address, int>& values, Address held, Address out,
+            const std::tuple<bool, std::uint32_t, std::uint32_t>& rounding) {
+    const auto& [data, dtype] = values;
+    const auto& [random, seed, first_block] = rounding;
+    kernels_of(on).encode(launch(on), Codec(codec), {at<void>(data), Dtype(dtype)}, at<float>(held),
+                          at<std::uint8_t>(out), {random, seed, first_block});
+}
+
+void decode(const LaunchArgs& on, int codec, Address in, const std::tuple<Address, int>& out, bool adds) {
+    const auto& [data, dtype] = out;
+    kernels_of(on).decode(launch(on), Codec(codec), at<std::uint8_t>(in), at<void>(data), Dtype(dtype), adds);
+}
+
 }  // namespace
 }  // namespace partita
 
@@ -92,4 +105,6 @@ NB_MODULE(_native, m) {
     m.def("adam", &partita::adam, release());
     m.def("sgd", &partita::sgd, release());
     m.def("lion", &partita::lion, release());
+    m.def("encode", &partita::encode, release());
+    m.def("decode", &partita::decode, release());
 }

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -33,7 +34,8 @@ class Stage:
                 with torch._C.DisableTorchFunctionSubclass():
                     holding.param.untyped_storage().resize_(0)
         held = {id(param) for param in self.model.parameters() if not is_elsewhere(param)}
-        self.stages = Stages(self.model, self.cut.blocks, dict(outside(self.model, self.cut.blocks, held)), CPU)
+        around = dict(outside(self.model, self.cut.blocks, held))
+        self.stages = Stages(self.model, self.cut.blocks, around, CPU, lambda _: nullcontext())
         self.start, self.stop = self.cut.bounds[number : number + 2]
         self.leaves, self.places = list[Tensor](), list[int]()
 

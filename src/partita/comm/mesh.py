@@ -83,9 +83,7 @@ class Mesh:
         return DeviceTransport(self.index(axes), size, own, self._connect_edges(axes))
 
     def _connect_edges(self, axes: tuple[str, ...]) -> dict[tuple[int, int, str], dist.ProcessGroup]:
-        """Along the pipeline, between each two neighbours. A backend that keeps no tags apart sends in one order on each
-        of its groups.
-        """
+        """Along the pipeline, between each two neighbours: on each of its groups a backend sends in one order."""
         own = dict[tuple[int, int, str], dist.ProcessGroup]()
         size = self.shape.group_size(axes)
         backend = accelerator.backend(self.device)

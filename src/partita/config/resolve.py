@@ -159,8 +159,8 @@ def _resolve_mesh(config: Config, num_ranks: int, ranks_per_node: int | None) ->
 
 
 def _possible(config: Config, num_ranks: int) -> str:
-    """The sizes of the axes beside data that are asked for with which a mesh of so many ranks can be made, those nearest
-    to what was asked first.
+    """Sizes of the axes that are asked for, beside data, of which a mesh of so many ranks can be made; those nearest to
+    what was asked first.
     """
     axes = [axis for axis in ("pipeline", "sequence", "tensor") if getattr(config.parallel, axis) > 1]
     asked = [getattr(config.parallel, axis) for axis in axes]

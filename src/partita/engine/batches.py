@@ -67,11 +67,17 @@ def draw_for_evaluation(
     return drawn
 
 
-def call(model: Callable[..., Any], batch: Any) -> Any:
-    """The model's output for a micro-batch: a mapping is passed as keywords, a tuple or list as arguments."""
+def arguments(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """What the model is called with for a micro-batch: a mapping as keywords, a tuple or list as arguments."""
     if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+        return (), batch
+    return (batch if isinstance(batch, tuple | list) else (batch,)), {}
+
+
+def call(model: Callable[..., Any], batch: Any) -> Any:
+    """The model's output for a micro-batch."""
+    args, kwargs = arguments(batch)
+    return model(*args, **kwargs)
 
 
 def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Tensor:

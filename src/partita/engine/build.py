@@ -31,9 +31,12 @@ from partita.optim.step import StepUpdater
 from partita.optim.traits import check_elementwise, counted_attributes, states_per_element
 from partita.optim.updater import Updater
 from partita.optim.views import check_groups
-from partita.parallel.pipeline.apply import cut_model, schedule_of
+from partita.parallel.applied import Parallel
+from partita.parallel.apply import apply
+from partita.parallel.pipeline.apply import schedule_of
 from partita.parallel.pipeline.run import Pipeline
-from partita.plan.mesh_shape import PIPELINE_AXES
+from partita.parallel.samples import SAMPLE_AXES, SameSamples
+from partita.plan.mesh_shape import AXES
 from partita.planner.blueprint import Blueprint, make_blueprint, row_of
 from partita.planner.parameters import check_quantized, find_quantized
 from partita.sharding.assemble import check_alike
@@ -65,22 +68,30 @@ class Parts:
     whole: Whole
     checkpoints: Checkpoints
     weights: Path | None
+    parallel: Parallel
+    samples: SameSamples
     pipeline: Pipeline
 
 
 def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Parts:
     """Put the model under the plan. What one rank meets is an error on all of them; the model is then what it was."""
-    settings = resolved.config
-    ledger = Ledger()
     collectives = Collectives(mesh)
     all_ranks = collectives.all_ranks
     check_settings_alike(resolved.shared, all_ranks)
-    collectives.open([*row_of(resolved).groups(resolved.mesh), PIPELINE_AXES])
+    collectives.open([*row_of(resolved).groups(resolved.mesh), *((axis,) for axis in AXES), SAMPLE_AXES])
+    with together(all_ranks):
+        parallel = apply(model, resolved, mesh, collectives)
+    try:
+        return _build(model, resolved, collectives, given, parallel)
+    except BaseException:
+        parallel.remove()
+        raise
+
+
+def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given: Given, parallel: Parallel) -> Parts:
+    settings, mesh, all_ranks, ledger = resolved.config, collectives.mesh, collectives.all_ranks, Ledger()
     memory = StateMemory(mesh.device, ledger, partial(open_disk, settings.zero.offload, mesh.rank))
     kernels = wants_kernels(settings, resolved.compute_dtype, mesh.device)
-    with together(all_ranks):
-        cut, shares = cut_model(model, resolved, mesh)
-        schedule = schedule_of(resolved)
     with together(all_ranks):
         optimizer = build_optimizer(list(model.parameters()), settings, given.optimizer, kernels=kernels)
         scheduler = build_schedule(optimizer, settings.schedule, given.scheduler)
@@ -90,7 +101,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     with together(all_ranks):
         check_unclaimed(model)
         check_quantized(find_quantized(model), mesh.device)
-        blueprint = make_blueprint(model, resolved, num_moments, budget, shares)
+        blueprint = make_blueprint(model, resolved, num_moments, budget, parallel.shares)
         choice = settings.activations.checkpoint
         recomputed = chosen_modules(model, [unit.name for unit in blueprint.units], choice)
     check_alike(model, blueprint.units, all_ranks)
@@ -116,7 +127,19 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
         raise
     weights = source.folder if source is not None else None
     recomputation = Recomputation(recomputed, selective=choice == "selective")
-    pipeline = Pipeline(model, cut, schedule, collectives)
+    samples = SameSamples(collectives.group(SAMPLE_AXES), mesh.coordinate("data"))
     return Parts(
-        optimizer, scheduler, blueprint, shortages, runtime, recomputation, updater, whole, checkpoints, weights, pipeline
+        optimizer,
+        scheduler,
+        blueprint,
+        shortages,
+        runtime,
+        recomputation,
+        updater,
+        whole,
+        checkpoints,
+        weights,
+        parallel,
+        samples,
+        Pipeline(model, parallel, schedule_of(resolved), collectives),
     )

@@ -42,8 +42,7 @@ class Engine:
         self.module = model
         self.config = resolved.config
         self.mesh = mesh
-        self._owns_mesh = owns_mesh
-        self._closed = False
+        self._owns_mesh, self._closed = owns_mesh, False
         self._parts = parts = build(model, resolved, mesh, given)
         self.optimizer = parts.optimizer
         self.scheduler = parts.scheduler
@@ -58,13 +57,14 @@ class Engine:
 
     @explained("forward")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward; floating-point inputs are cast to the compute dtype.
+        """The model's own forward; inputs are cast to the compute dtype, and compared where ranks share samples.
 
         Raises:
             PartitaError: the model is cut into stages (``parallel.pipeline``).
         """
-        self._open()
+        samples = self._open().samples
         self._check_whole("engine(...)")
+        samples.check(args, kwargs)
         return self.module(*args, **kwargs)
 
     @explained("backward")
@@ -238,10 +238,11 @@ class Engine:
         """
         self.attend("engine.save")
         parts = self._open()
-        if self._micro_batches.done:
+        done, num = self._micro_batches.done, self._micro_batches.num
+        if done:
             raise PartitaError(
-                f"engine.save() after micro-batch {self._micro_batches.done} of {self._micro_batches.num}: the gradients collected so far "
-                "would be lost; save after the step that updates the parameters"
+                f"engine.save() after micro-batch {done} of {num}: the gradients collected so far would "
+                "be lost; save after the step that updates the parameters"
             )
         return parts.checkpoints.save(folder)
 
@@ -304,6 +305,10 @@ class Engine:
         """
         attend(self._open().runtime.collectives.all_ranks, self.mesh.watchdog, call)
 
+    def explain(self) -> str:
+        """How the parallel axes split the model: a line for each module with parameters, with who decided."""
+        return "\n".join(self._parts.parallel.lines) or f"every rank computes all of {type(self.module).__name__}"
+
     def memory_report(self) -> MemoryReport:
         """Bytes held by this rank now and at their peak, by state and tier, and what its disk tier has moved."""
         self._parts.updater.wait_for_updates()
@@ -354,6 +359,7 @@ class Engine:
         self._parts.updater.close()
         self._parts.recomputation.remove()
         self._parts.pipeline.remove()
+        self._parts.parallel.remove()
         self._parts.runtime.close()
         if self._owns_mesh:
             self.mesh.close()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partita.engine.batches import call, loss_of
+from partita.engine.batches import arguments, call, loss_of
 from partita.engine.build import Parts
 from partita.errors import PartitaError
 from partita.optim.updater import StepResult
@@ -85,6 +85,7 @@ class MicroBatches:
         total = torch.zeros((), device=self._parts.runtime.executor.device)
         micros = dict(enumerate(drawn))
         result: StepResult | None = None
+        self._compare(drawn)
         residency.within_batch = pipeline.is_cut
         try:
             for action in pipeline.order:
@@ -109,6 +110,7 @@ class MicroBatches:
         pipeline = self._parts.pipeline
         total = torch.zeros((), device=self._parts.runtime.executor.device)
         micros = dict(enumerate(drawn))
+        self._compare(drawn)
         training = [module for module in self._module.modules() if module.training]
         self._module.eval()
         try:
@@ -120,6 +122,11 @@ class MicroBatches:
                 module.training = True
         pipeline.end_batch()
         return pipeline.share_loss(total / len(drawn))
+
+    def _compare(self, drawn: Sequence[Any]) -> None:
+        """See that ranks with one data coordinate have the same samples."""
+        for batch in drawn:
+            self._parts.samples.check(*arguments(batch))
 
     def _forward(self, action: Action, micros: dict[int, Any]) -> Tensor | None:
         """A stage's forward; the last one's loss."""

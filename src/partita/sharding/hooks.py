@@ -30,8 +30,8 @@ def _nothing(*args: Any) -> None:
     pass
 
 
-class ForwardEnded(Exception):
-    """Ends a forward before its end. Modules that it leaves have ``values``, what goes on elsewhere, for their output."""
+class ForwardEndedError(Exception):
+    """Ends a forward before its end. ``values``, what goes on elsewhere, stand for the output of modules it leaves."""
 
     def __init__(self, values: Sequence[Tensor]) -> None:
         super().__init__("the forward goes on elsewhere")
@@ -41,7 +41,7 @@ class ForwardEnded(Exception):
 def _ended_with(output: Any) -> Any:
     """A module's output, or what a forward that ended inside it goes on with."""
     error = sys.exception()
-    return error.values if output is None and isinstance(error, ForwardEnded) else output
+    return error.values if output is None and isinstance(error, ForwardEndedError) else output
 
 
 class UnitHooks:

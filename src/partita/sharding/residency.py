@@ -23,7 +23,7 @@ class Residency:
     """Opens and closes units; the only caller of the executor's gathers and releases.
 
     Attributes: ``subscriber`` to the events of its units; ``version``: how often parameters were changed;
-    ``within_batch``: the forwards and backwards of several micro-batches take turns, so what stays whole between forward
+    ``within_batch``: forwards and backwards of several micro-batches take turns, so what stays whole between forward
     and backward does so until the last, and the order is learned of them all.
 
     Args:

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from partita import Config, ConfigError
+from partita.config import deepspeed
 from partita.integrations.huggingface.arguments import (
     Argument,
     Precision,
     check_alike,
     check_training_arguments,
     given,
+    has_schedule,
     merged,
     precision_of,
 )
@@ -91,11 +93,6 @@ def check(config: dict[str, Any], folder: Path, **settings: Any) -> None:
         ({"optimizer": {"betas": [0.9, 0.95]}}, ("optimizer.betas", "adam_beta2", "[0.9, 0.95]", "[0.9, 0.999]")),
         ({"optimizer": {"eps": 1e-6}}, ("optimizer.eps", "adam_epsilon", "1e-06", "1e-08")),
         ({"optimizer": {"weight_decay": 0.0}}, ("optimizer.weight_decay", "weight_decay", "0.0", "0.1")),
-        (
-            {"schedule": {"name": "linear", "total_steps": 9}},
-            ("schedule.name", "lr_scheduler_type", "linear", "cosine"),
-        ),
-        ({"schedule": {"warmup_steps": 5}}, ("schedule.warmup_steps", "warmup_steps", "5", "1")),
     ],
 )
 def test_training_arguments_that_differ(config: dict[str, Any], shown: tuple[str, ...], tmp_path: Path) -> None:
@@ -106,10 +103,64 @@ def test_training_arguments_that_differ(config: dict[str, Any], shown: tuple[str
 
 def test_training_arguments_that_are_alike(tmp_path: Path) -> None:
     optimizer = {"name": "adamw", "lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
-    schedule = {"name": "cosine", "warmup_steps": 1, "total_steps": 9}
     batch = {"micro": 2, "accumulate": 2, "total": 4}
-    config = {"batch": batch, "clip_grad_norm": 1.0, "optimizer": optimizer, "schedule": schedule}
-    check(config, tmp_path, max_steps=9)
+    config = {"batch": batch, "clip_grad_norm": 1.0, "optimizer": optimizer}
+    check(config, tmp_path)
+
+
+DEFAULTS = {"lr_scheduler_type": "linear", "warmup_steps": 0, "learning_rate": 5e-5}
+
+
+def scheduled(schedule: dict[str, Any], folder: Path, **settings: Any) -> bool:
+    try:
+        return has_schedule(Config(schedule=schedule), arguments(folder, **(DEFAULTS | settings)), 60)
+    finally:
+        reset()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"lr_scheduler_type": "cosine", "warmup_steps": 6, "max_steps": 60},
+        {"warmup_steps": 0.1, "learning_rate": 1e-3},
+    ],
+)
+def test_a_schedule_that_the_arguments_say_too_or_not_at_all(settings: dict[str, Any], tmp_path: Path) -> None:
+    own = {"name": "cosine", "warmup_steps": 6, "total_steps": 60, "max_lr": 1e-3}
+    assert scheduled(own, tmp_path, **settings)
+    assert not scheduled({}, tmp_path, **settings)
+
+
+@pytest.mark.parametrize("warmup", [1, 10])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("WarmupLR", "constant_with_warmup"), ("WarmupDecayLR", "linear"), ("WarmupCosineLR", "cosine")],
+)
+def test_a_schedule_of_deepspeeds_that_the_arguments_say_too(kind: str, name: str, warmup: int, tmp_path: Path) -> None:
+    params: dict[str, Any] = {"warmup_num_steps": warmup}
+    params |= {} if kind == "WarmupLR" else {"total_num_steps": 60}
+    params |= {} if kind == "WarmupCosineLR" else {"warmup_max_lr": 1e-3}
+    found: Any = deepspeed.read({"scheduler": {"type": kind, "params": params}}, 1, arguments={}).settings["schedule"]
+    same = {"lr_scheduler_type": name, "warmup_steps": warmup, "max_steps": 60, "learning_rate": 1e-3}
+    assert scheduled(found, tmp_path, **same)
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ({"lr_scheduler_type": "cosine"}, ("schedule.name and lr_scheduler_type differ", "linear", "cosine")),
+        ({"lr_scheduler_kwargs": {"num_cycles": 2}}, ("schedule.name and lr_scheduler_kwargs differ", "num_cycles")),
+        ({"warmup_steps": 5}, ("schedule.warmup_steps and warmup_steps differ", "6", "5")),
+        ({"max_steps": 50}, ("schedule.total_steps and max_steps differ", "60", "50")),
+        ({"learning_rate": 1e-2}, ("schedule.max_lr and learning_rate differ", "0.001", "0.01")),
+    ],
+)
+def test_a_schedule_that_differs(settings: dict[str, Any], shown: tuple[str, ...], tmp_path: Path) -> None:
+    own = {"name": "linear", "warmup_steps": 6, "total_steps": 60, "max_lr": 1e-3}
+    with pytest.raises(ConfigError, match="leave schedule out: the trainer's value is used") as error:
+        scheduled(own, tmp_path, **settings)
+    assert all(part in str(error.value) for part in shown)
 
 
 @pytest.mark.parametrize("checkpoint", [{"dir": "here"}, {"dir": "here", "every_steps": 5}])

@@ -1,12 +1,16 @@
 """A Trainer's losses, norms and learning rates on partita: those of the plain Trainer, and the same at every stage."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from partita.config import deepspeed
 from tests.integrations.huggingface.runs import Run, histories
 from tests.local import pool
 
+LEARNING_RATES = Path(__file__).parents[2] / "config" / "deepspeed" / "learning_rates.json"
 Rows = list[dict[str, float]]
 STAGES = (0, 1, 2, 3)
 
@@ -109,3 +113,16 @@ def test_units_that_are_updated_in_backward() -> None:
     config = at(3, precision={"gradients": "in_backward"})
     plain, rows = on(2, Run(None, arguments), Run(config, arguments))
     assert_close(rows, plain)
+
+
+def test_a_schedule_of_deepspeeds_that_is_written_out() -> None:
+    """The rates are those of DeepSpeed's own class (``tests/config/test_deepspeed.py`` says where they are from)."""
+    known = json.loads(LEARNING_RATES.read_text())
+    wanted = next(one for one in known if one["scheduler"]["type"] == "WarmupDecayLR" and one["lr"] != 1e-3)
+    config = {"zero_optimization": {"stage": 2}, "scheduler": wanted["scheduler"]}
+    settings = deepspeed.read(config, 1, arguments={}).settings
+    silent = {"lr_scheduler_type": "linear", "warmup_steps": 0, "learning_rate": 5e-5, "logging_strategy": "steps"}
+    (rows,) = on(1, Run(settings, silent))
+    rates = [row["learning_rate"] for row in rows if "learning_rate" in row]
+    assert len(rates) == 6
+    assert rates == pytest.approx(wanted["rates"][:6], abs=1e-12)

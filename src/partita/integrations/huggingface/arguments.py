@@ -1,7 +1,7 @@
 """What the trainer's arguments and the configuration both say: one value, or an error that shows both."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from partita.config.load import load_config
@@ -34,8 +34,11 @@ def given(config: Config, key: str) -> Any:
     return None if value == "auto" else value
 
 
-def check_alike(config: Config, arguments: Iterable[Argument]) -> None:
+def check_alike(config: Config, arguments: Iterable[Argument], whole: str | None = None) -> None:
     """Compare what is given in both places.
+
+    Args:
+        whole: the section that is to be left out whole, where single keys of it cannot be.
 
     Raises:
         ConfigError: a value differs; shows both.
@@ -46,7 +49,7 @@ def check_alike(config: Config, arguments: Iterable[Argument]) -> None:
             raise conflict(
                 f"{argument.key} and {argument.name} differ",
                 [Row(argument.key, value, "config"), Row(argument.name, argument.value, "trainer")],
-                f"leave {argument.key} out: the trainer's value is used",
+                f"leave {whole or argument.key} out: the trainer's value is used",
             )
 
 
@@ -100,7 +103,7 @@ def check_training_arguments(config: Config, args: Any, *, own_optimizer: bool) 
     """Compare the configuration with ``transformers.TrainingArguments``.
 
     Args:
-        own_optimizer: whether the trainer makes optimizer and schedule from the arguments.
+        own_optimizer: whether the trainer makes the optimizer from the arguments.
 
     Raises:
         ConfigError: a value differs, or belongs to partita's own loop.
@@ -125,7 +128,6 @@ def check_training_arguments(config: Config, args: Any, *, own_optimizer: bool) 
         Argument("clip_grad_norm", "max_grad_norm", float(args.max_grad_norm)),
     ]
     if own_optimizer:
-        schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
         optimizer = str(getattr(args.optim, "value", args.optim))
         arguments += [
             Argument("optimizer.name", "optim", _OPTIMIZERS.get(optimizer, optimizer)),
@@ -133,12 +135,44 @@ def check_training_arguments(config: Config, args: Any, *, own_optimizer: bool) 
             Argument("optimizer.betas", "(adam_beta1, adam_beta2)", (args.adam_beta1, args.adam_beta2)),
             Argument("optimizer.eps", "adam_epsilon", args.adam_epsilon),
             Argument("optimizer.weight_decay", "weight_decay", args.weight_decay),
-            Argument("schedule.name", "lr_scheduler_type", _SCHEDULES.get(schedule, schedule)),
-            Argument("schedule.warmup_steps", "warmup_steps", args.warmup_steps),
         ]
-        if args.max_steps > 0:
-            arguments.append(Argument("schedule.total_steps", "max_steps", args.max_steps))
     check_alike(config, arguments)
+
+
+def has_schedule(config: Config, args: Any, num_steps: int) -> bool:
+    """Whether the schedule is the configuration's: it is written there, and the arguments say no other one.
+
+    Args:
+        args: ``transformers.TrainingArguments``; those that are as they are by default say nothing.
+        num_steps: optimizer steps of the run.
+
+    Raises:
+        ConfigError: a value differs.
+    """
+    if not config.schedule.model_fields_set:
+        return False
+    check_alike(config, _of_schedule(config, args, num_steps), whole="schedule")
+    return True
+
+
+def _of_schedule(config: Config, args: Any, num_steps: int) -> Iterator[Argument]:
+    schedule = config.schedule
+    written = {field.name for field in fields(args) if getattr(args, field.name) != field.default}
+    if "lr_scheduler_type" in written:
+        name = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+        yield Argument("schedule.name", "lr_scheduler_type", _SCHEDULES.get(name, name))
+    if args.lr_scheduler_kwargs:
+        yield Argument("schedule.name", "lr_scheduler_kwargs", args.lr_scheduler_kwargs)
+    if "learning_rate" in written:
+        yield Argument("schedule.max_lr", "learning_rate", args.learning_rate)
+    # A schedule of DeepSpeed's has a step before the warm-up, which is of two steps at least.
+    if "warmup_steps" in written:
+        steps = args.get_warmup_steps(num_steps)
+        yield Argument("schedule.warmup_steps", "warmup_steps", max(2, steps) if schedule.initial_steps else steps)
+    if "max_steps" in written:
+        later = args.max_steps + schedule.initial_steps
+        alike = schedule.total_steps == later
+        yield Argument("schedule.total_steps", "max_steps", later if alike else args.max_steps)
 
 
 def _total(args: Any) -> int:

@@ -12,6 +12,7 @@ import transformers.trainer
 from accelerate.utils import broadcast_object_list
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from partita.config.load import load_config
 from partita.config.resolve import resolve
@@ -19,11 +20,12 @@ from partita.config.schema import Config
 from partita.engine.engine import Engine
 from partita.errors import ConfigError, PartitaError
 from partita.integrations.huggingface.accelerator import CHECKPOINT, Accelerator, Source
-from partita.integrations.huggingface.arguments import check_training_arguments
+from partita.integrations.huggingface.arguments import check_training_arguments, has_schedule
 from partita.integrations.huggingface.checkpoints import newest_complete, what_lacks
 from partita.integrations.huggingface.engines import Prepared
 from partita.integrations.huggingface.saving import keep_dtype
 from partita.integrations.huggingface.training_arguments import SETTINGS
+from partita.optim.build import build_schedule
 from partita.planner.blueprint import row_of
 
 _SCHEDULER = "scheduler.pt"
@@ -48,6 +50,7 @@ class Trainer(transformers.Trainer):
         if partita_config is not None:
             self.default_config = partita_config
         self.optimizer: Optimizer | None
+        self.lr_scheduler: Any  # None until it is made
         self._makes_optimizer = kwargs.get("optimizers", (None, None))[0] is None
         super().__init__(*args, **kwargs)
 
@@ -64,7 +67,7 @@ class Trainer(transformers.Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         args = self.args
-        config = load_config(self._source())
+        config = self._config = load_config(self._source())
         check_training_arguments(config, args, own_optimizer=self._makes_optimizer)
         values = {
             "batch.micro": args.train_batch_size,
@@ -89,6 +92,16 @@ class Trainer(transformers.Trainer):
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The engine brings what belongs on the device; whole, the model may not fit there."""
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
+        """The schedule that the configuration has written out, or else that of the arguments."""
+        if self.lr_scheduler is None and has_schedule(self._config, self.args, num_training_steps):
+            trained = optimizer or self.optimizer
+            assert trained is not None, "the Trainer makes its optimizer first"
+            self.lr_scheduler = build_schedule(trained, self._config.schedule)
+            self._created_lr_scheduler = True
+        scheduler: LRScheduler = super().create_scheduler(num_training_steps, optimizer)
+        return scheduler
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A new model; the engine of the one before ends."""

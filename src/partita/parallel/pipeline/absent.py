@@ -29,7 +29,7 @@ _METADATA = frozenset(
 _ACCESS = ("__get__", "__set__")
 
 
-class DataNeeded(PartitaError):
+class DataNeededError(PartitaError):
     """A forward asks for the data of a tensor that another stage computes."""
 
 
@@ -52,7 +52,7 @@ class Absent(Tensor):
     def __init__(self, form: Tensor, device: torch.device, origin: str) -> None:
         super().__init__()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Absent({tuple(self.shape)}, {self.dtype}, depends on '{self.origin}')"
 
     @classmethod
@@ -64,15 +64,15 @@ class Absent(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") not in _ACCESS:
-            if any(is_elsewhere(leaf) or arrived(leaf) is not leaf for leaf in tree_leaves((args, kwargs))):
-                args, kwargs = tree_map(lambda leaf: arrived(_read(leaf)), (args, kwargs))
-                return func(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs)) if getattr(func, "__name__", "") not in _ACCESS else ()
+        if any(is_elsewhere(leaf) or arrived(leaf) is not leaf for leaf in leaves):
+            args, kwargs = tree_map(lambda leaf: arrived(_read(leaf)), (args, kwargs))
+            return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
@@ -84,9 +84,9 @@ class Absent(Tensor):
         try:
             output = func(*forms[0], **forms[1])
         except (NotImplementedError, RuntimeError) as error:
-            if isinstance(error, DataNeeded):
+            if isinstance(error, DataNeededError):
                 raise
-            raise DataNeeded(
+            raise DataNeededError(
                 f"{func} asks for the data of a tensor that depends on '{origin}', which another stage of the pipeline "
                 "computes: shapes and branches of the forward may depend on the inputs alone, outside the blocks"
             ) from error
@@ -122,7 +122,7 @@ def without_data(tensor: Tensor, origin: str) -> Absent:
     return Absent(form, tensor.device, origin)
 
 
-# -- parameters ----------------------------------------------------------------------------------------------------------
+# -- parameters --------------------------------------------------------------------------------------------------------
 
 
 class AbsentParameter(Elsewhere):
@@ -153,10 +153,10 @@ class AbsentParameter(Elsewhere):
 
 
 class _Known:
-    """Of an absent parameter: its name, the device it computes on, and who is told when it is read."""
+    """Of an absent parameter: its class, its name, the device it computes on, and who is told when it is read."""
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        self.name, self.device = name, device
+    def __init__(self, kind: type[nn.Parameter], name: str, device: torch.device) -> None:
+        self.kind, self.name, self.device = kind, name, device
         self.note: Callable[[Tensor], None] = lambda param: None
 
 
@@ -175,8 +175,13 @@ def _read(leaf: Any) -> Any:
 
 def send_away(param: nn.Parameter, name: str, device: torch.device) -> None:
     """Mark a parameter as held by other stages. Its values stay, for whoever gives them to those."""
-    _known[param] = _Known(name, device)
+    _known[param] = _Known(type(param), name, device)
     param.__class__ = AbsentParameter
+
+
+def bring_back(param: nn.Parameter) -> None:
+    """Undo :func:`send_away`: the parameter has its values still."""
+    param.__class__ = _known.pop(param).kind
 
 
 @contextmanager
@@ -184,13 +189,12 @@ def all_away(
     module: nn.Module, device: torch.device, note: Callable[[Tensor], None] = lambda param: None
 ) -> Iterator[None]:
     """Inside the block all parameters of a module are absent; ``note`` is told of each read of one that was there."""
-    there = [(name, param, type(param)) for name, param in module.named_parameters() if not is_elsewhere(param)]
-    for name, param, _ in there:
+    there = [(name, param) for name, param in module.named_parameters() if not is_elsewhere(param)]
+    for name, param in there:
         send_away(param, name, device)
         _known[param].note = note
     try:
         yield
     finally:
-        for _, param, kind in there:
-            param.__class__ = kind
-            del _known[param]
+        for _, param in there:
+            bring_back(param)

@@ -5,12 +5,14 @@ from torch import nn
 from partita.comm.mesh import Mesh
 from partita.config.resolve import Resolved
 from partita.errors import ConfigError
+from partita.parallel.applied import Parallel
 from partita.parallel.pipeline.absent import send_away
-from partita.parallel.pipeline.cut import Cut, cut
+from partita.parallel.pipeline.cut import cut
 from partita.parallel.pipeline.schedule import Schedule, Shape, make_schedule
 from partita.parallel.pipeline.simulate import simulate
 from partita.plan.place import Place
 from partita.plan.share import Share
+from partita.planner.elsewhere import is_elsewhere
 from partita.planner.parameters import find_everywhere
 
 
@@ -23,27 +25,35 @@ def schedule_of(resolved: Resolved) -> Schedule:
     return schedule
 
 
-def cut_model(model: nn.Module, resolved: Resolved, mesh: Mesh) -> tuple[Cut | None, dict[int, Share]]:
-    """Cut the model into stages and mark the parameters that only other ranks hold; returns with the cut what is held
-    by several ranks of the pipeline.
+def cut_model(model: nn.Module, resolved: Resolved, mesh: Mesh, parallel: Parallel) -> None:
+    """Cut the model into stages, and mark the parameters that only other ranks hold.
 
     Raises:
         ConfigError: the model cannot be cut so, or computes its loss from values inside blocks.
     """
-    parallel = resolved.config.parallel
-    if parallel.pipeline == 1:
-        return None, {}
+    asked = resolved.config.parallel
     _check_loss(model)
-    names = None if parallel.cut == "auto" else parallel.cut
-    found = cut(model, parallel.pipeline * parallel.chunks, names, mesh.device)
-    own, shares = mesh.coordinate("pipeline"), dict[int, Share]()
+    names = None if asked.cut == "auto" else asked.cut
+    parallel.cut = found = cut(model, asked.pipeline * asked.chunks, names, mesh.device)
+    own = mesh.coordinate("pipeline")
     for holding in find_everywhere(model):
-        ranks = tuple(sorted({stage % parallel.pipeline for stage in found.stages[id(holding.param)]}))
+        ranks = tuple(sorted({stage % asked.pipeline for stage in found.stages[id(holding.param)]}))
         if own not in ranks:
             send_away(holding.param, holding.fqns[0], mesh.device)
+            parallel.away.append(holding.param)
         elif len(ranks) > 1:
-            shares[id(holding.param)] = Share(Place(tuple(holding.param.shape)), averaged=("tensor",), stages=ranks)
-    return found, shares
+            place = Place(tuple(holding.param.shape))
+            parallel.shares[id(holding.param)] = Share(place, averaged=("tensor",), stages=ranks)
+    for stage in range(len(found.bounds) - 1):
+        blocks = found.blocks_of(stage)
+        named = blocks[0] if len(blocks) == 1 else f"{blocks[0]} to {blocks[-1]}"
+        parallel.lines.append(f"stage {stage}, on pipeline rank {stage % asked.pipeline}: {named}")
+
+
+def leave_alone_elsewhere(model: nn.Module, parallel: Parallel) -> None:
+    """Take back what other axes changed of modules that run on other stages alone."""
+    modules = [module for module in model.modules() if any(True for _ in module.parameters())]
+    parallel.changes.undo_within(m for m in modules if all(is_elsewhere(param) for param in m.parameters()))
 
 
 def _check_loss(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -69,7 +70,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) < 5 else f"{names[0]}, {names[1]}, ... {names[-1]}"
 
 
-# -- blocks --------------------------------------------------------------------------------------------------------------
+# -- blocks ------------------------------------------------------------------------------------------------------------
 
 
 def _blocks(model: nn.Module, names: Sequence[str]) -> list[str]:
@@ -115,9 +116,7 @@ def _call_order(model: nn.Module, blocks: Sequence[str], device: torch.device) -
     }
 
 
-def _run(
-    model: nn.Module, blocks: Sequence[str], device: torch.device
-) -> tuple[list[str], Mapping[int, set[int]]]:
+def _run(model: nn.Module, blocks: Sequence[str], device: torch.device) -> tuple[list[str], Mapping[int, set[int]]]:
     """What a run without data finds, as far as it comes."""
     order, reads = list[str](), defaultdict[int, set[int]](set)
     inputs = getattr(model, "dummy_inputs", None)
@@ -145,7 +144,8 @@ class _Passed:
 
     def __init__(self, module: nn.Module, name: str, order: list[str], device: torch.device) -> None:
         self._module, self._name, self._order = module, name, order
-        self._stand_in, self._compiled = StandIn(module, name, device), module._compiled_call_impl
+        self._stand_in = StandIn(module, name, device, lambda _: nullcontext())
+        self._compiled = module._compiled_call_impl
         self.runs = False
         module._compiled_call_impl = self
 
@@ -184,7 +184,7 @@ def _registered(model: nn.Module, blocks: Sequence[str]) -> dict[int, list[int]]
     return found
 
 
-# -- balance -------------------------------------------------------------------------------------------------------------
+# -- balance -----------------------------------------------------------------------------------------------------------
 
 
 def _cost(param: Tensor) -> int:
@@ -198,6 +198,7 @@ def _even(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
     for cost in costs:
         sums.append(sums[-1] + cost)
     num = len(costs)
+    best: dict[tuple[int, int], tuple[int, tuple[int, ...]]]
     best = {(1, stop): (sums[stop], (0, stop)) for stop in range(1, num + 1)}
     for stages in range(2, num_stages + 1):
         for stop in range(stages, num + 1):

@@ -1,7 +1,7 @@
 """What goes from stage to stage: what the next one lacks of its first block's arguments, and the gradients of that.
 
-Both sides run the model's own forward, so the receiver knows the shapes: they may differ from micro-batch to micro-batch.
-Which of the arguments it lacks depends on their form alone, and is asked for when a form comes for the first time.
+Both sides run the model's own forward, so the receiver knows the shapes: micro-batches may have others. Which
+of the arguments it lacks depends on their form alone, and is asked for when a form comes for the first time.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from partita.comm.group import Group, Handle
 from partita.errors import PartitaError
-from partita.parallel.pipeline.absent import arrived, is_missing
+from partita.parallel.pipeline.absent import Absent, arrived, is_missing
 from partita.parallel.pipeline.stage import Arguments, bypasses
 
 PURPOSE = "pipeline"
@@ -45,7 +45,7 @@ class _Arrive(torch.autograd.Function):
         return passed.pop()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         ctx.arrival.gradient = gradient
         return None, None, None
 
@@ -92,7 +92,9 @@ class Edges:
         self._sent += self.group.send([value.detach() for value in values], self._behind, "forward", PURPOSE)
         return [value for value in values if value.is_floating_point()]
 
-    def receive(self, arguments: Arguments, lacking: Sequence[int], training: bool) -> tuple[list[Tensor], list[Arrival]]:
+    def receive(
+        self, arguments: Arguments, lacking: Sequence[int], training: bool
+    ) -> tuple[list[Tensor], list[Arrival]]:
         """Receive the arguments that are lacking; with them, where gradients are on, what will have their gradients.
 
         Raises:
@@ -149,6 +151,6 @@ def _wait(handles: Sequence[Handle]) -> None:
 
 def _strided_as(value: Tensor, like: Tensor) -> Tensor:
     """``value`` with the strides that it has where it was computed: kernels may add in another order elsewhere."""
-    if value.stride() == like.stride() or not torch._prims_common.is_non_overlapping_and_dense(like):
+    if value.stride() == like.stride():
         return value
-    return torch.empty_strided(like.shape, like.stride(), dtype=value.dtype, device=value.device).copy_(value)
+    return torch.empty_like(like._form, device=value.device).copy_(value) if isinstance(like, Absent) else value

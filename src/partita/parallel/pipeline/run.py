@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
+from partita.parallel.applied import Parallel
 from partita.parallel.pipeline.absent import Absent, is_missing
-from partita.parallel.pipeline.cut import Cut, outside
+from partita.parallel.pipeline.cut import outside
 from partita.parallel.pipeline.edges import Arrival, Edges
 from partita.parallel.pipeline.schedule import Action, Order, Schedule, Shape, Work, make_schedule
 from partita.parallel.pipeline.stage import Arguments, Stages, bypasses
@@ -29,19 +30,20 @@ class Pipeline:
     """The stages of this rank. Without a pipeline there is one, which is the model.
 
     Args:
-        cut: where the model is cut; None: nowhere.
+        parallel: says where the model is cut, and what its modules are while they run.
         schedule: of a training batch.
     """
 
-    def __init__(self, model: nn.Module, cut: Cut | None, schedule: Schedule, collectives: Collectives) -> None:
-        self._model, self._cut, self.schedule = model, cut, schedule
+    def __init__(self, model: nn.Module, parallel: Parallel, schedule: Schedule, collectives: Collectives) -> None:
+        self._model, self._cut, self.schedule = model, parallel.cut, schedule
         self._group = collectives.group(PIPELINE_AXES)
         shape, device = schedule.shape, collectives.mesh.device
         self._kept = dict[tuple[int, int], _Kept]()
         self._stages: Stages | None = None
-        if cut is not None:
+        if (cut := parallel.cut) is not None:
             held = {id(param) for param in model.parameters() if not is_elsewhere(param)}
-            self._stages = Stages(model, cut.blocks, dict(outside(model, cut.blocks, held)), device)
+            around, plain = dict(outside(model, cut.blocks, held)), parallel.changes.suspended
+            self._stages = Stages(model, cut.blocks, around, device, plain)
             numbers = [shape.stage(self._group.index, chunk) for chunk in range(shape.chunks)]
             self._edges = [Edges(self._group, number, shape.num_stages, device) for number in numbers]
 

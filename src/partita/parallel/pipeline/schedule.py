@@ -89,7 +89,7 @@ def make_schedule(name: str, shape: Shape) -> Schedule:
 
 
 def _rounds(shape: Shape) -> list[range]:
-    """The micro-batches that go through one chunk before the next one: about as many as there are ranks, and no fewer."""
+    """The micro-batches that go through one chunk before the next one: as many as there are ranks, or a few more."""
     num = max(1, shape.micros // shape.ranks) if shape.chunks > 1 else 1
     cuts = [-(-shape.micros * at // num) for at in range(num + 1)]
     return [range(start, stop) for start, stop in pairwise(cuts)]

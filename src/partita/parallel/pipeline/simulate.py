@@ -18,8 +18,8 @@ class Costs:
 
 @dataclass(frozen=True)
 class Course:
-    """``time`` of a batch, in the unit of the costs; the share of it that ranks wait (``bubble``); for each rank the most
-    forwards whose activations it keeps at once (of one of its chunks each).
+    """``time`` of a batch, in the unit of the costs; the share of it that ranks wait (``bubble``); for each rank the
+    most forwards whose activations it keeps at once (of one of its chunks each).
     """
 
     time: float
@@ -79,9 +79,10 @@ def _needed(action: Action, stage: int, last: int) -> list[tuple[Work, int, int]
 def _check_edges(schedule: Schedule) -> None:
     """See that what goes over an edge, in one direction, is received in the order in which it is sent."""
     shape, last = schedule.shape, schedule.shape.num_stages - 1
-    sent, received = defaultdict[tuple[Work, int, int], list[tuple[int, int]]](list), defaultdict[
-        tuple[Work, int, int], list[tuple[int, int]]
-    ](list)
+    sent, received = (
+        defaultdict[tuple[Work, int, int], list[tuple[int, int]]](list),
+        defaultdict[tuple[Work, int, int], list[tuple[int, int]]](list),
+    )
     for rank, order in enumerate(schedule.orders):
         for action in order:
             stage, step = shape.stage(rank, action.chunk), 1 if action.work is Work.FORWARD else -1
@@ -94,8 +95,8 @@ def _check_edges(schedule: Schedule) -> None:
     for edge, messages in sent.items():
         if messages != received[edge]:
             raise PartitaError(
-                f"the order {schedule.name} of {shape} cannot be run: rank {edge[1]} sends to rank {edge[2]} in another "
-                f"order than that one receives\n{schedule}"
+                f"the order {schedule.name} of {shape} cannot be run: rank {edge[1]} sends to rank {edge[2]} in "
+                f"another order than that one receives\n{schedule}"
             )
 
 

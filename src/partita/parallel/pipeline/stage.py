@@ -15,8 +15,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from partita.errors import PartitaError
 from partita.parallel.pipeline.absent import Absent, arrived, is_missing
-from partita.parallel.pipeline.stand_in import StandIn
-from partita.sharding.hooks import ForwardEnded
+from partita.parallel.pipeline.stand_in import Plain, StandIn
+from partita.sharding.hooks import ForwardEndedError
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Arguments:
         return self.spec, tuple(isinstance(leaf, Tensor) for leaf in self.leaves)
 
 
-class Reached(ForwardEnded):
+class ReachedError(ForwardEndedError):
     """The forward has come to the first block of the next stage, called with ``arguments``."""
 
     def __init__(self, arguments: Arguments) -> None:
@@ -69,17 +69,26 @@ class Stages:
         blocks: the names of the blocks, in the order of the forward.
         outside: other modules with parameters that this rank holds, by name.
         device: where tensors without data say that they are.
+        plain: see :class:`StandIn`.
     """
 
     def __init__(
-        self, model: nn.Module, blocks: Sequence[str], outside: Mapping[str, nn.Module], device: torch.device
+        self,
+        model: nn.Module,
+        blocks: Sequence[str],
+        outside: Mapping[str, nn.Module],
+        device: torch.device,
+        plain: Plain,
     ) -> None:
         self.blocks = blocks
         self.passage: Passage | None = None
         modules = dict(model.named_modules())
+        stands: list[tuple[nn.Module, str, int | None]]
         stands = [(modules[name], name, index) for index, name in enumerate(blocks)]
         stands += [(module, name, None) for name, module in outside.items()]
-        self._calls = [_Call(module, name, index, self, device) for module, name, index in stands]
+        self._calls = [
+            _Call(module, index, self, StandIn(module, name, device, plain), name) for module, name, index in stands
+        ]
 
     def forward(self, start: int, stop: int, call: Callable[[], Any], receive: Receive) -> Any:
         """Run ``call``, a forward of the model, for the stage of the blocks ``[start, stop)``.
@@ -93,7 +102,7 @@ class Stages:
         self.passage = Passage(start, stop, receive)
         try:
             output = call()
-        except Reached as reached:
+        except ReachedError as reached:
             return reached.arguments
         finally:
             self.passage = None
@@ -114,13 +123,10 @@ class Stages:
 class _Call:
     """Stands between a module and who calls it, before the module's hooks. ``index``: of a block."""
 
-    def __init__(
-        self, module: nn.Module, name: str, index: int | None, stages: Stages, device: torch.device
-    ) -> None:
-        self._module, self._name, self._index, self._stages = module, name, index, stages
+    def __init__(self, module: nn.Module, index: int | None, stages: Stages, stand_in: StandIn, name: str) -> None:
+        self._module, self._index, self._stages, self._stand_in, self._name = module, index, stages, stand_in, name
         self._compiled = module._compiled_call_impl
         self._own = self._compiled or module._call_impl
-        self._stand_in = StandIn(module, name, device)
         module._compiled_call_impl = self
 
     def remove(self) -> None:
@@ -130,8 +136,8 @@ class _Call:
         passage, index = self._stages.passage, self._index
         if passage is None:
             raise PartitaError(
-                f"'{self._name}' was called outside engine.train_batch and engine.eval_batch: under parallel.pipeline no "
-                "rank has the whole model; feed it by these"
+                f"'{self._name}' was called outside engine.train_batch and engine.eval_batch: under parallel.pipeline "
+                "no rank has the whole model; feed it by these"
             )
         if index is None:
             return self._own(*args, **kwargs) if passage.between_own else self._stand_in(args, kwargs)
@@ -139,7 +145,7 @@ class _Call:
             raise self._out_of_order(passage.position, index)
         passage.position = index + 1
         if index == passage.stop:
-            raise Reached(Arguments.of(args, kwargs))
+            raise ReachedError(Arguments.of(args, kwargs))
         if index < passage.start:
             return self._stand_in(args, kwargs)
         return self._call(passage, Arguments.of(args, kwargs))
@@ -163,9 +169,9 @@ class _Call:
         if index < position:
             text = f"'{self._name}' was called behind '{blocks[position - 1]}'"
             return PartitaError(
-                f"{text}, and the pipeline expected it before, once in a forward: a block that is called several times, "
-                "or in another order than that of the model's modules, cannot be cut off; name blocks in parallel.cut "
-                "that contain those"
+                f"{text}, and the pipeline expected it before, once in a forward: a block that is called several "
+                "times, or in another order than that of the model's modules, cannot be cut off; name blocks in "
+                "parallel.cut that contain those"
             )
         return PartitaError(
             f"'{self._name}' was called without '{blocks[index - 1]}' before: a forward may not leave out "
@@ -174,9 +180,9 @@ class _Call:
 
 
 def bypasses(value: Absent, reader: str) -> PartitaError:
-    """The error about a value of another stage that ``reader`` needs, and that does not come with its block's arguments."""
+    """The error about a value of another stage that ``reader`` needs and that is not sent."""
     return PartitaError(
-        f"{reader} needs a value that depends on '{value.origin}', which is on an earlier stage of the pipeline, and it "
-        "does not pass the cut: only the arguments of a stage's first block are sent; hand it to the blocks, cut so that "
-        "both are on one stage (parallel.cut), or leave parallel.pipeline out"
+        f"{reader} needs a value that depends on '{value.origin}', which is on an earlier stage of the pipeline, and "
+        "it does not pass the cut: only the arguments of a stage's first block are sent; hand it to the blocks, cut so "
+        "that both are on one stage (parallel.cut), or leave parallel.pipeline out"
     )

@@ -1,23 +1,28 @@
 """What a block of another stage returns here: the form of its output, without data."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from partita.parallel.pipeline.absent import Absent, DataNeeded, all_away, without_data
+from partita.parallel.pipeline.absent import Absent, DataNeededError, all_away, without_data
 from partita.sharding.nested import map_tensors, tensors_in
+
+Plain = Callable[[Sequence[nn.Module]], AbstractContextManager[None]]
 
 
 class StandIn:
     """Stands in for a module's forward. The form of the output is found by running the module without data, once for
     each form of its arguments; where that needs data (a router's choice), the output is like the first argument.
+
+    Args:
+        plain: makes modules what they were before other axes changed their forwards, in a ``with`` block.
     """
 
-    def __init__(self, module: nn.Module, name: str, device: torch.device) -> None:
-        self._module, self._name, self._device = module, name, device
+    def __init__(self, module: nn.Module, name: str, device: torch.device, plain: Plain) -> None:
+        self._module, self._name, self._device, self._plain = module, name, device, plain
         self._forms = dict[Any, Any]()
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -37,12 +42,13 @@ class StandIn:
         with (
             torch.no_grad(),
             torch.random.fork_rng(devices=[]),
+            self._plain([self._module]),
             all_away(self._module, self._device),
             buffers_kept(self._module),
         ):
             try:
                 return self._module.forward(*args, **kwargs)
-            except DataNeeded:
+            except DataNeededError:
                 return next(tensors_in((args, kwargs)))
 
     def _without_numbers(self, tensor: Tensor) -> Tensor:

@@ -1,0 +1,92 @@
+"""Values to what travels in their place, and back, in one pass (:mod:`partita.plan.wire` has the codecs).
+
+On CPU tensors these are the C++ kernels of csrc/, elsewhere and without a compiler
+:mod:`partita.kernels.codec_reference`. Both give the same bits, for any number of threads, any instruction set, and any
+cut of a buffer between two blocks.
+"""
+
+import torch
+from torch import Tensor
+
+from partita.errors import PartitaError
+from partita.kernels import codec_reference, native
+from partita.kernels.state import GRADIENTS, check
+from partita.plan.wire import CODECS, Codec
+
+_NUMBERS = {name: number for number, name in enumerate(CODECS)}  # as csrc/kernels.hpp has them
+
+
+def encode(
+    codec: Codec,
+    values: Tensor,
+    codes: Tensor,
+    *,
+    seed: int | None = None,
+    first_block: int = 0,
+    held: Tensor | None = None,
+    threads: int = 1,
+    level: str | None = None,
+) -> None:
+    """Write what travels in place of ``values`` ``[n]`` (fp32, bf16 or fp16) into ``codes``, uint8
+    ``[codec.num_bytes(n)]``.
+
+    Args:
+        seed: round at random, by numbers that follow from it, so that what is decoded is right on average; None: to the
+            nearest level.
+        first_block: number of the first block in a buffer of which ``values`` are a cut.
+        held: fp32 ``[n]``: what was held back so far. It is added to the values, and holds afterwards what of both
+            decoding does not give back: error feedback (Seide et al., 2014; Karimireddy et al., 2019).
+        threads: at least 1; without compiled kernels, torch's own threads are used.
+        level: the instruction set (see :func:`partita.kernels.native.levels`); by default the widest.
+
+    Raises:
+        PartitaError: a tensor is not what it should be, the values are no whole blocks, or the codec does not round at
+            random.
+    """
+    _check(codec, values, codes, "values", GRADIENTS)
+    if held is not None:
+        check("held", held, GRADIENTS[:1], values)
+    if seed is not None and not codec.unbiased:
+        raise PartitaError(f"{codec.name} sends values as they are: it does not round at random; leave seed out")
+    kernels = native.kernels_for(values)
+    if kernels is None:
+        codec_reference.encode(codec, values, codes, held, seed, first_block)
+        return
+    kernels.encode(
+        native.launch(values.numel(), threads, level),
+        _NUMBERS[codec.name],
+        native.typed(values),
+        native.address(held),
+        native.address(codes),
+        (seed is not None, (seed or 0) % 2**32, first_block % 2**32),
+    )
+
+
+def decode(
+    codec: Codec, codes: Tensor, out: Tensor, *, add: bool = False, threads: int = 1, level: str | None = None
+) -> None:
+    """Write what ``codes`` stand for into ``out`` ``[n]`` (fp32, bf16 or fp16), or ``add`` it (fp32).
+
+    The arguments and errors are :func:`encode`'s.
+    """
+    _check(codec, out, codes, "out", GRADIENTS[:1] if add else GRADIENTS)
+    kernels = native.kernels_for(out)
+    if kernels is None:
+        codec_reference.decode(codec, codes, out, add=add)
+        return
+    kernels.decode(
+        native.launch(out.numel(), threads, level),
+        _NUMBERS[codec.name],
+        native.address(codes),
+        native.typed(out),
+        add,
+    )
+
+
+def _check(codec: Codec, values: Tensor, codes: Tensor, name: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    check(name, values, dtypes, values)
+    try:
+        expected = codec.num_bytes(values.numel())
+    except ValueError as error:
+        raise PartitaError(f"{name}: {error}") from None
+    check("codes", codes, (torch.uint8,), values, expected)

@@ -1,0 +1,128 @@
+"""The codecs of :mod:`partita.plan.wire` in plain torch: the definition of every bit, for any device.
+
+**Levels.** A code is one of 2c + 1 whole numbers from 0 on (c is 127, 7, 1.5, 1, 0.5 for 8 bits, 4 bits, 2 bits, three
+levels, signs) and stands for (code - c) * step; a record is the step, in fp32, and the codes. A value x becomes
+floor(x / step + c + r). Rounded at random, r is one of 2^16 fractions below 1, and the step is the block's largest
+magnitude / c: what is decoded is x on average (to 2^-17 of a step), and what is zero stays it. Rounded to nearest,
+r is 1/2 and codes beyond the last level are cut; the step of 2 bits is 1.25 mean magnitudes, that of signs 2 (which is
+their mean), and three levels are told apart at 0.7 of it, their step being the mean of those that are not zero.
+
+**top8.** The 8 largest magnitudes of a block, as they are, in the order of their places, then their places.
+
+A block of zeros is decoded as zeros, one in which something is not finite as nothing that is finite (top8: as it was).
+Random numbers are hashes of seed, place in the block and the block's number: they depend on nothing else.
+"""
+
+import torch
+from torch import Tensor
+
+from partita.kernels.quantize import LEAST_SCALE, nearest_bf16
+from partita.plan.residence import BLOCK
+from partita.plan.wire import STEP_BYTES, TOP, Codec
+
+# Of each codec: c, how many codes are in a byte, by which factor one weighs more than the one before, and the step in
+# mean magnitudes where it is that.
+_LEVELS = {
+    "int8": (127.0, 1, 256, 0.0),
+    "int4": (7.0, 2, 16, 0.0),
+    "two_bits": (1.5, 4, 4, 1.25),
+    "ternary": (1.0, 5, 3, 1.4),
+    "sign": (0.5, 8, 2, 2.0),
+}
+_WORD = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B1
+
+
+def encode(codec: Codec, values: Tensor, codes: Tensor, held: Tensor | None, seed: int | None, first: int) -> None:
+    """See :func:`partita.kernels.codec.encode`."""
+    given = values.float() if held is None else values.float() + held
+    blocks, records = given.view(-1, BLOCK), codes.view(-1, codec.record_bytes)
+    fractions = None if seed is None else _fractions(len(blocks), seed, first, values.device)
+    if codec.name == "top8":
+        _encode_top(blocks, records)
+    else:
+        _encode_levels(codec, blocks, records, fractions)
+    if held is not None:
+        held.copy_(given - _decoded(codec, codes))
+
+
+def decode(codec: Codec, codes: Tensor, out: Tensor, *, add: bool) -> None:
+    """See :func:`partita.kernels.codec.decode`."""
+    values = _decoded(codec, codes)
+    if add:
+        out.add_(values)
+    else:
+        out.copy_(nearest_bf16(values) if out.dtype == torch.bfloat16 else values)
+
+
+def _decoded(codec: Codec, codes: Tensor) -> Tensor:
+    records = codes.view(-1, codec.record_bytes)
+    if codec.name == "top8":
+        values, places = _float(records[:, : 4 * TOP]), records[:, 4 * TOP :].long()
+        return values.new_zeros(len(records), BLOCK).scatter_(1, places, values).view(-1)
+    center, digits, base, _ = _LEVELS[codec.name]
+    bytes_left, found = records[:, STEP_BYTES:].int(), list[Tensor]()
+    for _ in range(digits):
+        found.append(bytes_left % base)
+        bytes_left = bytes_left // base
+    levels = torch.cat(found, 1)[:, :BLOCK].float() - center
+    return (levels * _float(records[:, :STEP_BYTES])).view(-1)
+
+
+def _encode_levels(codec: Codec, blocks: Tensor, records: Tensor, fractions: Tensor | None) -> None:
+    center, digits, base, width = _LEVELS[codec.name]
+    largest = blocks.abs().amax(1, keepdim=True)  # of what is not a number that
+    regular = largest.isfinite() & (largest > 0)
+    cuts = width != 0 and fractions is None
+    scale = (_sum(blocks.abs() * 2.0**-8) * width if cuts else largest).clamp_min(LEAST_SCALE)
+    shifted = blocks * torch.div(scale.new_full((), 1.0 if cuts else center), scale) + center
+    codes = (shifted + (0.5 if fractions is None else fractions)).clamp(0.0, 2 * center + 0.5)
+    codes = torch.where(regular, codes, 0.0).int()
+    step = scale if cuts else torch.div(scale, scale.new_full((), center))
+    if cuts and codec.name == "ternary":
+        chosen = codes != 1
+        total = _sum(torch.where(chosen, blocks.abs() * 2.0**-8, 0.0))
+        step = torch.div(total, chosen.sum(1, keepdim=True).clamp_min(1).float()) * 256.0
+    step = torch.where(regular, step, torch.where(largest == 0, 0.0, torch.nan))
+    records[:, :STEP_BYTES] = step.view(torch.uint8)
+    columns = torch.nn.functional.pad(codes, (0, -BLOCK % digits)).view(len(blocks), digits, -1)
+    weights = torch.tensor([base**digit for digit in range(digits)], dtype=torch.int32, device=codes.device)
+    records[:, STEP_BYTES:] = (columns * weights.view(-1, 1)).sum(1).to(torch.uint8)
+
+
+def _encode_top(blocks: Tensor, records: Tensor) -> None:
+    bits = blocks.view(torch.int32) & 0x7FFFFFFF  # in the order of magnitudes, what is not a number last
+    order = torch.sort(bits, dim=1, descending=True, stable=True).indices
+    places = order[:, :TOP].sort(1).values
+    records[:, : 4 * TOP] = blocks.gather(1, places).view(torch.uint8)
+    records[:, 4 * TOP :] = places.to(torch.uint8)
+
+
+def _float(records: Tensor) -> Tensor:
+    return records.contiguous().view(torch.float32)
+
+
+def _sum(blocks: Tensor) -> Tensor:
+    """Of each block: sixteen lanes, then halves of them."""
+    steps = blocks.view(len(blocks), -1, 16)
+    lanes = steps[:, 0]
+    for number in range(1, steps.shape[1]):
+        lanes = lanes + steps[:, number]
+    while (half := lanes.shape[1] // 2) > 0:
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes
+
+
+def _hash(words: Tensor) -> Tensor:
+    words = ((words ^ (words >> 16)) * 0x85EBCA6B) & _WORD
+    words = ((words ^ (words >> 13)) * 0xC2B2AE35) & _WORD
+    return words ^ (words >> 16)
+
+
+def _fractions(num_blocks: int, seed: int, first: int, device: torch.device) -> Tensor:
+    """``[num_blocks, BLOCK]``, in [0, 1): multiples of 2^-16, which added to a whole code leave it what it is."""
+    word = torch.tensor([seed & _WORD], device=device)
+    places = _hash((torch.arange(BLOCK, device=device) + _hash((word + 1) & _WORD)) & _WORD)
+    numbers = (torch.arange(num_blocks, device=device) + first) & _WORD
+    blocks = _hash((numbers + _hash(word ^ _GOLDEN)) & _WORD)
+    return ((((places ^ blocks.view(-1, 1)) * _GOLDEN) & _WORD) >> 16).float() * 2.0**-16

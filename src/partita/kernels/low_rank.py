@@ -1,0 +1,82 @@
+"""A matrix as the product of two thin ones, summed over ranks without ever being whole on the wire: PowerSGD.
+
+Vogels et al., "PowerSGD: Practical low-rank gradient compression for distributed optimization", 2019, algorithm 1: one
+step of subspace iteration, warm-started by the last one's factor. Both factors are linear in the matrix, so ranks add
+them up: ``left`` [rows, rank] is summed, made orthogonal on every rank alike, and ``right`` [columns, rank] summed
+with it. What of the matrix the product does not give back is for the caller to hold (error feedback).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from partita.errors import PartitaError
+from partita.plan.residence import FP32
+
+# Columns that are (up to rounding) in the span of those before become zero, and stand for nothing.
+_NEGLIGIBLE = 1e-6
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The codec of matrices ``[rows, columns]`` by two factors of ``rank`` columns, in fp32.
+
+    Raises:
+        PartitaError: ``rank`` is below 1.
+    """
+
+    rank: int
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise PartitaError(f"the rank of a low-rank codec must be at least 1, got {self.rank}")
+
+    def num_bytes(self, rows: int, columns: int) -> int:
+        """Of both factors."""
+        return (rows + columns) * min(self.rank, rows, columns) * FP32.itemsize
+
+    def pays(self, rows: int, columns: int) -> bool:
+        """Whether the factors are fewer bytes than the matrix."""
+        return self.num_bytes(rows, columns) < rows * columns * FP32.itemsize
+
+    def start(self, rows: int, columns: int, seed: int, device: torch.device) -> Tensor:
+        """The first ``right``: the same on every rank that gives the same seed."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(columns, min(self.rank, rows, columns), generator=generator).to(device)
+
+
+def left_factor(matrix: Tensor, right: Tensor) -> Tensor:
+    """This rank's share of ``left``, to be summed: ``matrix`` ``[rows, columns]`` times the last ``right``."""
+    return _as_matrix(matrix).float() @ right
+
+
+def right_factor(matrix: Tensor, left: Tensor) -> Tensor:
+    """This rank's share of ``right``, to be summed. ``left``: the sum, after :func:`orthogonal`."""
+    return _as_matrix(matrix).float().T @ left
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """What the factors stand for, ``[rows, columns]``."""
+    return left @ right.T
+
+
+def orthogonal(left: Tensor) -> Tensor:
+    """An orthonormal basis of the columns' span (Gram-Schmidt, twice for accuracy): the same bits on every rank that
+    has the same ``left``. A column that adds nothing to those before is zero.
+    """
+    columns = list[Tensor]()
+    for column in left.T:
+        size = torch.linalg.vector_norm(column)
+        for _ in range(2):
+            for other in columns:
+                column = column - (other @ column) * other
+        rest = torch.linalg.vector_norm(column)
+        columns.append(torch.where(rest > _NEGLIGIBLE * size, column / rest, torch.zeros_like(column)))
+    return torch.stack(columns, 1)
+
+
+def _as_matrix(matrix: Tensor) -> Tensor:
+    if matrix.dim() != 2:
+        raise PartitaError(f"a low-rank codec takes matrices; got a tensor of shape {tuple(matrix.shape)}")
+    return matrix

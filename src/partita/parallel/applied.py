@@ -1,0 +1,113 @@
+"""What the parallel axes did to a model: what each rank has of its parameters, and what runs in place of forwards."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from partita.parallel.pipeline.absent import bring_back
+from partita.parallel.pipeline.cut import Cut
+from partita.plan.share import Share
+
+
+class OwnForward(ABC):
+    """What runs in place of a module's forward. Copies of the module (``copy.deepcopy``, pickles) have the module's
+    own.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.own = module, module.forward
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.module, "forward")
+
+
+@dataclass(frozen=True)
+class _Change:
+    """An attribute of a module alone, and what it was before, unless only its class had one."""
+
+    module: nn.Module
+    name: str
+    value: object
+    before: object
+
+    def make(self) -> None:
+        setattr(self.module, self.name, self.value)
+
+    def undo(self) -> None:
+        if self.before is _ABSENT:
+            delattr(self.module, self.name)
+        else:
+            setattr(self.module, self.name, self.before)
+
+
+_ABSENT = object()
+
+
+class Changes:
+    """Attributes set on modules, until they are taken back."""
+
+    def __init__(self) -> None:
+        self._made = list[_Change]()
+
+    def set(self, module: nn.Module, name: str, value: object) -> None:
+        """Set an attribute of the module alone."""
+        change = _Change(module, name, value, vars(module).get(name, _ABSENT))
+        change.make()
+        self._made.append(change)
+
+    def undo(self) -> None:
+        """Take all of it back, the last first."""
+        while self._made:
+            self._made.pop().undo()
+
+    def undo_within(self, modules: Iterable[nn.Module]) -> None:
+        """Take back what was changed of these modules."""
+        chosen = {id(module) for module in modules}
+        for change in reversed([change for change in self._made if id(change.module) in chosen]):
+            change.undo()
+            self._made.remove(change)
+
+    @contextmanager
+    def suspended(self, items: Iterable[nn.Module | nn.Parameter]) -> Iterator[None]:
+        """Have the modules among these, and those inside them, be what they were, for a while."""
+        within = {id(inner) for item in items if isinstance(item, nn.Module) for inner in item.modules()}
+        taken = [change for change in self._made if id(change.module) in within]
+        for change in reversed(taken):
+            change.undo()
+        try:
+            yield
+        finally:
+            for change in taken:
+                change.make()
+
+
+@dataclass
+class Parallel:
+    """``shares``: what this rank has of each parameter that is not whole here alone. ``lines`` say how each module is
+    split, and who decided; ``said`` is to be told at the start; ``cut`` is where the pipeline's stages begin,
+    ``away`` are the parameters that only other stages hold.
+    """
+
+    shares: dict[int, Share] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    changes: Changes = field(default_factory=Changes)
+    cut: Cut | None = None
+    away: list[nn.Parameter] = field(default_factory=list)
+
+    def remove(self) -> None:
+        """Give every module its own forward and attributes back. Parameters are left as they are; those that are held
+        elsewhere are the model's own again if they still have their values.
+        """
+        self.changes.undo()
+        for param in self.away:
+            if not param.is_meta:
+                bring_back(param)

@@ -1,0 +1,47 @@
+"""The parallel axes beside data, applied to an unmodified model: pipeline, then tensor, then sequence."""
+
+import logging
+
+from torch import nn
+
+from partita.comm.collectives import Collectives
+from partita.comm.mesh import Mesh
+from partita.config.resolve import Resolved
+from partita.parallel.applied import Parallel
+from partita.parallel.pipeline.apply import cut_model, leave_alone_elsewhere
+from partita.parallel.tensor.functions import Entrance
+from partita.parallel.tensor.rules import split_model
+from partita.parallel.tensor.splitter import TENSOR, Splitter
+
+_log = logging.getLogger("partita")
+
+
+def apply(model: nn.Module, resolved: Resolved, mesh: Mesh, collectives: Collectives) -> Parallel:
+    """Have the model compute this rank's part. Its parameters stay whole, with their values, until the engine has them.
+
+    Nothing in it waits for another rank; what it raises leaves the model as it was.
+
+    Raises:
+        ConfigError: the model cannot be split as the config asks.
+    """
+    parallel = Parallel()
+    try:
+        if mesh.size("pipeline") > 1:
+            cut_model(model, resolved, mesh, parallel)
+        if mesh.size(TENSOR) > 1:
+            _apply_tensor(model, resolved, mesh, collectives, parallel)
+        leave_alone_elsewhere(model, parallel)
+    except BaseException:
+        parallel.remove()
+        raise
+    for said in parallel.said if mesh.rank == 0 else ():
+        _log.info("%s", said)
+    return parallel
+
+
+def _apply_tensor(
+    model: nn.Module, resolved: Resolved, mesh: Mesh, collectives: Collectives, parallel: Parallel
+) -> None:
+    splitter = Splitter(model, Entrance(collectives.group((TENSOR,))), parallel)
+    split_model(splitter, mesh, resolved.config.parallel.tensor_rules)
+    parallel.lines += splitter.lines()

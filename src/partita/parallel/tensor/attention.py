@@ -1,0 +1,205 @@
+"""Attention split by heads: queries, keys and values as one matrix each, or fused in one.
+
+Each rank computes whole heads: it has their outputs of the projections, and their inputs of the output projection. Key
+heads that several ranks need (there are fewer than ranks, or they do not divide) are whole on all of them, and the
+gradients, of which each rank computes a part, are summed.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from partita.parallel.applied import OwnForward
+from partita.parallel.tensor.heads import Heads
+from partita.parallel.tensor.linear import Ranges, is_linear, num_inputs, num_outputs
+from partita.parallel.tensor.splitter import Splitter, length, scaled
+
+# Projections of queries, keys and values, and of the output, by the names that they have.
+SEPARATE = (
+    *(("q_proj", "k_proj", "v_proj", out) for out in ("o_proj", "out_proj", "dense")),
+    ("q", "k", "v", "o"),
+)
+# Attributes that are numbers of heads, or elements of one.
+_QUERIES = ("num_heads", "n_heads", "num_attention_heads", "heads")
+_KEYS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
+_WIDTH = ("head_dim", "head_size", "key_value_proj_dim", "attention_head_size")
+_BIAS_BY_HEAD = "relative_attention_bias"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why an attention is not split by heads."""
+
+    reason: str
+
+
+Way = Callable[[Splitter, nn.Module, str], Refused | None]
+
+
+def separate(module: nn.Module) -> tuple[str, str, str, str] | None:
+    """The names of its four projections, if it has them."""
+    for names in SEPARATE:
+        if all(is_linear(getattr(module, name, None)) for name in names):
+            return names
+    return None
+
+
+def split_separate(splitter: Splitter, module: nn.Module, by: str) -> Refused | None:
+    """Attention whose queries, keys and values are a matrix each."""
+    names = separate(module)
+    width = _number(module, _WIDTH)
+    if names is None or width is None:
+        return Refused("its projections are not known")
+    query, key, value, out = (module.get_submodule(name) for name in names)
+    numbers = (num_outputs(query), num_outputs(key), num_outputs(value), num_inputs(out))
+    if any(number % width for number in numbers) or numbers[0] != numbers[3] or numbers[1] != numbers[2]:
+        return Refused(f"its projections are not of whole heads of {width}")
+    heads = Heads(numbers[0] // width, numbers[1] // width, splitter.size)
+    if refused := _check(splitter, module, heads, [query, key, value, out], width):
+        return refused
+    ranks = range(heads.size)
+    splitter.column(query, by, [scaled(heads.queries_of(rank), width) for rank in ranks], gathers=False)
+    for each in (key, value):
+        splitter.column(each, by, [scaled(heads.keys_of(rank)[0], width) for rank in ranks], gathers=False)
+    splitter.row(out, by, [scaled(heads.queries_of(rank), width) for rank in ranks])
+    _set_numbers(splitter, module, heads, by, width)
+    return None
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Attention with one matrix for queries, keys and values, and one for the output.
+
+    ``by_head``: of several key heads the outputs are those of one head after the other (its query, key and value);
+    otherwise of all queries, all keys, all values. ``slopes``: its forward may be given linear biases of all heads.
+    ``reads_config``: it takes the number of query heads from its configuration in every forward.
+    """
+
+    qkv: str
+    out: str
+    by_head: bool = False
+    slopes: bool = False
+    reads_config: bool = False
+
+    def __call__(self, splitter: Splitter, module: nn.Module, by: str) -> Refused | None:
+        """Split it, as :func:`split_separate` does."""
+        qkv, out = getattr(module, self.qkv, None), getattr(module, self.out, None)
+        width = _number(module, _WIDTH)
+        if width is None or not is_linear(qkv) or not is_linear(out):
+            return Refused("its projections are not known")
+        queries = num_inputs(out) // width
+        keys = (num_outputs(qkv) // width - queries) // 2
+        if num_outputs(qkv) != (queries + 2 * keys) * width or (self.by_head and keys not in (1, queries)):
+            return Refused(f"its fused projection of {num_outputs(qkv)} outputs is laid out in another way")
+        heads = Heads(queries, keys, splitter.size)
+        if refused := _check(splitter, module, heads, [qkv, out], width):
+            return refused
+        ranks = range(heads.size)
+        splitter.column(qkv, by, [self._outputs(heads, rank, width) for rank in ranks], gathers=False)
+        splitter.row(out, by, [scaled(heads.queries_of(rank), width) for rank in ranks])
+        _set_numbers(splitter, module, heads, by, width)
+        changes = splitter.parallel.changes
+        if self.slopes:
+            changes.set(module, "forward", OwnSlopes(module, heads, splitter.rank))
+        if self.reads_config:
+            changes.set(module, "config", own := copy.copy(module.config))
+            own.num_attention_heads = length(heads.queries_of(splitter.rank))  # type: ignore[union-attr]
+        return None
+
+    def _outputs(self, heads: Heads, rank: int, width: int) -> Ranges:
+        """Those that a rank computes."""
+        queries, keys = heads.queries_of(rank), heads.keys_of(rank)[0]
+        if self.by_head and heads.keys > 1:
+            return scaled(queries, 3 * width)
+        keys_at = heads.queries * width
+        values_at = keys_at + heads.keys * width
+        return (*scaled(queries, width), *scaled(keys, width, keys_at), *scaled(keys, width, values_at))
+
+
+def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:
+    """The first of these attributes that is a number."""
+    for name in names:
+        if isinstance(found := getattr(module, name, None), int):
+            return found
+    return None
+
+
+def _check(
+    splitter: Splitter, module: nn.Module, heads: Heads, projections: list[nn.Module], width: int
+) -> Refused | None:
+    """Whether whole heads can be given to the ranks, and everything in the module is known."""
+    if heads.queries < heads.size:
+        return Refused(f"{heads.queries} query heads are fewer than {heads.size} tensor ranks")
+    if heads.keys < 1 or heads.queries % heads.keys:
+        return Refused(f"{heads.queries} query heads do not share {heads.keys} key heads evenly")
+    if not all(map(splitter.is_free, projections)):
+        return Refused("another rule has decided on one of its projections")
+    for name, child in module.named_modules():
+        if child in projections or not any(True for _ in child.parameters(recurse=False)):
+            continue
+        if name == _BIAS_BY_HEAD or all(param.shape == (width,) for param in child.parameters(recurse=False)):
+            continue
+        return Refused(f"its '{name or 'own'}' parameters are not of one head")
+    return None
+
+
+def _set_numbers(splitter: Splitter, module: nn.Module, heads: Heads, by: str, width: int) -> None:
+    """Have the module count this rank's heads, and what else is of heads in it be of those."""
+    changes, rank = splitter.parallel.changes, splitter.rank
+    ranges, share = heads.keys_of(rank)
+    queries, keys = length(heads.queries_of(rank)), length(ranges)
+    numbers = dict.fromkeys(_QUERIES, queries) | dict.fromkeys(_KEYS, keys) | {"num_key_value_groups": share}
+    numbers |= {"split_size": queries * width, "inner_dim": queries * width}
+    for name, number in numbers.items():
+        if isinstance(getattr(module, name, None), int):
+            changes.set(module, name, number)
+    for name, child in module.named_children():
+        if name == _BIAS_BY_HEAD:
+            splitter.cut(child.get_parameter("weight"), 1, heads.queries_of(rank))
+            splitter.decide(child, f"heads {queries} of {heads.queries}", by)
+        elif splitter.name(child) not in splitter.decisions:
+            for param in child.parameters():
+                splitter.sum_copies(param)
+            if any(True for _ in child.parameters()):
+                splitter.decide(child, "copies, on own heads; gradients summed", by)
+    counts = "+".join(str(length(heads.queries_of(rank))) for rank in range(heads.size))
+    splitter.decide(module, f"{counts} of {heads.queries} query heads over {heads.keys} key heads", by)
+
+
+class OwnSlopes(OwnForward):
+    """Attention that may be given a linear bias of each head (Press et al., "Train Short, Test Long", section 3), as
+    ``alibi`` ``[samples * heads, 1, keys]``, ``[samples, heads, 1, keys]``, or in a mask ``[samples, heads, queries,
+    keys]``: it uses those of its own heads.
+    """
+
+    def __init__(self, module: nn.Module, heads: Heads, rank: int) -> None:
+        super().__init__(module)
+        self._num, (self._own,) = heads.queries, heads.queries_of(rank)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for name in ("alibi", "attention_mask"):
+            given = kwargs.get(name)
+            if isinstance(given, Tensor) and given.dim() == 4 and given.shape[1] == self._num > 1:
+                kwargs[name] = given[:, slice(*self._own)]
+            elif isinstance(given, Tensor) and name == "alibi":
+                kwargs[name] = given.unflatten(0, (-1, self._num))[:, slice(*self._own)].flatten(0, 1)
+        return self.own(*args, **kwargs)
+
+
+# How attention of these classes is split; a common name stands with the module that defines it.
+BY_CLASS: dict[str, Way] = {
+    "GPT2Attention": Fused("c_attn", "c_proj"),
+    "GPTNeoXAttention": Fused("query_key_value", "dense", by_head=True),
+    "BloomAttention": Fused("query_key_value", "dense", by_head=True, slopes=True),
+    "FalconAttention": Fused("query_key_value", "dense", by_head=True, slopes=True),
+    "Phi3Attention": Fused("qkv_proj", "o_proj", reads_config=True),
+    "partita.train.decoder.Attention": Fused("qkv", "out"),
+    **dict.fromkeys(
+        ("T5Attention", "ViTAttention", "OPTAttention", "LlamaAttention", "MistralAttention"), split_separate
+    ),
+    **dict.fromkeys(("MixtralAttention", "Qwen2Attention", "Qwen3Attention", "Qwen3MoeAttention"), split_separate),
+    **dict.fromkeys(("Starcoder2Attention", "PhiAttention", "GemmaAttention", "Gemma2Attention"), split_separate),
+}

@@ -1,0 +1,63 @@
+"""Mixtures of experts whose weights are one tensor for all experts: each rank has a part of every expert's features.
+
+A token's experts and their shares are chosen alike on every rank; each computes a part of their output.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from partita.parallel.applied import OwnForward
+from partita.parallel.tensor.functions import Entrance, enter, leave
+from partita.parallel.tensor.splitter import Splitter
+from partita.plan.place import even
+
+_NAMES = ("gate_up_proj", "down_proj")
+_WIDTH = ("intermediate_dim", "intermediate_size", "moe_intermediate_size")
+
+
+def are_experts(module: nn.Module) -> bool:
+    """Whether a module's parameters are ``gate_up_proj`` ``[experts, 2 * width, hidden]``, of which a gate and a value
+    half are multiplied, and ``down_proj`` ``[experts, hidden, width]``, as in Mixtral and Qwen of transformers.
+    """
+    params = dict(module.named_parameters())
+    if tuple(params) != _NAMES or any(param.dim() != 3 for param in params.values()):
+        return False
+    gate_up, down = params.values()
+    num, hidden, width = down.shape
+    return gate_up.shape == (num, 2 * width, hidden) and not getattr(module, "is_transposed", False)
+
+
+def split_experts(splitter: Splitter, module: nn.Module, by: str) -> bool:
+    """Give each rank its features of every expert; False where there are too few."""
+    gate_up, down = (module.get_parameter(name) for name in _NAMES)
+    width = down.shape[2]
+    if width < splitter.size:
+        return False
+    cuts = even(width, splitter.size)
+    low, high = cuts[splitter.rank]
+    splitter.cut(gate_up, 1, ((low, high), (width + low, width + high)))
+    splitter.cut(down, 2, ((low, high),))
+    for name in _WIDTH:
+        if getattr(module, name, None) == width:
+            splitter.parallel.changes.set(module, name, high - low)
+    splitter.parallel.changes.set(module, "forward", Experts(module, splitter.entrance))
+    sizes = "+".join(str(stop - start) for start, stop in cuts)
+    splitter.decide(module, f"features {sizes} of {width} of each of {len(down)} experts, outputs summed", by)
+    return True
+
+
+class Experts(OwnForward):
+    """``forward(hidden, chosen experts, their shares)``: a part of the output, summed."""
+
+    def __init__(self, module: nn.Module, entrance: Entrance) -> None:
+        super().__init__(module)
+        self._group = entrance.group
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        args = tuple(self._entered(value) for value in args)
+        kwargs = {name: self._entered(value) for name, value in kwargs.items()}
+        return leave(self.own(*args, **kwargs), self._group)
+
+    def _entered(self, value: Any) -> Any:
+        return enter(value, self._group) if isinstance(value, Tensor) else value

@@ -1,0 +1,149 @@
+"""What tensor ranks do together inside forward and backward, as autograd functions.
+
+M. Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", section 3:
+f is the identity whose gradient is summed, g the sum whose gradient is passed on. Sums are in rank order, so that all
+ranks go on with the same bits. Between a g and the next f every rank computes the same, in forward and in backward.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partita.comm.group import Group
+
+PURPOSE = "tensor"
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.group.sum(gradients[0], PURPOSE), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return group.sum(x, PURPOSE)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return _gathered(x, group, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0].split(ctx.sizes, -1)[ctx.group.index], None, None
+
+
+class _Slice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        own: Tensor = x.split(sizes, -1)[group.index].contiguous()
+        return own
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _gathered(gradients[0], ctx.group, ctx.sizes), None, None
+
+
+def _gathered(x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+    return torch.cat(group.gather(x, [(*x.shape[:-1], size) for size in sizes], PURPOSE), -1)
+
+
+def enter(x: Tensor, group: Group) -> Tensor:
+    """f: ``x``, from which each rank computes a part; its gradients are parts of the true one, and summed."""
+    out: Tensor = _Enter.apply(x, group) if x.requires_grad else x  # type: ignore[no-untyped-call]
+    return out
+
+
+def leave(x: Tensor, group: Group) -> Tensor:
+    """g: the sum of the ranks' parts ``x``, of one shape."""
+    out: Tensor = _Leave.apply(x, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def gathered(x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+    """The ranks' parts ``[..., sizes[rank]]``, one after the other; all ranks go on with the same."""
+    out: Tensor = _Gather.apply(x, group, sizes)  # type: ignore[no-untyped-call]
+    return out
+
+
+def own_slice(x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+    """Of ``x`` ``[..., sum(sizes)]``, which all ranks have, this rank's part ``[..., sizes[rank]]``."""
+    out: Tensor = _Slice.apply(x, group, sizes)  # type: ignore[no-untyped-call]
+    return out
+
+
+class Entrance:
+    """f, once for an input that several layers one after the other read (queries, keys and values; gate and value):
+    their gradients are added up before they are summed over the ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._last: weakref.ref[Tensor] | None = None
+        self._entered: tuple[int, Tensor] | None = None  # the input's version, and what f made of it
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        if self._last is not None and self._last() is x and self._entered is not None:
+            version, entered = self._entered
+            if version == x._version:
+                return entered
+        entered = enter(x, self.group)
+        self._last, self._entered = weakref.ref(x, self._forget), (x._version, entered)
+        return entered
+
+    def _forget(self, input_: weakref.ref[Tensor]) -> None:
+        if input_ is self._last:
+            self._last = self._entered = None
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, low: int, ignored: int, group: Group) -> Tensor:
+        num_rows, width = logits.shape
+        most = logits.amax(-1) if width else logits.new_full((num_rows,), -torch.inf)
+        largest = torch.stack(group.gather(most, [most.shape] * group.size, PURPOSE)).amax(0)
+        weights = (logits - largest[:, None]).exp_()
+        inside = (targets >= low) & (targets < low + width)
+        place = (targets - low).masked_fill(~inside, 0)
+        own = logits.gather(1, place[:, None])[:, 0].masked_fill(~inside, 0.0)
+        total, chosen = group.sum(torch.stack((weights.sum(-1), own)), PURPOSE)
+        ctx.save_for_backward(weights.div_(total[:, None]), inside, place, targets == ignored)
+        losses: Tensor = total.log() + largest - chosen
+        return losses.masked_fill(targets == ignored, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        probabilities, inside, place, is_ignored = ctx.saved_tensors
+        gradient = gradients[0].masked_fill(is_ignored, 0.0)
+        out = probabilities * gradient[:, None]
+        out[torch.arange(len(place), device=place.device), place] -= inside * gradient
+        return out, None, None, None, None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, low: int, ignored: int, group: Group) -> Tensor:
+    """-log softmax at the target, of each row: ``[rows]``, 0 where the target is ``ignored``.
+
+    Args:
+        logits: ``[rows, width]``: this rank's part of the vocabulary, which begins at ``low``.
+        targets: ``[rows]``, in the whole vocabulary; ``ignored`` are left out.
+    """
+    out: Tensor = _CrossEntropy.apply(logits, targets, low, ignored, group)  # type: ignore[no-untyped-call]
+    return out

@@ -1,0 +1,198 @@
+"""How each module is split over the tensor ranks, and who decides: the first of these rules that knows it.
+
+1. ``parallel.tensor_rules`` of the config. 2. A table by class. 3. What the model says of itself (``tp_plan`` of
+transformers). 4. What is found by its shape and stands the proof (:mod:`feed_forward`). 5. Any other linear layer: its
+outputs are split, and gathered, so that its states are split whatever happens around it.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from torch import nn
+
+from partita.comm.mesh import Mesh
+from partita.config.schema import TensorRule
+from partita.errors import ConfigError
+from partita.parallel.tensor.attention import BY_CLASS, Refused, separate, split_separate
+from partita.parallel.tensor.experts import are_experts, split_experts
+from partita.parallel.tensor.feed_forward import FeedForward, find_feed_forward
+from partita.parallel.tensor.linear import is_linear, num_inputs, num_outputs
+from partita.parallel.tensor.splitter import Splitter
+from partita.parallel.tensor.vocabulary import find_vocabulary, is_embedding, split_vocabulary
+from partita.planner.group_units import modules_like
+
+KEY = "parallel.tensor_rules"
+
+# Modules that read the weights of those inside them, past their forwards.
+_READ_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+def split_model(splitter: Splitter, mesh: Mesh, tensor_rules: Iterable[tuple[str, TensorRule]]) -> None:
+    """Decide on every module that has parameters.
+
+    Raises:
+        ConfigError: a rule of the config fits no module, or a module that it cannot split.
+    """
+    for pattern, rule in tensor_rules:
+        _by_config(splitter, mesh, pattern, rule)
+    for module in splitter.model.modules():
+        if isinstance(module, _READ_INSIDE):
+            _leave_whole(splitter, module, f"{type(module).__name__} reads the weights inside it")
+    _by_class(splitter, mesh)
+    _by_metadata(splitter)
+    _by_proof(splitter)
+    for module in splitter.model.modules():
+        if is_linear(module) and splitter.is_free(module) and num_outputs(module) >= splitter.size:
+            splitter.column(module, "any linear layer", gathers=True)
+    for module in splitter.model.modules():
+        if any(True for _ in module.parameters(recurse=False)) and splitter.name(module) not in splitter.decisions:
+            splitter.decide(module, "copies", "no rule splits it")
+
+
+def _leave_whole(splitter: Splitter, module: nn.Module, by: str) -> None:
+    for inner in module.modules():
+        if splitter.name(inner) not in splitter.decisions:
+            splitter.decide(inner, "copies", by)
+
+
+def _by_config(splitter: Splitter, mesh: Mesh, pattern: str, rule: TensorRule) -> None:
+    by = f"{KEY}: '{pattern}'"
+    for module in modules_like(splitter.model, pattern, KEY):
+        if rule == "whole":
+            _leave_whole(splitter, module, by)
+            continue
+        if splitter.name(module) in splitter.decisions:
+            continue  # by a rule before this one
+        problem = _problem(splitter, module, rule)
+        if problem is not None:
+            raise ConfigError(
+                f"{KEY}: '{pattern}' asks for '{rule}' of '{splitter.name(module)}' ({type(module).__name__}), "
+                + problem
+            )
+        if rule == "vocabulary":
+            weight = module.get_parameter("weight")
+            owners = [m for m in splitter.model.modules() if getattr(m, "weight", None) is weight]
+            split_vocabulary(splitter, mesh, owners, by)
+        elif rule in ("column", "column_gathered"):
+            splitter.column(module, by, gathers=rule == "column_gathered")
+        else:
+            splitter.row(module, by, splits=rule == "row_split")
+
+
+def _problem(splitter: Splitter, module: nn.Module, rule: TensorRule) -> str | None:
+    """Why a module cannot be split so."""
+    if rule == "vocabulary":
+        if not (is_linear(module) or is_embedding(module)):
+            return "which is neither an embedding nor a linear layer; name one, or set 'whole'"
+        num = len(module.get_parameter("weight"))
+    elif not is_linear(module):
+        return "which is no linear layer; name the linear layers inside it, or set 'whole'"
+    elif splitter.is_tied(module):
+        return "whose weight is another module's, too; set 'vocabulary' or 'whole'"
+    else:
+        num = num_inputs(module) if rule.startswith("row") else num_outputs(module)
+    return f"of which {num} features cannot be split over {splitter.size} ranks" if num < splitter.size else None
+
+
+def _by_class(splitter: Splitter, mesh: Mesh) -> None:
+    vocabulary = find_vocabulary(splitter.model)
+    fits = all(is_embedding(m) or is_linear(m) for m in vocabulary)
+    free = all(splitter.name(m) not in splitter.decisions for m in vocabulary)
+    if vocabulary and fits and free and len(vocabulary[0].get_parameter("weight")) >= splitter.size:
+        split_vocabulary(splitter, mesh, vocabulary, "vocabulary of the model")
+    for module in splitter.model.modules():
+        kind = type(module)
+        way = BY_CLASS.get(kind.__name__) or BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
+        if way is not None:
+            _by_heads(splitter, module, way, f"class {kind.__name__}")
+        elif are_experts(module) and "Experts" in kind.__name__ and splitter.is_free(module):
+            split_experts(splitter, module, f"class {kind.__name__}")
+
+
+def _by_heads(
+    splitter: Splitter, module: nn.Module, way: Callable[[Splitter, nn.Module, str], Refused | None], by: str
+) -> None:
+    if splitter.name(module) in splitter.decisions:
+        return
+    refused = way(splitter, module, by)
+    if refused is not None:
+        _say_once(splitter, type(module).__name__, refused.reason)
+
+
+def _say_once(splitter: Splitter, kind: str, reason: str) -> None:
+    """Why heads are not split over the ranks: each computes all of them, and the layers' states are split still."""
+    said = f"{kind} is not split by heads: {reason}; its linear layers are split, and their outputs gathered"
+    if said not in splitter.parallel.said:
+        splitter.parallel.said.append(said)
+
+
+def _by_metadata(splitter: Splitter) -> None:
+    plan = getattr(splitter.model, "tp_plan", None) or {}
+    by = f"tp_plan of {type(splitter.model).__name__}"
+    styles = {name: style for name in splitter.names.values() if (style := _style(plan, name)) is not None}
+    for module in list(splitter.model.modules()):
+        name = splitter.name(module)
+        if styles.get(name) == "moe_tp_experts" and are_experts(module) and splitter.is_free(module):
+            split_experts(splitter, module, by)
+        given = {child: styles.get(f"{name}.{key}" if name else key) for key, child in module.named_children()}
+        layers = {
+            child: style for child, style in given.items() if style in ("colwise", "rowwise") and is_linear(child)
+        }
+        if (names := separate(module)) is not None and {module.get_submodule(each) for each in names} <= layers.keys():
+            _by_heads(splitter, module, split_separate, by)
+        elif layers and "ttention" not in type(module).__name__ and all(map(splitter.is_free, layers)):
+            _split_layers(splitter, layers, by)
+
+
+def _style(plan: dict[str, str], name: str) -> str | None:
+    """Of a module, by the pattern that the plan has for its name."""
+    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+
+
+def _split_layers(splitter: Splitter, layers: Mapping[nn.Module, str], by: str) -> None:
+    """Linear layers next to each other, whose slices fit: what the first have as outputs the last have as inputs."""
+    columns = [layer for layer, style in layers.items() if style == "colwise"]
+    rows = [layer for layer, style in layers.items() if style == "rowwise"]
+    widths = {num_outputs(layer) for layer in columns} | {num_inputs(layer) for layer in rows}
+    if not (columns and rows) or len(widths) != 1 or widths.pop() < splitter.size:
+        return
+    for layer in columns:
+        splitter.column(layer, by, gathers=False)
+    for layer in rows:
+        splitter.row(layer, by)
+
+
+def _by_proof(splitter: Splitter) -> None:
+    proven = dict[object, FeedForward | None]()
+    for module in list(splitter.model.modules()):
+        children = list(module.children())
+        if splitter.name(module) in splitter.decisions or not children:
+            continue
+        if not all(splitter.is_free(child) for child in children if any(True for _ in child.parameters())):
+            continue
+        kind = _kind(module)
+        if kind not in proven:
+            proven[kind] = find_feed_forward(module, splitter.size)
+        found = proven[kind]
+        if found is None:
+            continue
+        by = f"found in {type(module).__name__}, proven on its slices"
+        for name, num_parts in found.ups:
+            ranges = found.outputs(num_parts, splitter.size)
+            splitter.column(module.get_submodule(name), by, ranges, gathers=False)
+        splitter.row(module.get_submodule(found.down), by)
+
+
+def _kind(module: nn.Module) -> object:
+    """Modules of which one's proof is every one's: of one class, of parts of the same classes and shapes."""
+    return (
+        *((name, type(inner)) for name, inner in module.named_modules()),
+        *((name, tuple(param.shape)) for name, param in module.named_parameters()),
+        *_settings(module),
+    )
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, object]]:
+    for name, value in vars(module).items():
+        if isinstance(value, int | float | str | bool) and name != "training":
+            yield name, value

@@ -1,0 +1,141 @@
+"""The record of how a model is split over the tensor ranks: each rule adds what it decided about a module."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from partita.parallel.applied import Parallel
+from partita.parallel.tensor.functions import Entrance
+from partita.parallel.tensor.linear import Column, Ranges, Row, num_inputs, num_outputs, output_dim
+from partita.plan.place import Place, even
+from partita.plan.share import Share
+
+TENSOR = "tensor"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of a module: ``split`` says how it is split, ``by`` which rule said so."""
+
+    split: str
+    by: str
+
+
+class Splitter:
+    """Splits modules of ``model`` over the ranks that ``entrance`` enters for, and writes it down.
+
+    ``names`` are the modules' (by id), ``decisions`` what was decided, by name. A module is decided on once.
+    """
+
+    def __init__(self, model: nn.Module, entrance: Entrance, parallel: Parallel) -> None:
+        self.model, self.entrance, self.parallel = model, entrance, parallel
+        self.size, self.rank = entrance.group.size, entrance.group.index
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.decisions = dict[str, Decision]()
+        self._num_owners = _owners(model)
+
+    def is_free(self, module: nn.Module) -> bool:
+        """Whether nothing was decided about the module, and nobody else has its parameters."""
+        return self.name(module) not in self.decisions and not self.is_tied(module)
+
+    def is_tied(self, module: nn.Module) -> bool:
+        """Whether another module has one of its parameters, too."""
+        return any(self._num_owners[id(param)] > 1 for param in module.parameters(recurse=False))
+
+    def name(self, module: nn.Module) -> str:
+        name: str = self.names[id(module)]
+        return name
+
+    def decide(self, module: nn.Module, split: str, by: str) -> None:
+        self.decisions[self.name(module)] = Decision(split, by)
+
+    def lines(self) -> list[str]:
+        """A line for each module that was decided on, in the model's order."""
+        decided = [(name, self.decisions[name]) for name in self.names.values() if name in self.decisions]
+        width = max((len(name) for name, _ in decided), default=0)
+        return [f"{name:<{width}}  {decision.split} ({decision.by})" for name, decision in decided]
+
+    # ------------------------------------------------------------------- parameters
+
+    def cut(self, param: nn.Parameter, dim: int, ranges: Ranges) -> None:
+        """Of this parameter each rank has other ranges of ``dim``: this one ``ranges``."""
+        self._share(param, place=Place(tuple(param.shape), dim, ranges), averaged=())
+
+    def sum_copies(self, param: nn.Parameter) -> None:
+        """Every rank has all of it, and computes a part of its gradient."""
+        self._share(param, averaged=(), summed=(TENSOR,))
+
+    def _share(self, param: nn.Parameter, **changed: Any) -> None:
+        """Say more of what this rank has of a parameter, of which other stages may have a copy."""
+        shares = self.parallel.shares
+        shares[id(param)] = replace(shares.get(id(param), Share(Place(tuple(param.shape)))), **changed)
+
+    # ---------------------------------------------------------------------- layers
+
+    def column(self, module: nn.Module, by: str, ranges: Sequence[Ranges] | None = None, *, gathers: bool) -> None:
+        """Each rank computes the outputs ``ranges[rank]`` (None: equal parts). What several ranks need is whole on all
+        of them.
+        """
+        num = num_outputs(module)
+        given = [(part,) for part in even(num, self.size)] if ranges is None else list(ranges)
+        bias = module._parameters.get("bias")
+        sizes = tuple(length(part) for part in given)
+        chosen = None
+        if sum(sizes) == num and len({place for part in given for place in indices(part)}) == num:
+            self.cut(module.get_parameter("weight"), output_dim(module), given[self.rank])
+            if bias is not None:
+                self.cut(bias, 0, given[self.rank])
+            split = f"outputs {'+'.join(map(str, sizes))} of {num}"
+        else:
+            chosen = torch.tensor(indices(given[self.rank]), device=module.get_parameter("weight").device)
+            for param in module.parameters(recurse=False):
+                self.sum_copies(param)
+            split = f"copies, of which each rank uses {'+'.join(map(str, sizes))} outputs of {num}; gradients summed"
+        forward = Column(module, self.entrance, sizes if gathers else None, chosen)
+        self.parallel.changes.set(module, "forward", forward)
+        self.decide(module, split + ", gathered" * gathers, by)
+
+    def row(self, module: nn.Module, by: str, ranges: Sequence[Ranges] | None = None, *, splits: bool = False) -> None:
+        """Each rank has the inputs ``ranges[rank]`` (None: equal parts), and products are summed."""
+        num = num_inputs(module)
+        given = [(part,) for part in even(num, self.size)] if ranges is None else list(ranges)
+        sizes = tuple(length(part) for part in given)
+        self.cut(module.get_parameter("weight"), 1 - output_dim(module), given[self.rank])
+        self.parallel.changes.set(module, "forward", Row(module, self.entrance, sizes, splits=splits))
+        self.decide(module, f"inputs {'+'.join(map(str, sizes))} of {num}, outputs summed", by)
+
+
+def _owners(model: nn.Module) -> dict[int, int]:
+    """How many modules have each parameter, by its id."""
+    found = dict[int, int]()
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            found[id(param)] = found.get(id(param), 0) + 1
+    return found
+
+
+def length(ranges: Ranges) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def indices(ranges: Ranges) -> list[int]:
+    return [place for start, stop in ranges for place in range(start, stop)]
+
+
+def scaled(ranges: Ranges, unit: int, offset: int = 0) -> Ranges:
+    """Ranges of units of so many elements each, the first of which begins at ``offset``, as ranges of elements."""
+    return tuple((offset + start * unit, offset + stop * unit) for start, stop in ranges)
+
+
+def adjacent(numbers: Sequence[int]) -> Ranges:
+    """The ranges that numbers in a row make."""
+    found = list[tuple[int, int]]()
+    for number in numbers:
+        if found and found[-1][1] == number:
+            found[-1] = (found[-1][0], number + 1)
+        else:
+            found.append((number, number + 1))
+    return tuple(found)

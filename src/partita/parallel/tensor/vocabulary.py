@@ -1,0 +1,101 @@
+"""Embedding and output layer split over the vocabulary (Shoeybi et al., section 3)."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from partita.comm.mesh import Mesh
+from partita.parallel.applied import OwnForward
+from partita.parallel.tensor.functions import Entrance, leave
+from partita.parallel.tensor.linear import bias_of, is_linear, num_inputs, num_outputs, product
+from partita.parallel.tensor.split_logits import SplitLogits, Vocabulary, split_logits
+from partita.parallel.tensor.splitter import Splitter
+from partita.plan.place import even
+
+
+def is_embedding(module: nn.Module | None) -> bool:
+    """Whether it looks rows up, changing none of them."""
+    return isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse
+
+
+def find_vocabulary(model: nn.Module) -> list[nn.Module]:
+    """The embeddings and output layers of the vocabulary: what the model names so, else the one embedding and the one
+    linear layer behind the blocks of as many rows; and whoever has the same parameter.
+    """
+    found = [module for module in _named(model) if module is not None]
+    if not found:
+        embeddings = [m for m in model.modules() if is_embedding(m)]
+        pairs = [
+            [embedding, linear]
+            for embedding in embeddings
+            for linear in model.children()
+            if is_linear(linear) and _shape(linear) == tuple(embedding.get_parameter("weight").shape)
+        ]
+        found = pairs[0] if len(pairs) == 1 else []
+    weights = {id(module.weight) for module in found if is_embedding(module) or is_linear(module)}
+    return [m for m in model.modules() if id(getattr(m, "weight", None)) in weights]
+
+
+def _shape(linear: nn.Module) -> tuple[int, int]:
+    return num_outputs(linear), num_inputs(linear)
+
+
+def _named(model: nn.Module) -> list[nn.Module | None]:
+    """What a model of transformers says of itself."""
+    found = list[nn.Module | None]()
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            found.append(getattr(model, name)())
+        except (AttributeError, NotImplementedError):
+            found.append(None)
+    return found
+
+
+def split_vocabulary(splitter: Splitter, mesh: Mesh, modules: list[nn.Module], by: str) -> None:
+    """Give each rank a part of the rows of these modules, which may have one parameter together."""
+    for module in modules:
+        num = len(module.get_parameter("weight"))
+        cuts = even(num, splitter.size)
+        own = (cuts[splitter.rank],)
+        splitter.cut(module.get_parameter("weight"), 0, own)
+        sizes = tuple(stop - start for start, stop in cuts)
+        split = f"vocabulary {'+'.join(map(str, sizes))} of {num}"
+        if isinstance(module, nn.Embedding):
+            padding = module.padding_idx
+            if padding is not None:
+                here = own[0][0] <= padding < own[0][1]
+                splitter.parallel.changes.set(module, "padding_idx", padding - own[0][0] if here else None)
+            forward: OwnForward = Embedding(module, splitter.entrance, own[0])
+            split += ", outputs summed"
+        else:
+            if (bias := module._parameters.get("bias")) is not None:
+                splitter.cut(bias, 0, own)
+            forward = Head(module, splitter.entrance, Vocabulary(splitter.entrance.group, mesh, sizes))
+            split += ", loss computed from slices"
+        splitter.parallel.changes.set(module, "forward", forward)
+        splitter.decide(module, split, by)
+
+
+class Embedding(OwnForward):
+    """Each rank looks up the tokens ``[start, stop)``; the others are zeros, and all are summed."""
+
+    def __init__(self, module: nn.Module, entrance: Entrance, own: tuple[int, int]) -> None:
+        super().__init__(module)
+        self._group, (self._start, self._stop) = entrance.group, own
+
+    def __call__(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        outside = (tokens < self._start) | (tokens >= self._stop)
+        found = self.own((tokens - self._start).masked_fill(outside, 0), *args, **kwargs)
+        return leave(found.masked_fill(outside[..., None], 0.0), self._group)
+
+
+class Head(OwnForward):
+    """Each rank computes the logits of its part of the vocabulary."""
+
+    def __init__(self, module: nn.Module, entrance: Entrance, vocabulary: Vocabulary) -> None:
+        super().__init__(module)
+        self._entrance, self._vocabulary = entrance, vocabulary
+
+    def __call__(self, x: Tensor) -> SplitLogits:
+        local = product(self.module, self._entrance(x), bias_of(self.module))
+        return split_logits(local, self._vocabulary)

@@ -1,0 +1,95 @@
+"""What travels on an edge of the table: the values as they rest, or codes of fewer bits, a block at a time.
+
+A codec makes a *record* of each block of ``BLOCK`` values, with all that decoding it takes: nothing else travels, so
+its bytes are all there are, and a buffer is cut between any two blocks. The codecs: blocks of 8 and 4 bits with a scale
+each (Wang et al., "ZeRO++", 2023, section 3: qwZ and qgZ), 2 bits, three levels (Wen et al., "TernGrad", 2017; rounded
+to nearest: Li and Liu, "Ternary weight networks", 2016), signs (Tang et al., "1-bit Adam", 2021) and the largest values
+of a block with their places (Stich et al., "Sparsified SGD with memory", 2018).
+"""
+
+from dataclasses import dataclass
+
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.residence import BLOCK, FP32, Encoding
+
+
+@dataclass(frozen=True)
+class Codec:
+    """``record_bytes``: of a block, codes and scale. ``unbiased``: whether values can be rounded at random, so that
+    what is decoded is right on average.
+    """
+
+    name: str
+    record_bytes: int
+    unbiased: bool = True
+
+    def num_bytes(self, num_elements: int) -> int:
+        """Bytes that travel in place of ``num_elements`` values.
+
+        Raises:
+            ValueError: they are no whole blocks.
+        """
+        if num_elements % BLOCK:
+            raise ValueError(f"{self.name} encodes whole blocks of {BLOCK} values; got {num_elements} values")
+        return num_elements // BLOCK * self.record_bytes
+
+
+STEP_BYTES = FP32.itemsize  # what a step between two levels takes in a record
+TOP = 8  # values that `top8` sends of a block
+
+# 255, 15, 4, 3 and 2 levels: 1, 2, 4, 5 and 8 codes in a byte. Last, values and their places in the block.
+_CODECS = (
+    Codec("int8", STEP_BYTES + BLOCK),
+    Codec("int4", STEP_BYTES + BLOCK // 2),
+    Codec("two_bits", STEP_BYTES + BLOCK // 4),
+    Codec("ternary", STEP_BYTES + -(-BLOCK // 5)),
+    Codec("sign", STEP_BYTES + BLOCK // 8),
+    Codec("top8", TOP * (FP32.itemsize + 1), unbiased=False),
+)
+CODECS = {codec.name: codec for codec in _CODECS}
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What travels between two residences of one ``encoding``: without a ``codec`` the values themselves.
+
+    ``feedback``: what rounding takes away is held back, and added to what is sent next. ``unbiased``: values are
+    rounded at random; otherwise to the nearest level.
+
+    Raises:
+        ValueError: there is no codec whose error could be held back, or which could round at random.
+    """
+
+    encoding: Encoding = FP32
+    codec: Codec | None = None
+    feedback: bool = False
+    unbiased: bool = False
+
+    def __post_init__(self) -> None:
+        if self.feedback and self.codec is None:
+            raise ValueError("values that travel as they are leave nothing to be held back")
+        if self.unbiased and (self.codec is None or not self.codec.unbiased):
+            raise ValueError(f"{self.codec.name if self.codec else 'a wire without codec'} does not round at random")
+
+    def num_bytes(self, num_elements: int) -> int:
+        """Bytes that travel in place of ``num_elements`` values."""
+        return num_elements * self.encoding.itemsize if self.codec is None else self.codec.num_bytes(num_elements)
+
+    def gather_bytes(self, num_elements: int, num_ranks: int) -> int:
+        """Bytes that a rank sends where each of ``num_ranks`` gets all ``num_elements``, and has one part of them."""
+        return (num_ranks - 1) * self.num_bytes(num_elements // num_ranks)
+
+    def reduce_bytes(self, num_elements: int, num_ranks: int) -> int:
+        """Bytes that a rank sends where each of ``num_ranks`` has ``num_elements``, and gets one part of the sum."""
+        return (num_ranks - 1) * self.num_bytes(num_elements // num_ranks)
+
+
+def hops(axes: tuple[str, ...], mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
+    """The axes over which codes are exchanged, one after the other, for a sum over ``axes``: inside each node, and of
+    those sums between the nodes (ZeRO++, section 3.3), where the mesh tells nodes apart; otherwise over all at once.
+    """
+    active = mesh.active(axes)
+    inner = tuple(axis for axis in active if axis != "node")
+    if "node" not in active or not inner:
+        return (mesh.named(active),) if active else ()
+    return mesh.named(inner), ("node",)

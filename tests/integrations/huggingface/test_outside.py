@@ -1,0 +1,56 @@
+"""accelerate's own checks under ``partita run``: they pass, but for those that it refuses by design."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+# It looks into `.grad` after a backward of a model that was prepared without an optimizer. The gradients of such a
+# model would stay on each rank.
+NO_OPTIMIZER = "PartitaError: accelerator.backward: the RegressionModel that was prepared has no optimizer yet"
+# It compares `.grad` after each backward. Reduced gradients are in buckets, of which `.grad` is no view.
+IN_BUCKETS = "PartitaError: the .grad of 'a' has no values"
+REFUSED = {
+    "test_distributed_sync": NO_OPTIMIZER,
+    "test_distributed_sync_multiple_fwd": NO_OPTIMIZER,
+    "test_gradient_accumulation_with_opt_and_scheduler": IN_BUCKETS,
+}
+# It trains in fp32, in fp32 with batches split, in bf16 and in fp16, and compares the parameters after each with those
+# of plain fp32 training. `precision.compute: fp32` makes bf16 autocast, as accelerate does; fp16 is not autocast.
+NO_FP16_AUTOCAST = "ConfigError: precision.compute and the trainer's mixed precision differ (fp16 beside"
+# It reads a parameter after training. At stage 3 it is at rest then, and has no data.
+AT_REST = "PartitaError: parameter 'a' is at rest: its data is split over the ranks between uses (cpu needs it)"
+
+
+@pytest.mark.parametrize(
+    ("stage", "training", "reached"), [(1, NO_FP16_AUTOCAST, "FP16 training check."), (3, AT_REST, "**Training integ")]
+)
+def test_accelerates_own_checks(stage: int, training: str, reached: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"zero": {"stage": stage}, "precision": {"compute": "fp32"}}))
+    script = ("-m", "tests.integrations.huggingface.outside", str(tmp_path))
+    command = [sys.executable, "-W", "ignore", "-m", "partita.cli.main", "run", "--config", str(config)]
+    done = subprocess.run(
+        [*command, "--processes", "2", *script],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert reached in done.stdout
+    for rank in range(2):
+        outcomes = json.loads((tmp_path / f"{rank}.json").read_text())
+        errors = {name: error for name, error in outcomes.items() if error}
+        expected = REFUSED | {"training_check": training}
+        assert errors.keys() == expected.keys()
+        for name, error in errors.items():
+            assert error.startswith(expected[name]), name
+        assert len(outcomes) - len(errors) >= 17

@@ -1,0 +1,100 @@
+"""What runs on the ranks for ``test_tensor``: models on slices, beside the same model whole in the same process."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from partita.comm.collectives import Collectives
+from partita.comm.mesh import Mesh
+from partita.comm.world import Rendezvous
+from partita.config.load import load_config
+from partita.config.resolve import Resolved, ResolvedBatch
+from partita.parallel.applied import Parallel
+from partita.parallel.apply import apply
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.traffic import TrafficKey
+from tests.local.training import rank, world
+from tests.parallel import zoo
+
+
+@dataclass
+class Beside:
+    """How far a model on slices is from the whole one: the loss, and of each gradient the largest difference, as a
+    share of the largest element; what was sent; and how the modules were split.
+    """
+
+    loss: float
+    gradients: dict[str, float] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    share: float = 1.0
+
+
+def connected(size: int) -> Collectives:
+    shape = MeshShape(tensor=size)
+    return Collectives(Mesh(shape, torch.device("cpu"), Rendezvous(rank(), world(), 60.0)))
+
+
+def on_slices(model: nn.Module, collectives: Collectives, rules: dict[str, str] | None = None) -> Parallel:
+    """Split a model as an engine does."""
+    mesh = collectives.mesh
+    config = load_config({}).model_copy()
+    parallel = config.parallel.model_copy(update={"tensor_rules": tuple((rules or {}).items())})
+    config = config.model_copy(update={"parallel": parallel})
+    resolved = Resolved(config, mesh.shape, ResolvedBatch(1, 1, 1), "fp32")
+    applied = apply(model, resolved, mesh, collectives)
+    for param in model.parameters():
+        if id(param) in applied.shares:
+            param.data = applied.shares[id(param)].place.take(param.data)
+    return applied
+
+
+def whole_gradient(param: nn.Parameter, applied: Parallel, collectives: Collectives) -> Tensor:
+    """What the engine makes of the ranks' gradients."""
+    share, group = applied.shares.get(id(param)), collectives.group(("tensor",))
+    assert param.grad is not None
+    if share is None:
+        return group.sum(param.grad, "test") / group.size
+    if share.summed:
+        return group.sum(param.grad, "test")
+    whole = torch.zeros(share.place.shape)
+    share.place.put(param.grad, whole)
+    return group.sum(whole, "test")
+
+
+def beside_whole(names: Sequence[str], rules: dict[str, str] | None = None) -> dict[str, Beside]:
+    collectives = connected(world())
+    found = {}
+    for name in names:
+        whole = zoo.build(name)
+        model = copy.deepcopy(whole)
+        applied = on_slices(model, collectives, rules)
+        batch = zoo.batch(name, step=0)
+        expected = zoo.loss_of(whole(**batch))
+        expected.backward()
+        before = counts(collectives)
+        loss = zoo.loss_of(model(**batch))
+        loss.backward()
+        after = counts(collectives)
+        result = Beside(abs(loss.item() - expected.item()), lines=applied.lines)
+        result.calls = {key: after[key] - before.get(key, 0) for key in after if after[key] != before.get(key, 0)}
+        num = sum(param.numel() for param in model.parameters())
+        result.share = num / sum(param.numel() for param in whole.parameters())
+        for (key, param), reference in zip(model.named_parameters(), whole.parameters(), strict=True):
+            assert reference.grad is not None, key
+            largest = max(reference.grad.abs().max().item(), 1e-3)
+            difference = whole_gradient(param, applied, collectives) - reference.grad
+            result.gradients[key] = difference.abs().max().item() / largest
+        found[name] = result
+        applied.remove()
+    collectives.mesh.close()
+    return found
+
+
+def counts(collectives: Collectives) -> dict[str, int]:
+    """Calls of forward and backward so far, by collective."""
+    rows: dict[TrafficKey, object] = collectives.meter.report().rows  # type: ignore[assignment]
+    return {key.collective: row.calls for key, row in rows.items() if key.purpose == "tensor"}  # type: ignore[attr-defined]

@@ -1,0 +1,215 @@
+"""Tensor parallelism on unmodified models: outputs and gradients of slices against the whole model, what is sent, and
+which rule decided.
+"""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from partita import ConfigError
+from tests import seeds
+from tests.local import pool
+from tests.matrix import matrix
+from tests.parallel import tensor, zoo
+
+TIMEOUT_S = 240
+
+
+@matrix(size=(2, 3), name=tuple(zoo.BUILD))
+def test_slices_compute_what_the_whole_does(size: int, name: str) -> None:
+    for found in pool.run(size, tensor.beside_whole, (name,), timeout=TIMEOUT_S):
+        beside = found[name]
+        assert beside.loss < 1e-5
+        assert not {key: error for key, error in beside.gradients.items() if error > 1e-5}
+        assert beside.share < (0.6 if size == 2 else 0.5)
+
+
+def test_llama_sums_four_times_a_layer() -> None:
+    """Forward 2, backward 2; the embedding's output, the head's input and the loss are summed once each."""
+    for found in pool.run(2, tensor.beside_whole, ("llama",), timeout=TIMEOUT_S):
+        assert found["llama"].calls == {"all_reduce": 2 * 4 + 3, "all_gather": 1}  # the largest logit of each row
+
+
+@pytest.mark.parametrize("name", ["gpt2", "decoder", "phi3", "t5"])
+def test_layers_that_no_metadata_names_gather_nothing(name: str) -> None:
+    found = pool.run(2, tensor.beside_whole, (name,), timeout=TIMEOUT_S)[0][name]
+    assert found.calls["all_gather"] == 1
+    assert any("proven on its slices" in line for line in found.lines)
+
+
+def test_every_module_with_parameters_has_a_line() -> None:
+    found = pool.run(2, tensor.beside_whole, ("qwen3",), timeout=TIMEOUT_S)[0]["qwen3"]
+    names = {line.split()[0] for line in found.lines}
+    model = zoo.build("qwen3")
+    assert {name for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))} <= names
+    told = {line.split()[0]: line.partition("  ")[2].strip() for line in found.lines}
+    layer = "model.layers.0"
+    assert told["model.embed_tokens"].startswith("vocabulary 64+64 of 128")
+    assert told[f"{layer}.self_attn"] == "3+3 of 6 query heads over 2 key heads (class Qwen3Attention)"
+    assert told[f"{layer}.self_attn.q_norm"] == "copies, on own heads; gradients summed (class Qwen3Attention)"
+    assert told[f"{layer}.mlp.down_proj"].endswith("(tp_plan of Qwen3ForCausalLM)")
+    assert told[f"{layer}.input_layernorm"] == "copies (no rule splits it)"
+
+
+@pytest.mark.parametrize(
+    ("rules", "line"),
+    [
+        ({"*.mlp": "whole"}, "mlp.gate_proj copies (parallel.tensor_rules: '*.mlp')"),
+        ({"*.gate_proj": "column_gathered", "*.up_proj": "column_gathered", "*.down_proj": "row_split"}, "gathered"),
+        ({"lm_head": "column_gathered", "model.embed_tokens": "whole"}, "outputs 64+64 of 128, gathered"),
+        ({"LlamaAttention": "whole"}, "copies (parallel.tensor_rules: 'LlamaAttention')"),
+    ],
+)
+def test_the_config_comes_before_all_other_rules(rules: dict[str, str], line: str) -> None:
+    found = pool.run(2, tensor.beside_whole, ("llama",), rules, timeout=TIMEOUT_S)[0]["llama"]
+    assert any(line in " ".join(each.split()) for each in found.lines), found.lines
+    assert found.loss < 1e-5
+    assert max(found.gradients.values()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"*.gate": "column"}, r"parallel.tensor_rules: '\*.gate' matches no module of LlamaForCausalLM"),
+        ({"*.input_layernorm": "column"}, "asks for 'column' of 'model.layers.0.input_layernorm' .* no linear layer"),
+        ({"model.norm": "vocabulary"}, "neither an embedding nor a linear layer"),
+    ],
+)
+def test_rules_that_fit_nothing_are_errors(rules: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        pool.run(2, tensor.beside_whole, ("llama",), rules)
+
+
+class Plain(nn.Module):
+    """Ten inputs to ten outputs through layers of which some look like a feed-forward layer, and are none."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.up, self.down = nn.Linear(10, 24), nn.Linear(12, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.up(x)
+        if self.kind == "halves":
+            gate, value = both.chunk(2, -1)
+        elif self.kind == "pairs":
+            gate, value = both[..., ::2], both[..., 1::2]
+        else:
+            gate, value = both.chunk(2, -1)
+            value = value.softmax(-1)
+        return self.down(F.silu(gate) * value)
+
+
+class Stack(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Plain(kind) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def stacks(kinds: tuple[str, ...]) -> dict[str, tuple[float, list[str]]]:
+    """The largest error of outputs and inputs' gradients, and the lines."""
+    collectives, found = tensor.connected(2), {}
+    for kind in kinds:
+        seeds.start()
+        whole = Stack(kind)
+        model = copy.deepcopy(whole)
+        applied = tensor.on_slices(model, collectives)
+        x = torch.randn(3, 10, generator=seeds.generator(1), requires_grad=True)
+        y = x.detach().clone().requires_grad_()
+        whole(x).square().sum().backward()
+        model(y).square().sum().backward()
+        assert x.grad is not None
+        assert y.grad is not None
+        found[kind] = ((x.grad - y.grad).abs().max().item() / x.grad.abs().max().item(), applied.lines)
+        for own in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert all(module.forward.__self__ is module for module in own.modules())
+        applied.remove()
+        assert all("forward" not in vars(module) for module in model.modules())
+    collectives.mesh.close()
+    return found
+
+
+def test_only_what_stands_the_proof_is_believed() -> None:
+    """A softmax over features, and features in pairs, fit in shape, and are wrong on slices."""
+    for found in pool.run(2, stacks, ("halves", "pairs", "softmax")):
+        assert {kind: error < 1e-5 for kind, (error, _) in found.items()} == dict.fromkeys(found, True)
+        proven = {kind: any("proven" in line for line in lines) for kind, (_, lines) in found.items()}
+        assert proven == {"halves": True, "pairs": False, "softmax": False}
+
+
+def few_heads() -> list[str]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    collectives = tensor.connected(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 3}
+    seeds.start()
+    whole = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
+    model = copy.deepcopy(whole)
+    applied = tensor.on_slices(model, collectives)
+    tokens = torch.randint(64, (2, 7), generator=seeds.generator())
+    losses = [each(input_ids=tokens, labels=tokens, use_cache=False).loss.item() for each in (whole, model)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    collectives.mesh.close()
+    return applied.said
+
+
+def test_fewer_heads_than_ranks_fall_to_the_floor() -> None:
+    for said in pool.run(3, few_heads):
+        assert said == [
+            "LlamaAttention is not split by heads: 2 query heads are fewer than 3 tensor ranks; its linear layers are "
+            "split, and their outputs gathered"
+        ]
+
+
+# -- logits ------------------------------------------------------------------------------------------------------------
+
+
+def logits_of() -> tuple[Any, ...]:
+    """What is computed of split logits, beside the same of whole ones; and what was gathered for it."""
+    collectives = tensor.connected(2)
+    whole = zoo.build("llama")
+    model = copy.deepcopy(whole)
+    tensor.on_slices(model, collectives)
+    batch = {"input_ids": zoo.batch("llama", 0)["input_ids"]}
+    found = []
+    for each in (whole, model):
+        logits = each(**batch).logits
+        gathers = gathered(collectives)
+        rows = logits[:, :-1].float().flatten(0, 1)
+        view = logits[..., 1:, :].contiguous().view(-1, zoo.VOCAB)
+        targets = batch["input_ids"][:, 1:].flatten()
+        losses = [
+            F.cross_entropy(rows, targets),
+            F.cross_entropy(view, targets, reduction="sum"),
+            F.cross_entropy(rows * 0.5, targets, ignore_index=int(targets[0]), reduction="none"),
+        ]
+        assert logits.shape == (*batch["input_ids"].shape, zoo.VOCAB)
+        assert (logits.size(-1), logits.dim(), logits.numel()) == (zoo.VOCAB, 3, logits.shape.numel())
+        assert (gathered(collectives) - gathers) == (3 if each is model else 0)  # each loss's largest logits
+        chosen = logits.argmax(-1)
+        smoothed = F.cross_entropy(rows, targets, label_smoothing=0.1)
+        found.append([loss.detach() for loss in (*losses, smoothed)] + [chosen])
+    smoothed.backward()  # through a gather
+    assert all(param.grad is not None for param in model.parameters())
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(torch.as_tensor(ours), theirs, rtol=1e-5, atol=1e-5)
+    collectives.mesh.close()
+    return tuple(found)
+
+
+def gathered(collectives: Any) -> int:
+    return tensor.counts(collectives).get("all_gather", 0)
+
+
+def test_logits_stay_slices_until_they_are_read() -> None:
+    pool.run(2, logits_of, timeout=TIMEOUT_S)

@@ -107,21 +107,20 @@ class MicroBatches:
     @torch.no_grad()
     def evaluate(self, drawn: Sequence[Any]) -> Tensor:
         """The mean loss of micro-batches in evaluation mode, the same on all stages."""
-        pipeline = self._parts.pipeline
-        total = torch.zeros((), device=self._parts.runtime.executor.device)
-        micros = dict(enumerate(drawn))
+        pipeline, micros, losses = self._parts.pipeline, dict(enumerate(drawn)), list[Tensor]()
         self._compare(drawn)
         training = [module for module in self._module.modules() if module.training]
         self._module.eval()
         try:
             for action in pipeline.order_without_backwards(len(drawn)):
                 if (loss := self._forward(action, micros)) is not None:
-                    total += loss
+                    losses.append(loss)
+                pipeline.wait_for_sent()
         finally:
             for module in training:
                 module.training = True
         pipeline.end_batch()
-        return pipeline.share_loss(total / len(drawn))
+        return pipeline.share_loss(torch.stack(losses).float().mean() if losses else torch.zeros(()))
 
     def _compare(self, drawn: Sequence[Any]) -> None:
         """See that ranks with one data coordinate have the same samples."""

@@ -138,10 +138,11 @@ class Edges:
         _wait(self.group.receive(gradients, self._behind, "backward", PURPOSE))
         return gradients
 
-    def wait(self) -> None:
-        """Until all that was sent has left."""
-        _wait(self._sent)
-        self._sent.clear()
+    def wait(self, most: int = 0) -> None:
+        """Until no more than ``most`` of what was sent has not left."""
+        done = max(len(self._sent) - most, 0)
+        _wait(self._sent[:done])
+        del self._sent[:done]
 
 
 def _wait(handles: Sequence[Handle]) -> None:

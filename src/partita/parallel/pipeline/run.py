@@ -117,6 +117,11 @@ class Pipeline:
         if kept.arrivals:
             edges.send_back(kept.arrivals)
 
+    def wait_for_sent(self) -> None:
+        """Until no more is on its way than there are ranks: those behind may be slower."""
+        for edges in self._edges if self.is_cut else ():
+            edges.wait(self._group.size)
+
     def end_batch(self) -> None:
         """Until all that was sent has left."""
         for edges in self._edges if self.is_cut else ():

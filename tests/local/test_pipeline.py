@@ -37,7 +37,7 @@ TOLERANCE = 1e-5
 
 @dataclass
 class Course:
-    """What a rank saw: losses, norms, the first step's gradients, the loss in evaluation, and the weights that it has."""
+    """What a rank saw: losses, norms, the loss in evaluation, and the weights that it has."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)

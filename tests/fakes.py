@@ -89,12 +89,13 @@ class FakeTransport(Transport):
 
     keeps_tags_apart = True
 
-    def __init__(self, network: Network, ranks: list[int], index: int) -> None:
+    def __init__(self, network: Network, ranks: list[int], index: int, axes: tuple[str, ...] = ()) -> None:
+        self._axes = axes
         self._network, self._ranks, self._index, self._size = network, tuple(ranks), index, len(ranks)
         self._numbers = Counter[str]()
 
     def _exchange(self, kind: str, value: Tensor) -> Callable[[], list[Tensor]]:
-        operation = (self._ranks, kind, self._numbers[kind])
+        operation = (self._axes, self._ranks, kind, self._numbers[kind])
         self._numbers[kind] += 1
         self._network.send(operation, self._index, value.clone())
         return lambda: self._network.receive(operation, self._size)
@@ -165,8 +166,10 @@ class FakeMesh:
     def open(self, combinations: Iterable[tuple[str, ...]]) -> None:
         for axes in map(self.shape.named, combinations):
             if axes not in self.transports:
-                ranks = next(group for group in self.shape.groups(axes) if self.rank in group)
-                self.transports[axes] = FakeTransport(self._network, ranks, self.index(axes))
+                ranks = next((group for group in self.shape.groups(axes) if self.rank in group), None)
+                if ranks is None:  # of other stages
+                    continue
+                self.transports[axes] = FakeTransport(self._network, ranks, self.index(axes), axes)
 
     def transport(self, axes: tuple[str, ...]) -> Transport:
         return self.transports[axes]

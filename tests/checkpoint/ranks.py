@@ -1,4 +1,4 @@
-"""Ranks without processes: what checkpoints see of each, where parameters are boxes of larger ones."""
+"""Ranks without processes: what checkpoints see of each, where parameters are parts of larger ones."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +17,11 @@ from partita.memory.ledger import Ledger
 from partita.memory.tiers import StateMemory
 from partita.optim.states import OptimizerStates
 from partita.optim.views import Views
-from partita.plan.box import Box
 from partita.plan.mesh_shape import MeshShape
+from partita.plan.place import Place, even
 from partita.plan.planned import PlannedSegment
 from partita.plan.residence import FP32
+from partita.plan.share import Share
 from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import Encodings, Tiers, preset
 from partita.planner.parameters import Holding
@@ -35,15 +36,13 @@ BY_ROWS: Cut = {"rows": 0, "columns": 1, "images": 0}
 BY_COLUMNS: Cut = {"rows": 1, "columns": 1, "images": 1}
 
 
-def box_of(name: str, cut: Cut, index: int, num: int) -> Box:
-    """The box of rank ``index`` of ``num`` along tensor."""
-    whole = Box.whole(SHAPES[name])
+def share_of(name: str, cut: Cut, index: int, num: int) -> Share:
+    """That of rank ``index`` of ``num`` along tensor: every second one of so many ranges."""
+    shape = SHAPES[name]
     if name not in cut:
-        return whole
-    offsets, sizes, dim = list(whole.offsets), list(whole.sizes), cut[name]
-    sizes[dim] //= num
-    offsets[dim] = index * sizes[dim]
-    return Box(tuple(offsets), tuple(sizes))
+        return Share(Place(shape), averaged=("tensor",))
+    ranges = even(shape[cut[name]], 2 * num)
+    return Share(Place(shape, cut[name], tuple(own for own in ranges[index::num] if own[0] < own[1])))
 
 
 @dataclass
@@ -57,21 +56,24 @@ class Rank:
 
 def rank_of(number: int, mesh: MeshShape, cut: Cut, values: Mapping[str, Tensor], stage: str = "zero3") -> Rank:
     """``values``: global parameters, and their states as ``<parameter> <state>``."""
-    boxes = {name: box_of(name, cut, mesh.coordinate(number, "tensor"), mesh.tensor) for name in SHAPES}
-    held = {key: value[boxes[key.split()[0]].slices].clone() for key, value in values.items()}
-    layout = lay_out([Entry(name, SHAPES[name], FP32, True, box) for name, box in boxes.items()], mesh.data)[0]
-    segment = Segment(PlannedSegment(layout, preset(stage, Encodings(), Tiers(), mesh), mesh), number)
-    members = []
-    segment.full = torch.zeros(layout.padded)
-    for span in layout.spans:
-        local = held[span.fqn]
-        if span.fqn == "images":
-            local = local.contiguous(memory_format=torch.channels_last)
-        members.append(Member(Holding(nn.Parameter(local), [span.fqn]), span, segment))
-        segment.full[span.offset :][: span.num_elements] = members[-1].flat(local)
+    shares = {name: share_of(name, cut, mesh.coordinate(number, "tensor"), mesh.tensor) for name in SHAPES}
+    held = {key: shares[key.split()[0]].place.take(value) for key, value in values.items()}
+    entries = [Entry(name, SHAPES[name], FP32, True, of.place, of.copies.on(mesh)) for name, of in shares.items()]
     memory = StateMemory(CPU, Ledger(), lambda: pytest.fail("nothing rests on disk here"))
-    segment.keep_rest(memory)
-    unit: Any = SimpleNamespace(segments=[segment], members=members, rests_whole=True)
+    segments, members = [], []
+    for layout in lay_out(entries, mesh.data, lambda copies: mesh.group_size(copies.axes)):
+        row = preset(stage, Encodings(), Tiers(), mesh, layout.copies)
+        segment = Segment(PlannedSegment(layout, row, mesh), number)
+        segment.full = torch.zeros(layout.padded)
+        for span in layout.spans:
+            local = held[span.fqn]
+            if span.fqn == "images" and not span.place.is_part:
+                local = local.contiguous(memory_format=torch.channels_last)
+            members.append(Member(Holding(nn.Parameter(local), [span.fqn]), span, segment))
+            segment.full[span.offset :][: span.num_elements] = members[-1].flat(local)
+        segment.keep_rest(memory)
+        segments.append(segment)
+    unit: Any = SimpleNamespace(segments=segments, members=members, rests_whole=True)
     optimizer = torch.optim.AdamW([member.param for member in members])
     for member in members:
         states = {state: held[f"{member.fqn} {state}"] for state in STATES if f"{member.fqn} {state}" in held}
@@ -81,11 +83,15 @@ def rank_of(number: int, mesh: MeshShape, cut: Cut, values: Mapping[str, Tensor]
     views.attach(optimizer)
     at: Any = SimpleNamespace(shape=mesh, rank=number, num_ranks=mesh.num_ranks, device=CPU, timeout_s=1.0)
     at.is_first_replica = lambda axes=(): mesh.is_first_replica(number, axes)
-    collectives = SimpleNamespace(mesh=at, all_ranks=SimpleNamespace())
-    runtime: Any = SimpleNamespace(units=[unit], model=nn.Module(), collectives=collectives)
+    collectives = SimpleNamespace(mesh=at, all_ranks=SimpleNamespace(size=mesh.num_ranks))
+    model = nn.Module()
+    for member in members:
+        model.register_parameter(member.fqn, member.param)
+    runtime: Any = SimpleNamespace(units=[unit], model=model, collectives=collectives)
     runtime.residency = SimpleNamespace(hold=lambda units: None, let_go=lambda units: None)
     runtime.gradient_group = SimpleNamespace(index=mesh.group_index(number, ("data",)))
-    runtime.part_index, runtime.is_first_of_part = runtime.gradient_group.index, True
+    runtime.gradient_group.size = mesh.data
+    runtime.part_index, runtime.runs_all = runtime.gradient_group.index, True
     runtime.members = lambda: [(unit, member) for member in members]
     runtime.executor = SimpleNamespace(deliver=lambda *_: None)  # nothing looks at what rests
     updater: Any = SimpleNamespace(views=views, optimizer=optimizer, states=OptimizerStates(optimizer, views, memory))

@@ -1,5 +1,5 @@
-"""Parameters of which each rank holds a box of a larger one, flat-sharded again over data: what is saved are the global
-tensors, and they load under any other cut. No process group: one process is each rank in turn.
+"""Parameters of which each rank holds ranges of a larger one, flat-sharded again over data: what is saved are the
+global tensors, and they load under any other cut. No process group: one process is each rank in turn.
 """
 
 from pathlib import Path
@@ -55,8 +55,8 @@ def test_whole_tensors_are_put_together() -> None:
         runtime.collectives.all_ranks.all_reduce = lambda flat: (
             sent.append(flat.clone()) if number else flat.add_(next(received))
         )
-        for member, weight in Whole(runtime, rank.content.updater).weights(master=False):
-            found[member.fqn] = weight.clone()
+        for holding, weight in Whole(runtime, rank.content.updater).weights(master=False):
+            found[holding.fqns[0]] = weight.clone()
     assert found.keys() == SHAPES.keys()
     assert all(torch.equal(found[name], values[name]) for name in SHAPES)
     assert len(sent) == len(BY_ROWS)

@@ -11,15 +11,17 @@ import torch
 from partita.comm.collectives import Collectives
 from partita.config.schema import Precision
 from partita.errors import PartitaError
-from partita.optim.consensus import Agreed, Consensus
+from partita.optim.consensus import NO_SCALE, Agreed, Consensus
 from partita.optim.loss_scale import LossScale
 from partita.plan.mesh_shape import MeshShape
+from partita.plan.share import NO_COPIES
 from tests.fakes import on_ranks
 
 T = TypeVar("T")
 DATA = ("data",)
 # Four parameters in two buckets; they are the same objects on all ranks, so that ids can be compared.
-MEMBERS = [SimpleNamespace(fqn=name) for name in "abcd"]
+SEGMENT = SimpleNamespace(plan=SimpleNamespace(copies=NO_COPIES))
+MEMBERS = [SimpleNamespace(fqn=name, segment=SEGMENT) for name in "abcd"]
 
 
 def rank(
@@ -42,7 +44,7 @@ def rank(
         join=lambda: None,
     )
     written = SimpleNamespace(names=list(wrote), digest=sum(map(ord, wrote)), agreed=lambda: None)
-    return {"reducer": reducer, "written": written, "is_first_of_part": True}
+    return {"reducer": reducer, "written": written}
 
 
 def agreed(ranks: Sequence[dict[str, Any]], ask: Callable[[Consensus], T], loss_scale: float = 1.0) -> list[T]:
@@ -51,7 +53,10 @@ def agreed(ranks: Sequence[dict[str, Any]], ask: Callable[[Consensus], T], loss_
     def work(collectives: Collectives) -> T:
         group = collectives.group(DATA)
         runtime: Any = SimpleNamespace(
-            gradient_group=group, executor=SimpleNamespace(device=torch.device("cpu")), **ranks[group.index]
+            gradient_group=group,
+            collectives=collectives,
+            executor=SimpleNamespace(device=torch.device("cpu")),
+            **ranks[group.index],
         )
         return ask(Consensus(runtime, LossScale(Precision(loss_scale=loss_scale), needed=loss_scale != 1.0)))
 
@@ -59,7 +64,12 @@ def agreed(ranks: Sequence[dict[str, Any]], ask: Callable[[Consensus], T], loss_
 
 
 def before(consensus: Consensus) -> Agreed:
-    return consensus.before_update(7, "engine.step")
+    return consensus.before_update("engine.step")
+
+
+def scale(consensus: Consensus) -> float:
+    """What the gradients are multiplied by, as all ranks learn with the norm."""
+    return consensus.norm((), before(consensus), 7)[1]
 
 
 @pytest.mark.parametrize("num", [1, 3])
@@ -67,21 +77,24 @@ def test_what_one_rank_used_all_update(num: int) -> None:
     others = [rank("a", waves=2), rank("cd", leftovers=(False, True))]
     ranks = [rank("b"), *others][-num:]
     used = {id(member) for member in MEMBERS if member.fqn in ("cd" if num == 1 else "abcd")}
-    assert agreed(ranks, before) == [Agreed(1 if num == 1 else 2, [False, True], used, 1.0)] * num
+    scales = (NO_SCALE,) * num
+    assert agreed(ranks, before) == [Agreed(1 if num == 1 else 2, [False, True], used, scales, False)] * num
 
 
 def test_gradients_have_the_scale_of_whoever_has_some() -> None:
     ranks = [rank(), rank("a", scales=(8.0,)), rank("b", scales=(8.0,))]
-    assert [found.scale for found in agreed(ranks, before, 64.0)] == [8.0] * 3
+    assert agreed(ranks, scale, 64.0) == [8.0] * 3
     assert agreed(ranks, lambda consensus: consensus.gradient_scale(7), 64.0) == [8.0] * 3
-    assert [found.scale for found in agreed([rank(), rank()], before, 64.0)] == [64.0] * 2
+    assert agreed([rank(), rank()], scale, 64.0) == [64.0] * 2
 
 
 @pytest.mark.parametrize("scales", [((8.0,), (1.0,)), ((8.0, 1.0), ()), ((8.0, 1.0), (8.0,))])
 def test_several_scales_are_refused_on_all_ranks(scales: Sequence[Sequence[float]]) -> None:
     def refused(consensus: Consensus) -> str:
         with pytest.raises(PartitaError) as raised:
-            before(consensus)
+            scale(consensus)
+        with pytest.raises(PartitaError, match="several loss scales"):
+            consensus.check(before(consensus), 7)
         with pytest.raises(PartitaError, match="several loss scales"):
             consensus.gradient_scale(7)
         return str(raised.value)
@@ -94,9 +107,9 @@ def test_several_scales_are_refused_on_all_ranks(scales: Sequence[Sequence[float
 def test_a_loss_that_was_not_scaled_is_told_once() -> None:
     def told(consensus: Consensus) -> float:
         with pytest.warns(UserWarning, match=r"multiplies by the loss scale \(8\): .* call engine\.backward\(loss\)"):
-            found = before(consensus)
-        assert before(consensus) == found
-        return found.scale
+            found = scale(consensus)
+        assert scale(consensus) == found
+        return found
 
     assert agreed([rank("a", scales=(1.0,))], told, 8.0) == [1.0]
 
@@ -104,7 +117,7 @@ def test_a_loss_that_was_not_scaled_is_told_once() -> None:
 def test_ranks_that_wrote_different_values_are_told_where() -> None:
     def compared(consensus: Consensus) -> str:
         with pytest.raises(PartitaError) as raised:
-            before(consensus)
+            scale(consensus)
         with pytest.raises(PartitaError, match="rank 2 wrote other values"):
             consensus.compare_written(7)
         return str(raised.value)
@@ -121,12 +134,12 @@ def test_the_norm_is_the_sum_in_rank_order() -> None:
 
     def norm(index: int) -> Callable[[Consensus], float]:
         parts = [torch.tensor(value, dtype=torch.float64) for value in squares[index]]
-        return lambda consensus: consensus.norm(parts)
+        return lambda consensus: consensus.norm(parts, before(consensus), 7)[0]
 
     def of_rank(consensus: Consensus) -> float:
         return norm(consensus._group.index)(consensus)
 
-    expected = math.sqrt(((1e16 + 1.0) + 1.0) - 1e16)
+    expected = torch.tensor(math.sqrt(((1e16 + 1.0) + 1.0) - 1e16)).item()  # in fp32
     assert agreed([rank() for _ in squares], of_rank) == [expected] * 4
     squares[1] = [math.inf]
     assert agreed([rank() for _ in squares], of_rank) == [math.inf] * 4
@@ -138,7 +151,9 @@ def test_sums_and_culprits_are_of_all_ranks() -> None:
     ones, halves = torch.ones(2, dtype=torch.float64), torch.tensor([0.5], dtype=torch.float64)
     ranks = [rank(), rank(suspect=True), rank(suspect=True)]
     assert agreed(ranks, lambda consensus: consensus.sums(ones, halves)) == [[3.0, 3.0, 1.5]] * 3
-    ranks[2]["is_first_of_part"] = False  # another rank has counted its part
-    assert agreed(ranks, lambda consensus: consensus.sums(ones, halves)) == [[2.0, 2.0, 1.5]] * 3
-    assert agreed(ranks, lambda consensus: consensus.norm([ones])) == [math.sqrt(4.0)] * 3
-    assert agreed(ranks, lambda consensus: consensus.culprit(4 - consensus._group.index)) == [(2, ["1", "2"])] * 3
+
+    def culprit(consensus: Consensus) -> tuple[str, list[str]]:
+        number = 4 - consensus._group.index
+        return consensus.culprit(number, f"number {number}")
+
+    assert agreed(ranks, culprit) == [("number 2", ["1", "2"])] * 3

@@ -58,7 +58,6 @@ def on_two(name: str, tiers: Tiers, work: Callable[[Made, StepUpdater], None], c
             collectives=collectives,
             gradient_group=collectives.group(DATA),
             part_index=collectives.mesh.index(parts.units[0].segments[0].plan.part_axes),
-            is_first_of_part=True,
             wait_for_updates=lambda units: None,
         )
         with torch._C.DisableTorchFunctionSubclass():

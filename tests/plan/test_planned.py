@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from partita.plan.box import Box
 from partita.plan.mesh_shape import MeshShape
+from partita.plan.place import Place
 from partita.plan.planned import BUCKET_BYTES, PlannedSegment, PlannedUnit, reduction_order, share_buckets
 from partita.plan.residence import BF16, FP32, Encoding, Tier
 from partita.plan.slots import bytes_ahead, unit_pool
@@ -28,7 +28,7 @@ def planned(
     tiers: Tiers = ON_DEVICE,
 ) -> PlannedSegment:
     """A segment of so many elements, padding included."""
-    span = Span("p", Box.whole((num_elements,)), 0, num_elements, 0)
+    span = Span("p", Place((num_elements,)), 0, num_elements, 0)
     layout = SegmentLayout(encodings.compute, True, (span,), mesh.data, num_elements // mesh.data)
     return PlannedSegment(layout, preset(name, encodings, tiers, mesh), mesh)
 

@@ -3,14 +3,15 @@
 import math
 from collections import Counter
 from dataclasses import replace
-from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from partita.plan.box import Box
+from partita.plan.place import Place
 from partita.plan.residence import BF16, FP32, Encoding
+from partita.plan.share import NO_COPIES, Copies
 from partita.plan.span import QUANTUM, Entry, SegmentLayout, Span, lay_out
 
 Label = tuple[str, int] | None
@@ -70,7 +71,7 @@ def test_a_part_is_what_lies_between_its_cuts(entries: list[Entry], num_parts: i
             mine: list[Label] = [None] * segment.part_elements
             for span in segment.part(index):
                 assert span.num_elements > 0
-                assert span.box == next(other.box for other in segment.spans if other.fqn == span.fqn)
+                assert span.place == next(other.place for other in segment.spans if other.fqn == span.fqn)
                 for place in range(span.num_elements):
                     mine[span.offset + place] = (span.fqn, span.start + place)
             assert mine == whole[index * segment.part_elements : (index + 1) * segment.part_elements]
@@ -84,21 +85,32 @@ def test_segments_are_by_encoding_and_whether_they_train(entries: list[Entry], n
     for segment, kind in zip(layout, kinds, strict=True):
         expected = [entry.fqn for entry in entries if (entry.trainable, entry.encoding) == kind]
         assert [span.fqn for span in segment.spans] == expected
-    boxes = {span.fqn: span.box for segment in layout for span in segment.spans}
-    assert boxes == {entry.fqn: Box.whole(entry.shape) for entry in entries}
+    places = {span.fqn: span.place for segment in layout for span in segment.spans}
+    assert places == {entry.fqn: Place(entry.shape) for entry in entries}
 
 
-@given(ENTRIES, NUM_PARTS, st.randoms())
-def test_a_parameter_may_be_a_box_of_a_larger_one(entries: list[Entry], num_parts: int, random: Random) -> None:
-    """Every span says which piece of the global parameter its local tensor is; where values lie does not change."""
-    boxes = {entry.fqn: Box(tuple(random.randrange(100) for _ in entry.shape), entry.shape) for entry in entries}
-    shapes = {fqn: tuple(map(sum, zip(box.offsets, box.sizes, strict=True))) for fqn, box in boxes.items()}
-    placed = lay_out([replace(e, shape=shapes[e.fqn], box=boxes[e.fqn]) for e in entries], num_parts)
+@given(ENTRIES, NUM_PARTS)
+def test_a_parameter_may_be_a_part_of_a_larger_one(entries: list[Entry], num_parts: int) -> None:
+    """Every span says where in the global parameter its local tensor lies; where values lie does not change."""
+    entries = [entry for entry in entries if entry.shape and entry.shape[0]]
+    places = {e.fqn: Place((3 * e.shape[0], *e.shape[1:]), 0, ((e.shape[0], 2 * e.shape[0]),)) for e in entries}
+    placed = lay_out([replace(e, shape=places[e.fqn].shape, place=places[e.fqn]) for e in entries], num_parts)
     for segment, whole in zip(placed, lay_out(entries, num_parts), strict=True):
-        assert [replace(s, box=Box.whole(s.box.sizes), shape=None) for s in segment.spans] == list(whole.spans)
+        assert [replace(s, place=Place(s.place.sizes)) for s in segment.spans] == list(whole.spans)
         for index in range(num_parts):
-            assert all(span.box == boxes[span.fqn] for span in segment.part(index))
-            assert all(span.global_shape == shapes[span.fqn] for span in segment.part(index))
+            assert all(span.place == places[span.fqn] for span in segment.part(index))
+
+
+@given(ENTRIES, NUM_PARTS)
+def test_what_has_copies_is_laid_out_apart(entries: list[Entry], num_parts: int) -> None:
+    """And cut so that the ranks that have copies can divide each part; what other stages have is alone."""
+    copies, tied = Copies(averaged=("tensor",)), Copies(summed=("pipeline:0,1",))
+    chosen = [(NO_COPIES, copies, tied)[number % 3] for number in range(len(entries))]
+    marked = [replace(entry, copies=of) for entry, of in zip(entries, chosen, strict=True)]
+    for segment in lay_out(marked, num_parts, lambda of: 3 if of == copies else 1):
+        assert {entry.copies for entry in marked if entry.fqn in {s.fqn for s in segment.spans}} == {segment.copies}
+        assert len(segment.spans) == 1 or not segment.copies.is_tied
+        assert segment.copies != copies or segment.part_elements % (3 * QUANTUM) == 0
 
 
 @given(ENTRIES, st.integers(1, 4), st.integers(1, 3))
@@ -115,7 +127,7 @@ def test_an_example() -> None:
         Entry("b.weight", (10,), BF16, True),
         Entry("c.weight", (600,), FP32, True),
     ]
-    a, bias, b, c = (Box.whole(entry.shape) for entry in entries)
+    a, bias, b, c = (Place(entry.shape) for entry in entries)
     first = SegmentLayout(
         FP32,
         True,
@@ -145,12 +157,13 @@ def test_an_example() -> None:
     ],
 )
 def test_a_span_within_a_range(begin: int, end: int, expected: tuple[int, int, int] | None) -> None:
-    span = Span("p", Box.whole((5, 100)), 0, 500, 300)
-    assert span.within(begin, end) == (Span("p", span.box, *expected) if expected else None)
+    span = Span("p", Place((5, 100)), 0, 500, 300)
+    assert span.within(begin, end) == (Span("p", span.place, *expected) if expected else None)
 
 
 def test_a_span_within_a_range_counts_from_its_own_start() -> None:
-    assert Span("p", Box((10,), (50,)), 20, 40, 100).within(105, 500) == Span("p", Box((10,), (50,)), 25, 40, 0)
+    place = Place((80,), 0, ((10, 60),))
+    assert Span("p", place, 20, 40, 100).within(105, 500) == Span("p", place, 25, 40, 0)
 
 
 def test_a_box() -> None:

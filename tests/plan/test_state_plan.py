@@ -24,9 +24,9 @@ hsdp | shard in node | whole | shard in node | shard in node | shard in node | s
 ROWS = {line.split()[0]: [cell.strip() for cell in line.split("|")[1:]] for line in TABLE.strip().splitlines()}
 WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "whole": ((), ()),
-    "partial": ((), ("data",)),
-    "shard": (("data",), ()),
-    "shard in node": (("local",), ()),
+    "partial": ((), ("data", "sequence")),
+    "shard": (("data", "sequence"), ()),
+    "shard in node": (("local", "sequence"), ()),
 }
 MIXED = Encodings(compute=BF16, master=FP32, gradients=BF16, moments=FP32)
 
@@ -45,7 +45,7 @@ def test_row(name: str) -> None:
         param_rest=Residence(*rest, BF16),
         param_compute=Residence(*compute, BF16),
         param_between=Residence(*between, BF16),
-        grad_arrival=Residence((), ("data",), BF16),
+        grad_arrival=Residence((), ("data", "sequence"), BF16),
         grad_between=Residence(*grad_between, FP16),
         grad_step=Residence(*grad_step, FP16),
         master=Residence(*states, FP32),
@@ -107,7 +107,7 @@ def test_bytes_of_the_papers(num_ranks: int) -> None:
 def test_every_node_has_the_states_of_the_replicated_row() -> None:
     row, mesh = preset("hsdp", MIXED), MeshShape(data=16, node=4)
     assert state_bytes(row, 8000, mesh) == 16 * 8000 // 4
-    assert (row.part_axes, row.replica_axes) == (("local",), ("node",))
+    assert (row.part_axes, row.replica_axes) == (("local", "sequence"), ("node",))
     assert steps(row.grad_arrival, row.grad_between, mesh) == (ReduceScatter(("local",)), AllReduce(("node",)))
 
 
@@ -162,7 +162,8 @@ def moves_of_a_step(row: StatePlan) -> list[tuple[Residence, Residence]]:
 def test_elements_sent_in_a_step() -> None:
     """Stages 0 to 2 send 2P elements, stage 3 sends 3P, in (N - 1) / N terms (Rajbhandari et al., 2020, section 7)."""
     for mesh in shapes(12):
-        num, local, padded = mesh.data, mesh.size("local"), 8 * mesh.data
+        num, local = mesh.data * mesh.sequence, mesh.size("local") * mesh.sequence
+        padded = 8 * num
         once, in_node = padded * (num - 1) // num, padded * (local - 1) // local
         got = {}
         for name in PRESETS:

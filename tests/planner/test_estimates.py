@@ -11,12 +11,13 @@ from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import BF16, FP32, Encoding, Residence
 from partita.plan.span import QUANTUM, Entry, lay_out
-from partita.plan.state_plan import DATA, PRESETS, Encodings, preset
+from partita.plan.state_plan import PRESETS, Encodings, preset
 from partita.plan.traffic import TrafficCount, TrafficKey, TrafficMeter, TrafficReport
 from partita.planner.memory import model_state_bytes
 from partita.planner.traffic import StepShape, sent_by_steps, step_traffic
 
 MIXED = Encodings(compute=BF16, gradients=BF16)
+DATA = ("data",)
 MULTIPLES = {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 3, "zero3-kept": 2}
 
 presets = st.sampled_from(sorted(PRESETS))
@@ -186,8 +187,9 @@ def test_messages_are_counted_to_the_byte(name: str, announced: bool, num_meetin
     key = TrafficKey("all_gather", DATA, "control")
     used = 3 * 8 + 1 + 3  # three numbers, one bucket, three parameters
     shape = StepShape(accumulate=3, returns_loss=True, announced=announced)
-    num_words = num_announced + num_meetings + 1 + 2  # the norm; what was drawn, and the loss
-    assert step_traffic(units, shape).rows[key] == TrafficCount(num_words + 1, 3 * (8 * num_words + used))
+    num_words = num_announced + num_meetings + 2  # what was drawn, and the loss
+    at_norm = 3 * 8  # the norm, the gradients' scale, whether something was written
+    assert step_traffic(units, shape).rows[key] == TrafficCount(num_words + 2, 3 * (8 * num_words + used + at_norm))
 
 
 def test_frozen_units_are_gathered_and_nothing_else() -> None:

@@ -47,10 +47,10 @@ def segment_of(
     """A segment with a parameter of each shape, of values that do not matter."""
     entries = [Entry(f"{number}.{index}", shape, FP32, True) for index, shape in enumerate(shapes)]
     row = preset(name, encodings, tiers, mesh)
-    layout = lay_out(entries, mesh.group_size(row.part_axes), mesh.group_size(row.replica_axes))[0]
+    layout = lay_out(entries, mesh.group_size(row.part_axes), lambda _: mesh.group_size(row.replica_axes))[0]
     segment = Segment(PlannedSegment(layout, row, mesh), 0)
     members = [
-        Member(Holding(nn.Parameter(torch.zeros(span.box.sizes)), [span.fqn]), span, segment) for span in layout.spans
+        Member(Holding(nn.Parameter(torch.zeros(span.place.sizes)), [span.fqn]), span, segment) for span in layout.spans
     ]
     return segment, members
 

@@ -137,7 +137,7 @@ def test_a_ranks_part_holds_its_spans(name: str, mesh: MeshShape) -> None:
     entries = [Entry("a", (700,), FP32, True), Entry("b", (5, 100), FP32, True), Entry("c", (), FP32, True)]
     row = preset(name)
     num_parts, num_replicas = mesh.group_size(row.part_axes), mesh.group_size(row.replica_axes)
-    layout = lay_out(entries, num_parts, num_replicas)[0]
+    layout = lay_out(entries, num_parts, lambda _: num_replicas)[0]
     assert layout.padded == lay_out(entries, mesh.data)[0].padded
     whole = torch.arange(layout.padded)
     planned = PlannedSegment(layout, row, mesh)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partita.plan.box import Box, FlatRange
+from partita.plan.box import Box
+from partita.plan.flat_range import FlatRange
 
 # Of a box that is saved: it is read and checked whole, so that no more memory than that is needed for it.
 MOST_BYTES = 32 * 2**20

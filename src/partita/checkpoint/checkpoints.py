@@ -16,6 +16,7 @@ from partita.checkpoint.training_state import TrainingState
 from partita.checkpoint.versions import versions
 from partita.config.schema import Config
 from partita.errors import ConfigError, PartitaError
+from partita.inspection.modules import keepers_of
 from partita.optim.updater import StepResult, Updater
 from partita.sharding.runtime import Runtime
 
@@ -76,6 +77,8 @@ class Checkpoints:
         section = self._config.checkpoint
         folder = self._folder(folder, "engine.save").absolute()
         self._updater.take_written()
+        runtime = self._content.runtime
+        self._training.keeper = keepers_of(runtime.model, runtime.collectives.all_ranks, shared=runtime.runs_all)
         about = {
             "versions": versions(),
             "ranks": self._mesh.num_ranks,

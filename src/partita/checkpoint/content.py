@@ -22,9 +22,11 @@ from partita.memory.collector import collector_paused
 from partita.optim.fused import BLOCK_STATES
 from partita.optim.updater import Updater
 from partita.optim.views import View
-from partita.plan.box import Box, FlatRange
+from partita.plan.box import Box
+from partita.plan.flat_range import FlatRange
 from partita.plan.residence import BLOCK, FP32, SPLIT
 from partita.plan.span import Span
+from partita.planner.parameters import find_everywhere
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member, Segment, Unit
 
@@ -37,7 +39,7 @@ def blocks_of(member: Member, start: int, stop: int) -> FlatRange:
     Raises:
         PartitaError: the parameter is a part of a larger one, whose blocks are others.
     """
-    if member.span.is_part:
+    if member.span.place.is_part:
         raise PartitaError(
             f"checkpoint: '{member.fqn}' is a part of a larger parameter, of which 8-bit states have no place in a "
             "checkpoint: set precision.moments to fp32"
@@ -103,9 +105,9 @@ class Content:
     def aliases(self) -> dict[str, list[str]]:
         """The other names of tied parameters, by key."""
         return {
-            MODEL + member.fqn: [MODEL + name for name in member.holding.fqns[1:]]
-            for _, member in self.runtime.members()
-            if len(member.holding.fqns) > 1
+            MODEL + holding.fqns[0]: [MODEL + name for name in holding.fqns[1:]]
+            for holding in find_everywhere(self.runtime.model)
+            if len(holding.fqns) > 1
         }
 
     def forget(self) -> None:
@@ -155,13 +157,12 @@ class Content:
         members = {member.fqn: member for member in unit.members if member.segment is segment}
         is_master = segment.trains and segment.plan.master.encoding in (FP32, SPLIT)
         dtype = torch.float32 if is_master else segment.dtype
-        is_first = self.runtime.collectives.mesh.is_first_replica(segment.plan.part_axes)
+        if not segment.is_first_copy:
+            return  # another rank saves the same
         spans = segment.layout.part(self._index)
         if self._index == 0:  # what has no elements is in no rank's part
             spans += tuple(span for span in segment.layout.spans if not span.num_elements)
         for span in spans:
-            if not self.runtime.is_first_of_part or not (span.is_part or is_first):
-                continue  # another rank saves the same
             place = slice(span.offset, span.offset + span.num_elements)
             elements = members[span.fqn].elements(span.start, span.stop)
             yield from _pieces(MODEL + span.fqn, dtype, elements, itemgetter(place))
@@ -172,7 +173,8 @@ class Content:
         view = self.updater.views.of(member.param)
         if view is None or not view.num_elements:
             return
-        has_first = span.start == 0 and not any(span.box.offsets)
+        first = span.place.begins_at
+        has_first = first is not None and span.start <= first < span.stop
         for key, state in self.updater.optimizer.state.get(view.tensor, {}).items():
             name, take = f"{STATE}{span.fqn}.{key}", self._state_of(view, span, key)
             if not isinstance(state, Tensor):

@@ -27,10 +27,12 @@ from partita.memory.tiers import Kept
 from partita.optim.fused import BLOCK_STATES, adopted
 from partita.optim.traits import state_names, states_per_element
 from partita.optim.views import View
-from partita.plan.box import Box, FlatRange
+from partita.plan.box import Box
+from partita.plan.flat_range import FlatRange
 from partita.plan.residence import Tier
 from partita.plan.span import Span
 from partita.plan.steps import steps
+from partita.planner.parameters import find_everywhere
 from partita.sharding.unit import Segment, Unit
 
 
@@ -130,7 +132,7 @@ class Loading:
         self._members = [member for _, member in self._runtime.members()]
         self._buffers = list(persistent_buffers(self._runtime.model))
         self._modules = list(extra_states(self._runtime.model))
-        known = [fqn for member in self._members for fqn in member.holding.fqns]
+        known = [fqn for holding in find_everywhere(self._runtime.model) for fqn in holding.fqns]
         known += [name for name, _ in self._buffers] + [name for name, _ in self._modules]
         self._names = Names(stored, known, wanted.prefix)
         self._missing = list[str]()
@@ -175,7 +177,7 @@ class Loading:
     def _compare(self) -> list[str]:
         """Note what of the model is not there; returns what has another shape there."""
         wrong = list[str]()
-        held = [(member.holding.fqns, member.span.global_shape) for member in self._members]
+        held = [(member.holding.fqns, member.span.place.shape) for member in self._members]
         held += [([name], tuple(buffer.shape)) for name, buffer in self._buffers]
         for names, expected in held:
             key = self._names.model(names)
@@ -220,7 +222,7 @@ class Loading:
     def _state_elements(self, view: View, state: str, key: str) -> FlatRange:
         """What of a stored state goes with a view: its elements or blocks, or the one number that it is."""
         member, start, stop = view.member, view.start, view.start + view.num_elements
-        shape, expected = self._stored.tensors[key].shape, view.member.span.global_shape
+        shape, expected = self._stored.tensors[key].shape, view.member.span.place.shape
         if state in BLOCK_STATES:
             return blocks_of(member, start, stop)
         if shape == expected and (shape or state != "step"):
@@ -316,7 +318,7 @@ class Loading:
     def _shaped(self, view: View, key: str, value: Tensor) -> Tensor:
         """A flat state as an optimizer that sees parameters whole keeps it: like the parameter, or as it was stored."""
         shape = self._stored.tensors[key].shape if key in self._stored.tensors else ()
-        return view.member.shaped(value) if shape in ((), view.member.span.global_shape) else value.view(shape)
+        return view.member.shaped(value) if shape in ((), view.member.span.place.shape) else value.view(shape)
 
     def _deliver(self, segment: Segment, param: Tensor | None) -> None:
         """Bring the weights into what rests. A collective where that is whole and the master is not."""

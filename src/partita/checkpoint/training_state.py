@@ -4,7 +4,7 @@ scale, counters, random states, and whatever the caller adds.
 
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,8 @@ from partita.errors import PartitaError
 from partita.inspection.modules import extra_states, persistent_buffers
 from partita.memory import accelerator
 from partita.optim.updater import Updater
-from partita.plan.box import Box, FlatRange
+from partita.plan.box import Box
+from partita.plan.flat_range import FlatRange
 
 SCHEDULER, ENGINE, RANDOM, EXTRA = "scheduler", "partita.engine", "partita.random.", "partita.extra"
 CONFIGURED = "partita.configured"
@@ -31,7 +32,7 @@ CONFIGURED = "partita.configured"
 @dataclass
 class TrainingState:
     """All of an engine's state but parameters and what the optimizer keeps of them. The first rank saves what all
-    share.
+    share, and ``keeper`` names the rank that saves a buffer or an extra state.
     """
 
     model: nn.Module
@@ -39,6 +40,7 @@ class TrainingState:
     scheduler: LRScheduler
     mesh: Mesh
     extra: dict[str, Any] = field(default_factory=dict)
+    keeper: Callable[[str], int] = field(default=lambda name: 0)
     _configured: list[Settings] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -46,7 +48,9 @@ class TrainingState:
 
     def _buffer_boxes(self) -> Iterator[tuple[str, Tensor, Box]]:
         """What this rank saves of buffers."""
-        for name, buffer in persistent_buffers(self.model) if self.mesh.is_first_replica() else ():
+        for name, buffer in persistent_buffers(self.model):
+            if self.keeper(name) != self.mesh.rank:
+                continue
             for box, _ in saved_boxes(FlatRange.row_major(buffer.shape), buffer.dtype):
                 yield name, buffer.detach(), box
 
@@ -72,9 +76,10 @@ class TrainingState:
         def add(key: str, value: Any, where: str) -> None:
             values.append(Value(key, value=plain(value, where)))
 
-        if self.mesh.is_first_replica():
-            for name, module in extra_states(self.model):
+        for name, module in extra_states(self.model):
+            if self.keeper(name) == self.mesh.rank:
                 add(MODEL + name, module.get_extra_state(), f"the model's '{name}'")
+        if self.mesh.is_first_replica():
             for number, group in enumerate(self.updater.groups_by_name()):
                 for key, value in group.items():
                     add(f"{GROUPS}{number}.{key}", value, f"'{key}' of the optimizer's group {number}")

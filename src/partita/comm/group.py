@@ -55,6 +55,11 @@ class Group:
         self.size, self.index = mesh.shape.group_size(axes), mesh.index(axes)
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """The mesh's numbers of the ranks, in order."""
+        return next(tuple(ranks) for ranks in self._mesh.shape.groups(self.axes) if self._mesh.rank in ranks)
+
+    @property
     def transport(self) -> Transport:
         """What moves the tensors. Raises PartitaError: the mesh is closed, or was never opened over these axes."""
         return self._mesh.transport(self.axes)

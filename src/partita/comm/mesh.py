@@ -39,6 +39,7 @@ class Mesh:
         self.timeout_s, self._within_node = rendezvous.timeout_s, rendezvous.within_node
         self._alone = HostTransport(0, 1, {}, self._within_node, self.timeout_s)  # along no axis
         self.transports: dict[tuple[str, ...], Transport] = {(): self._alone}
+        self._opened: set[tuple[str, ...]] = {()}
         self._process_groups: list[dist.ProcessGroup] = []
         # Engines that share the mesh share these: on one group, every rank must post in one order.
         self._streams = {purpose: Stream(device, purpose) for purpose in BULK_PURPOSES}
@@ -63,10 +64,13 @@ class Mesh:
         """
         self.check_open()
         for axes in map(self.shape.named, combinations):
-            if axes not in self.transports:
-                self.transports[axes] = self._connect(axes)
+            if axes not in self._opened:
+                self._opened.add(axes)
+                if (transport := self._connect(axes)) is not None:
+                    self.transports[axes] = transport
 
-    def _connect(self, axes: tuple[str, ...]) -> Transport:
+    def _connect(self, axes: tuple[str, ...]) -> Transport | None:
+        """None: this rank is on none of the stages."""
         own = dict[str, dist.ProcessGroup]()
         size = self.shape.group_size(axes)
         with connections_kept_from_children():
@@ -78,6 +82,8 @@ class Mesh:
                     if self.rank in ranks:
                         own[purpose] = group
                         self._process_groups.append(group)
+        if not own:
+            return None
         if accelerator.is_host(self.device):
             return HostTransport(self.index(axes), size, own, self._within_node, self.timeout_s)
         return DeviceTransport(self.index(axes), size, own, self._connect_edges(axes))

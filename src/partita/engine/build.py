@@ -19,6 +19,7 @@ from partita.config.resolve import Resolved
 from partita.engine.budget import agreed_budget
 from partita.huggingface.conversion import open_weights
 from partita.huggingface.weights import Weights
+from partita.inspection.gathered import Gathered
 from partita.inspection.whole import Whole
 from partita.memory.disk import open_disk
 from partita.memory.ledger import Ledger
@@ -36,8 +37,8 @@ from partita.parallel.apply import apply
 from partita.parallel.pipeline.apply import schedule_of
 from partita.parallel.pipeline.run import Pipeline
 from partita.parallel.samples import SAMPLE_AXES, SameSamples
-from partita.plan.mesh_shape import AXES
-from partita.planner.blueprint import Blueprint, make_blueprint, row_of
+from partita.plan.mesh_shape import AXES, STATE_AXES
+from partita.planner.blueprint import Blueprint, make_blueprint
 from partita.planner.parameters import check_quantized, find_quantized
 from partita.sharding.assemble import check_alike
 from partita.sharding.resting import check_unclaimed
@@ -66,6 +67,7 @@ class Parts:
     recomputation: Recomputation
     updater: Updater
     whole: Whole
+    gathered: Gathered
     checkpoints: Checkpoints
     weights: Path | None
     parallel: Parallel
@@ -78,7 +80,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     collectives = Collectives(mesh)
     all_ranks = collectives.all_ranks
     check_settings_alike(resolved.shared, all_ranks)
-    collectives.open([*row_of(resolved).groups(resolved.mesh), *((axis,) for axis in AXES), SAMPLE_AXES])
+    collectives.open([*((axis,) for axis in AXES), SAMPLE_AXES])
     with together(all_ranks):
         parallel = apply(model, resolved, mesh, collectives)
     try:
@@ -104,7 +106,9 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         blueprint = make_blueprint(model, resolved, num_moments, budget, parallel.shares)
         choice = settings.activations.checkpoint
         recomputed = chosen_modules(model, [unit.name for unit in blueprint.units], choice)
-    check_alike(model, blueprint.units, all_ranks)
+    every = all_ranks.exchange_objects(blueprint.groups, "partita.initialize")
+    collectives.open(dict.fromkeys(axes for of_rank in every for axes in of_rank))  # also those of other stages alone
+    check_alike(model, blueprint.units, all_ranks, exact=collectives.group(STATE_AXES).size < all_ranks.size)
     check_settings_alike(settings_of(optimizer), all_ranks)
     rows = [unit.row for unit in blueprint.units]
     if any(mesh.shape.group_size(row.master.shard_axes) > 1 or not row.updates_on_device for row in rows):
@@ -121,6 +125,7 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         with together(all_ranks, runtime.give_back):
             updater = kind(runtime, optimizer, scale, settings.clip_grad_norm, counted)
             whole = Whole(runtime, updater)
+            gathered = Gathered(runtime, updater, whole)
             checkpoints = Checkpoints(model, runtime, updater, scheduler, settings)
     except BaseException:
         memory.close()
@@ -137,6 +142,7 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         recomputation,
         updater,
         whole,
+        gathered,
         checkpoints,
         weights,
         parallel,

@@ -88,7 +88,7 @@ class Engine:
     def step(self) -> StepResult:
         """End a micro-batch; after the last one of a batch clip, update the parameters, and zero the gradients."""
         parts = self._open()
-        if parts.whole.num_gathered:
+        if parts.gathered.num_open:
             raise PartitaError("engine.step() inside engine.gathered(...): leave the block first")
         self._check_whole("engine.step")
         return self._micro_batches.end()
@@ -188,7 +188,7 @@ class Engine:
         Raises:
             PartitaError: an item is no part of the model, or a parameter was written without ``modify``.
         """
-        return self._open().whole.gathered(items or (self.module,), modify)
+        return self._open().gathered.hold(items or (self.module,), modify)
 
     def gradient(self, name: str) -> Tensor | None:
         """The whole mean gradient of a parameter (fp32, its shape) before ``step``; None if no rank has one.
@@ -341,7 +341,7 @@ class Engine:
         if self._closed:
             return
         parts = self._parts
-        if whole and parts.whole.num_gathered:
+        if whole and parts.gathered.num_open:
             raise PartitaError("engine.close(whole=True) inside engine.gathered(...): leave the block first")
         parts.updater.wait_for_updates()
         parts.runtime.reducer.drain()
@@ -350,8 +350,7 @@ class Engine:
             parts.runtime.residency.reset()  # gathers under way end before their connections do
             parts.checkpoints.wait()
         finally:
-            for member, values in copies:
-                member.leave(values)
+            parts.whole.leave(copies)
             self._end()
 
     def _end(self) -> None:

@@ -62,16 +62,16 @@ def export(
             f"engine.export: '{quantized[0].fqns[0]}' is quantized, which an export does not write; write what trains: "
             "engine.state_dict(trainable=True), or the model's own save_pretrained after engine.close(whole=True)"
         )
-    buffers = list(persistent_buffers(model))
-    names = {id(member): _kept_name(model, member.holding.fqns) for member in whole.members}
-    tensors = FileTensors(model, [*names.values(), *(name for name, _ in buffers)])
+    others = whole.others()
+    names = {id(holding): _kept_name(model, holding.fqns) for holding in whole.holdings}
+    tensors = FileTensors(model, [*names.values(), *(name for name, _ in persistent_buffers(model))])
     with WeightsWriter(folder, file_bytes) if whole.is_first else nullcontext() as writer:
-        for member, weight in whole.weights(master=False):
+        for holding, weight in whole.weights(master=False):
             if writer is not None:
-                writer.add_all(tensors.of(names[id(member)], weight))
+                writer.add_all(tensors.of(names[id(holding)], weight))
         if writer is not None:
-            for name, buffer in buffers:
-                writer.add_all(tensors.of(name, buffer))
+            for name, _ in persistent_buffers(model):
+                writer.add_all(tensors.of(name, others[name]))
             say_left_out(name for name, _ in extra_states(model))
             writer.finish(beside, [_saved_config(model), getattr(model, "generation_config", None)])
     whole.raise_together(writer.problem if writer is not None else None)

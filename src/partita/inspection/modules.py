@@ -1,8 +1,11 @@
 """A model's state dict without its values: the names, and what of it is no parameter."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
+
+from partita.comm.group import Group
+from partita.planner.elsewhere import modules_here
 
 EXTRA_STATE = "_extra_state"
 
@@ -33,6 +36,31 @@ def extra_states(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def has_extra_state(module: nn.Module) -> bool:
     """Whether a module itself has a state that is no parameter and no buffer."""
     return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def keepers_of(model: nn.Module, all_ranks: Group, *, shared: bool) -> Callable[[str], int]:
+    """By the name of a buffer or an extra state, the rank whose values count: the first that runs its module. A
+    collective, unless every rank runs all modules (``shared``).
+    """
+    if shared:
+        return lambda name: 0
+    here = modules_here(model)
+    every = all_ranks.exchange_objects([name for name in _kept_beside(model) if _module_of(name) in here], "buffers")
+    first = dict[str, int]()
+    for rank, names in enumerate(every):
+        for name in names:
+            first.setdefault(name, rank)
+    return lambda name: first.get(name, 0)
+
+
+def _kept_beside(model: nn.Module) -> Iterator[str]:
+    """The names of all that is no parameter."""
+    yield from (name for name, _ in persistent_buffers(model))
+    yield from (name for name, _ in extra_states(model))
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def state_dict_names(model: nn.Module) -> Iterator[str]:

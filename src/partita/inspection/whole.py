@@ -1,9 +1,9 @@
 """Whole tensors by name, put together from what each rank holds. Every method is a collective: call it on all ranks."""
 
 import difflib
+import math
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,36 +12,41 @@ from torch import Tensor, nn
 from partita.comm.collectives import Collectives
 from partita.comm.together import lack_of_memory, together
 from partita.errors import PartitaError
-from partita.inspection.modules import extra_states, persistent_buffers, state_dict_names
+from partita.inspection.modules import extra_states, keepers_of, persistent_buffers, state_dict_names
 from partita.memory.accelerator import is_host
 from partita.memory.capacity import free_now
 from partita.optim.updater import Updater
-from partita.planner.parameters import find_quantized
+from partita.optim.views import View
+from partita.planner.parameters import Holding, find_everywhere
 from partita.sharding.runtime import Runtime
-from partita.sharding.unit import Member, Segment, Unit
+from partita.sharding.unit import Member, Segment, replace_data
 
 
 class Whole:
     """Parameters, gradients and optimizer states of a running engine, as one process would hold them, once the updates
     under way are done.
+
+    Attributes: ``shares``: whether ranks hold other shares of parameters; ``holdings``: every parameter of the model
+    once.
     """
 
     def __init__(self, runtime: Runtime, updater: Updater) -> None:
         self._runtime, self._updater = runtime, updater
         self._collectives: Collectives = runtime.collectives
-        self._group = runtime.gradient_group
-        self.num_gathered = 0  # blocks of gathered that are open
+        self._group, self._all_ranks = runtime.gradient_group, runtime.collectives.all_ranks
+        self.shares = self._all_ranks.size > self._group.size
         self.is_first = runtime.collectives.mesh.is_first_replica()
-        self._quantized = {id(holding.param) for holding in find_quantized(runtime.model)}  # which are always whole
-        self._named = {fqn: member for _, member in runtime.members() for fqn in member.holding.fqns}
+        self.holdings = find_everywhere(runtime.model)
+        self._named = {fqn: holding for holding in self.holdings for fqn in holding.fqns}
+        self._members = {id(member.param): member for _, member in runtime.members()}
+        self._unit_of = {id(member.param): unit for unit, member in runtime.members()}
 
-    @property
-    def members(self) -> list[Member]:
-        """Every parameter once."""
-        return [member for _, member in self._runtime.members()]
+    def member_of(self, holding: Holding) -> Member | None:
+        """What this rank holds of a parameter, if anything."""
+        return self._members.get(id(holding.param))
 
-    def member(self, name: str) -> Member:
-        """The parameter called ``name``.
+    def _find(self, name: str) -> tuple[Holding, Member | None]:
+        """The parameter called ``name``, and what this rank holds of it.
 
         Raises:
             PartitaError: there is none; names the nearest.
@@ -50,154 +55,160 @@ class Whole:
             near = difflib.get_close_matches(name, self._named, 1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
             raise PartitaError(f"the model has no parameter '{name}'{hint}")
-        return self._named[name]
+        return self._named[name], self.member_of(self._named[name])
 
     def gradient(self, name: str, scale: float) -> Tensor | None:
         """The mean gradient of a parameter so far, divided by the loss ``scale``, in fp32; None if no rank has one."""
         self._updater.wait_for_updates()
-        member = self.member(name)
+        holding, member = self._find(name)
         reducer = self._runtime.reducer
-        bucket = reducer.bucket_of(member)
-        if bucket is None:
+        bucket = None if member is None else reducer.bucket_of(member)
+        local = None
+        if member is not None and bucket is not None:
+            reducer.join()
+            reducer.drain()
+            row = self._runtime.part_index if self._is_first_part(member) else None
+            held = bucket.held_of(member, row, self._collectives.mesh.device)
+            flat = self._group.all_reduce(torch.cat([held, held.new_tensor([id(member) in bucket.used])]))
+            factor = 1.0 if bucket.has_all_copies else bucket.copy_factor
+            if flat[-1] > 0:
+                local = self._shaped(member, flat[:-1].div_(scale).mul_(factor))
+        if not self.shares:
+            return local
+        if not any(self._all_ranks.exchange_objects(local is not None, "engine.gradient")):
             return None
-        reducer.join()
-        reducer.drain()
-        row = self._runtime.part_index if self._runtime.is_first_of_part else None
-        held = bucket.held_of(member, row, self._collectives.mesh.device)
-        flat = self._group.all_reduce(torch.cat([held, held.new_tensor([id(member) in bucket.used])]))
-        return self._shaped(member, flat[:-1].div_(scale)) if flat[-1] > 0 else None
+        counts = bucket is not None and (bucket.is_first_copy or not bucket.has_all_copies)
+        return self._whole(holding, local if counts else None, torch.float32)
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
         """The optimizer's state of a parameter, tensors whole and in the parameter's shape; empty before its first
         update.
         """
         self._updater.wait_for_updates()
-        member = self.member(name)
-        view = self._updater.views.of(member.param)
+        holding, member = self._find(name)
+        view = None if member is None else self._updater.views.of(member.param)
         state = self._updater.states.of(view) if view is not None else {}
-        own = {key: _spread_dtype(value) for key, value in state.items()}
+        own = {key: _spread_dtype(view, value) for key, value in state.items()}
         dtypes = dict[str, torch.dtype | None]()
-        for of_rank in self._group.exchange_objects(own, "engine.optimizer_state"):
+        for of_rank in self._all_ranks.exchange_objects(own, "engine.optimizer_state"):
             dtypes = of_rank | dtypes
-        return {key: self._gather_state(member, key, dtype, state.get(key)) for key, dtype in dtypes.items()}
+        found = dict[str, Tensor]()
+        for key, dtype in dtypes.items():
+            if dtype is None:
+                every = self._all_ranks.exchange_objects(state.get(key), "engine.optimizer_state")
+                found[key] = torch.as_tensor(next(item for item in every if item is not None)).clone()
+                continue
+            local = None if view is None else self._gather_state(view, dtype, state.get(key))
+            if self.shares:
+                is_first = member is not None and member.segment.is_first_copy
+                found[key] = self._whole(holding, local if is_first else None, dtype)
+            else:
+                assert local is not None
+                found[key] = local
+        return found
 
-    def _gather_state(self, member: Member, key: str, dtype: torch.dtype | None, value: object) -> Tensor:
-        if dtype is None:
-            every = self._group.exchange_objects(value, "engine.optimizer_state")
-            return torch.as_tensor(next(item for item in every if item is not None)).clone()
-        view = self._updater.views.of(member.param)
-        assert view is not None
-        if isinstance(value, Tensor) and member.segment.holds_whole_master and value.shape != member.shape:
-            return value.clone()
+    def _gather_state(self, view: View, dtype: torch.dtype, value: object) -> Tensor:
+        """A state of what the group holds of a parameter."""
+        member = view.member
         values = torch.zeros(member.span.num_elements, dtype=dtype, device=self._collectives.mesh.device)
         is_whole = member.segment.holds_whole_master
-        if isinstance(value, Tensor) and (self._group.index == 0 if is_whole else self._runtime.is_first_of_part):
+        if isinstance(value, Tensor) and (self._group.index == 0 if is_whole else self._is_first_part(member)):
             values[view.start : view.start + view.num_elements] = member.flat(value) if is_whole else value
         return self._shaped(member, self._group.all_reduce(values))
 
-    def _shaped(self, member: Member, flat: Tensor) -> Tensor:
-        return self._global(member, member.shaped(flat.clone()).contiguous())
+    def _is_first_part(self, member: Member) -> bool:
+        """Whether this rank's part counts, of those that ranks of the group have alike."""
+        return self._collectives.mesh.index(member.segment.plan.replica_axes) == 0
 
-    def _global(self, member: Member, local: Tensor) -> Tensor:
-        """The global tensor of which ``local`` is this rank's box, and that of all whose gradients it sums with."""
-        if not member.span.is_part:
-            return local
-        whole = local.new_zeros(member.span.global_shape)
-        if self._group.index == 0:
-            whole[member.span.box.slices] = local
-        self._collectives.all_ranks.all_reduce(whole.view(-1))
+    def _shaped(self, member: Member, flat: Tensor) -> Tensor:
+        return member.shaped(flat.clone()).contiguous()
+
+    def _whole(self, holding: Holding, local: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The sum of what the groups hold, each in its place of the global tensor: ``local`` of this one (None: nothing
+        that counts).
+        """
+        member = self.member_of(holding)
+        shape = self.shape_of(holding)
+        whole = torch.zeros(shape, dtype=dtype, device=self._collectives.mesh.device)
+        if member is not None and local is not None and self._group.index == 0:
+            member.span.place.put(local, whole)
+        self._all_ranks.all_reduce(whole.view(-1))
         return whole
+
+    def shape_of(self, holding: Holding) -> tuple[int, ...]:
+        """The global parameter's."""
+        member = self.member_of(holding)
+        return tuple(holding.param.shape) if member is None else member.span.place.shape
 
     # ---------------------------------------------------------------- parameters
 
-    @contextmanager
-    def gathered(self, items: tuple[nn.Module | nn.Parameter, ...], modify: bool) -> Iterator[None]:
-        """Hold the units of the given modules and parameters whole (see :meth:`Engine.gathered`)."""
-        self._updater.take_written()
-        wanted = self._parameters_of(items)
-        units = [unit for unit in self._runtime.units if any(id(m.param) in wanted for m in unit.members)]
-        sharded = [unit for unit in units if not unit.rests_whole]
-        self._runtime.residency.hold(sharded)
-        self.num_gathered += 1
-        members = [member for unit in units for member in unit.members]
-        before = [member.param._version for member in members]
-        try:
-            yield
-            for member, version in zip(members, before, strict=True):
-                if member.param._version != version and not (modify and id(member.param) in wanted):
-                    raise PartitaError(
-                        f"parameter '{member.fqn}' was written inside engine.gathered(...) without being given to it "
-                        "with modify=True: the ranks and the optimizer would not learn of it"
-                    )
-            if modify:
-                self._write_back(units, {member.fqn for member in members if id(member.param) in wanted})
-        finally:
-            self.num_gathered -= 1
-            self._runtime.residency.let_go(sharded)
-
-    def _parameters_of(self, items: tuple[nn.Module | nn.Parameter, ...]) -> set[int]:
-        """Ids of the parameters that are asked for."""
-        known = {id(member.param) for _, member in self._runtime.members()} | self._quantized
-        wanted = set[int]()
-        for item in items:
-            if not isinstance(item, nn.Module | nn.Parameter):
-                raise PartitaError(f"engine.gathered: expected modules and parameters; got a {type(item).__name__}")
-            wanted.update(id(param) for param in (item.parameters() if isinstance(item, nn.Module) else (item,)))
-        if not wanted <= known:
-            raise PartitaError("engine.gathered: a given module or parameter is no part of the engine's model")
-        return wanted
-
-    def raise_together(self, problem: str | None) -> None:
-        """Raise on every rank what any rank met."""
-        for found in self._collectives.all_ranks.exchange_objects(problem, "whole parameters"):
-            if found is not None:
-                raise PartitaError(found)
-
-    def _write_back(self, units: Sequence[Unit], names: AbstractSet[str]) -> None:
-        """Make rank 0's values those of all ranks, of what rests, and, of the parameters named, of the optimizer."""
-        for unit in units:
-            self._group.broadcast([segment.full for segment in unit.segments], "parameters")
-            for segment in unit.segments:
-                if not segment.planned.rests_whole:
-                    segment.rest.store(segment.part(segment.full, segment.plan.param_rest))
-                if segment.master is not None and not segment.master_is_parameter:
-                    segment.master.set(segment.part(segment.full, segment.plan.master), names)
-        self._runtime.updated()
-
-    def weights(self, *, master: bool, trainable: bool = False) -> Iterator[tuple[Member, Tensor]]:
+    def weights(
+        self, *, master: bool, trainable: bool = False, only: AbstractSet[int] | None = None
+    ) -> Iterator[tuple[Holding, Tensor]]:
         """Every parameter once, whole, unit by unit: valid until the next one is asked for.
 
         Args:
             master: the values that the optimizer updates, where they have more digits than those in compute.
             trainable: only the parameters that require gradients; units without any are not gathered.
+            only: ids of the parameters that are asked for (None: all).
         """
         self._updater.take_written()
-        for unit in self._runtime.units:
-            wanted = [member for member in unit.members if member.param.requires_grad or not trainable]
-            if not wanted:
-                continue
-            sharded = [] if unit.rests_whole else [unit]
+        for turn in self._turns():
+            wanted = [(h, dtypes) for h, dtypes in turn if h.param.requires_grad or not trainable]
+            wanted = [pair for pair in wanted if only is None or id(pair[0].param) in only]
+            members = [member for holding, _ in wanted if (member := self.member_of(holding)) is not None]
+            units = {id(unit): unit for member in members for unit in [self._unit_of[id(member.param)]]}
+            sharded = [unit for unit in units.values() if not unit.rests_whole]
             self._runtime.residency.hold(sharded)
-            segments = {id(member.segment): member.segment for member in wanted if master}
+            segments = {id(member.segment): member.segment for member in members if master}
             separate = {key: self._master_of(s) for key, s in segments.items() if not s.master_is_parameter}
             try:
-                for member in wanted:
+                for holding, dtypes in wanted:
+                    if (member := self.member_of(holding)) is None:
+                        yield holding, self._whole(holding, None, dtypes[master])
+                        continue
                     full = separate.get(id(member.segment))
                     if full is None:
                         full = member.segment.full
                     local = member.shaped(full[member.span.offset :][: member.span.num_elements])
-                    yield member, self._global(member, local)
+                    if self._is_cut(member):
+                        counted = local if member.segment.is_first_copy else None
+                        yield holding, self._whole(holding, counted, dtypes[master])
+                    else:
+                        yield holding, local
             finally:
                 self._runtime.residency.let_go(sharded)
 
-    def copies(self) -> list[tuple[Member, Tensor]]:
+    def _is_cut(self, member: Member) -> bool:
+        """Whether some rank does not hold the whole parameter; the same on all ranks."""
+        return self.shares and (member.span.place.is_part or not self._runtime.runs_all)
+
+    def _turns(self) -> list[list[tuple[Holding, tuple[torch.dtype, torch.dtype]]]]:
+        """Which parameters are looked at together, the same on all ranks: those of a unit of some stage, each with its
+        dtype in compute and as it is updated.
+        """
+        own = [tuple((member.fqn, _dtypes(member)) for member in unit.members) for unit in self._runtime.units]
+        every = [own] if self._runtime.runs_all else self._all_ranks.exchange_objects(own, "whole parameters")
+        known, turns = set[str](), []
+        for unit in dict.fromkeys(unit for of_rank in every for unit in of_rank):
+            turns.append([(self._named[fqn], dtypes) for fqn, dtypes in unit if fqn not in known])
+            known.update(fqn for fqn, _ in unit)
+        return turns
+
+    def raise_together(self, problem: str | None) -> None:
+        """Raise on every rank what any rank met."""
+        for found in self._all_ranks.exchange_objects(problem, "whole parameters"):
+            if found is not None:
+                raise PartitaError(found)
+
+    def copies(self) -> list[tuple[Holding, Tensor]]:
         """Every parameter whole, as it computes, in memory of its own on this rank's device.
 
         Raises:
             PartitaError: on every rank: the memory of one does not suffice; says how much is needed and free.
         """
         device, all_ranks = self._collectives.mesh.device, self._collectives.all_ranks
-        needed = sum(m.param.numel() * m.segment.dtype.itemsize for _, m in self._runtime.members())
+        needed = sum(math.prod(self.shape_of(holding)) * holding.param.element_size() for holding in self.holdings)
         needed += max((unit.planned.num_bytes for unit in self._runtime.units if not unit.rests_whole), default=0)
         call = "engine.close(whole=True)"
         short = lack_of_memory(needed, free_now(device), all_ranks, call, shared=is_host(device))
@@ -207,16 +218,25 @@ class Whole:
                 "free; the engine stays open: engine.export or engine.save writes the parameters without holding them "
                 "whole, engine.close() leaves them as they are"
             )
-        found, error = list[tuple[Member, Tensor]](), None
-        for member, weight in self.weights(master=False):
+        found, error = list[tuple[Holding, Tensor]](), None
+        for holding, weight in self.weights(master=False):
             try:
-                found += [(member, weight.detach().clone())] if error is None else []
+                found += [(holding, weight.detach().clone())] if error is None else []
             except RuntimeError as raised:  # out of memory after all: the other ranks need this one for every unit
                 error = raised
         with together(all_ranks):
             if error is not None:
                 raise error
         return found
+
+    def leave(self, copies: Sequence[tuple[Holding, Tensor]]) -> None:
+        """Make parameters of no unit of them, whole, with these values."""
+        for holding, values in copies:
+            if (member := self.member_of(holding)) is not None:
+                member.leave(values)
+            else:
+                holding.param.__class__ = nn.Parameter
+                replace_data(holding.param, values)
 
     def _master_of(self, segment: Segment) -> Tensor | None:
         """The whole master weights of a segment that is whole."""
@@ -229,6 +249,21 @@ class Whole:
             self._collectives.group(segment.plan.master.shard_axes).all_gather(whole, part).wait()
         return segment.master.joined(segment.full, whole)
 
+    def others(self) -> dict[str, Any]:
+        """The buffers of the model's state dict, on the host, and its modules' extra states, from the ranks that run
+        the modules; on the first rank.
+        """
+        model, rank = self._runtime.model, self._collectives.mesh.rank
+        keepers = keepers_of(model, self._all_ranks, shared=self._runtime.runs_all)
+        own: dict[str, Any] = {
+            name: buffer.detach().cpu().clone() for name, buffer in persistent_buffers(model) if keepers(name) == rank
+        }
+        own |= {name: module.get_extra_state() for name, module in extra_states(model) if keepers(name) == rank}
+        if self._runtime.runs_all:
+            return own
+        every = self._all_ranks.exchange_objects(own, "whole parameters")
+        return {name: value for of_rank in every for name, value in of_rank.items()}
+
     def state_dict(self, *, trainable: bool = False) -> dict[str, Any]:
         """The model's state dict with master weights, whole, on the host of rank 0; empty on the others. Quantized
         parameters, of which modules save more than a tensor, are not in it.
@@ -237,17 +272,27 @@ class Whole:
             trainable: only the parameters that require gradients.
         """
         values = dict[str, Any]()
-        for member, weight in self.weights(master=True, trainable=trainable):
+        for holding, weight in self.weights(master=True, trainable=trainable):
             if self.is_first:
                 whole = weight.detach().cpu().clone().contiguous()
-                values.update((fqn, whole) for fqn in member.holding.fqns)
+                values.update((fqn, whole) for fqn in holding.fqns)
         model = self._runtime.model
-        if self.is_first and not trainable:
-            values.update((name, buffer.detach().cpu().clone()) for name, buffer in persistent_buffers(model))
-            values.update((name, module.get_extra_state()) for name, module in extra_states(model))
+        if not trainable:
+            others = self.others()
+            values.update(others if self.is_first else {})
         return {name: values[name] for name in state_dict_names(model) if name in values}
 
 
-def _spread_dtype(value: object) -> torch.dtype | None:
+def _spread_dtype(view: View | None, value: object) -> torch.dtype | None:
     """The dtype of a state that is a tensor with an element for each of the parameter's; None of any other."""
-    return value.dtype if isinstance(value, Tensor) and value.dim() > 0 else None
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return None
+    is_whole = view is not None and view.member.segment.holds_whole_master
+    return None if is_whole and view is not None and value.shape != view.member.shape else value.dtype
+
+
+def _dtypes(member: Member) -> tuple[torch.dtype, torch.dtype]:
+    """Of a parameter's values in compute, and of those that are updated."""
+    segment = member.segment
+    is_apart = segment.master is not None and not segment.master_is_parameter
+    return segment.dtype, torch.float32 if is_apart else segment.dtype

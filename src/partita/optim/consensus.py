@@ -3,6 +3,7 @@
 import math
 import struct
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,20 +26,24 @@ class Agreed:
     """What the ranks told each other before an update.
 
     ``waves``: the most that a rank has begun; ``leftovers``: for each bucket, whether a rank has gradients that no wave
-    took; ``used``: ids of the members that got a gradient on any rank; ``scale``: what gradients are multiplied by.
+    took; ``used``: ids of the members that got a gradient on any rank; ``scales``: what the ranks' gradients are
+    multiplied by; ``has_written``: whether a rank has written into parameters.
     """
 
     waves: int
     leftovers: list[bool]
     used: set[int]
-    scale: float
+    scales: tuple[float, ...]
+    has_written: bool
 
 
 class Consensus:
     """Brings the ranks to the same view of a batch. ``step`` is the number of the update, for messages."""
 
     def __init__(self, runtime: Runtime, loss_scale: LossScale) -> None:
-        self._group, self._is_first = runtime.gradient_group, runtime.is_first_of_part
+        self._group = runtime.gradient_group
+        self._collectives = runtime.collectives
+        self._all_ranks, self._alike = runtime.collectives.all_ranks, self._group.ranks
         self._device = runtime.executor.device
         self._reducer: GradientReducer = runtime.reducer
         self._written = runtime.written
@@ -50,11 +55,9 @@ class Consensus:
         """Whose gradients the ranks agree on, in one order."""
         return [member for bucket in self._reducer.buckets for member in bucket.members]
 
-    def before_update(self, step: int, call: str) -> Agreed:
-        """Exchange which parameters were used and what is left to reduce, in one small message, at ``call``.
-
-        Raises:
-            PartitaError: the gradients have several loss scales, or the ranks wrote different values into parameters.
+    def before_update(self, call: str) -> Agreed:
+        """Exchange which parameters were used and what is left to reduce, in one small message, at ``call``, among the
+        ranks that reduce together; with those that have copies, which of these were used.
         """
         reducer, members = self._reducer, self.members
         used = [id(member) in bucket.used for bucket in reducer.buckets for member in bucket.members]
@@ -63,12 +66,22 @@ class Consensus:
         every = self._group.exchange(torch.frombuffer(bytearray(message), dtype=torch.uint8), call).wait()
         rows = [bytes(row.tolist()) for row in every]
         waves, digests, scales = zip(*(struct.unpack_from(HEADER, row) for row in rows), strict=True)
-        if any(digests):
-            self.compare_written(step)
         flags = [any(column) for column in zip(*(row[struct.calcsize(HEADER) :] for row in rows), strict=True)]
         num_buckets = len(reducer.buckets)
         taken = {id(member) for member, flag in zip(members, flags[num_buckets:], strict=True) if flag}
-        return Agreed(max(waves), flags[:num_buckets], taken, self._one_scale(scales, step))
+        return Agreed(max(waves), flags[:num_buckets], self._used_by_copies(taken, call), scales, any(digests))
+
+    def _used_by_copies(self, used: set[int], call: str) -> set[int]:
+        """``used``, and what ranks that have copies of it have used."""
+        by_axes = defaultdict[tuple[str, ...], list[Member]](list)
+        for member in self.members:
+            by_axes[member.segment.plan.copies.axes].append(member)
+        for axes in sorted(axes for axes in by_axes if axes):
+            members = sorted(by_axes[axes], key=lambda member: member.fqn)
+            message = torch.tensor([id(member) in used for member in members], dtype=torch.uint8, device="cpu")
+            every = self._collectives.group(axes).exchange(message, call).wait()
+            used |= {id(member) for member, flag in zip(members, every.any(0).tolist(), strict=True) if flag}
+        return used
 
     def gradient_scale(self, step: int) -> float:
         """What the gradients collected so far are multiplied by.
@@ -77,7 +90,7 @@ class Consensus:
             PartitaError: not all of them by the same factor.
         """
         self._reducer.join()  # another rank's backward may wait for this one in a reduction
-        return self._one_scale(self._group.exchange_objects(self._own_scale, "engine.gradient"), step)
+        return self._one_scale(self._all_ranks.exchange_objects(self._own_scale, "engine.gradient"), step)
 
     @property
     def _own_scale(self) -> float:
@@ -105,46 +118,71 @@ class Consensus:
         return scale
 
     def compare_written(self, step: int) -> None:
-        """See that all ranks wrote the same values into parameters.
+        """See that ranks that hold the same parameters wrote the same values into them.
 
         Raises:
-            PartitaError: they did not.
+            PartitaError: on all ranks: they did not.
         """
         written = self._written
-        every = self._group.exchange_objects((written.names, written.digest), "what was written")
+        own = (self._alike, written.names, written.digest)
+        every = self._all_ranks.exchange_objects(own, "what was written")
         written.agreed()
-        for rank, (names, digest) in enumerate(every):
-            first, expected = every[0]
+        for rank, (alike, names, digest) in enumerate(every):
+            _, first, expected = every[alike[0]]
             if digest != expected:
                 name = next(iter({*first} ^ {*names}), (names or first)[0])
                 raise PartitaError(
-                    f"step {step}: rank {rank} wrote other values into parameters than rank 0, or into "
+                    f"step {step}: rank {rank} wrote other values into parameters than rank {alike[0]}, or into "
                     f"others (of {len({*first, *names})}: '{name}'); write the same on every rank, or write inside "
                     "`with engine.gathered(..., modify=True)`, where rank 0's values become those of all"
                 )
 
-    def norm(self, squares: Sequence[Tensor]) -> float:
-        """The root of the sum of all parts' ``squares`` (of scaled gradients), added up in rank order; not finite where
-        one of them is not.
+    def norm(self, squares: Sequence[Tensor], agreed: Agreed, step: int) -> tuple[float, float]:
+        """The root of the sum of all ranks' ``squares`` (of scaled gradients, each copy's once), not finite where one
+        of them is not; and what the gradients are multiplied by.
+
+        It is rounded to fp32: the float64 sums differ in their last digits where the ranks' parts are other ones.
+
+        Raises:
+            PartitaError: on all ranks: the gradients have several loss scales, or the ranks wrote different values into
+                parameters.
         """
-        squares = squares if self._is_first else ()
         if len({square.device for square in squares}) > 1:
             squares = [square.cpu() for square in squares]
         mine = torch.stack(list(squares)).sum() if squares else torch.zeros((), dtype=torch.float64, device="cpu")
-        every = self._group.exchange(mine.cpu().view(1), "the norm of engine.step").wait()
+        scales = set(agreed.scales) - {NO_SCALE}
+        scale = MANY_SCALES if len(scales) > 1 else next(iter(scales), NO_SCALE)
+        numbers = [float(mine.cpu()), scale, float(agreed.has_written)]
+        message = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        every = self._all_ranks.exchange(message, "the norm of engine.step").wait().tolist()
+        if any(has_written for _, _, has_written in every):
+            self.compare_written(step)
         total = 0.0
-        for square in every.view(-1).tolist():
+        for square, _, _ in every:
             total += square
-        return math.sqrt(total) if total >= 0 else math.nan
+        norm = torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=torch.float32, device="cpu").item()
+        return norm, self._one_scale([scale for _, scale, _ in every], step)
+
+    def check(self, agreed: Agreed, step: int) -> None:
+        """See that all ranks' gradients have one scale, and that they wrote the same, where no norm is asked for.
+
+        Raises:
+            PartitaError: as :meth:`norm` does.
+        """
+        several = len(set(agreed.scales) - {NO_SCALE}) > 1 or any(map(math.isnan, agreed.scales))
+        if self._all_ranks.size > self._group.size or agreed.has_written or several:
+            self.norm((), agreed, step)
 
     def sums(self, of_part: Tensor, of_rank: Tensor) -> list[float]:
-        """The sums of these numbers, one after the other: over all parts, and over all ranks."""
-        of_part = of_part if self._is_first else torch.zeros_like(of_part)
+        """The sums over all ranks of these numbers, one after the other."""
         own = torch.cat([part.to(self._device) for part in (of_part, of_rank)])
-        found: list[float] = self._group.all_reduce(own).tolist()
+        found: list[float] = self._all_ranks.all_reduce(own).tolist()
         return found
 
-    def culprit(self, number: int) -> tuple[int, list[str]]:
-        """The least of all ranks' ``number``, and the ranks whose loss, or a gradient they sent, was not finite."""
-        every = self._group.exchange_objects((number, self._reducer.suspect), "engine.step")
-        return min(number for number, _ in every), [str(rank) for rank, (_, suspect) in enumerate(every) if suspect]
+    def culprit(self, number: int, name: str) -> tuple[str, list[str]]:
+        """The ``name`` that goes with the least ``number`` of a rank, and the ranks whose loss, or a gradient they
+        sent, was not finite.
+        """
+        every = self._all_ranks.exchange_objects((number, name, self._reducer.suspect), "engine.step")
+        _, first, _ = min(every, key=lambda told: told[0])
+        return first, [str(rank) for rank, (_, _, suspect) in enumerate(every) if suspect]

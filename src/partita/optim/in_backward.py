@@ -47,7 +47,8 @@ class BackwardUpdater(Updater):
 
     def update(self) -> StepResult:
         """Wait until every gradient of the batch is judged; updates may still go on."""
-        agreed = self._consensus.before_update(self.steps + 1, "engine.step")
+        agreed = self._consensus.before_update("engine.step")
+        self._consensus.check(agreed, self.steps + 1)
         while self._reducer.waves < agreed.waves:
             self._reducer.end_wave()
         buckets = zip(self._reducer.buckets, agreed.leftovers, strict=True)
@@ -133,6 +134,8 @@ class BackwardUpdater(Updater):
         bucket = queued.bucket
         columns = [segment.layout.part_elements for segment in bucket.segments]
         squares = torch.stack([square(part) for part in sums.split(columns)])
+        if not bucket.is_first_copy:
+            squares.zero_()
         flags = torch.tensor([id(member) in used for member in bucket.members], dtype=torch.float64, device="cpu")
         told = self._consensus.sums(squares, flags)
         queued.squares = told[: len(columns)]
@@ -144,7 +147,7 @@ class BackwardUpdater(Updater):
 
     def _tell(self, left_out: Sequence[Segment]) -> None:
         """Warn of gradients that were not finite."""
-        _, ranks = self._consensus.culprit(0)
+        _, ranks = self._consensus.culprit(0, "")
         source = f" (from rank {', '.join(ranks)})" if ranks else ""
         names = dict.fromkeys(self._updates.unit_of(segment).title for segment in left_out)
         self.culprit = f"the gradient of {', '.join(names)} is not finite{source}"

@@ -5,23 +5,35 @@ and gradients are scaled before they are spread, so the numbers do not depend on
 """
 
 import math
+import sys
 import warnings
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from partita.errors import PartitaError
 from partita.memory.streams import Event
-from partita.optim.consensus import Agreed
 from partita.optim.updater import StepResult, Updater, factor_of
 from partita.plan.residence import Tier
 from partita.sharding.buckets import Bucket, square
 
 
+@dataclass(frozen=True)
+class Measured:
+    """The gradients of a complete batch: ids of the members that got one on any rank, the global ``norm``, and the
+    ``scale`` that they are multiplied by.
+    """
+
+    used: set[int]
+    norm: float
+    scale: float
+
+
 class StepUpdater(Updater):
     """Runs the optimizer at the step, when all gradients of a batch are known."""
 
-    _measured: tuple[Agreed, float] | None = None  # the batch's gradients, where their norm was asked for
+    _measured: Measured | None = None  # the batch's gradients, where their norm was asked for
     _clip_once: float | None = None
 
     def begin(self) -> None:
@@ -51,11 +63,12 @@ class StepUpdater(Updater):
         self._reducer.join()
         self._measured = self._measured or self._measure(f"engine.clip_grad_norm({max_norm:g})")
         self._clip_once = max_norm
-        return self._measured[1]
+        return self._measured.norm
 
     def update(self) -> StepResult:
         """Update the parameters after a complete batch, unless a gradient is not finite."""
-        agreed, norm = self._measured or self._measure("engine.step")
+        measured = self._measured or self._measure("engine.step")
+        norm = measured.norm
         max_norm = self._clip_norm if self._clip_once is None else self._clip_once
         self.give_up()
         self._runtime.written.take()  # since it was measured
@@ -63,29 +76,31 @@ class StepUpdater(Updater):
         is_finite = math.isfinite(norm)
         result = StepResult(is_finite, norm, self.scale.value, not is_finite, self.rates)
         if not is_finite:
-            self._skip(agreed.scale)
+            self._skip(measured.scale)
             return result
-        self._run(agreed.used, factor_of(norm, agreed.scale, max_norm))
+        self._run(measured.used, factor_of(norm, measured.scale, max_norm))
         self._reducer.zero()
-        if agreed.scale == self.scale.value:
+        if measured.scale == self.scale.value:
             self.scale.succeeded()
         return result
 
-    def _measure(self, call: str) -> tuple[Agreed, float]:
-        """Finish the gradients of a complete batch: what the ranks agreed on, and the global norm."""
+    def _measure(self, call: str) -> Measured:
+        """Finish the gradients of a complete batch."""
         self._check_kept()
         self.wait_for_updates()
         self._runtime.written.take()
         self.views.attach(self.optimizer)
-        agreed = self._consensus.before_update(self.steps + 1, call)
+        agreed = self._consensus.before_update(call)
         while self._reducer.waves < agreed.waves:
             self._reducer.end_wave()
         if any(agreed.leftovers):
             self._reducer.launch(agreed.leftovers)
         self._reducer.drain()
         self._reducer.complete_unreduced()
-        squares = [part for bucket in self._reducer.buckets for part in _squares(bucket)]
-        return agreed, self._consensus.norm(squares) / agreed.scale
+        self._reducer.add_copies()
+        squares = [part for bucket in self._reducer.buckets if bucket.is_first_copy for part in _squares(bucket)]
+        norm, scale = self._consensus.norm(squares, agreed, self.steps + 1)
+        return Measured(agreed.used, norm / scale, scale)
 
     def _check_kept(self) -> None:
         """The user has not tried to drop gradients that are not in ``.grad``."""
@@ -119,13 +134,15 @@ class StepUpdater(Updater):
     def _find_culprit(self) -> str:
         """The first parameter whose gradient is not finite, and the ranks it came from if they were traced."""
         members = self._consensus.members
-        first, ranks = self._consensus.culprit(self._first_not_finite())
-        if first == len(members):
+        number = self._first_not_finite()
+        name = members[number].fqn if number < len(members) else ""
+        first, ranks = self._consensus.culprit(number if name else sys.maxsize, name)
+        if not first:
             return "the gradients are finite one by one, but their norm is not"
         source = f"from rank {', '.join(ranks)}" if ranks else "from a rank that is named if it happens again"
-        if self._runtime.gradient_group.size == 1:
+        if self._runtime.collectives.all_ranks.size == 1:
             source = "on rank 0"
-        return f"the gradient of '{members[first].fqn}' is not finite ({source})"
+        return f"the gradient of '{first}' is not finite ({source})"
 
     def _first_not_finite(self) -> int:
         """Which of the members has such a gradient on this rank; their number where none has."""

@@ -20,7 +20,8 @@ from partita.optim.snapshot import copies
 from partita.optim.states import OptimizerStates
 from partita.optim.updates import Updates
 from partita.optim.views import Views
-from partita.planner.parameters import find_quantized
+from partita.planner.elsewhere import is_elsewhere
+from partita.planner.parameters import find_everywhere, find_quantized, is_quantized
 from partita.sharding.buckets import Bucket
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Segment
@@ -69,8 +70,9 @@ class Updater(ABC):
         self.scale = scale
         self.steps = 0
         self.culprit = ""
-        quantized = [holding.param for holding in find_quantized(runtime.model)]
-        self.views = Views(runtime.units, runtime.memory, quantized)
+        everywhere = [*find_everywhere(runtime.model), *find_quantized(runtime.model)]
+        others = [holding for holding in everywhere if is_elsewhere(holding.param) or is_quantized(holding.param)]
+        self.views = Views(runtime.units, runtime.memory, others)
         self.views.attach(optimizer)
         self.states = OptimizerStates(optimizer, self.views, runtime.memory)
         executor, row = runtime.executor, runtime.part_index

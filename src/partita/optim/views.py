@@ -17,6 +17,8 @@ from partita.errors import ConfigError
 from partita.memory.tiers import StateMemory
 from partita.plan.residence import BLOCK, SPLIT, Tier
 from partita.plan.span import Span
+from partita.planner.elsewhere import is_elsewhere
+from partita.planner.parameters import Holding
 from partita.sharding.unit import Member, Segment, Unit
 
 
@@ -70,11 +72,15 @@ class View:
 
 
 class Views:
-    """All views, by parameter. ``others`` are the parameters that no unit holds: they leave the optimizer's groups."""
+    """All views, by parameter. ``others`` are those that no unit of this rank holds: they leave the optimizer's groups,
+    but for the names of those that another stage holds.
+    """
 
-    def __init__(self, units: Sequence[Unit], memory: StateMemory, others: Iterable[nn.Parameter] = ()) -> None:
+    def __init__(self, units: Sequence[Unit], memory: StateMemory, others: Iterable[Holding] = ()) -> None:
         self._memory = memory
-        self._known = {id(member.param) for unit in units for member in unit.members} | {id(param) for param in others}
+        self._known = {id(member.param) for unit in units for member in unit.members}
+        self._known |= {id(holding.param) for holding in others}
+        self._elsewhere = {id(h.param): h.fqns[0] for h in others if is_elsewhere(h.param)}
         spans = {span.fqn: span for unit in units for segment in unit.segments for span in segment.master_spans}
         members = [member for unit in units for member in unit.members if member.param.is_floating_point()]
         self._views = {id(member.param): View(member, spans.get(member.fqn)) for member in members}
@@ -112,6 +118,8 @@ class Views:
             for param in group["params"]:
                 view = self._by_tensor.get(id(param)) or self.of(param)
                 if view is None:
+                    if (name := self._elsewhere.get(id(param))) is not None:
+                        self.names_in_groups[number].append(name)
                     continue
                 if param is not view.tensor:
                     self._take(number, view)

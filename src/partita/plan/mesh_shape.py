@@ -32,9 +32,14 @@ def part_of_pipeline(stages: tuple[int, ...]) -> str:
     return _STAGES + ",".join(map(str, stages))
 
 
+def is_part_of_pipeline(axis: str) -> bool:
+    """Whether :func:`part_of_pipeline` made the axis."""
+    return axis.startswith(_STAGES)
+
+
 def _stages_of(axis: str) -> tuple[int, ...] | None:
     """The stages that an axis made by :func:`part_of_pipeline` consists of."""
-    return tuple(map(int, axis.removeprefix(_STAGES).split(","))) if axis.startswith(_STAGES) else None
+    return tuple(map(int, axis.removeprefix(_STAGES).split(","))) if is_part_of_pipeline(axis) else None
 
 
 @dataclass(frozen=True)

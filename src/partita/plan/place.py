@@ -1,9 +1,11 @@
 """Where a rank's local tensor lies in a global parameter: all of it, or ranges of one of its dims."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from partita.plan.box import Box
@@ -13,7 +15,7 @@ from partita.plan.box import Box
 class Place:
     """The local tensor is, of a global tensor of ``shape``, the ``ranges`` ``[start, stop)`` of ``dim``, one after the
     other (None: all of it). They need not be in order or next to each other: of fused weights a rank has a range of
-    each part.
+    each part. One range that is all of the dim is written as None.
 
     Raises:
         ValueError: a range is empty, or outside the dim.
@@ -27,13 +29,15 @@ class Place:
         for start, stop in self.ranges or ():
             if not 0 <= start < stop <= self.shape[self.dim]:
                 raise ValueError(f"[{start}, {stop}) is no range of dim {self.dim} of {self.shape}")
+        if self.ranges is not None and self.ranges == ((0, self.shape[self.dim]),):
+            object.__setattr__(self, "ranges", None)
 
     @property
     def is_part(self) -> bool:
-        """Whether the local tensor is not all of the global one."""
-        return self.sizes != self.shape
+        """Whether the local tensor is not the global one as it is."""
+        return self.ranges is not None
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """The local tensor's shape."""
         if self.ranges is None:
@@ -41,7 +45,7 @@ class Place:
         length = sum(stop - start for start, stop in self.ranges)
         return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         """Of the local tensor."""
         return math.prod(self.sizes)
@@ -56,6 +60,35 @@ class Place:
             yield self._slab(at, stop - start), self._slab(start, stop - start)
             at += stop - start
 
+    def in_memory(self) -> Iterator[tuple[int, Box]]:
+        """Each contiguous piece of the local tensor's memory: its first element's place, and the box of the global
+        tensor that it is.
+        """
+        first = 0
+        for _, there in self.pieces():
+            yield first, there
+            first += there.num_elements
+
+    @property
+    def begins_at(self) -> int | None:
+        """Where in the local tensor's memory the global tensor's first element is; None if it is not there."""
+        return next((first for first, there in self.in_memory() if not any(there.offsets)), None)
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """The local tensor's, as :meth:`take` makes it of a contiguous one."""
+        sizes, strides, step = self.sizes, [0] * len(self.shape), 1
+        dims = range(len(sizes))
+        inner = [dim for dim in dims if dim != self.dim] if self.is_apart else list(dims)
+        for dim in [*reversed(inner), *([self.dim] if self.is_apart else [])]:
+            strides[dim], step = step, step * max(1, sizes[dim])
+        return tuple(strides)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the local tensor is several ranges, of which the dim is outermost in memory."""
+        return self.ranges is not None and len(self.ranges) > 1
+
     def _slab(self, start: int, length: int) -> Box:
         offsets = [0] * len(self.shape)
         offsets[self.dim] = start
@@ -67,9 +100,7 @@ class Place:
         """
         if self.ranges is None:
             return whole.clone()
-        local = whole.new_empty(_dim_first(self.sizes, self.dim)).movedim(0, self.dim)
-        if len(self.ranges) == 1:
-            local = whole.new_empty(self.sizes)
+        local = torch.empty_strided(self.sizes, self.stride, dtype=whole.dtype, device=whole.device)
         for own, place in self.pieces():
             local[own.slices] = whole[place.slices]
         return local
@@ -78,10 +109,6 @@ class Place:
         """The opposite: write a local tensor into the global one."""
         for own, place in self.pieces():
             whole[place.slices] = local[own.slices]
-
-
-def _dim_first(sizes: Sequence[int], dim: int) -> list[int]:
-    return [sizes[dim], *sizes[:dim], *sizes[dim + 1 :]]
 
 
 def even(num: int, parts: int, unit: int = 1) -> list[tuple[int, int]]:

@@ -63,7 +63,7 @@ class PlannedSegment:
     @cached_property
     def gradient_moves(self) -> bool:
         """Whether the optimizer's gradient is another than autograd's: elsewhere, encoded otherwise, or summed."""
-        return bool(steps(self.row.grad_arrival, self.row.grad_step, self.mesh))
+        return bool(steps(self.row.grad_arrival, self.row.grad_step, self.mesh) or self.copy_steps)
 
     @property
     def gradient_in_place(self) -> bool:
@@ -98,13 +98,29 @@ class PlannedSegment:
         """What of :attr:`gradient_phases` adds up over ranks."""
         return tuple(op for op in self.gradient_phases[0] if isinstance(op, ReduceScatter))
 
+    @cached_property
+    def copy_steps(self) -> tuple[Step, ...]:
+        """From the sums that a rank measures to those over all copies."""
+        summed = replace(self.row.grad_step, shard_axes=self.row.part_axes)
+        return in_phases(steps(replace(summed, partial_axes=self.row.copies.axes), summed, self.mesh))
+
+    @property
+    def copy_factor(self) -> float:
+        """What makes the mean over the copies whose gradients are equal, where all copies' are added up."""
+        return 1.0 / self.mesh.group_size(self.row.copies.averaged)
+
+    def is_first_copy(self, rank: int) -> bool:
+        """Whether, of the ranks that have the same part of the states, ``rank`` is the one that measures and saves."""
+        return all(self.mesh.coordinate(rank, axis) == 0 for axis in (*self.row.replica_axes, *self.row.copies.axes))
+
     @property
     def received_bytes(self) -> int:
         """The most that one of the reductions receives from other ranks."""
         num_bytes, most = self.gradient_bytes, 0
-        for op in self.gradient_reductions:
-            kept = num_bytes // self.mesh.group_size(op.axes)
-            most, num_bytes = max(most, num_bytes - kept), kept
+        for op in (*self.gradient_reductions, *self.copy_steps):
+            if isinstance(op, ReduceScatter):
+                kept = num_bytes // self.mesh.group_size(op.axes)
+                most, num_bytes = max(most, num_bytes - kept), kept
         return most
 
     @property
@@ -166,14 +182,20 @@ def share_buckets(
 ) -> list[tuple[PlannedSegment, ...]]:
     """Which of the segments share a bucket, in the order in which buckets are reduced.
 
-    Neighbours share one while they rest alike and fit in ``max_bytes``. A gradient that the optimizer sees whole has a
-    bucket of its own, so that it keeps its parameter's shape.
+    Neighbours share one while they rest alike, with copies along the same axes, and fit in ``max_bytes``; those of
+    which other stages have copies do not, as other stages have other neighbours. A gradient that the optimizer sees
+    whole has a bucket of its own, so that it keeps its parameter's shape.
     """
     groups: list[list[PlannedSegment]] = []
     room, before = 0, None
     for segment in segments:
-        rests = (segment.row.grad_step, segment.row.master.tier)
-        if rests == before and segment.gradient_bytes <= room and segment.num_shards(segment.row.grad_step) > 1:
+        rests = (segment.row.grad_step, segment.row.master.tier, segment.row.copies)
+        if (
+            rests == before
+            and not segment.row.copies.is_tied
+            and segment.gradient_bytes <= room
+            and segment.num_shards(segment.row.grad_step) > 1
+        ):
             groups[-1].append(segment)
             room -= segment.gradient_bytes
         else:

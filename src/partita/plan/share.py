@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from partita.plan.mesh_shape import part_of_pipeline
+from partita.plan.mesh_shape import MeshShape, is_part_of_pipeline, part_of_pipeline
 from partita.plan.place import Place
 
 
@@ -15,13 +15,22 @@ class Copies:
     ``summed``: they are parts of the true one.
     """
 
-    averaged: tuple[str, ...] = ("tensor",)
+    averaged: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:
         """All of them, outermost first: of the pipeline, then of tensor."""
-        return tuple(sorted((*self.averaged, *self.summed), key=lambda axis: not axis.startswith("pipeline")))
+        return tuple(sorted((*self.averaged, *self.summed), key=lambda axis: not is_part_of_pipeline(axis)))
+
+    def on(self, mesh: MeshShape) -> "Copies":
+        """Without the axes along which there is one rank."""
+        return Copies(mesh.active(self.averaged), mesh.active(self.summed))
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether other stages have copies."""
+        return any(map(is_part_of_pipeline, self.summed))
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,7 @@ class Share:
         return Copies(self.averaged, (*stages, *self.summed))
 
 
+NO_COPIES = Copies()
 # By the parameter's id.
 Shares = Mapping[int, Share]
 NO_SHARES: Shares = {}

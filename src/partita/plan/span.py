@@ -1,49 +1,40 @@
 """The layout of a unit: which range of which flat buffer holds which parameter.
 
-A unit's parameters are held in *segments*, one for each encoding and for parameters that train or do not when the
-layout is made. A segment is a flat buffer cut into equal parts, one per rank of those that sum its gradients. Every
+A unit's parameters are held in *segments*, one for each encoding, for parameters that train or do not when the layout
+is made, and for those of which other ranks have copies or have not. A segment is a flat buffer cut into equal parts,
+one per rank of those that sum its gradients. Every
 parameter starts, and every part ends, at a multiple of :data:`QUANTUM` elements, so block-wise encodings never straddle
 a cut and vectorized kernels meet the same tails wherever the cuts are. One layout serves gather, reduce, optimizer,
 tiers and checkpoint.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from partita.plan.box import Box
+from partita.plan.place import Place
 from partita.plan.residence import BLOCK, Encoding
+from partita.plan.share import NO_COPIES, Copies
 
 QUANTUM = BLOCK
+CountCopies = Callable[[Copies], int]
 
 
 @dataclass(frozen=True)
 class Span:
     """Elements ``[start, stop)`` of a parameter's local tensor (in its own stride order) at ``offset`` of a segment.
 
-    ``box`` is the piece of the global parameter that the local tensor is; ``shape`` is that of the global parameter
-    (None: the box is all of it).
+    ``place`` is where the local tensor lies in the global parameter.
     """
 
     fqn: str
-    box: Box
+    place: Place
     start: int
     stop: int
     offset: int
-    shape: tuple[int, ...] | None = None
 
     @property
     def num_elements(self) -> int:
         return self.stop - self.start
-
-    @property
-    def global_shape(self) -> tuple[int, ...]:
-        """The shape of the global parameter."""
-        return self.box.sizes if self.shape is None else self.shape
-
-    @property
-    def is_part(self) -> bool:
-        """Whether the local tensor is not all of the global parameter."""
-        return self.box.sizes != self.global_shape
 
     def within(self, begin: int, end: int) -> "Span | None":
         """What of this span lies in ``[begin, end)`` of the segment, its offset counted from ``begin``."""
@@ -56,15 +47,23 @@ class Span:
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter as the layout sees it, of this global ``shape``. ``box`` is the piece of it that the local tensor is
-    (None: all of it).
+    """A parameter as the layout sees it: of this global ``shape``, of which the local tensor is at ``place`` (None: all
+    of it). Its ``copies`` are with the ranks along these axes.
     """
 
     fqn: str
     shape: tuple[int, ...]
     encoding: Encoding
     trainable: bool
-    box: Box | None = None
+    place: Place | None = None
+    copies: Copies = NO_COPIES
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Parameters of one kind share a segment. Those of several stages do not: their other stages, too, have a
+        segment that is laid out like this one.
+        """
+        return self.trainable, self.encoding, self.copies, self.fqn if self.copies.is_tied else None
 
 
 @dataclass(frozen=True)
@@ -76,6 +75,7 @@ class SegmentLayout:
     spans: tuple[Span, ...]
     num_parts: int
     part_elements: int
+    copies: Copies = NO_COPIES
 
     @property
     def padded(self) -> int:
@@ -95,23 +95,27 @@ class SegmentLayout:
         return tuple(span for span in found if span is not None)
 
 
-def lay_out(entries: Sequence[Entry], num_parts: int, num_replicas: int = 1) -> tuple[SegmentLayout, ...]:
+def lay_out(
+    entries: Sequence[Entry], num_parts: int, num_copies: CountCopies = lambda _: 1
+) -> tuple[SegmentLayout, ...]:
     """Lay the parameters of one unit out for ``num_parts`` shards, in the order given.
 
-    The ``num_replicas`` ranks that have the same part can cut it evenly among them.
+    The ``num_copies(copies)`` ranks that have the same part can cut it evenly among them.
     """
-    quantum = QUANTUM * num_replicas
-    grouped: dict[tuple[bool, Encoding], list[Entry]] = {}
+    grouped: dict[tuple[object, ...], list[Entry]] = {}
     for entry in entries:
-        grouped.setdefault((entry.trainable, entry.encoding), []).append(entry)
+        grouped.setdefault(entry.kind, []).append(entry)
     segments = []
-    for (trainable, encoding), members in grouped.items():
+    for members in grouped.values():
         spans = list[Span]()
         offset = 0
         for entry in members:
-            box = entry.box or Box.whole(entry.shape)
-            spans.append(Span(entry.fqn, box, 0, box.num_elements, offset, entry.shape if entry.box else None))
-            offset += -(-box.num_elements // QUANTUM) * QUANTUM
+            place = entry.place or Place(entry.shape)
+            spans.append(Span(entry.fqn, place, 0, place.num_elements, offset))
+            offset += -(-place.num_elements // QUANTUM) * QUANTUM
+        first = members[0]
+        quantum = QUANTUM * num_copies(first.copies)
         part = -(-offset // (num_parts * quantum)) * quantum
-        segments.append(SegmentLayout(encoding, trainable, tuple(spans), num_parts, part))
+        layout = SegmentLayout(first.encoding, first.trainable, tuple(spans), num_parts, part, first.copies)
+        segments.append(layout)
     return tuple(segments)

@@ -9,12 +9,14 @@ planner, the simulator and the runtime read this very table; nothing else decide
 from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 
-from partita.plan.mesh_shape import BATCH_AXES, MeshShape, expand
+from partita.plan.mesh_shape import BATCH_AXES, MODULE_AXES, STATE_AXES, MeshShape, expand
 from partita.plan.residence import FP32, Encoding, Residence, Tier
+from partita.plan.share import NO_COPIES, Copies
 from partita.plan.steps import AllGather, AllReduce, ReduceScatter, steps
 
-DATA = ("data",)
-LOCAL = ("local",)
+STATES = STATE_AXES
+# Those of one node.
+LOCAL = ("local", *(axis for axis in STATE_AXES if axis != "data"))
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class StatePlan:
     ``param_rest`` between steps; ``param_compute`` inside a unit's forward or backward; ``param_between`` from the end
     of the unit's forward to the start of its backward; ``grad_arrival`` as autograd leaves it; ``grad_between`` between
     micro-batches; ``grad_step`` when the optimizer runs; ``master`` and ``moments`` always. Without ``gradients_rest``
-    the optimizer runs in backward, and gradients are in ``grad_step`` only until it has.
+    the optimizer runs in backward, and gradients are in ``grad_step`` only until it has. ``copies``: the axes
+    over which the gradients in ``grad_step`` are still to be added up, once, before they are measured.
     """
 
     name: str
@@ -60,6 +63,7 @@ class StatePlan:
     master: Residence
     moments: Residence
     gradients_rest: bool = True
+    copies: Copies = NO_COPIES
 
     @property
     def updates_on_device(self) -> bool:
@@ -89,14 +93,15 @@ class StatePlan:
         return tuple(axis for axis in expand(self.summed_axes) if axis not in expand(self.part_axes))
 
     def groups(self, mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
-        """The axes of each group that training communicates over: those of the moves between its residences, those of
-        the batch, and all.
+        """The axes of each group that training communicates over: those of the moves between its residences, of its
+        copies, of what reduces together, of the batch and of the modules, and all.
         """
         weights = permutations((self.param_rest, self.param_compute, self.param_between, self.master), 2)
         gradients = combinations((self.grad_arrival, self.grad_between, self.grad_step), 2)
         moves = (op for src, dst in (*weights, *gradients) for op in steps(src, dst, mesh))
         moved = (op.axes for op in moves if isinstance(op, AllGather | ReduceScatter | AllReduce))
-        found = dict.fromkeys((mesh.all_axes, mesh.named(BATCH_AXES), *moved))
+        alike = (self.summed_axes, self.copies.axes, BATCH_AXES, MODULE_AXES)
+        found = dict.fromkeys((mesh.all_axes, *map(mesh.named, alike), *moved))
         return tuple(axes for axes in found if axes)
 
 
@@ -115,18 +120,22 @@ class _Row:
 ONE_RANK = MeshShape()
 PRESETS = {
     "ddp": _Row(partial=True),
-    "zero1": _Row(partial=True, grad_step=DATA, states=DATA),
-    "zero2": _Row(grad_between=DATA, grad_step=DATA, states=DATA),
-    "zero3": _Row(rest=DATA, between=DATA, grad_between=DATA, grad_step=DATA, states=DATA),
-    "zero3-kept": _Row(rest=DATA, grad_between=DATA, grad_step=DATA, states=DATA),
-    "hierarchical": _Row(rest=DATA, between=LOCAL, grad_between=DATA, grad_step=DATA, states=DATA),
+    "zero1": _Row(partial=True, grad_step=STATES, states=STATES),
+    "zero2": _Row(grad_between=STATES, grad_step=STATES, states=STATES),
+    "zero3": _Row(rest=STATES, between=STATES, grad_between=STATES, grad_step=STATES, states=STATES),
+    "zero3-kept": _Row(rest=STATES, grad_between=STATES, grad_step=STATES, states=STATES),
+    "hierarchical": _Row(rest=STATES, between=LOCAL, grad_between=STATES, grad_step=STATES, states=STATES),
     "hsdp": _Row(rest=LOCAL, between=LOCAL, grad_between=LOCAL, grad_step=LOCAL, states=LOCAL),
 }
 _STAGES = ("ddp", "zero1", "zero2", "zero3")
 
 
 def preset(
-    name: str, encodings: Encodings = Encodings(), tiers: Tiers = Tiers(), mesh: MeshShape = ONE_RANK
+    name: str,
+    encodings: Encodings = Encodings(),
+    tiers: Tiers = Tiers(),
+    mesh: MeshShape = ONE_RANK,
+    copies: Copies = NO_COPIES,
 ) -> StatePlan:
     """The row called ``name`` (a key of :data:`PRESETS`) with the given encodings and tiers.
 
@@ -138,18 +147,19 @@ def preset(
     if tiers.gradients is None:
         row = replace(row, grad_between=row.grad_step, partial=False)
     passing = Tier.HOST if tiers.optimizer is Tier.DISK else tiers.optimizer
-    gradients = Tier.DEVICE if row.partial and mesh.group_size(DATA) > 1 else tiers.gradients or passing
+    gradients = Tier.DEVICE if row.partial and mesh.group_size(STATES) > 1 else tiers.gradients or passing
     return StatePlan(
         name=name,
         param_rest=Residence(row.rest, (), e.compute, tiers.parameters),
         param_compute=Residence((), (), e.compute),
         param_between=Residence(row.between, (), e.compute, Tier.DEVICE if kept else tiers.parameters),
-        grad_arrival=Residence((), DATA, e.compute),
-        grad_between=Residence(row.grad_between, DATA if row.partial else (), e.gradients, gradients),
+        grad_arrival=Residence((), STATES, e.compute),
+        grad_between=Residence(row.grad_between, STATES if row.partial else (), e.gradients, gradients),
         grad_step=Residence(row.grad_step, (), e.gradients, gradients),
         master=Residence(row.states, (), e.master, tiers.optimizer),
         moments=Residence(row.states, (), e.moments, tiers.optimizer),
         gradients_rest=rest,
+        copies=copies.on(mesh),
     )
 
 

@@ -16,9 +16,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
 from partita.errors import ConfigError
+from partita.plan.place import Place
 from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
 from partita.plan.residence import BF16, ENCODINGS, FP32, INT8, SPLIT, Encoding
-from partita.plan.share import NO_SHARES, Shares
+from partita.plan.share import NO_COPIES, NO_SHARES, Copies, Share, Shares
 from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import Encodings, StatePlan, Tiers, preset, preset_name
 from partita.planner.budget import MemoryBudget
@@ -45,14 +46,25 @@ class Blueprint:
     def config(self) -> Config:
         return self.resolved.config
 
+    @property
+    def groups(self) -> list[tuple[str, ...]]:
+        """The axes of each group that training communicates over."""
+        rows = dict.fromkeys(segment.row for unit in self.units for segment in unit.segments)
+        found = (axes for row in [row_of(self.resolved), *rows] for axes in row.groups(self.resolved.mesh))
+        return list(dict.fromkeys(found))
+
     @cached_property
     def buckets(self) -> list[tuple[PlannedSegment, ...]]:
         """Which gradients are reduced together, in the order in which they are reduced."""
         return share_buckets(reduction_order(self.units))
 
 
-def row_of(resolved: Resolved, tiers: Tiers = ON_DEVICE, compute: Encoding | None = None) -> StatePlan:
-    """The row of the table for states in these tiers, of parameters that compute in another encoding than most."""
+def row_of(
+    resolved: Resolved, tiers: Tiers = ON_DEVICE, compute: Encoding | None = None, copies: Copies = NO_COPIES
+) -> StatePlan:
+    """The row of the table for states in these tiers, of parameters that compute in another encoding than most, or of
+    which other ranks have copies.
+    """
     zero, precision = resolved.config.zero, resolved.config.precision
     compute = compute or ENCODINGS[resolved.compute_dtype]
     master = FP32 if compute.name in ENCODINGS else compute
@@ -66,7 +78,7 @@ def row_of(resolved: Resolved, tiers: Tiers = ON_DEVICE, compute: Encoding | Non
     name = preset_name(
         zero.stage, keep_gathered=zero.keep_gathered, hierarchical=zero.hierarchical, replicated=replicated
     )
-    return preset(name, encodings, tiers, resolved.mesh)
+    return preset(name, encodings, tiers, resolved.mesh, copies)
 
 
 def make_blueprint(
@@ -93,11 +105,15 @@ def make_blueprint(
     _check(holdings, resolved)
     specs = group_units(model, zero.units)
     row, size = row_of(resolved), resolved.mesh.group_size
-    num_parts, num_replicas = size(row.part_axes), size(row.replica_axes)
-    layouts = [lay_out(list(_entries(spec, resolved, kept)), num_parts, num_replicas) for spec in specs]
+
+    def num_copies(copies: Copies) -> int:
+        return size(row.replica_axes) * size(copies.axes)
+
+    entries = [list(_entries(spec, resolved, kept, shares)) for spec in specs]
+    layouts = [lay_out(of_unit, size(row.part_axes), num_copies) for of_unit in entries]
 
     def planned(number: int, tiers: Tiers) -> PlannedUnit:
-        rows = [row_of(resolved, tiers, layout.encoding) for layout in layouts[number]]
+        rows = [row_of(resolved, tiers, layout.encoding, layout.copies) for layout in layouts[number]]
         segments = map(PlannedSegment, layouts[number], rows, repeat(resolved.mesh))
         return PlannedUnit(specs[number].name, tuple(segments), tuple(specs[number].inside))
 
@@ -122,7 +138,7 @@ def _check(holdings: list[Holding], resolved: Resolved) -> None:
     check_apart(holdings)
 
 
-def _entries(spec: UnitSpec, resolved: Resolved, kept: set[int]) -> Iterator[Entry]:
+def _entries(spec: UnitSpec, resolved: Resolved, kept: set[int], shares: Shares) -> Iterator[Entry]:
     """The unit's parameters with their compute encodings. Batch norms always compute in fp32, as their running
     statistics do.
     """
@@ -133,4 +149,11 @@ def _entries(spec: UnitSpec, resolved: Resolved, kept: set[int]) -> Iterator[Ent
             encoding = encoding_of(param.dtype)
         elif any(id(owner) in kept or isinstance(owner, _BatchNorm) for owner, _ in holding.owners):
             encoding = FP32
-        yield Entry(holding.fqns[0], tuple(param.shape), encoding, param.requires_grad)
+        share = shares.get(id(param)) or Share(Place(tuple(param.shape)), averaged=("tensor",))
+        if share.place.shape != param.shape:
+            raise ConfigError(
+                f"parameter '{holding.fqns[0]}' has the shape {tuple(param.shape)}, but its share is of one of shape "
+                f"{share.place.shape}: whoever applies an axis leaves parameters whole"
+            )
+        copies = share.copies.on(resolved.mesh)
+        yield Entry(holding.fqns[0], tuple(param.shape), encoding, param.requires_grad, share.place, copies)

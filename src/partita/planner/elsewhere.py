@@ -14,3 +14,16 @@ class Elsewhere(nn.Parameter):
 
 def is_elsewhere(param: torch.Tensor) -> bool:
     return isinstance(param, Elsewhere)
+
+
+def modules_here(model: nn.Module) -> set[str]:
+    """The names of the modules that this rank runs: of whose parameters it holds some. One without any runs where the
+    module around it does.
+    """
+    here = set[str]()
+    for path, module in model.named_modules(remove_duplicate=False):
+        params = list(module.parameters())
+        around = not path or path.rpartition(".")[0] in here
+        if any(not is_elsewhere(param) for param in params) or (not params and around):
+            here.add(path)
+    return here

@@ -6,8 +6,9 @@ stages 1 and 2; stage 3 sends 3P (N-1)/N, or 2P (N-1)/N where parameters are kep
 them go control messages of some bytes each, which are counted here as well.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from partita.plan.mesh_shape import AXES, BATCH_AXES, MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
@@ -53,13 +54,18 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
     for segment in segments:
         sent.move(segment.row.master, segment.row.param_rest, segment.layout.padded, "parameters")
     if not all(unit.rests_whole for unit in units):
-        sent.messages(AXES, WORD_BYTES, shape.accumulate)  # the end of a micro-batch
+        sent.messages(units[0].row.summed_axes, WORD_BYTES, shape.accumulate)  # the end of a micro-batch
     num_members = sum(len(segment.layout.spans) for segment in segments)
+    copied = Counter[tuple[str, ...]]()
+    for segment in segments:
+        copied[segment.row.copies.axes] += len(segment.layout.spans)
+    for axes, num in copied.items():
+        sent.messages(axes, num)  # what was used by those that have copies
     # Waves, what was written, the gradients' scale; what was used, and what is left to reduce.
     summed_axes = units[0].row.summed_axes
     sent.messages(summed_axes, 3 * WORD_BYTES + len(buckets) + num_members)
     if all(segment.row.gradients_rest for segment in segments):
-        sent.messages(summed_axes, WORD_BYTES)  # the norm
+        sent.messages(AXES, 3 * WORD_BYTES)  # the norm, the gradients' scale, whether something was written
     if shape.returns_loss:
         sent.messages(BATCH_AXES, WORD_BYTES, 2)  # what was drawn, and the loss
     return sent.meter.report()
@@ -76,7 +82,7 @@ class _Sent:
         """A unit's gathers for forward and backward."""
         num_gathers = shape.accumulate * (1 if unit.stays_whole else 2)
         if shape.announced:
-            self.messages(AXES, WORD_BYTES, num_gathers)
+            self.messages(unit.row.summed_axes, WORD_BYTES, num_gathers)
         for segment in unit.segments:
             row, padded = segment.row, segment.layout.padded
             num_near = num_gathers - 1 if segment.has_second else 0  # the second part lasts from forward to the step
@@ -91,7 +97,9 @@ class _Sent:
         row, num_elements = bucket[0].row, sum(segment.layout.padded for segment in bucket)
         self.move(row.grad_arrival, row.grad_between, num_elements, "gradients", num_reduced)
         self.move(row.grad_between, row.grad_step, num_elements, "gradients")
-        axes = self._mesh.named(row.summed_axes)
+        summed = replace(row.grad_step, shard_axes=row.part_axes)
+        self.move(replace(summed, partial_axes=row.copies.axes), summed, num_elements, "gradients")
+        axes = self._mesh.named(AXES)
         if not row.gradients_rest and axes:
             num, num_words = self._mesh.group_size(axes), sum(1 + len(segment.layout.spans) for segment in bucket)
             self.meter.add(TrafficKey("all_reduce", axes, "control"), 2 * (num - 1) * num_words * WORD_BYTES // num)

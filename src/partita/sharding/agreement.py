@@ -39,9 +39,7 @@ class Agreement(Protocol):
 
 
 def agree(group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> Agreement:
-    """The way that suits the group of all ranks of a mesh. Called on every rank."""
-    if mesh.watchdog is None:
-        mesh.watchdog = group.watchdog()
+    """The way that suits the group of ranks that gather the same units. Called on every rank."""
     kind = ComparedLogs if group.transport.keeps_tags_apart else Announcements
     return kind(group, mesh, on_stall)
 
@@ -76,7 +74,7 @@ class ComparedLogs:
             found = self._log.difference()
             if found is None:
                 raise
-        raise _different(self._log, found)
+        raise _different(self._log, self._group.ranks, found)
 
     def step(self) -> None:
         self._log.add(STEP)
@@ -118,11 +116,12 @@ class Announcements:
                 self._on_stall()
             events = message.wait().view(-1).tolist()
             if len(set(events)) > 1:
-                raise _different(self._log, events)
+                raise _different(self._log, self._group.ranks, events)
 
 
-def _different(log: CollectiveLog, events: Sequence[int | None]) -> PartitaError:
-    does = "; ".join(f"rank {rank} {log.describe(event)}" for rank, event in enumerate(events) if event is not None)
+def _different(log: CollectiveLog, ranks: Sequence[int], events: Sequence[int | None]) -> PartitaError:
+    known = ((rank, event) for rank, event in zip(ranks, events, strict=True) if event is not None)
+    does = "; ".join(f"rank {rank} {log.describe(event)}" for rank, event in known)
     return PartitaError(
         f"the ranks run different modules: {does}. With sharded parameters every rank must run the same modules in the "
         "same order: run the module on every rank (multiply what is not wanted by 0), put it into one unit with a "

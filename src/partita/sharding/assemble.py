@@ -1,13 +1,13 @@
 """From the user's model to units: values are taken out of it unit by unit, and its memory is given back at once.
 
-Every rank ends with rank 0's values. A model on the ``meta`` device is initialized unit by unit, by its modules' own
-``reset_parameters`` (or, for a Hugging Face model, its ``_init_weights``), so no rank ever holds more than a unit of it
-whole.
+Every rank ends with its share of rank 0's values. A model on the ``meta`` device is initialized unit by unit, by its
+modules' own ``reset_parameters`` (or, for a Hugging Face model, its ``_init_weights``), so no rank ever holds more than
+a unit of it whole.
 """
 
 import hashlib
 import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import zip_longest
 from typing import Protocol
 
@@ -20,11 +20,11 @@ from partita.comm.together import together
 from partita.errors import ConfigError
 from partita.memory.tiers import StateMemory
 from partita.plan.box import Box
-from partita.plan.mesh_shape import BATCH_AXES
 from partita.plan.planned import PlannedUnit
 from partita.planner.dtypes import dtype_of
-from partita.planner.parameters import find_holdings, find_quantized
+from partita.planner.parameters import find_everywhere, find_holdings, find_quantized
 from partita.sharding import quantized
+from partita.sharding.first_values import FirstValues
 from partita.sharding.initialize import initialize_module
 from partita.sharding.unit import Segment, Unit
 
@@ -36,18 +36,22 @@ def make_units(model: nn.Module, planned: Sequence[PlannedUnit], rank: int) -> l
     return [Unit(unit, modules[unit.name], holdings, number, rank) for number, unit in enumerate(planned)]
 
 
-def check_alike(model: nn.Module, units: Sequence[PlannedUnit], group: Group) -> None:
-    """Compare what the ranks are about to exchange.
+def check_alike(model: nn.Module, units: Sequence[PlannedUnit], group: Group, *, exact: bool) -> None:
+    """Compare the whole models that the ranks were given, before each takes its share.
+
+    Args:
+        exact: the parameters' own dtypes must be the same, too, not only those in compute.
 
     Raises:
         ConfigError: on every rank: a rank's model has another parameter or buffer, or one of another shape or dtype.
     """
-    described = [
-        f"parameter '{span.fqn}' of shape {span.box.sizes}, {dtype_of(s.layout.encoding)}, requires_grad {s.trains}"
-        for unit in units
-        for s in unit.segments
-        for span in s.layout.spans
-    ]
+    computes = {s.fqn: segment.layout for unit in units for segment in unit.segments for s in segment.layout.spans}
+    described = []
+    for holding in find_everywhere(model):
+        name, param = holding.fqns[0], holding.param
+        dtype = param.dtype if exact else dtype_of(computes[name].encoding)
+        shape, trains = tuple(param.shape), param.requires_grad
+        described.append(f"parameter '{name}' of shape {shape}, {dtype}, requires_grad {trains}")
     described += [quantized.describe(holding) for holding in find_quantized(model)]
     for name, buffer in model.named_buffers():
         described.append(f"buffer '{name}' of shape {tuple(buffer.shape)}, {buffer.dtype}")
@@ -107,9 +111,10 @@ class Assembly:
         self._undo = undo
         self._device = collectives.mesh.device
         self._paths = {id(module): path for path, module in model.named_modules()}
+        self._first_values = FirstValues(model, units, collectives, self._has)
         if source is not None:
             with together(collectives.all_ranks):
-                found = self._check_source(source, {m.fqn: m.span.global_shape for unit in units for m in unit.members})
+                found = self._check_source(source)
             others = collectives.all_ranks.exchange_objects(found, "partita.initialize")
             if any(other != others[0] for other in others):
                 rank = next(rank for rank, other in enumerate(others) if other != others[0])
@@ -118,12 +123,12 @@ class Assembly:
                     "all need the same files"
                 )
 
-    def _check_source(self, source: Source, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """Returns what tells the tensors that are found from others. ``shapes`` are the global parameters'."""
-        missing, holdings = [], find_holdings(self._model)
+    def _check_source(self, source: Source) -> str:
+        """Returns what tells the tensors that are found from others. No parameter is a share of itself yet."""
+        missing, holdings = [], find_everywhere(self._model)
         found = hashlib.sha256()
         for holding in holdings:
-            name, wanted = source.find(holding.fqns), shapes[holding.fqns[0]]
+            name, wanted = source.find(holding.fqns), tuple(holding.param.shape)
             found.update(repr((name, wanted)).encode())
             if name is None:
                 missing.append(holding.fqns[0])
@@ -153,11 +158,28 @@ class Assembly:
             )
         return found.hexdigest()
 
+    def turns(self) -> Iterator[Unit]:
+        """The units, each in its turn to be filled. Where ranks take other shares, what a unit holds has rank 0's
+        values then, unless the source brings others; on every rank, whoever holds it.
+        """
+        first = self._first_values
+        for names, unit in first.turns:
+            if first.needed:
+                with together(self._collectives.all_ranks, self._undo):
+                    first.make(names)
+                first.send(names)
+            if unit is not None:
+                yield unit
+            else:
+                self._attend_fill()
+            first.drop(names)
+
     def _has(self, *names: str) -> bool:
         return self._source is not None and self._source.find(names) is not None
 
     def fill(self, unit: Unit, lay: Callable[[Unit], None]) -> None:
-        """Move a unit's values into what rests, the same on every rank, once ``lay`` gave it memory. It is left whole.
+        """Move a unit's values into what rests, the same on every rank that holds it, once ``lay`` gave it memory. It
+        is left whole.
 
         Raises:
             Exception: on every rank, where any rank fails.
@@ -174,6 +196,12 @@ class Assembly:
         with together(self._collectives.all_ranks, self._undo):
             for segment in unit.segments:
                 segment.keep_rest(self._memory, self._read_part(unit, segment) if in_parts else None)
+
+    def _attend_fill(self) -> None:
+        """What :meth:`fill` asks of ranks that hold nothing of the unit."""
+        for _ in range(2):
+            with together(self._collectives.all_ranks, self._undo):
+                pass
 
     def _comes_in_parts(self, unit: Unit) -> bool:
         """Whether each rank can read what it keeps, and nothing else."""
@@ -195,7 +223,9 @@ class Assembly:
         for member in unit.members:
             if (name := source.find(member.holding.fqns)) is not None:
                 with torch.no_grad():
-                    member.param.copy_(source.read(name, member.span.box if member.span.shape else None))
+                    for own, there in member.span.place.pieces():
+                        box = there if member.span.place.is_part else None
+                        member.param[own.slices].copy_(source.read(name, box))
 
     def _read_part(self, unit: Unit, segment: Segment) -> Tensor:
         """What this rank keeps of a segment."""
@@ -220,7 +250,7 @@ class Assembly:
         with together(self._collectives.all_ranks, self._undo):
             for path, module in self._model.named_modules():
                 self._fill_buffers_of(module, path)
-        group = self._collectives.group(BATCH_AXES)
+        group = self._collectives.all_ranks
         group.broadcast(list(self._model.buffers()), "start")
         quantized.make_alike(find_quantized(self._model), group, self._device)
 

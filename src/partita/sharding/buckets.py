@@ -41,7 +41,9 @@ class Bucket:
     Attributes: ``in_place``, ``rests_whole``, ``passes`` as the plan says
     (:class:`~partita.plan.planned.PlannedSegment`); ``moves``: gradients leave where they are collected, for other
     ranks or another memory; ``sums_pass``: the tier of the buffer pool that sums go through (None: they rest);
-    ``steps`` to the sums, and ``spreading`` what follows at the step; ``divisor``: ranks times micro-batches.
+    ``steps`` to the sums, ``copy_steps`` to those over all copies, and ``spreading`` what follows at the step;
+    ``divisor``: ranks times micro-batches; ``has_all_copies``: whether the shard has the gradients of all copies
+    already; ``is_first_copy``: whether this rank's shard is the one that counts.
     """
 
     def __init__(self, layout: BucketLayout, accumulate: int, ledger: Ledger) -> None:
@@ -57,6 +59,9 @@ class Bucket:
         self.moves = self.passes or bool(planned.gradient_reductions)
         self.sums_pass = None if self.plan.gradients_rest else self.plan.grad_step.tier
         self.steps, self.spreading = planned.gradient_phases
+        self.copy_steps, self.copy_factor = planned.copy_steps, planned.copy_factor
+        self.is_first_copy = layout.segments[0].is_first_copy
+        self.has_all_copies = not self.copy_steps
         self.divisor = planned.mesh.group_size(self.plan.summed_axes) * accumulate
         self._reduces_twice = len(planned.gradient_reductions) > 1
         self._row = 0
@@ -250,11 +255,34 @@ class Bucket:
                 shard.add_(summed.to(shard.device))
             if carry is not None:
                 shard.add_(carry)
+            if sums is not None and self.copy_steps:  # used up before the step
+                self._add_copies(shard, movement, received)
             if kept.tier is Tier.DISK:
                 squares.extend(square(part) for part in self.parts(shard, used))
             lease.end(changed=True)
 
         return reduce
+
+    def add_copies(self, movement: Movement, received: Tensor | None) -> None:
+        """Bring the mean, or the sum, over all copies into ``shard``. A collective of the ranks that have them.
+
+        Args:
+            received: scratch memory that ``copy_steps`` need.
+        """
+        assert self._shard is not None
+        lease = self._shard.lend()
+        self._add_copies(lease.wait(), movement, received)
+        if self._shard.tier is Tier.DISK:
+            self._squares = [square(part) for part in self.parts(lease.tensor, self._used)]
+        lease.end(changed=True)
+        self.has_all_copies = True
+
+    def _add_copies(self, shard: Tensor, movement: Movement, received: Tensor | None) -> None:
+        values = shard.to(movement.device)
+        finish_all(movement.begin(self.copy_steps, values, values, purpose="gradients", received=received))
+        values.mul_(self.copy_factor)
+        if values is not shard:
+            shard.copy_(values)
 
     def launched(self, reduced: Event) -> Slot | None:
         """To REDUCED: ``shard`` has the sum when ``reduced`` has passed. Returns the slot that is free then."""
@@ -285,6 +313,7 @@ class Bucket:
         for forgotten in (self._arrived, self._fresh, self._used, self._versions):
             forgotten.clear()
         self._state = BucketState.OPEN
+        self.has_all_copies = not self.copy_steps
         return self._let_go()
 
     def _let_go(self) -> Slot | None:
@@ -350,8 +379,8 @@ class Bucket:
 
 def square(grad: Tensor) -> Tensor:
     """The sum of squares, in float64."""
-    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float32)
-    return norm.double().square()
+    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float64)
+    return norm.square()
 
 
 def make_buckets(

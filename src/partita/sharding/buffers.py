@@ -1,11 +1,11 @@
-"""Buffers that a forward changes (BatchNorm's running statistics) follow rank 0, as in DistributedDataParallel, and do
-so before the step ends.
+"""Buffers that a forward changes (BatchNorm's running statistics) follow the first rank that runs the same modules, as
+in DistributedDataParallel, and do so before the step ends.
 """
 
 from torch import nn
 
 from partita.comm.collectives import Collectives
-from partita.plan.mesh_shape import BATCH_AXES
+from partita.plan.mesh_shape import MODULE_AXES
 
 # A buffer of this name marks statistics that torch's kernels write without counting a version.
 RUNNING = "running_mean"
@@ -21,7 +21,7 @@ class BufferSync:
     """
 
     def __init__(self, model: nn.Module, collectives: Collectives, enabled: bool) -> None:
-        self._model, self._group = model, collectives.group(BATCH_AXES)
+        self._model, self._group = model, collectives.group(MODULE_AXES)
         self._enabled = enabled and self._group.size > 1
         self._changing = {
             name

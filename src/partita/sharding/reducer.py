@@ -6,8 +6,9 @@ different modules (or none) and still meet in the same reductions. What arrives 
 the next wave; what is left when the step ends is agreed on by all ranks and reduced then.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from partita.comm.collectives import Collectives
 from partita.errors import PartitaError
 from partita.memory.allocate import over
-from partita.memory.buffer_pool import BufferPool
+from partita.memory.buffer_pool import BufferPool, Slot
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event, record
 from partita.plan.residence import Tier
@@ -103,8 +104,10 @@ class GradientReducer:
         return self._bucket_of.get(id(member))
 
     def _received_bytes(self, bucket: Bucket) -> int:
-        """Scratch memory that the bucket's reduction needs."""
-        return self._movement.scratch_bytes(bucket.steps, bucket.layout.num_elements, bucket.dtype.itemsize)
+        """Scratch memory that the bucket's reductions need."""
+        itemsize, scratch = bucket.dtype.itemsize, self._movement.scratch_bytes
+        over_copies = scratch(bucket.copy_steps, bucket.layout.num_columns, itemsize)
+        return max(scratch(bucket.steps, bucket.layout.num_elements, itemsize), over_copies)
 
     # -------------------------------------------------------------- what a wave does
 
@@ -267,21 +270,13 @@ class GradientReducer:
         bucket.fill_up()
         if self._traces:
             self.watch(bucket.total())
-        num_bytes = self._received_bytes(bucket)
-        receiving = self._receiving.borrow(num_bytes) if num_bytes else None
+        receiving, received = self._room_to_receive(bucket)
         sums = None if bucket.sums_pass is None else self._summed[bucket.sums_pass]
         summed = None if sums is None else sums.borrow(bucket.shard_bytes)
-        num_received = num_bytes // bucket.dtype.itemsize
-        received = None if receiving is None else over(receiving.storage, bucket.dtype, num_received)
         reduce = bucket.launch(self._movement, received, summed)
         awaited = [record(self._device), *(slot.last_use for slot in (receiving, summed) if slot is not None)]
 
-        def run() -> None:
-            for event in awaited:
-                event.wait()
-            reduce()
-
-        self._launched = self._stream.run(run)
+        self._launched = self._stream.run(partial(_after, awaited, reduce))
         if receiving is not None:
             self._receiving.give_back(receiving, self._launched)
         if (sent := bucket.launched(self._launched)) is not None:
@@ -289,6 +284,13 @@ class GradientReducer:
         if sums is not None and summed is not None:
             assert self._user is not None
             sums.give_back(summed, self._user.use(bucket))
+
+    def _room_to_receive(self, bucket: Bucket) -> tuple[Slot | None, Tensor | None]:
+        """Scratch memory for the bucket's reductions, if they need any."""
+        if not (num_bytes := self._received_bytes(bucket)):
+            return None, None
+        slot = self._receiving.borrow(num_bytes)
+        return slot, over(slot.storage, bucket.dtype, num_bytes // bucket.dtype.itemsize)
 
     # -------------------------------------------------------------- at the step
 
@@ -319,6 +321,21 @@ class GradientReducer:
             elif not bucket.moves:
                 bucket.fill_up()
 
+    def add_copies(self) -> None:
+        """Once all else is reduced: the sums over the ranks that have copies. What other stages have comes first, by
+        name: no order of units is that of all stages.
+        """
+        chosen = [bucket for bucket in self.buckets if not bucket.has_all_copies]
+        tied = sorted((b for b in chosen if b.plan.copies.is_tied), key=lambda bucket: bucket.members[0].fqn)
+        ordered = [*tied, *(bucket for bucket in chosen if not bucket.plan.copies.is_tied)]
+        for bucket in ordered:
+            slot, received = self._room_to_receive(bucket)
+            awaited = [record(self._device)] + ([] if slot is None else [slot.last_use])
+            self._launched = self._stream.run(partial(_after, awaited, bucket.add_copies, self._movement, received))
+            if slot is not None:
+                self._receiving.give_back(slot, self._launched)
+        self.drain()
+
     def spread(self) -> None:
         """Gather the sums where the optimizer works on whole gradients."""
         ready = record(self._device)
@@ -342,3 +359,10 @@ class GradientReducer:
         for bucket in self.buckets:
             if (slot := bucket.clear()) is not None:
                 self._sending.give_back(slot, record(self._device))
+
+
+def _after(events: Iterable[Event], work: Callable[..., object], *args: object) -> None:
+    """Do ``work`` when these have passed."""
+    for event in events:
+        event.wait()
+    work(*args)

@@ -12,9 +12,10 @@ from partita.comm.collectives import Collectives
 from partita.comm.together import together
 from partita.memory.buffer_pool import BufferPool, Loan
 from partita.memory.tiers import StateMemory
+from partita.plan.mesh_shape import MODULE_AXES
 from partita.plan.residence import ENCODINGS, Tier
 from partita.plan.slots import bytes_ahead, unit_pool
-from partita.planner.blueprint import Blueprint
+from partita.planner.blueprint import Blueprint, row_of
 from partita.planner.dtypes import dtype_of
 from partita.planner.group_units import keep_fp32_modules
 from partita.planner.memory import bytes_by_tier, model_state_bytes
@@ -43,8 +44,8 @@ NUM_STATES = 4
 class Runtime:
     """Everything between the user's modules and the optimizer.
 
-    Attributes: ``part_index``: which part of each segment is this rank's; ``is_first_of_part``: of the ranks that have
-    the same part, this one counts where all parts are added up.
+    Attributes: ``gradient_group``: the ranks that hold the same parameters; ``part_index``: which part of each segment
+    is this rank's.
 
     Args:
         blueprint: of this model.
@@ -63,10 +64,9 @@ class Runtime:
     ) -> None:
         self.model, self.memory, self.collectives = model, memory, collectives
         ledger, mesh, config = memory.ledger, collectives.mesh, blueprint.config
-        row = blueprint.units[0].row
-        self.gradient_group = collectives.group(row.summed_axes)  # that sums gradients
+        row = row_of(blueprint.resolved)
+        self.gradient_group = collectives.group(row.summed_axes)
         self.part_index = mesh.index(row.part_axes)
-        self.is_first_of_part = mesh.index(row.replica_axes) == 0
         kept = keep_fp32_modules(model, config.precision.keep_fp32)
         self.units = make_units(model, blueprint.units, mesh.rank)
         self._provide_disk(blueprint)
@@ -79,7 +79,9 @@ class Runtime:
         first = mesh.log.register([unit.title for unit in self.units])
         for unit in self.units:
             unit.number += first
-        agreement = agree(collectives.all_ranks, collectives.mesh, lambda: self.reducer.release_held_back())
+        if mesh.watchdog is None:
+            mesh.watchdog = collectives.all_ranks.watchdog()
+        agreement = agree(self.gradient_group, mesh, lambda: self.reducer.release_held_back())
         ahead = bytes_ahead(blueprint.units, config.zero.prefetch_bytes)
         self.residency = Residency(sharded, self.executor, agreement, ahead)
         self._wait_in_threads()
@@ -105,6 +107,11 @@ class Runtime:
             self.close()
             raise
 
+    @property
+    def runs_all(self) -> bool:
+        """Whether every rank holds a share of every parameter, and runs every module."""
+        return self.collectives.group(MODULE_AXES).size == self.collectives.all_ranks.size
+
     # ------------------------------------------------------------------ building
 
     def _provide_disk(self, blueprint: Blueprint) -> None:
@@ -124,7 +131,7 @@ class Runtime:
             mesh.stream("gradients").wait_in_thread()
 
     def _assemble(self, assembly: Assembly) -> None:
-        for unit in self.units:
+        for unit in assembly.turns():
             assembly.fill(unit, self.executor.lay)
             for member in unit.members:
                 resting.claim(member.param, member.fqn, self)

@@ -17,7 +17,7 @@ from partita.memory.allocate import over
 from partita.memory.buffer_pool import Slot
 from partita.memory.streams import Event
 from partita.memory.tiers import InMemory, Kept, StateMemory
-from partita.plan.box import FlatRange, memory_order
+from partita.plan.flat_range import FlatRange, memory_order
 from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import Residence
 from partita.plan.span import Span
@@ -36,7 +36,9 @@ class UnitState(Enum):
 
 @dataclass
 class Member:
-    """One parameter of a unit: the user's object, its names, and where its values lie."""
+    """One parameter of a unit: the user's object, its names, and where its values lie. ``shape`` and ``stride`` are the
+    local tensor's, which the parameter is once the unit has adopted it.
+    """
 
     holding: Holding
     span: Span
@@ -50,10 +52,10 @@ class Member:
     _collected: Collected | None = None
 
     def __post_init__(self) -> None:
-        param = self.holding.param
+        param, place = self.holding.param, self.span.place
         self.kind = type(param)
-        self.shape = param.shape
-        self.stride = dense_stride(param)
+        self.shape = torch.Size(place.sizes)
+        self.stride = place.stride if place.is_part else dense_stride(param)
         self.own_dtype = param.dtype
         self.own_device = param.device
 
@@ -97,7 +99,7 @@ class Member:
 
     def elements(self, start: int, stop: int) -> FlatRange:
         """Elements ``[start, stop)`` in this parameter's stride order, as a piece of the global parameter."""
-        return FlatRange(self.span.global_shape, self.span.box, memory_order(self.stride), start, stop)
+        return FlatRange(self.span.place, memory_order(self.stride), start, stop)
 
     def shaped(self, flat: Tensor) -> Tensor:
         """A view of ``flat`` ``[numel]`` (in this parameter's stride order) with this parameter's shape."""
@@ -145,6 +147,11 @@ class Segment:
     @property
     def holds_whole_master(self) -> bool:
         return self.planned.num_shards(self.plan.master) == 1
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether this rank is the one that measures and saves its part, of those that have the same."""
+        return self.planned.is_first_copy(self._rank)
 
     @property
     def master_spans(self) -> tuple[Span, ...]:
@@ -283,14 +290,16 @@ class Unit:
             offset += segment.layout.padded * itemsize
 
     def adopt(self, member: Member) -> None:
-        """Copy a parameter's values into ``full`` and make the parameter a view of it, giving its own memory back."""
+        """Copy this rank's share of a parameter's values into ``full`` and make the parameter a view of it, giving its
+        own memory back.
+        """
         param, span = member.param, member.span
         view = member.shaped(member.segment.full[span.offset : span.offset + span.num_elements])
         with torch.no_grad():
             if not param.is_meta:
-                view.copy_(param)
+                view.copy_(span.place.take(param) if span.place.is_part else param)
         if param.is_meta or param.device != view.device or param.dtype != view.dtype:
-            self._replace(member, view)
+            replace_data(param, view)
         else:
             param.data = view
 
@@ -301,16 +310,19 @@ class Unit:
         view = member.param.data
         if view.untyped_storage()._cdata != self.storage._cdata:
             return False
-        self._replace(member, view.to(member.own_device, member.own_dtype, copy=True))
+        replace_data(member.param, view.to(member.own_device, member.own_dtype, copy=True))
         return True
 
-    def _replace(self, member: Member, view: Tensor) -> None:
-        """Swap in a view of another device or dtype while the parameter stays the same object."""
-        param = member.param
-        try:
-            param.data = view
-        except RuntimeError:  # another device: only torch's own swap keeps the object
-            # Made from the view itself, it would share the version of the whole buffer, which every gather raises.
-            fresh = nn.Parameter(view.new_empty(0), requires_grad=param.requires_grad)
-            fresh.data = view
-            torch.utils.swap_tensors(param, fresh)
+
+def replace_data(param: nn.Parameter, values: Tensor) -> None:
+    """Give a parameter other values, also of another device, dtype or shape, while it stays the same object."""
+    try:
+        param.data = values
+    except RuntimeError:  # another device: only torch's own swap keeps the object
+        # Made from the values themselves, it would share the version of the whole buffer, which every gather raises.
+        fresh = nn.Parameter(values.new_empty(0), requires_grad=param.requires_grad)
+        fresh.data = values
+        kind = type(param)
+        param.__class__ = nn.Parameter
+        torch.utils.swap_tensors(param, fresh)
+        param.__class__ = kind

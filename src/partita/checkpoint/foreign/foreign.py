@@ -16,7 +16,7 @@ from partita.checkpoint.plain import plain
 from partita.checkpoint.training_state import ENGINE
 from partita.checkpoint.versions import versions
 from partita.errors import PartitaError
-from partita.plan.box import FlatRange
+from partita.plan.flat_range import FlatRange
 
 # The optimizer's counter of a parameter's updates.
 STEP = ".step"

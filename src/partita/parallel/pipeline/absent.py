@@ -5,14 +5,13 @@ earlier stages have a shape, a dtype and a device, and no data (:class:`Absent`)
 of the tensor's object later on uses it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.weak import WeakIdKeyDictionary
 
 from partita.errors import PartitaError
 from partita.planner.elsewhere import Elsewhere, is_elsewhere
@@ -141,7 +140,7 @@ class AbsentParameter(Elsewhere):
         if name in _ACCESS:
             name = getattr(getattr(func, "__self__", None), "__name__", name)
             if name == "device":
-                return _known[args[0]].device
+                return _known[id(args[0])].device
         if name not in _METADATA:
             args, kwargs = tree_map(_read, (args, kwargs))
             return args[0] if name in ("data", "detach") else func(*args, **kwargs)
@@ -160,13 +159,15 @@ class _Known:
         self.note: Callable[[Tensor], None] = lambda param: None
 
 
-_known = WeakIdKeyDictionary()  # absent parameter -> _Known; only a tensor is at hand when it is computed with
+# By the id of an absent parameter, as only a tensor is at hand when it is computed with. A weak reference to it would keep
+# its data from being moved to another device.
+_known = dict[int, _Known]()
 
 
 def _read(leaf: Any) -> Any:
     if type(leaf) is not AbsentParameter:
         return leaf
-    known = _known[leaf]
+    known = _known[id(leaf)]
     known.note(leaf)
     with torch._C.DisableTorchFunctionSubclass():
         form = torch.empty_like(leaf, device="meta", requires_grad=False)
@@ -175,13 +176,19 @@ def _read(leaf: Any) -> Any:
 
 def send_away(param: nn.Parameter, name: str, device: torch.device) -> None:
     """Mark a parameter as held by other stages. Its values stay, for whoever gives them to those."""
-    _known[param] = _Known(type(param), name, device)
+    _known[id(param)] = _Known(type(param), name, device)
     param.__class__ = AbsentParameter
 
 
 def bring_back(param: nn.Parameter) -> None:
     """Undo :func:`send_away`: the parameter has its values still."""
-    param.__class__ = _known.pop(param).kind
+    param.__class__ = _known.pop(id(param)).kind
+
+
+def forget(params: Iterable[int]) -> None:
+    """The model that had these absent parameters (ids) is gone."""
+    for key in params:
+        _known.pop(key, None)
 
 
 @contextmanager
@@ -192,7 +199,7 @@ def all_away(
     there = [(name, param) for name, param in module.named_parameters() if not is_elsewhere(param)]
     for name, param in there:
         send_away(param, name, device)
-        _known[param].note = note
+        _known[id(param)].note = note
     try:
         yield
     finally:

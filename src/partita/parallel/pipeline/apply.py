@@ -1,12 +1,14 @@
 """Put a model under a pipeline: what of it this rank holds, and the order of its work."""
 
+import weakref
+
 from torch import nn
 
 from partita.comm.mesh import Mesh
 from partita.config.resolve import Resolved
 from partita.errors import ConfigError
 from partita.parallel.applied import Parallel
-from partita.parallel.pipeline.absent import send_away
+from partita.parallel.pipeline.absent import forget, send_away
 from partita.parallel.pipeline.cut import cut
 from partita.parallel.pipeline.schedule import Schedule, Shape, make_schedule
 from partita.parallel.pipeline.simulate import simulate
@@ -44,6 +46,7 @@ def cut_model(model: nn.Module, resolved: Resolved, mesh: Mesh, parallel: Parall
         elif len(ranks) > 1:
             place = Place(tuple(holding.param.shape))
             parallel.shares[id(holding.param)] = Share(place, averaged=("tensor",), stages=ranks)
+    weakref.finalize(model, forget, [id(param) for param in parallel.away])
     for stage in range(len(found.bounds) - 1):
         blocks = found.blocks_of(stage)
         named = blocks[0] if len(blocks) == 1 else f"{blocks[0]} to {blocks[-1]}"

@@ -1,0 +1,121 @@
+"""Parameters held whole while the user looks at them, or writes into them."""
+
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from partita.errors import PartitaError
+from partita.inspection.whole import Whole
+from partita.optim.updater import Updater
+from partita.planner.parameters import Holding, find_quantized
+from partita.sharding.runtime import Runtime
+from partita.sharding.unit import Member, Unit, replace_data
+
+
+class Gathered:
+    """Blocks of :meth:`Engine.gathered`; ``num_open`` of them are."""
+
+    def __init__(self, runtime: Runtime, updater: Updater, whole: Whole) -> None:
+        self._runtime, self._updater, self._whole = runtime, updater, whole
+        self._quantized = {id(holding.param) for holding in find_quantized(runtime.model)}  # which are always whole
+        self._kinds = {id(holding.param): type(holding.param) for holding in whole.holdings}
+        self.num_open = 0
+
+    @contextmanager
+    def hold(self, items: tuple[nn.Module | nn.Parameter, ...], modify: bool) -> Iterator[None]:
+        """Hold the units of the given modules and parameters whole (see :meth:`Engine.gathered`)."""
+        self._updater.take_written()
+        wanted = self._parameters_of(items)
+        units = [unit for unit in self._runtime.units if any(id(m.param) in wanted for m in unit.members)]
+        sharded = [unit for unit in units if not unit.rests_whole]
+        self._runtime.residency.hold(sharded)
+        self.num_open += 1
+        members = [member for unit in units for member in unit.members]
+        others = self._make_whole(wanted)
+        watched = {
+            id(holding.param): (holding.fqns[0], holding.param) for holding in [m.holding for m in members] + others
+        }
+        before = {key: param._version for key, (_, param) in watched.items()}
+        try:
+            yield
+            for key, (name, param) in watched.items():
+                if param._version != before[key] and not (modify and key in wanted):
+                    raise PartitaError(
+                        f"parameter '{name}' was written inside engine.gathered(...) without being given to it "
+                        "with modify=True: the ranks and the optimizer would not learn of it"
+                    )
+            if modify:
+                self._take_first(others)
+                self._write_back(units, {member.fqn for member in members if id(member.param) in wanted})
+        finally:
+            self.num_open -= 1
+            self._cut(others)
+            self._runtime.residency.let_go(sharded)
+
+    def _make_whole(self, wanted: AbstractSet[int]) -> list[Holding]:
+        """Have whole values in parameters of which ranks hold other shares; returns the wanted ones, in one order."""
+        if not self._whole.shares:
+            return []
+        found = [(holding, weight.clone()) for holding, weight in self._whole.weights(master=False, only=wanted)]
+        for holding, weight in found:
+            if self._is_share(holding):
+                holding.param.__class__ = nn.Parameter
+                replace_data(holding.param, weight)
+        return [holding for holding, _ in found]
+
+    def _is_share(self, holding: Holding) -> bool:
+        """Whether this rank holds a part of the parameter, or nothing."""
+        member = self._whole.member_of(holding)
+        return member is None or member.span.place.is_part
+
+    def _take_first(self, holdings: Sequence[Holding]) -> None:
+        """Make rank 0's whole values those of all ranks, each its share."""
+        all_ranks = self._runtime.collectives.all_ranks
+        for holding in holdings:
+            all_ranks.broadcast([holding.param.data], "parameters")
+            member = self._whole.member_of(holding)
+            if member is not None and member.span.place.is_part:
+                _view(member).copy_(member.span.place.take(holding.param.data))
+
+    def _cut(self, holdings: Sequence[Holding]) -> None:
+        """Let the parameters be this rank's shares again."""
+        for holding in holdings:
+            if not self._is_share(holding):
+                continue
+            if (member := self._whole.member_of(holding)) is not None:
+                holding.param.data = _view(member)
+                holding.param.__class__ = member.kind
+            else:
+                replace_data(holding.param, torch.empty_like(holding.param.data, device="meta"))
+                holding.param.__class__ = self._kinds[id(holding.param)]
+
+    def _parameters_of(self, items: tuple[nn.Module | nn.Parameter, ...]) -> set[int]:
+        """Ids of the parameters that are asked for."""
+        known = {id(holding.param) for holding in self._whole.holdings} | self._quantized
+        wanted = set[int]()
+        for item in items:
+            if not isinstance(item, nn.Module | nn.Parameter):
+                raise PartitaError(f"engine.gathered: expected modules and parameters; got a {type(item).__name__}")
+            wanted.update(id(param) for param in (item.parameters() if isinstance(item, nn.Module) else (item,)))
+        if not wanted <= known:
+            raise PartitaError("engine.gathered: a given module or parameter is no part of the engine's model")
+        return wanted
+
+    def _write_back(self, units: Sequence[Unit], names: AbstractSet[str]) -> None:
+        """Make rank 0's values those of all ranks, of what rests, and, of the parameters named, of the optimizer."""
+        for unit in units:
+            self._runtime.gradient_group.broadcast([segment.full for segment in unit.segments], "parameters")
+            for segment in unit.segments:
+                if not segment.planned.rests_whole:
+                    segment.rest.store(segment.part(segment.full, segment.plan.param_rest))
+                if segment.master is not None and not segment.master_is_parameter:
+                    segment.master.set(segment.part(segment.full, segment.plan.master), names)
+        self._runtime.updated()
+
+
+def _view(member: Member) -> Tensor:
+    """The member's values in its unit's buffer."""
+    return member.shaped(member.segment.full[member.span.offset :][: member.span.num_elements])

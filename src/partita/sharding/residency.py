@@ -84,14 +84,10 @@ class Residency:
             self._executor.keep_second(unit)
             if unit.stays_whole or self._recomputes(unit):
                 return
-        if self._stays(unit):
+        if self.within_batch and unit.stays_whole:
             return
         self._executor.release(unit)
         self._prefetch()
-
-    def _stays(self, unit: Unit) -> bool:
-        """Whether a unit is whole until the batch ends."""
-        return self.within_batch and unit.stays_whole
 
     def _recomputes(self, unit: Unit) -> bool:
         """Whether this forward runs inside a backward (reentrant checkpointing), which needs the unit again at once."""
@@ -192,8 +188,10 @@ class Residency:
             unit.has_second = False
 
     def _rest_idle(self) -> None:
+        if self.within_batch:  # what is idle stays whole, or was gathered ahead for the next micro-batch
+            return
         for unit in self.units:
-            if not (unit.in_use or unit.state is UnitState.RESTING or self._stays(unit)):
+            if not unit.in_use and unit.state is not UnitState.RESTING:
                 self._evict(unit)
 
     def _evict(self, unit: Unit) -> None:

@@ -159,7 +159,7 @@ class _Known:
         self.note: Callable[[Tensor], None] = lambda param: None
 
 
-# By the id of an absent parameter, as only a tensor is at hand when it is computed with. A weak reference to it would keep
+# By the id of an absent parameter: only a tensor is at hand when it is computed with. A weak reference to it would keep
 # its data from being moved to another device.
 _known = dict[int, _Known]()
 

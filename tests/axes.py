@@ -4,7 +4,6 @@ two stages by hand. It shows what states, norms and checkpoints make of shares, 
 Ranks are threads of this process (:mod:`tests.fakes`).
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,11 +22,11 @@ from partita.config.resolve import resolve
 from partita.engine import build
 from partita.engine.build import Given
 from partita.engine.engine import Engine
+from partita.parallel.applied import Parallel
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.place import Place, even
 from partita.plan.share import Share
 from partita.plan.traffic import TrafficReport
-from partita.planner.blueprint import make_blueprint
 from partita.planner.elsewhere import Elsewhere
 from tests import seeds
 from tests.fakes import on_ranks
@@ -72,6 +71,9 @@ class GatedBlock(nn.Module):
         self.gain = nn.Parameter(1 + 0.1 * torch.randn(HEAD))
         self.down = nn.Linear(HIDDEN, WIDTH)
 
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gain)
+
     def forward(self, x: Tensor) -> Tensor:
         entered = self.norm(x)
         if self.group is not None:
@@ -86,9 +88,10 @@ class GatedBlock(nn.Module):
 
 
 class Model(nn.Module):
-    """``stage``: what this rank runs: all (None), up to the middle (0), from there on (1)."""
+    """``stage``: what this rank runs: all (None), up to the middle (0), or from there on (1) what is ``given``."""
 
     stage: int | None = None
+    given: Callable[[], Tensor]
 
     def __init__(self, num_blocks: int = 4, *, tied: bool = False) -> None:
         super().__init__()
@@ -106,11 +109,17 @@ class Model(nn.Module):
         return list(self.blocks[:middle] if self.stage == 0 else self.blocks[middle:] if self.stage else self.blocks)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.stage != 1:
-            x = self.first(x)
+        x = self.given() if self.stage == 1 else self.first(x)
         for block in self.own_blocks:
             x = block(x)
         return x if self.stage == 0 else self.last(x)
+
+
+class Resettable(Model):
+    """One that fills its own buffer."""
+
+    def reset_parameters(self) -> None:
+        self.seen.zero_()
 
 
 def share_out(model: Model, collectives: Collectives) -> None:
@@ -128,7 +137,6 @@ def share_out(model: Model, collectives: Collectives) -> None:
             whole = Place(tuple(model.first.weight.shape))
             model.shares[id(model.first.weight)] = Share(whole, averaged=("tensor",), stages=(0, 1))
     if shape.tensor > 1:
-        collectives.open([("tensor",)])
         low, high = even(HIDDEN // HEAD, shape.tensor)[shape.coordinate(rank, "tensor")]
         own = (low * HEAD, high * HEAD)
         both = (own, (HIDDEN + own[0], HIDDEN + own[1]))
@@ -143,13 +151,14 @@ def share_out(model: Model, collectives: Collectives) -> None:
 
 
 @contextmanager
-def shares_given() -> Iterator[None]:
-    """Engines are built with the shares of their models."""
+def applied_by_hand() -> Iterator[None]:
+    """Engines are built with the shares that :func:`share_out` gives."""
 
-    def made(model: Any, *args: Any) -> Any:
-        return make_blueprint(model, *args, shares=model.shares)
+    def apply(model: Any, resolved: Any, mesh: Any, collectives: Collectives) -> Parallel:
+        share_out(model, collectives)
+        return Parallel(model.shares)
 
-    with mock.patch.object(build, "make_blueprint", made):
+    with mock.patch.object(build, "apply", apply):
         yield
 
 
@@ -171,8 +180,9 @@ def run_backward(engine: Engine, collectives: Collectives, data: int, step: int)
         group.all_reduce(sent.detach().clone())
         engine.backward((sent * group.all_reduce(torch.zeros_like(sent))).sum())
         return 0.0
-    received = group.all_reduce(torch.zeros(4, WIDTH)).requires_grad_()
-    loss = engine(received).square().mean()
+    received = torch.zeros(4, WIDTH)
+    model.given = lambda: group.all_reduce(received).requires_grad_()
+    loss = engine(x).square().mean()
     engine.backward(loss)
     assert received.grad is not None
     group.all_reduce(received.grad.clone())
@@ -230,9 +240,6 @@ def train(
     def on_rank(collectives: Collectives) -> Course:
         mesh: Any = collectives.mesh
         model, course = models[mesh.rank], Course()
-        share_out(model, collectives)
-        if shape.pipeline > 1:
-            collectives.open([("pipeline",)])
         given = Given(None, None, None, recipe.weights)
         engine = Engine(model, resolved, mesh, given, False)
         if load is not None:
@@ -259,7 +266,7 @@ def train(
         engine.close()
         return course
 
-    with shares_given():
+    with applied_by_hand():
         return on_ranks(shape, on_rank)
 
 
@@ -299,8 +306,3 @@ def close(one: Course, other: Course, tolerance: float = 1e-5) -> None:
         torch.testing.assert_close(gradient, expected, rtol=0, atol=most, msg=name)
     for name, weight in one.weights.items():
         torch.testing.assert_close(weight, other.weights[name], rtol=0, atol=1e-4, msg=name)
-
-
-def copied(model: Model) -> Model:
-    """The same values in a model of its own."""
-    return copy.deepcopy(model)

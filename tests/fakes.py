@@ -177,6 +177,12 @@ class FakeMesh:
     def index(self, axes: tuple[str, ...]) -> int:
         return self.shape.group_index(self.rank, axes)
 
+    def size(self, axis: str) -> int:
+        return self.shape.size(axis)
+
+    def coordinate(self, axis: str) -> int:
+        return self.shape.coordinate(self.rank, axis)
+
     def is_first_replica(self, shard_axes: tuple[str, ...] = ()) -> bool:
         return self.shape.is_first_replica(self.rank, shard_axes)
 

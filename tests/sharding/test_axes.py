@@ -1,11 +1,25 @@
 """States, norms, looks and checkpoints under axes beside data, whoever applies these: here they are made by hand."""
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from partita.checkpoint.format.stored import open_stored
+from partita.checkpoint.offline import verify
+from partita.comm.collectives import Collectives
+from partita.engine.engine import Engine
+from partita.errors import ConfigError, PartitaError
 from partita.plan.mesh_shape import MeshShape
-from tests.axes import Course, Recipe, close, same, train
+from partita.plan.place import Place
+from partita.plan.share import Share
+from partita.planner.elsewhere import is_elsewhere
+from partita.planner.traffic import StepShape, step_traffic
+from tests.axes import WIDTH, Course, Model, Recipe, Resettable, close, same, train
 from tests.matrix import matrix
 
 STAGES = [{"stage": stage} for stage in range(4)] + [{"stage": 3, "keep_gathered": True}]
@@ -55,3 +69,153 @@ def test_stages_of_untied_parameters_change_no_bit(zero: dict[str, Any], data: i
     assert courses[-1].losses == train(MeshShape(data=data), Recipe(zero))[-1].losses
     for course in courses:
         same(course, expected)
+
+
+# ------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@matrix(
+    saved=list(MESHES),
+    loaded=["one rank", *MESHES],
+    zeros=[({"stage": 3}, {"stage": 1}), ({"stage": 0}, {"stage": 3}), ({"stage": 2}, {"stage": 0})],
+    tied=[False, True],
+)
+def test_checkpoints_load_under_other_meshes(
+    saved: str, loaded: str, zeros: tuple[dict[str, Any], ...], tied: bool, tmp_path: Path
+) -> None:
+    """Weights and states bit for bit, on every rank."""
+    there = train(MESHES[saved], Recipe(zeros[0], tied=tied, num_steps=2), save=tmp_path)
+    shape = MESHES.get(loaded, MeshShape())
+    for course in train(shape, Recipe(zeros[1], tied=tied, num_steps=0), load=tmp_path):
+        same(Course(weights=there[0].weights, states=there[0].states), course)
+
+
+@pytest.mark.parametrize("mesh", FEW)
+def test_each_copy_is_saved_once(mesh: str, tmp_path: Path) -> None:
+    """Under the model's own names, as data alone saves them."""
+    train(MESHES[mesh], Recipe({"stage": 3}, tied=True), save=tmp_path / "one")
+    train(MeshShape(), Recipe(tied=True), save=tmp_path / "other")
+    one, other = open_stored(tmp_path / "one"), open_stored(tmp_path / "other")
+    assert one.tensors.keys() == other.tensors.keys()
+    for key, tensor in one.tensors.items():
+        held = sum(chunk.box.num_elements for chunk in tensor.chunks if chunk.box is not None)
+        assert held == math.prod(tensor.shape), key
+    assert list(verify(one)) == []
+    assert one.manifest["aliases"] == other.manifest["aliases"]
+    groups = [key for key in one.values if key.startswith("optimizer.param_groups.0.params")]
+    assert [one.value(key) for key in groups] == [other.value(key) for key in groups]
+
+
+# ----------------------------------------------------------------------------------------------------------- looking
+
+
+@pytest.mark.parametrize("mesh", FEW)
+def test_what_is_looked_at_is_whole(mesh: str, tmp_path: Path) -> None:
+    def look(engine: Engine, collectives: Collectives) -> Any:
+        engine.export(tmp_path)
+        state = engine.state_dict()
+        local = {name: tuple(param.shape) for name, param in engine.module.named_parameters()}
+        with engine.gathered(engine.module.blocks, modify=True):
+            for param in engine.module.blocks.parameters():
+                if collectives.mesh.rank == 0:
+                    _double(param)
+        after = {name: tuple(param.shape) for name, param in engine.module.named_parameters()}
+        assert local == after
+        return state, engine.state_dict()
+
+    courses = train(MESHES[mesh], Recipe({"stage": 3}), look=look)
+    state, doubled = courses[0].seen
+    assert all(course.seen == ({}, {}) for course in courses[1:])
+    for name, weight in courses[0].weights.items():
+        assert torch.equal(state[name], weight), name
+        assert torch.equal(doubled[name], weight * 2 if name.startswith("blocks") else weight), name
+    exported = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(exported[name], weight) for name, weight in courses[0].weights.items())
+
+
+def _double(param: Tensor) -> None:
+    with torch.no_grad():
+        param.mul_(2)
+
+
+@pytest.mark.parametrize("mesh", FEW)
+def test_closing_gives_whole_parameters_back(mesh: str) -> None:
+    def look(engine: Engine, collectives: Collectives) -> dict[str, Tensor]:
+        engine.close(whole=True)
+        assert not any(map(is_elsewhere, engine.module.parameters()))
+        return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+
+    for course in train(MESHES[mesh], Recipe({"stage": 3}), look=look):
+        assert all(torch.equal(course.seen[name], weight) for name, weight in course.weights.items())
+
+
+# ------------------------------------------------------------------------------------------------- first values
+
+
+def test_every_rank_starts_from_its_share_of_rank_0s_values() -> None:
+    """Also where each has made a model of its own; they do in all tests here."""
+    expected = Recipe().model(0)
+    for course in train(MESHES["all"], Recipe({"stage": 3}, num_steps=0)):
+        for name, param in expected.named_parameters():
+            assert torch.equal(course.weights[name], param), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_on_meta_is_initialized_whole(tied: bool) -> None:
+    def on_meta() -> Model:
+        with torch.device("meta"):
+            return Resettable(tied=tied)
+
+    courses = train(MESHES["all"], Recipe({"stage": 3}, num_steps=0, build=on_meta))
+    for course in courses:
+        assert all(torch.equal(weight, courses[0].weights[name]) for name, weight in course.weights.items())
+    weights = courses[0].weights
+    assert torch.equal(weights["blocks.1.gain"], torch.ones(4))
+    fused = weights["blocks.3.fused.weight"]
+    assert fused.abs().max() > 0.9 * WIDTH**-0.5  # of all columns, as torch's linear layers begin
+    assert not torch.equal(fused[: len(fused) // 2], fused[len(fused) // 2 :])
+
+
+@matrix(mesh=FEW, stage=[1, 3])
+def test_weights_are_read_in_parts(mesh: str, stage: int, tmp_path: Path) -> None:
+    expected = Recipe().model(0)
+    save_file(dict(expected.state_dict()), tmp_path / "model.safetensors")
+
+    def on_meta() -> Model:
+        with torch.device("meta"):
+            return Resettable()
+
+    recipe = Recipe({"stage": stage}, num_steps=0, build=on_meta, weights=tmp_path)
+    for course in train(MESHES[mesh], recipe):
+        assert all(torch.equal(course.weights[name], param) for name, param in expected.named_parameters())
+
+
+def test_models_that_differ_are_refused() -> None:
+    sizes = iter([4, 4, 4, 5])
+    with pytest.raises(PartitaError, match="the ranks' models differ: .*'blocks.4"):
+        train(MESHES["tensor 2 x data 2"], Recipe(build=lambda: Model(next(sizes))))
+
+
+def test_a_share_of_another_shape_is_refused() -> None:
+    def halved() -> Model:
+        model = Model()
+        model.shares[id(model.first.weight)] = Share(Place((3, 3)))
+        return model
+
+    with pytest.raises(ConfigError, match=r"'first.weight' has the shape \(16, 16\), but its share is of .*\(3, 3\)"):
+        train(MeshShape(), Recipe(build=halved))
+
+
+# ------------------------------------------------------------------------------------------------------- a step
+
+
+@matrix(mesh=FEW, zero=STAGES, tied=[False, True])
+def test_bytes_are_the_plans(mesh: str, zero: dict[str, Any], tied: bool) -> None:
+    """Of all that the floor sends: what the axes themselves send goes by another name, but for the test's stand-ins."""
+
+    def expected(engine: Engine, collectives: Collectives) -> Any:
+        return step_traffic(engine.units, StepShape())
+
+    for course in train(MESHES[mesh], Recipe(zero, tied=tied), look=expected):
+        sent = {key: count for key, count in course.traffic[-1].rows.items() if key.collective != "all_reduce"}
+        assert sent == course.seen.rows

@@ -26,7 +26,7 @@ def attend(group: Group, watchdog: Watchdog | None, call: str) -> None:
         before = dict[int, int]()
         while not message.wait_for(PATIENCE_S):
             found = watchdog.waiting_elsewhere(call)
-            stuck = [rank for rank, events in found.items() if before.get(rank) == events]
+            stuck = [rank for rank in group.ranks if rank in found and before.get(rank) == found[rank]]
             if stuck:
                 raise PartitaError(
                     f"rank {group.index} is at {call}, and rank {', '.join(map(str, stuck))} waits for it elsewhere: "

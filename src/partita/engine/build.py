@@ -125,7 +125,7 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         with together(all_ranks, runtime.give_back):
             updater = kind(runtime, optimizer, scale, settings.clip_grad_norm, counted)
             whole = Whole(runtime, updater)
-            gathered = Gathered(runtime, updater, whole)
+            gathered = Gathered(runtime, updater, whole, parallel.changes)
             checkpoints = Checkpoints(model, runtime, updater, scheduler, settings)
     except BaseException:
         memory.close()

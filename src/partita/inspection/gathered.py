@@ -10,16 +10,19 @@ from torch import Tensor, nn
 from partita.errors import PartitaError
 from partita.inspection.whole import Whole
 from partita.optim.updater import Updater
+from partita.parallel.applied import Changes
 from partita.planner.parameters import Holding, find_quantized
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member, Unit, replace_data
 
 
 class Gathered:
-    """Blocks of :meth:`Engine.gathered`; ``num_open`` of them are."""
+    """Blocks of :meth:`Engine.gathered`; ``num_open`` of them are. ``changes`` are what the parallel axes set on
+    modules: with whole parameters a module is what it was without them.
+    """
 
-    def __init__(self, runtime: Runtime, updater: Updater, whole: Whole) -> None:
-        self._runtime, self._updater, self._whole = runtime, updater, whole
+    def __init__(self, runtime: Runtime, updater: Updater, whole: Whole, changes: Changes) -> None:
+        self._runtime, self._updater, self._whole, self._changes = runtime, updater, whole, changes
         self._quantized = {id(holding.param) for holding in find_quantized(runtime.model)}  # which are always whole
         self._kinds = {id(holding.param): type(holding.param) for holding in whole.holdings}
         self.num_open = 0
@@ -40,7 +43,8 @@ class Gathered:
         }
         before = {key: param._version for key, (_, param) in watched.items()}
         try:
-            yield
+            with self._changes.suspended(items):
+                yield
             for key, (name, param) in watched.items():
                 if param._version != before[key] and not (modify and key in wanted):
                     raise PartitaError(
@@ -64,6 +68,7 @@ class Gathered:
             if self._is_share(holding):
                 holding.param.__class__ = nn.Parameter
                 replace_data(holding.param, weight)
+                self._runtime.structure.elsewhere.add(id(holding.param))
         return [holding for holding, _ in found]
 
     def _is_share(self, holding: Holding) -> bool:
@@ -85,6 +90,7 @@ class Gathered:
         for holding in holdings:
             if not self._is_share(holding):
                 continue
+            self._runtime.structure.elsewhere.discard(id(holding.param))
             if (member := self._whole.member_of(holding)) is not None:
                 holding.param.data = _view(member)
                 holding.param.__class__ = member.kind

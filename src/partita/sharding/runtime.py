@@ -93,7 +93,7 @@ class Runtime:
             self._assemble(Assembly(model, self.units, collectives, memory, source, self.give_back))
             self.reducer = GradientReducer(self._make_buckets(blueprint), collectives, ledger)
             self._own_buffers.clear()
-            self._structure = Structure(model, self.units)
+            self.structure = Structure(model, self.units)
             self.written = Written(self.units)
             self._buffers = BufferSync(model, collectives, config.communication.buffers == "broadcast")
             self._hooks += cast_borders(model, self._compute, kept)
@@ -196,7 +196,7 @@ class Runtime:
 
     def _refresh(self) -> None:
         """Notice what the user did to parameters since the last forward: unfrozen, replaced, moved."""
-        self._structure.check()
+        self.structure.check()
         with torch._C.DisableTorchFunctionSubclass():
             for _, member in self.members():
                 if member.param.requires_grad and not member.hooked:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from partita.errors import PartitaError
-from partita.planner.parameters import find_quantized
+from partita.planner.parameters import find_everywhere, find_quantized
 from partita.sharding.unit import Unit
 
 
@@ -14,12 +14,15 @@ class Structure:
     """Checks, before a forward, that the model still consists of the parameters that are trained.
 
     Wrapping a module (``torch.compile``) is no change; a parameter that is replaced, added or moved is an error.
+    ``elsewhere`` are the ids of those that are in memory of their own for a while: of which a rank has a share, when
+    they are looked at whole.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
-        self._model, self._units = model, units
+        self._model, self._units, self.elsewhere = model, units, set[int]()
         self._names = {id(member.param): member.fqn for unit in units for member in unit.members}
-        self._quantized = {id(holding.param) for holding in find_quantized(model)}
+        others = [*find_quantized(model), *find_everywhere(model)]
+        self._others = {id(holding.param) for holding in others}
         self._remember()
 
     def _remember(self) -> None:
@@ -35,7 +38,7 @@ class Structure:
             for unit in self._units:
                 home = unit.storage._cdata
                 for member in unit.members:
-                    if member.param.untyped_storage()._cdata != home:
+                    if member.param.untyped_storage()._cdata != home and id(member.param) not in self.elsewhere:
                         raise PartitaError(_MOVED.format(member.fqn))
                     for owner, name in member.holding.owners:
                         if owner._parameters.get(name) is not member.param:
@@ -51,7 +54,7 @@ class Structure:
             if key not in found:
                 raise PartitaError(_REPLACED.format(name, "a module that holds it"))
         for key, name in found.items():
-            if key not in self._names and key not in self._quantized:
+            if key not in self._names and key not in self._others:
                 raise PartitaError(_ADDED.format(name))
 
 

@@ -358,6 +358,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         ("[1]", r"expected sections \(key: value\) at the top level; got \[1\]"),
         ('{"a": 1, "a": 2}', "the key 'a' is given twice in one section"),
         ("[" * 100_000, "nested deeper than 16 levels"),
+        (f'{{"train_batch_size": {"9" * 5000}}}', "not valid JSON: Exceeds the limit"),
     ):
         file = tmp_path / "ds_config.json"
         file.write_text(text)

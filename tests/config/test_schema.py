@@ -34,6 +34,8 @@ schedule:
    total_steps: null, decay_steps: null, min_lr: 0.0, min_ratio: 0.0}
 clip_grad_norm: null
 activations: {checkpoint: none, partition: false, offload: none}
+loss: {tiled: none, head: auto}
+tiled: {mlp: []}
 communication: {gradients: full, parameters: full, buffers: broadcast, within_node: auto, timeout_s: 600}
 checkpoint: {dir: null, every_steps: null, keep: 3, background: true}
 seed: null

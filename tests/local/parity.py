@@ -7,7 +7,7 @@ into micro-batches add in another order and must agree in most digits.
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle, islice, product
@@ -116,14 +116,14 @@ def courses(name: str, plans: Sequence[str], computes: Sequence[str]) -> dict[tu
         }
 
 
-def recomputed_courses(name: str, plans: Sequence[str], choices: Sequence[Any]) -> dict[tuple[str, str], Course]:
-    """One course for each plan and way to keep activations."""
+def courses_with(
+    name: str, plans: Sequence[str], settings: Mapping[str, Mapping[str, Any]]
+) -> dict[tuple[str, str], Course]:
+    """One course for each plan and each of the named sections of the config."""
     with shared_mesh() as mesh:
         return {
-            (plan, str(choice)): _course(
-                CASES[name], PLANS[plan], mesh, activations={"checkpoint": choice}, optimizer=ADAMW
-            )
-            for plan, choice in product(plans, choices)
+            (plan, setting): _course(CASES[name], PLANS[plan], mesh, optimizer=ADAMW, **sections)
+            for plan, (setting, sections) in product(plans, settings.items())
         }
 
 

@@ -176,7 +176,10 @@ WRONG = [
     ),
     ({"parallel": {"pipeline": 2, "chunks": 2}}, "Fix: set parallel.schedule: interleaved"),
     ({"parallel": {"pipeline": 2, "schedule": "interleaved"}}, "Fix: set parallel.chunks: 2"),
-    ({"parallel": {"pipeline": 3}}, r"(?s)2 ranks cannot be divided by .*; or set pipeline 2 or pipeline 1, which 2 ranks"),
+    (
+        {"parallel": {"pipeline": 3}},
+        r"(?s)2 ranks cannot be divided by .*; or set pipeline 2 or pipeline 1, which 2 ranks",
+    ),
     (
         {"parallel": {"pipeline": 2, "chunks": 3, "schedule": "interleaved"}},
         "6 stages, but LlamaForCausalLM has 4 blocks",

@@ -109,7 +109,8 @@ def _numbers(course: parity.Course) -> list[Any]:
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_models_train_as_without(name: str, world: int) -> None:
     plans = ("0", "3") if world == 1 else tuple(plan for plan in parity.PLANS if plan != "hierarchical")
-    for courses in pool.run(world, parity.recomputed_courses, name, plans, ("none", *CHOICES), timeout=240):
+    settings = {choice: {"activations": {"checkpoint": choice}} for choice in ("none", *CHOICES)}
+    for courses in pool.run(world, parity.courses_with, name, plans, settings, timeout=240):
         for (plan, choice), course in courses.items():
             assert _numbers(course) == _numbers(courses[plan, "none"]), f"{plan}, {choice}"
 

@@ -18,6 +18,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from partita.activation.replaced import ReplacedForward
+from partita.activation.tiles import InTiles
 from partita.errors import ConfigError, PartitaError
 from partita.planner.group_units import modules_like
 
@@ -66,13 +68,23 @@ class Recomputation:
     """Has modules run forward again in backward, until it is removed.
 
     A module's hooks stay around it: where its parameters are sharded, they are whole while it runs, both times.
+
+    Args:
+        tiled: modules that do so for some positions at a time.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], *, selective: bool) -> None:
-        self._own_forwards = [(module, vars(module).get("forward")) for module in modules.values()]
+    def __init__(
+        self, modules: Mapping[str, nn.Module], *, selective: bool, tiled: Mapping[str, nn.Module] | None = None
+    ) -> None:
         self._repeated = ""
-        for name, module in modules.items():
-            module.forward = RecomputedForward(module, selective, partial(self._note, name))
+        self._forwards = [
+            ReplacedForward(module, InTiles(name, Recomputed(module, False, partial(self._note, name))))
+            for name, module in (tiled or {}).items()
+        ]
+        self._forwards += [
+            ReplacedForward(module, Recomputed(module, selective, partial(self._note, name)))
+            for name, module in modules.items()
+        ]
 
     def _note(self, name: str) -> None:
         self._repeated = name
@@ -95,27 +107,21 @@ class Recomputation:
 
     def remove(self) -> None:
         """Give every module its own forward back."""
-        for module, own in self._own_forwards:
-            del module.forward
-            if own is not None:
-                module.forward = own
-        self._own_forwards.clear()
+        for forward in reversed(self._forwards):
+            forward.remove()
+        self._forwards.clear()
 
 
-class RecomputedForward:
-    """A module's forward that is run again in backward; ``repeats`` is called when it is.
-
-    Copies of the module (``copy.deepcopy``, pickles) have the module's own.
-    """
+class Recomputed:
+    """Runs a module's forward again in backward; ``repeats`` is called when it does."""
 
     def __init__(self, module: nn.Module, selective: bool, repeats: Callable[[], None]) -> None:
-        self._module, self._forward = module, module.forward
-        self._selective, self._repeats = selective, repeats
+        self._module, self._selective, self._repeats = module, selective, repeats
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or checkpoints_itself(self._module):
-            return self._forward(*args, **kwargs)
-        forward = partial(self._forward, **kwargs)  # checkpoint would take keywords with names of its own for itself
+            return own(*args, **kwargs)
+        forward = partial(own, **kwargs)  # checkpoint would take keywords with names of its own for itself
         if torch.compiler.is_compiling():  # what a graph does to buffers comes after the part of it that is repeated
             if self._selective:
                 return checkpoint(forward, *args, use_reentrant=False, context_fn=selecting)
@@ -140,9 +146,6 @@ class RecomputedForward:
         finally:
             for inner, name, buffer in own:
                 inner._buffers[name] = buffer
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module, "forward")
 
 
 def checkpoints_itself(module: nn.Module) -> bool:

@@ -81,6 +81,11 @@ def set_launch_environment(launch: LaunchEnvironment, host: str, port: int) -> N
     os.environ.update({name: str(value) for name, value in told.items()})
 
 
+def set_local_world_size(size: int) -> None:
+    """Tell this process how many share its node, for launchers that do not."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(size)
+
+
 def _names(environ: Environ) -> tuple[str, str, str, str] | None:
     """The variables with rank, number of ranks, and both on this node; None where no launcher started the process."""
     if "RANK" in environ:

@@ -90,18 +90,7 @@ def parse_json(text: str, name: str) -> Parsed:
     Raises:
         ConfigError: naming the line where there is one.
     """
-    if not text.strip():
-        return None, {}
-    try:
-        return json.loads(text, object_pairs_hook=lambda pairs: _without_duplicates(pairs, name)), {}
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{name}, line {error.lineno}: not valid JSON: {error.msg}; correct this line") from None
-    except RecursionError:
-        raise _too_deep(name) from None
-    except ConfigError:
-        raise
-    except ValueError as error:  # an integer of more digits than Python converts
-        raise ConfigError(f"{name}: not valid JSON: {error}") from None
+    return _parse_json(text, name, json.loads)
 
 
 def parse_hjson(text: str, name: str) -> Parsed:
@@ -110,14 +99,22 @@ def parse_hjson(text: str, name: str) -> Parsed:
     Raises:
         ConfigError: naming the line where there is one.
     """
+    return _parse_json(text, name, hjson.loads)
+
+
+def _parse_json(text: str, name: str, loads: Callable[..., object]) -> Parsed:
     if not text.strip():
         return None, {}
     try:
-        return hjson.loads(text, object_pairs_hook=lambda pairs: _without_duplicates(pairs, name)), {}
-    except hjson.HjsonDecodeError as error:
+        return loads(text, object_pairs_hook=lambda pairs: _without_duplicates(pairs, name)), {}
+    except (json.JSONDecodeError, hjson.HjsonDecodeError) as error:
         raise ConfigError(f"{name}, line {error.lineno}: not valid JSON: {error.msg}; correct this line") from None
     except RecursionError:
         raise _too_deep(name) from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # an integer of more digits than Python converts
+        raise ConfigError(f"{name}: not valid JSON: {error}") from None
 
 
 def _without_duplicates(pairs: list[tuple[str, object]], name: str) -> dict[str, object]:

@@ -9,6 +9,7 @@ from partita.config.checks import check_settings, idle_settings
 from partita.config.messages import Row, conflict, key_paths, row, setting, shown
 from partita.config.schema import Batch, Config, Section
 from partita.errors import ConfigError
+from partita.plan.across_nodes import needless_crossings
 from partita.plan.mesh_shape import AXES, MeshShape
 
 _MAX_NOTICES = 5
@@ -32,8 +33,9 @@ class Resolved:
     """What a configuration means here.
 
     ``compute_dtype`` is ``fp32``, ``bf16`` or ``fp16``. ``values`` are the derived settings with where each came from;
-    ``notices`` are lines to show at the start, one for each setting that has no effect; ``passed`` are the sections
-    (optimizer, schedule) that an object given to ``partita.initialize`` stands in for.
+    ``notices`` are lines to show at the start, one for each setting that has no effect; ``warnings`` are of axes that
+    span nodes and would not have to; ``passed`` are the sections (optimizer, schedule) that an object given to
+    ``partita.initialize`` stands in for.
     """
 
     config: Config
@@ -43,6 +45,7 @@ class Resolved:
     values: tuple[Row, ...] = ()
     notices: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def shared(self) -> dict[str, object]:
@@ -84,7 +87,8 @@ def resolve(config: Config, num_ranks: int, device_type: str, ranks_per_node: in
         notices.append(f"ignored: {key} (all data ranks are on one node)")
     if config.communication.within_node != "auto" and device_type != "cpu":
         notices.append(f"ignored: communication.within_node (on {device_type} its own backend chooses the way)")
-    return Resolved(config, mesh, batch, compute, values, tuple(notices))
+    warnings = tuple(map(str, needless_crossings(mesh, ranks_per_node)))
+    return Resolved(config, mesh, batch, compute, values, tuple(notices), warnings=warnings)
 
 
 def describe(resolved: Resolved) -> str:

@@ -262,6 +262,31 @@ class Activations(Section):
     offload: Tier = Field("none", description="tier of kept activations")
 
 
+class Loss(Section):
+    """How the loss is computed of the last hidden states."""
+
+    tiled: Literal["none", "auto"] | Bytes = Field(
+        "none",
+        description="compute logits and their cross-entropy in tiles, so that they are never whole: bytes of the "
+        "logits of a tile; auto: a number of rows that fits the layer",
+    )
+    head: Auto | SomeTexts = Field(
+        "auto",
+        description="class names or name patterns of the linear layers that make logits; auto: the model's output "
+        "embeddings, or the last widening layer outside the blocks",
+    )
+
+
+class Tiled(Section):
+    """Modules that are computed tile by tile."""
+
+    mlp: Texts = Field(
+        (),
+        description="class names or name patterns of modules that compute every position by itself: they run on some "
+        "positions at a time, and again in backward",
+    )
+
+
 class Communication(Section):
     """What travels between ranks."""
 
@@ -300,6 +325,8 @@ class Config(Section):
     schedule: Schedule = Field(Schedule(), description="the learning rate over steps")
     clip_grad_norm: Positive | None = Field(None, description="largest global norm of the gradients; null: not clipped")
     activations: Activations = Field(Activations(), description="what is kept for backward")
+    loss: Loss = Field(Loss(), description="how the loss is computed")
+    tiled: Tiled = Field(Tiled(), description="modules that are computed tile by tile")
     communication: Communication = Field(Communication(), description="what travels between ranks")
     checkpoint: Checkpoint = Field(Checkpoint(), description="saving while training")
     seed: CountOrZero | None = Field(
@@ -331,7 +358,6 @@ class Config(Section):
 AVAILABLE: dict[str, tuple[object, ...]] = {
     "parallel.tensor": (1,),
     "parallel.sequence": (1,),
-    "seed": (None,),
     "activations.partition": (False,),
     "activations.offload": ("none",),
     "communication.gradients": ("full",),

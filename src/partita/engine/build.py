@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from partita.activation.recompute import Recomputation, chosen_modules
+from partita.activation.tiled_loss import TiledHeads, find_heads
+from partita.activation.tiles import tiled_modules
 from partita.checkpoint.checkpoints import Checkpoints
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
@@ -36,6 +38,7 @@ from partita.parallel.applied import Parallel
 from partita.parallel.apply import apply
 from partita.parallel.pipeline.apply import schedule_of
 from partita.parallel.pipeline.run import Pipeline
+from partita.parallel.random import agreed_seed
 from partita.parallel.samples import SAMPLE_AXES, SameSamples
 from partita.plan.mesh_shape import AXES, STATE_AXES
 from partita.planner.blueprint import Blueprint, make_blueprint
@@ -65,6 +68,7 @@ class Parts:
     shortages: Shortages
     runtime: Runtime
     recomputation: Recomputation
+    tiled_heads: TiledHeads
     updater: Updater
     whole: Whole
     gathered: Gathered
@@ -81,8 +85,9 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     all_ranks = collectives.all_ranks
     check_settings_alike(resolved.shared, all_ranks)
     collectives.open([*((axis,) for axis in AXES), SAMPLE_AXES])
+    seed = agreed_seed(resolved.config.seed, resolved.mesh, all_ranks)
     with together(all_ranks):
-        parallel = apply(model, resolved, mesh, collectives)
+        parallel = apply(model, resolved, mesh, collectives, seed)
     try:
         return _build(model, resolved, collectives, given, parallel)
     except BaseException:
@@ -105,7 +110,10 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         check_quantized(find_quantized(model), mesh.device)
         blueprint = make_blueprint(model, resolved, num_moments, budget, parallel.shares)
         choice = settings.activations.checkpoint
-        recomputed = chosen_modules(model, [unit.name for unit in blueprint.units], choice)
+        unit_names = [unit.name for unit in blueprint.units]
+        recomputed = chosen_modules(model, unit_names, choice)
+        tiled = tiled_modules(model, settings.tiled.mlp)
+        heads = find_heads(model, settings.loss, unit_names)
     every = all_ranks.exchange_objects(blueprint.groups, "partita.initialize")
     collectives.open(dict.fromkeys(axes for of_rank in every for axes in of_rank))  # also those of other stages alone
     check_alike(model, blueprint.units, all_ranks, exact=collectives.group(STATE_AXES).size < all_ranks.size)
@@ -131,7 +139,8 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         memory.close()
         raise
     weights = source.folder if source is not None else None
-    recomputation = Recomputation(recomputed, selective=choice == "selective")
+    recomputation = Recomputation(recomputed, selective=choice == "selective", tiled=tiled)
+    tiled_heads = TiledHeads(heads, settings.loss)
     samples = SameSamples(collectives.group(SAMPLE_AXES), mesh.coordinate("data"))
     return Parts(
         optimizer,
@@ -140,6 +149,7 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         shortages,
         runtime,
         recomputation,
+        tiled_heads,
         updater,
         whole,
         gathered,

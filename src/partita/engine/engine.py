@@ -39,13 +39,10 @@ class Engine:
     """
 
     def __init__(self, model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given, owns_mesh: bool) -> None:
-        self.module = model
-        self.config = resolved.config
-        self.mesh = mesh
+        self.module, self.config, self.mesh = model, resolved.config, mesh
         self._owns_mesh, self._closed = owns_mesh, False
         self._parts = parts = build(model, resolved, mesh, given)
-        self.optimizer = parts.optimizer
-        self.scheduler = parts.scheduler
+        self.optimizer, self.scheduler = parts.optimizer, parts.scheduler
         self.blueprint = parts.blueprint
         self.units = list(parts.blueprint.units)
         self.plan: dict[str, StatePlan] = {unit.name: unit.row for unit in self.units}
@@ -275,9 +272,10 @@ class Engine:
             PartitaError: on all ranks: there is none, it is damaged (names the file), it is of another model, or
                 it holds several copies of the weights (names their prefixes).
         """
-        self._open().updater.zero()
-        self._micro_batches.begin(0)
-        return self._parts.checkpoints.load(folder, Wanted(only_model, strict, prefix))
+        self.zero_grad()
+        restored = self._parts.checkpoints.load(folder, Wanted(only_model, strict, prefix))
+        self._micro_batches.begin(0)  # of the step that was restored
+        return restored
 
     def each(self, value: Tensor | float) -> list[float]:
         """A number of every rank, in rank order, on all of them."""
@@ -356,6 +354,7 @@ class Engine:
     def _end(self) -> None:
         self._closed = True
         self._parts.updater.close()
+        self._parts.tiled_heads.remove()
         self._parts.recomputation.remove()
         self._parts.pipeline.remove()
         self._parts.parallel.remove()

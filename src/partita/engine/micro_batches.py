@@ -13,6 +13,7 @@ from partita.optim.updater import StepResult
 from partita.parallel.pipeline.schedule import Action, Work
 from partita.sharding.scaled import scaled_by
 
+BEFORE_ALL = -1  # no number of a micro-batch
 LossFn = Callable[[Any, Any], Tensor] | None
 
 
@@ -32,6 +33,7 @@ class MicroBatches:
     def begin(self, done: int) -> None:
         """So many backwards of the batch are done."""
         self.done = done
+        self._parts.parallel.begin_micro_batch(self._parts.updater.steps, done)
         self._parts.runtime.reducer.begin_micro_batch(is_last=done + 1 == self._num_backwards)
 
     # ---------------------------------------------------------------- one micro-batch
@@ -90,6 +92,7 @@ class MicroBatches:
         try:
             for action in pipeline.order:
                 if action.work is Work.FORWARD:
+                    self._begin_forward(action)
                     if (loss := self._forward(action, micros)) is not None:
                         kept[action.micro] = loss
                         total += loss.detach()
@@ -121,6 +124,13 @@ class MicroBatches:
                 module.training = True
         pipeline.end_batch()
         return pipeline.share_loss(torch.stack(losses).float().mean() if losses else torch.zeros(()))
+
+    def _begin_forward(self, action: Action) -> None:
+        """Say whose random numbers come: those of each stage's forward are of the one forward that they make up."""
+        step = self._parts.updater.steps
+        if self._parts.pipeline.is_cut:
+            self._parts.parallel.begin_micro_batch(step, BEFORE_ALL)
+        self._parts.parallel.begin_micro_batch(step, action.micro)
 
     def _compare(self, drawn: Sequence[Any]) -> None:
         """See that ranks with one data coordinate have the same samples."""

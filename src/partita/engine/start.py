@@ -120,3 +120,5 @@ def _announce(resolved: Resolved) -> None:
         _log.addHandler(logging.StreamHandler())
         _log.setLevel(logging.INFO)
     _log.info("%s", describe(resolved))
+    for warning in resolved.warnings:
+        _log.warning("%s", warning)

@@ -165,6 +165,12 @@ def set_random_state(state: torch.Tensor, device: torch.device) -> None:
     torch.get_device_module(device).set_rng_state(state, device)
 
 
+def seed(number: int, device: torch.device) -> None:
+    """Have an accelerator's generator start from a number."""
+    with torch.get_device_module(device).device(device):
+        torch.get_device_module(device).manual_seed(number)
+
+
 def backend(device: torch.device) -> str:
     """The process groups' for tensors on the device: gloo, nccl, xccl, or what was registered for it.
 

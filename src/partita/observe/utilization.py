@@ -18,25 +18,26 @@ from torch.utils.flop_counter import FlopCounterMode
 from partita.memory import accelerator
 
 # TFLOP/s of dense products with 16-bit inputs and fp32 sums, from the makers' data sheets (NVIDIA's figures "with
-# sparsity" halved), by what stands in the driver's name; the first that is found there counts.
+# sparsity" halved), by what stands in the driver's name; the first that is found there counts. Those with a library
+# are in its table, too, which names the same sheets: torch._inductor.analysis.device_info, Lightning's
+# lightning.fabric.utilities.throughput, torchao.testing.training.roofline_utils.
 PEAK_TFLOPS = {
-    "GB200": 2500.0,  # NVIDIA GB200 NVL72
-    "B200": 2250.0,  # NVIDIA DGX B200
+    "GB200": 2500.0,  # NVIDIA GB200 NVL72: 360 PFLOP/s with sparsity of 72; torchao has the B200's
+    "B200": 2250.0,  # NVIDIA Blackwell architecture; torchao
     "GH200": 989.5,  # NVIDIA GH200
-    "H200 NVL": 835.5,  # NVIDIA H200
-    "H200": 989.5,
-    "H100 NVL": 835.5,  # NVIDIA H100
-    "H100 PCIe": 756.5,
-    "H100": 989.5,
-    "A100": 312.0,  # NVIDIA A100
+    "H200 NVL": 835.5,  # NVIDIA H200: 1671 with sparsity
+    "H200": 989.5,  # NVIDIA H200: 1979 with sparsity
+    "H100 NVL": 835.5,  # NVIDIA H100 NVL: 1671 with sparsity; Lightning has a pair's
+    "H100 PCIe": 756.5,  # NVIDIA H100: 1513 with sparsity; Lightning
+    "H100": 989.5,  # NVIDIA H100: 1979 with sparsity; torch, torchao, Lightning
+    "A100": 312.0,  # NVIDIA A100; torch, Lightning
     "A30": 165.0,  # NVIDIA A30
     "L40S": 362.0,  # NVIDIA L40S
-    "L4": 121.0,  # NVIDIA L4
+    "L4": 121.0,  # NVIDIA L4: 242 with sparsity; Lightning
     "MI325X": 1307.4,  # AMD Instinct MI325X
-    "MI300X": 1307.4,  # AMD Instinct MI300X
+    "MI300X": 1307.4,  # AMD Instinct MI300X; torch, torchao
     "MI250X": 191.5,  # AMD Instinct MI250X: a device is one of its two dies
 }
-
 
 _ATTENTION = (
     torch.ops.aten._scaled_dot_product_flash_attention,

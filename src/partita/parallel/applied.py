@@ -1,7 +1,7 @@
 """What the parallel axes did to a model: what each rank has of its parameters, and what runs in place of forwards."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +10,7 @@ from torch import nn
 
 from partita.parallel.pipeline.absent import bring_back
 from partita.parallel.pipeline.cut import Cut
+from partita.parallel.random import RandomStreams
 from partita.plan.share import Share
 
 
@@ -52,10 +53,11 @@ _ABSENT = object()
 
 
 class Changes:
-    """Attributes set on modules, until they are taken back."""
+    """What is done to modules, until it is taken back."""
 
     def __init__(self) -> None:
         self._made = list[_Change]()
+        self._undo = list[Callable[[], None]]()
 
     def set(self, module: nn.Module, name: str, value: object) -> None:
         """Set an attribute of the module alone."""
@@ -63,8 +65,14 @@ class Changes:
         change.make()
         self._made.append(change)
 
+    def add(self, undo: Callable[[], None]) -> None:
+        """Have something else undone as well, before the attributes: a hook's ``remove``."""
+        self._undo.append(undo)
+
     def undo(self) -> None:
         """Take all of it back, the last first."""
+        while self._undo:
+            self._undo.pop()()
         while self._made:
             self._made.pop().undo()
 
@@ -92,8 +100,9 @@ class Changes:
 @dataclass
 class Parallel:
     """``shares``: what this rank has of each parameter that is not whole here alone. ``lines`` say how each module is
-    split, and who decided; ``said`` is to be told at the start; ``cut`` is where the pipeline's stages begin,
-    ``away`` are the parameters that only other stages hold.
+    split, and who decided; ``said`` is to be told at the start; ``streams`` are of its random numbers, if they have
+    any of their own; ``cut`` is where the pipeline's stages begin, ``away`` are the parameters that only other stages
+    hold.
     """
 
     shares: dict[int, Share] = field(default_factory=dict)
@@ -102,6 +111,12 @@ class Parallel:
     changes: Changes = field(default_factory=Changes)
     cut: Cut | None = None
     away: list[nn.Parameter] = field(default_factory=list)
+    streams: RandomStreams | None = None
+
+    def begin_micro_batch(self, step: int, number: int) -> None:
+        """The forwards that follow are of the micro-batch ``number`` in the batch of a ``step``."""
+        if self.streams is not None:
+            self.streams.begin_micro_batch(step, number)
 
     def remove(self) -> None:
         """Give every module its own forward and attributes back. Parameters are left as they are; those that are held

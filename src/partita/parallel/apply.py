@@ -9,6 +9,9 @@ from partita.comm.mesh import Mesh
 from partita.config.resolve import Resolved
 from partita.parallel.applied import Parallel
 from partita.parallel.pipeline.apply import cut_model, leave_alone_elsewhere
+from partita.parallel.random import RandomStreams
+from partita.parallel.sequence.apply import SEQUENCE, SequenceParallel
+from partita.parallel.sequence.first_batch import FirstBatchCheck
 from partita.parallel.tensor.functions import Entrance
 from partita.parallel.tensor.rules import split_model
 from partita.parallel.tensor.splitter import TENSOR, Splitter
@@ -16,10 +19,15 @@ from partita.parallel.tensor.splitter import TENSOR, Splitter
 _log = logging.getLogger("partita")
 
 
-def apply(model: nn.Module, resolved: Resolved, mesh: Mesh, collectives: Collectives) -> Parallel:
+def apply(
+    model: nn.Module, resolved: Resolved, mesh: Mesh, collectives: Collectives, seed: int | None = None
+) -> Parallel:
     """Have the model compute this rank's part. Its parameters stay whole, with their values, until the engine has them.
 
     Nothing in it waits for another rank; what it raises leaves the model as it was.
+
+    Args:
+        seed: of random numbers that are alike for all meshes; None: torch's generators are used as they are.
 
     Raises:
         ConfigError: the model cannot be split as the config asks.
@@ -30,7 +38,13 @@ def apply(model: nn.Module, resolved: Resolved, mesh: Mesh, collectives: Collect
             cut_model(model, resolved, mesh, parallel)
         if mesh.size(TENSOR) > 1:
             _apply_tensor(model, resolved, mesh, collectives, parallel)
+        if mesh.size(SEQUENCE) > 1:
+            _apply_sequence(model, mesh, collectives, parallel)
         leave_alone_elsewhere(model, parallel)
+        if seed is not None:
+            part = f"{SEQUENCE} {mesh.coordinate(SEQUENCE)}" if mesh.size(SEQUENCE) > 1 else ""
+            parallel.streams = RandomStreams(model, seed, mesh.coordinate("data"), mesh.device, part)
+            parallel.changes.add(parallel.streams.remove)
     except BaseException:
         parallel.remove()
         raise
@@ -45,3 +59,10 @@ def _apply_tensor(
     splitter = Splitter(model, Entrance(collectives.group((TENSOR,))), parallel)
     split_model(splitter, mesh, resolved.config.parallel.tensor_rules)
     parallel.lines += splitter.lines()
+
+
+def _apply_sequence(model: nn.Module, mesh: Mesh, collectives: Collectives, parallel: Parallel) -> None:
+    applied = SequenceParallel(model, mesh, collectives.group((SEQUENCE,)), parallel.changes)
+    parallel.lines += applied.lines
+    if mesh.size("pipeline") == 1:  # elsewhere no rank has all blocks
+        parallel.changes.add(FirstBatchCheck(applied).remove)

@@ -119,7 +119,7 @@ def _chosen(model: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
 
 
 def _auto(model: nn.Module) -> Iterator[nn.Module]:
-    blocks = dict(repeated_blocks(model))
+    blocks = dict(find_blocks(model))
     yield from blocks.values()
     least = LEAF_SHARE * max((_bytes(block) for block in blocks.values()), default=float("inf"))
     names = {id(holding.param): len(holding.fqns) for holding in find_holdings(model)}
@@ -134,8 +134,8 @@ def _auto(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def repeated_blocks(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The outermost repeated children of module containers, with their names below ``path``."""
+def find_blocks(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The outermost repeated children of module containers, by name, in the order of the modules."""
     children = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
     classes = Counter(type(child) for _, child in children)
     repeated = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
@@ -145,4 +145,4 @@ def repeated_blocks(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn
         if repeated and classes[type(child)] > 1 and not container and not isinstance(child, nn.Sequential):
             yield full, child
         else:
-            yield from repeated_blocks(child, full)
+            yield from find_blocks(child, full)

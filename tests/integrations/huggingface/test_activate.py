@@ -14,6 +14,7 @@ import transformers
 from partita import ConfigError
 from partita.integrations.huggingface.activate import _taken, activate
 from tests.integrations.huggingface.runs import Run, history
+from tests.integrations.huggingface.test_trl import losses
 
 ROOT = Path(__file__).parents[3]
 
@@ -92,6 +93,28 @@ def test_too_late() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "script", script)
         assert "script imported Accelerator" in list(_taken())
+
+
+TRL_UNCHANGED = """
+import json, sys
+import trl
+from transformers import set_seed
+from tests.integrations.huggingface.runs import llama, losses_of
+from tests.integrations.huggingface.test_trl import SETTINGS, data, tokenizer
+
+set_seed(7)
+args = trl.SFTConfig(sys.argv[1], max_length=16, **SETTINGS)
+trainer = trl.SFTTrainer(llama(), args, train_dataset=data("sft"), processing_class=tokenizer())
+trainer.train()
+prepared = trainer.accelerator.engines.of(trainer.model)
+print("FOUND", json.dumps({"losses": losses_of(trainer), "stage": prepared.engine.config.zero.stage}))
+"""
+
+
+def test_a_script_of_trls_with_one_line_before_it(tmp_path: Path) -> None:
+    activated = found(run(FIRST_LINE + TRL_UNCHANGED, tmp_path))
+    assert activated["stage"] == 3
+    assert activated["losses"] == pytest.approx(losses("sft", None), rel=1e-6)
 
 
 def test_the_arguments_of_other_libraries_are_read(tmp_path: Path) -> None:

@@ -1,14 +1,17 @@
 """Runs that were ended and resumed under a Trainer, at the same and at another stage and number of ranks."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from partita import PartitaError
+from partita.checkpoint.format.backend import FileDraft
 from partita.integrations.huggingface.checkpoints import newest_complete, what_lacks
 from tests.integrations.huggingface.runs import Run, alone, end, losses_of, trainer_of
 from tests.local import pool
@@ -83,19 +86,67 @@ def best(run: Run, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
             end(trainer)
 
 
+BEST = {
+    **SAVING,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "load_best_model_at_end": True,
+    "learning_rate": 3e-1,
+}
+
+
 def test_the_best_model_is_loaded(tmp_path: Path) -> None:
-    arguments = {
-        **SAVING,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "load_best_model_at_end": True,
-        "learning_rate": 3e-1,
-    }
     for only_model in (False, True):
         folder = tmp_path / str(only_model)
-        rows, state = pool.run(2, best, Run(at(3), arguments | {"save_only_model": only_model}), folder, timeout=120)[0]
+        rows, state = pool.run(2, best, Run(at(3), BEST | {"save_only_model": only_model}), folder, timeout=120)[0]
         number = int(state["best"])
         assert number == 2 * (1 + rows.index(min(rows)))
         wanted, found = (load_file(folder / name / "model.safetensors") for name in (f"checkpoint-{number}", "final"))
         assert wanted.keys() == found.keys()
         assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
+class Watch(TrainerCallback):  # type: ignore[misc]
+    """What each checkpoint lacks when the Trainer says that it is saved; only then may it be published, if ``held``."""
+
+    def __init__(self, held: bool) -> None:
+        self.lacks, self.freed, self.held = list[str | None](), threading.Semaphore(0), held
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.lacks.append(what_lacks(Path(args.output_dir) / f"checkpoint-{state.global_step}"))
+        self.freed.release()
+
+    def publish(self, draft: FileDraft) -> None:
+        assert not self.held or self.freed.acquire(timeout=60)
+        FileDraft.publish_now(draft)  # type: ignore[attr-defined]
+
+
+def watched(limit: int, folder: Path) -> tuple[list[str | None], list[float]]:
+    """What checkpoints in the background lack at first, and the eval losses; the best model is loaded at the end."""
+    run = Run(at(3) | {"checkpoint": {"background": True}}, BEST | {"save_total_limit": limit})
+    watch = Watch(held=limit > 1)
+    with alone(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileDraft, "publish_now", FileDraft.commit, raising=False)
+        patch.setattr(FileDraft, "commit", lambda draft: watch.publish(draft))
+        trainer = trainer_of(run, folder, callbacks=[watch])
+        try:
+            trainer.train()
+            rows = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+            trainer.save_model(str(folder / "final"))
+            return watch.lacks, rows
+        finally:
+            end(trainer)
+
+
+def test_checkpoints_in_the_background(tmp_path: Path) -> None:
+    """Those that the Trainer leaves are complete, the best among them; where it leaves one, it is complete at once."""
+    for limit, lacks in ((2, "no complete states in 'partita'"), (1, None)):
+        folder = tmp_path / str(limit)
+        found, rows = pool.run(2, watched, limit, folder, timeout=120)[0]
+        assert found == [lacks] * 3
+        number = 2 * (1 + rows.index(min(rows)))
+        left = {path.name for path in folder.glob("checkpoint-*")}
+        assert left == {f"checkpoint-{step}" for step in ((number, 4 if number == 6 else 6)[:limit])}
+        assert [what_lacks(folder / name) for name in left] == [None] * len(left)
+        wanted, saved = (load_file(folder / name / "model.safetensors") for name in (f"checkpoint-{number}", "final"))
+        assert all(torch.equal(wanted[name], saved[name]) for name in wanted)

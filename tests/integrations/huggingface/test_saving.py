@@ -11,8 +11,19 @@ from safetensors import safe_open
 from transformers import LlamaForCausalLM
 
 from partita import PartitaError
+from partita.integrations.huggingface.saving import saved_weights
 from tests.huggingface import cases
-from tests.integrations.huggingface.runs import LENGTH, Run, alone, end, llama, model_of, samples, trainer_of
+from tests.integrations.huggingface.runs import (
+    LENGTH,
+    Run,
+    alone,
+    end,
+    llama,
+    model_of,
+    samples,
+    scratch,
+    trainer_of,
+)
 from tests.local import pool
 
 
@@ -103,6 +114,36 @@ def test_adapters_alone_are_saved(tmp_path: Path) -> None:
     assert torch.allclose(logits_of(found), logits, atol=1e-6)
     assert not torch.allclose(logits_of(untrained), logits, atol=1e-4)
     assert not (tmp_path / "final/model.safetensors").exists()
+
+
+def gathered_for_adapters(second: bool) -> tuple[set[str], set[str], bool]:
+    """What is gathered to save adapters; what trains; whether the values are those of the whole state dict."""
+    with alone(), scratch() as folder:
+        trainer = trainer_of(Run({"zero": {"stage": 3}}, lora=True), folder)
+        if second:
+            trainer.model.add_adapter("frozen", trainer.model.peft_config["default"])
+        try:
+            trainer.train()
+            prepared = trainer.accelerator.engines.of(trainer.model)
+            found, whole = saved_weights(prepared), prepared.state_dict()
+            alike = all(torch.equal(found[name], whole[name]) for name in found)
+            return set(found), {name for name, p in trainer.model.named_parameters() if p.requires_grad}, alike
+        finally:
+            end(trainer)
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_what_is_gathered_to_save_adapters(second: bool) -> None:
+    """What trains and the embeddings, or all where adapters are frozen; on one rank alone."""
+    (found, trained, alike), (nothing, _, _) = pool.run(2, gathered_for_adapters, second, timeout=120)
+    assert alike
+    assert not nothing
+    embeddings = {"base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight"}
+    if second:
+        assert any(".lora_A.frozen" in name for name in found)
+        assert found > trained | embeddings
+    else:
+        assert found == trained | embeddings
 
 
 def saves_alone(folder: Path) -> tuple[str, float]:

@@ -15,14 +15,13 @@ from partita.checkpoint.names import GROUPS, MODEL, STATE
 from partita.checkpoint.plain import plain
 from partita.checkpoint.training_state import ENGINE
 from partita.checkpoint.versions import versions
+from partita.config.schema import Precision
 from partita.errors import PartitaError
 from partita.plan.flat_range import FlatRange
 
 # The optimizer's counter of a parameter's updates.
 STEP = ".step"
 _KEEP_ALL = 2**31
-# Where nothing is known: that of a run's first step.
-_FIRST_SCALE = 2.0**16
 
 
 @dataclass
@@ -44,7 +43,7 @@ class Foreign:
         for key in self.stored.values:
             if key.startswith((MODEL, STATE, GROUPS)) and key.rpartition(".")[2] not in IMPLEMENTATION:
                 self.values.setdefault(key, self.stored.value(key))
-        counters = {"steps": self.step, "loss_scale": _FIRST_SCALE, "good_steps": 0}
+        counters = {"steps": self.step, "loss_scale": Precision().initial_loss_scale, "good_steps": 0}
         self.values[ENGINE] = counters | self.values.get(ENGINE, {})
 
     def tensors(self) -> list[str]:

@@ -33,9 +33,13 @@ class Prepared:
     trains: bool
     dtypes: Mapping[str, torch.dtype]
 
-    def state_dict(self) -> dict[str, Any]:
-        """The model's state dict in the dtypes in which it came, whole, on rank 0; empty on the others."""
-        values = self.engine.state_dict()
+    def state_dict(self, *, trainable: bool = False) -> dict[str, Any]:
+        """The model's state dict in the dtypes in which it came, whole, on rank 0; empty on the others.
+
+        Args:
+            trainable: only the parameters that train.
+        """
+        values = self.engine.state_dict(trainable=trainable)
         return {name: value.to(self.dtypes[name]) if name in self.dtypes else value for name, value in values.items()}
 
 

@@ -20,10 +20,10 @@ from partita.config.schema import Config
 from partita.engine.engine import Engine
 from partita.errors import ConfigError, PartitaError
 from partita.integrations.huggingface.accelerator import CHECKPOINT, Accelerator, Source
-from partita.integrations.huggingface.arguments import check_training_arguments, has_schedule
+from partita.integrations.huggingface.arguments import check_training_arguments, given, has_schedule
 from partita.integrations.huggingface.checkpoints import newest_complete, what_lacks
 from partita.integrations.huggingface.engines import Prepared
-from partita.integrations.huggingface.saving import keep_dtype
+from partita.integrations.huggingface.saving import keep_dtype, saved_weights
 from partita.integrations.huggingface.training_arguments import SETTINGS
 from partita.optim.build import build_schedule
 from partita.planner.blueprint import row_of
@@ -127,7 +127,9 @@ class Trainer(transformers.Trainer):
             resume_from_checkpoint = str(broadcast_object_list(found)[0])
         elif resume_from_checkpoint and (reason := what_lacks(Path(resume_from_checkpoint))):
             raise PartitaError(f"resume_from_checkpoint: '{resume_from_checkpoint}': {reason}")
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        self._engine.wait_for_checkpoint()
+        return output
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """The weights come with the optimizer's states, once the model is under the plan."""
@@ -141,6 +143,7 @@ class Trainer(transformers.Trainer):
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
 
     def _load_best_model(self) -> None:
+        self._engine.wait_for_checkpoint()
         states = Path(self.state.best_model_checkpoint) / CHECKPOINT
         if states.is_dir():
             self._engine.load(states, only_model=True)
@@ -154,14 +157,23 @@ class Trainer(transformers.Trainer):
         """Gathered on all ranks, written by rank 0."""
         prepared = self._prepared
         if prepared is not None and state_dict is None:
-            state_dict = prepared.state_dict()
+            state_dict = saved_weights(prepared)
         super()._save(output_dir, state_dict)
         if prepared is not None and self.args.should_save:
             keep_dtype(Path(output_dir or self.args.output_dir), prepared.dtypes)
 
+    @property
+    def _saves_in_background(self) -> bool:
+        """Only where it is asked for, since ``on_save`` callbacks find a folder that is not complete; and where no
+        folder is sent away, or takes the place of the last complete one, at once.
+        """
+        asked = given(self._config, "checkpoint.background")
+        return bool(asked) and self.args.save_total_limit != 1 and not self.args.push_to_hub
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self._engine.save(Path(output_dir) / CHECKPOINT)
-        self._engine.wait_for_checkpoint()
+        self._engine.save(Path(output_dir) / CHECKPOINT)  # after the one before, if that is still written
+        if not self._saves_in_background:
+            self._engine.wait_for_checkpoint()
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 

@@ -15,7 +15,7 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from partita.config.load import load_config
+from partita.config.launchers import set_local_world_size
 from partita.config.schema import Config
 from partita.engine.engine import Engine
 from partita.errors import ConfigError, PartitaError
@@ -52,10 +52,8 @@ class PartitaStrategy(DDPStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         start_method: StartMethod = "popen",
     ) -> None:
-        found = settings.one_folder_each(load_config(config))
-        settings.check(found)
-        self._config = settings.with_accumulation(found, 1, "a step of Fabric's loop")
-        timeout = timedelta(seconds=found.communication.timeout_s)
+        self._config = settings.with_accumulation(settings.read(config), 1, "a step of Fabric's loop")
+        timeout = timedelta(seconds=self._config.communication.timeout_s)
         self._weights = None if weights is None else str(weights)
         self._held: list[EngineModule] = []
         super().__init__(cluster_environment=cluster_environment, timeout=timeout, start_method=start_method)
@@ -76,6 +74,12 @@ class PartitaStrategy(DDPStrategy):
         self._plugin = EnginePrecision(given or Precision(), self._config, self._only)
 
     # ---------------------------------------------------------------------- begin
+
+    def setup_environment(self) -> None:
+        """Join the other processes."""
+        super().setup_environment()
+        if self.num_nodes > 1:
+            set_local_world_size(self.num_processes)  # Lightning's own launch tells nobody
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Where ``fabric.init_module`` builds modules: on the host, with ``empty_init`` on the meta device."""

@@ -1,7 +1,10 @@
 """What Lightning's arguments and partita's config say together: each setting in one of them, or alike in both."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from partita.config.load import load_config
 from partita.config.messages import Row, conflict, row
 from partita.config.schema import Batch, Config, Schedule
 from partita.errors import ConfigError
@@ -17,12 +20,13 @@ _PRECISIONS = {
 _DEFAULT_PRECISION = "32-true"
 
 
-def check(config: Config) -> None:
-    """Refuse what Lightning does itself.
+def read(source: str | Path | Mapping[str, Any] | Config | None) -> Config:
+    """The config of a strategy, under which a folder holds one checkpoint: Lightning names a folder for each.
 
     Raises:
-        ConfigError: the config has the engine save checkpoints, or go back to one.
+        ConfigError: it is wrong, or has the engine save checkpoints, or go back to one, which Lightning does.
     """
+    config = load_config(source)
     if config.checkpoint.dir is not None or config.checkpoint.every_steps is not None:
         raise ConfigError(
             "checkpoint.dir and checkpoint.every_steps: under Lightning checkpoints are saved by its own means, with "
@@ -33,6 +37,7 @@ def check(config: Config) -> None:
             "precision.nonfinite: rewind goes back to a checkpoint, of which Lightning's loops would not know: set "
             "'skip' or 'raise'"
         )
+    return _changed(config, checkpoint=config.checkpoint.model_copy(update={"keep": 1}))
 
 
 def with_precision(config: Config, precision: str) -> tuple[Config, bool]:
@@ -106,11 +111,6 @@ def check_schedule(config: Config, is_given: bool) -> None:
             f"schedule: the config has one ({config.schedule.name}), and Lightning steps another, of the optimizer's: "
             "leave one of the two out"
         )
-
-
-def one_folder_each(config: Config) -> Config:
-    """The config under which a folder holds one checkpoint: Lightning names a folder for each."""
-    return _changed(config, checkpoint=config.checkpoint.model_copy(update={"keep": 1}))
 
 
 def _changed(config: Config, **sections: Any) -> Config:

@@ -17,7 +17,7 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcess
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from partita.config.load import load_config
+from partita.config.launchers import set_local_world_size
 from partita.config.schema import Config
 from partita.engine.engine import Engine
 from partita.errors import ConfigError, PartitaError
@@ -62,8 +62,7 @@ class PartitaStrategy(DDPStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         start_method: StartMethod = "popen",
     ) -> None:
-        self._config = settings.one_folder_each(load_config(config))
-        settings.check(self._config)
+        self._config = settings.read(config)
         timeout = timedelta(seconds=self._config.communication.timeout_s)
         self._weights = None if weights is None else str(weights)
         self._held: EngineModule | None = None
@@ -95,6 +94,12 @@ class PartitaStrategy(DDPStrategy):
         self._precision = EnginePrecision(given or FabricPrecision(), self._config, self._open)
 
     # ---------------------------------------------------------------------- begin
+
+    def setup_environment(self) -> None:
+        """Join the other processes."""
+        super().setup_environment()
+        if self.num_nodes > 1:
+            set_local_world_size(self.num_processes)  # Lightning's own launch tells nobody
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from partita.errors import ConfigError, PartitaError
 from partita.parallel.pipeline.absent import all_away
 from partita.parallel.pipeline.stand_in import StandIn, buffers_kept
-from partita.planner.group_units import repeated_blocks
+from partita.planner.group_units import find_blocks
 from partita.planner.parameters import find_everywhere
 
 KEY = "parallel.cut"
@@ -75,7 +75,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def _blocks(model: nn.Module, names: Sequence[str]) -> list[str]:
     """What stages can begin with: the repeated blocks, the layers of a Sequential, and the modules named."""
-    found = [name for name, _ in repeated_blocks(model)]
+    found = [name for name, _ in find_blocks(model)]
     if isinstance(model, nn.Sequential):
         outer = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
         found += [name for name in outer if not any(_inside(block, name) or block == name for block in found)]

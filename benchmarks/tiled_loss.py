@@ -1,0 +1,134 @@
+"""What a tiled loss saves and costs, beside the whole loss and torch's own ``F.linear_cross_entropy``.
+
+    python -m benchmarks.tiled_loss            # width 512, 16384 classes, 1 to 4096 positions, 7 repetitions
+    python -m benchmarks.tiled_loss --quick    # small, once: no targets
+    python -m benchmarks.tiled_loss --save     # into benchmarks/results/tiled_loss.md
+
+One process; every repetition runs forward and backward of each mode, every other one in the opposite order. Bytes are
+those of the storages that head and loss make, at their peak. It ends with status 1 where a target is missed.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import partita
+from benchmarks._common import Report, megabytes, parser
+from tests.live_bytes import LiveBytes
+
+WHOLE, TORCH = "whole", "torch's linear_cross_entropy"
+TARGETS = {"tiled: auto": 1.05}
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a head and what it is given."""
+
+    width: int
+    classes: int
+    positions: int
+
+    def inputs(self, seed: int) -> tuple[Tensor, Tensor]:
+        """Hidden states [1, positions, width] and targets."""
+        generator = torch.Generator().manual_seed(seed)
+        hidden = torch.randn(1, self.positions, self.width, generator=generator)
+        return hidden.requires_grad_(), torch.randint(self.classes, (1, self.positions), generator=generator)
+
+
+SIZES = (Size(512, 16384, 1024), Size(512, 16384, 4096))
+QUICK_SIZES = (Size(64, 1000, 256),)
+
+
+class Speaker(nn.Module):
+    """A head alone."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.head = nn.Linear(size.width, size.classes, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+def main() -> int:
+    made = parser("Tiled loss", ())
+    made.add_argument("--reps", type=int, default=7, help="repetitions")
+    options = made.parse_args()
+    sizes, num_reps = (QUICK_SIZES, 1) if options.quick else (SIZES, options.reps)
+    report = Report("Tiled loss")
+    report.begin()
+    report.write(_TEXT.format(num_reps=num_reps))
+    for size in sizes:
+        report.write(f"\n{size.positions} positions, width {size.width}, {size.classes} classes:\n")
+        header = ["loss", "peak MB", "x whole", "ms", "x whole", "target"]
+        report.table(header, _rows(report, size, num_reps, {} if options.quick else TARGETS))
+    return report.end(options.save)
+
+
+_TEXT = """Head and cross-entropy, forward and backward, in fp32 at stage 1 on one rank. Median over {num_reps}
+repetitions of the time and of its ratio in the same repetition."""
+
+
+def _steps(size: Size) -> Iterator[tuple[str, Callable[[int], None]]]:
+    """Forward and backward in each mode."""
+    torch.manual_seed(0)
+    for mode, tiled in ((WHOLE, "none"), ("tiled: auto", "auto"), ("tiled: 4MiB", "4MiB")):
+        engine = partita.initialize(Speaker(size), {"loss": {"tiled": tiled}})
+
+        def step(seed: int, engine: partita.Engine = engine) -> None:
+            hidden, targets = size.inputs(seed)
+            engine.backward(F.cross_entropy(engine(hidden).flatten(0, 1), targets.flatten()))
+            engine.zero_grad()
+
+        yield mode, step
+    if hasattr(F, "linear_cross_entropy"):
+        weight = Speaker(size).head.weight
+
+        def torchs(seed: int) -> None:
+            hidden, targets = size.inputs(seed)
+            F.linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten()).backward()
+            weight.grad = None
+
+        yield TORCH, torchs
+
+
+def _peak_bytes(step: Callable[[int], None]) -> int:
+    with LiveBytes() as live:
+        step(0)
+    return live.peak
+
+
+def _rows(report: Report, size: Size, num_reps: int, targets: dict[str, float]) -> Iterator[list[str]]:
+    steps = dict(_steps(size))
+    peaks = {mode: _peak_bytes(step) for mode, step in steps.items()}
+    times: dict[str, list[float]] = {mode: [] for mode in steps}
+    for rep in range(num_reps + 1):
+        for mode in reversed(steps) if rep % 2 else steps:
+            start = time.perf_counter()
+            steps[mode](rep)
+            if rep:  # the first is to warm up
+                times[mode].append(time.perf_counter() - start)
+    for mode in steps:
+        ratio = statistics.median(mine / whole for mine, whole in zip(times[mode], times[WHOLE], strict=True))
+        target = targets.get(mode)
+        if target is not None:
+            report.expect(round(ratio, 2) <= target, f"{mode}: {ratio:.2f} x whole, target {target:.2f}")
+        yield [
+            mode,
+            megabytes(peaks[mode]),
+            f"{peaks[mode] / peaks[WHOLE]:.2f}",
+            f"{statistics.median(times[mode]) * 1e3:.0f}",
+            f"{ratio:.2f}",
+            "" if target is None else f"<= {target}",
+        ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

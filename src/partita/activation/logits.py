@@ -1,0 +1,242 @@
+"""Logits that are not there yet: what a tiled head returns in their place, for their loss to be computed in tiles."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from partita.errors import PartitaError
+
+_CROSS_ENTROPY = inspect.signature(F.cross_entropy)
+_DESCRIPTIONS = frozenset(
+    {
+        *("size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "storage_offset", "element_size"),
+        *("is_contiguous", "is_floating_point", "is_complex", "get_device", "untyped_storage", "data_ptr", "__hash__"),
+    }
+)
+_PROPERTIES_WITH_VALUES = ("T", "H", "mT", "mH", "data", "real", "imag")
+
+
+class HeadCall(Protocol):
+    """A call of a layer that makes logits of hidden states, which is yet to be made."""
+
+    def whole(self, origin: "Origin", asked_by: str) -> Tensor:
+        """The layer's output for ``origin.hidden``: [..., classes]."""
+
+    def summed_loss(self, origin: "Origin", target: Tensor, ignored: int, smoothing: float) -> Tensor:
+        """The sum of the cross-entropies of the logits, as rows, with class indices [rows]."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What logits are computed of: the layer's output for ``hidden``, then ``changes`` to each number, in this order.
+
+    ``hidden`` [..., in] has the dims of the logits in their order, but for that of the classes, which among theirs is
+    ``classes_dim``.
+    """
+
+    call: HeadCall
+    hidden: Tensor
+    num_classes: int
+    dtype: torch.dtype
+    classes_dim: int
+    changes: tuple[Callable[[Tensor], Tensor], ...] = ()
+
+    def changed(self, logits: Tensor) -> Tensor:
+        """What the layer gave, changed."""
+        for change in self.changes:
+            logits = change(logits)
+        return logits
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the logits."""
+        shape = list(self.hidden.shape[:-1])
+        shape.insert(self.classes_dim, self.num_classes)
+        return torch.Size(shape)
+
+
+class Logits(Tensor):
+    """Shape, dtype and device of logits, with what they are computed of.
+
+    Elementwise changes by numbers, other shapes that leave the classes as they are, and selected positions give such
+    logits again; :func:`~torch.nn.functional.cross_entropy` of them is computed tile by tile. Whatever else asks for
+    their values has them computed whole. Where PyTorch does not ask ``__torch_function__``, they are NaN.
+    """
+
+    origin: Origin
+    _computed: Tensor | None
+    _is_related: bool  # to other logits, which a change in place would have to reach
+
+    @classmethod
+    def of(cls, origin: Origin) -> Self:
+        """Logits of this origin, which take no memory."""
+        nan = torch.full((), torch.nan, dtype=origin.dtype, device=origin.hidden.device)
+        made = nan.expand(origin.shape).as_subclass(cls)
+        made.origin, made._computed, made._is_related = origin, None, False
+        return made
+
+    def whole(self, asked_by: str) -> Tensor:
+        """The logits' values, computed once."""
+        if self._computed is None:
+            logits = self.origin.changed(self.origin.call.whole(self.origin, asked_by))
+            self._computed = logits.movedim(-1, self.origin.classes_dim)
+        return self._computed
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        origin = self.origin
+        return f"Logits(shape={tuple(origin.shape)}, dtype={origin.dtype}, not computed)"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole("a copy").__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.__name__
+        if name in _DESCRIPTIONS or (name == "__get__" and func.__self__.__name__ not in _PROPERTIES_WITH_VALUES):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        known = _cross_entropy(*args, **kwargs) if func is F.cross_entropy else _derived(func, args, kwargs)
+        if known is not None:
+            return known
+        _check_in_place(name, args)
+        args, kwargs = tree_map_only(Logits, lambda logits: logits.whole(name), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _check_in_place(name: str, args: Sequence[Any]) -> None:
+    """Raises:
+    PartitaError: a change in place of logits of which others were made.
+    """
+    changes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    if changes and args and isinstance(args[0], Logits) and args[0]._is_related:
+        raise PartitaError(
+            f"logits that are computed in tiles (loss.tiled) are changed in place by '{name}', which tensors made of "
+            "them would not see: change a copy (logits * 2 instead of logits.mul_(2)), or set loss.tiled to none"
+        )
+
+
+# ------------------------------------------------------------------------------- logits of logits
+
+Derive = Callable[[Logits, Any, Sequence[Any], Mapping[str, Any]], Origin | None]
+
+
+def _elementwise(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
+    """A function of each number by itself; None where it reads other tensors than numbers."""
+    for other in (*others, *kwargs.values()):
+        if isinstance(other, torch.device | str) or (
+            isinstance(other, Tensor) and (other.dim() or other.requires_grad)
+        ):
+            return None
+
+    def change(tile: Tensor) -> Tensor:
+        changed: Tensor = func(tile, *others, **kwargs)
+        return changed
+
+    origin = logits.origin
+    dtype = change(torch.empty(0, dtype=origin.dtype, device=origin.hidden.device)).dtype
+    return replace(origin, dtype=dtype, changes=(*origin.changes, change))
+
+
+def _reshaped(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
+    """Another shape of the same rows."""
+    origin = logits.origin
+    if origin.classes_dim != origin.hidden.dim() - 1:
+        return None
+    shape = func(torch.empty(origin.shape, device="meta"), *others, **kwargs).shape
+    if shape[-1:] != origin.shape[-1:]:
+        return None
+    hidden = origin.hidden.reshape(*shape[:-1], origin.hidden.shape[-1])
+    return replace(origin, hidden=hidden, classes_dim=len(shape) - 1)
+
+
+def _selected(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
+    """Some positions, with all their classes."""
+    origin, (index,) = logits.origin, others
+    index = list(index) if isinstance(index, tuple) else [index]
+    num_indexed = sum(
+        item.dim() if isinstance(item, Tensor) and item.dtype is torch.bool else item is not None and item is not ...
+        for item in index
+    )
+    if origin.classes_dim != origin.hidden.dim() - 1 or any(isinstance(item, bool | Logits) for item in index):
+        return None
+    reaches_classes = num_indexed == len(origin.shape) or (... in index and index[-1] is not ...)
+    if reaches_classes and index[-1] != slice(None):
+        return None
+    hidden = origin.hidden[tuple(index)]
+    return replace(origin, hidden=hidden, classes_dim=hidden.dim() - 1)
+
+
+def _permuted(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
+    """The dims in another order."""
+    origin = logits.origin
+    last = origin.hidden.dim() - 1
+    if origin.classes_dim != last:
+        return None
+    numbered = torch.empty(tuple(range(last + 1)), device="meta")  # each dim's size is its number
+    order = list(func(numbered, *others, **kwargs).shape)
+    classes_dim = order.index(last)
+    order.remove(last)
+    return replace(origin, hidden=origin.hidden.permute(*order, last), classes_dim=classes_dim)
+
+
+def _unchanged(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
+    return logits.origin
+
+
+_DERIVED: dict[str, Derive] = {
+    **dict.fromkeys(("float", "double", "half", "bfloat16", "to", "type", "tanh"), _elementwise),
+    **dict.fromkeys(("mul", "multiply", "div", "divide", "true_divide"), _elementwise),
+    **dict.fromkeys(("view", "reshape", "flatten", "squeeze", "unsqueeze"), _reshaped),
+    **dict.fromkeys(("transpose", "permute", "movedim", "swapaxes"), _permuted),
+    "__getitem__": _selected,
+    "contiguous": _unchanged,
+}
+_COMMUTING = ("mul", "multiply")
+
+
+def _derived(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Logits | None:
+    """What a function makes of logits, where that is logits that need not be computed, either."""
+    name, others = func.__name__, args[1:]
+    if name in _COMMUTING and not isinstance(args[0], Logits):
+        args, others = args[1:], args[:1]
+    derive = _DERIVED.get(name)
+    if derive is None or not args or not isinstance(args[0], Logits):
+        return None
+    origin = derive(args[0], func, others, kwargs)
+    if origin is None:
+        return None
+    made = Logits.of(origin)
+    made._is_related = args[0]._is_related = True
+    return made
+
+
+# ----------------------------------------------------------------------------------------- the loss
+
+
+def _cross_entropy(*args: Any, **kwargs: Any) -> Tensor | None:
+    """``F.cross_entropy`` in tiles; None where it asks for what tiles cannot give."""
+    call = _CROSS_ENTROPY.bind(*args, **kwargs)
+    call.apply_defaults()
+    asked = call.arguments
+    logits, target = asked["input"], asked["target"]
+    if not isinstance(logits, Logits) or isinstance(target, Logits):
+        return None
+    origin = logits.origin
+    plain = asked["weight"] is asked["size_average"] is asked["reduce"] is None
+    of_rows = len(origin.shape) > 1 and origin.classes_dim == 1 and target.shape == origin.hidden.shape[:-1]
+    if not (plain and of_rows and asked["reduction"] in ("mean", "sum")) or target.is_floating_point():
+        return None
+    ignored = asked["ignore_index"]
+    loss = origin.call.summed_loss(origin, target.flatten(), ignored, asked["label_smoothing"])
+    if asked["reduction"] == "mean":
+        loss = loss / (target != ignored).sum()
+    return loss.to(origin.dtype)

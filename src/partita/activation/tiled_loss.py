@@ -1,0 +1,294 @@
+"""A head and its loss, computed tile by tile: the logits of a batch are never whole.
+
+The gradients of a tile are made right after its loss, while its logits are there, so that each is computed once. Of
+what the loss leaves for backward, nothing has the size of the logits.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from partita.activation.logits import Logits, Origin
+from partita.activation.replaced import ReplacedForward
+from partita.config.schema import Loss
+from partita.errors import ConfigError, PartitaError
+from partita.planner.group_units import modules_like
+from partita.sharding.hooks import Hook
+
+KEY = "loss.head"
+# Rows of a tile, at most: of more, matrix products are not faster.
+MOST_ROWS = 1024
+
+
+class TiledHeads:
+    """Has heads return logits that are not computed until they are asked for, until it is removed."""
+
+    def __init__(self, heads: Mapping[str, nn.Linear], settings: Loss) -> None:
+        tile_bytes = None if isinstance(settings.tiled, str) else settings.tiled
+        self._heads = [TiledHead(name, head, tile_bytes) for name, head in heads.items()]
+
+    def remove(self) -> None:
+        """Let the heads compute their output again."""
+        for head in self._heads:
+            head.remove()
+        self._heads.clear()
+
+
+def find_heads(model: nn.Module, settings: Loss, units: Iterable[str]) -> dict[str, nn.Linear]:
+    """The layers whose logits are to be computed in tiles, by name: those that ``loss.head`` names.
+
+    Args:
+        units: names of the model's units. ``auto`` takes what the model's ``get_output_embeddings`` returns, else the
+            last linear layer outside the units that has more outputs than inputs.
+
+    Raises:
+        ConfigError: there are none, or one is no plain linear layer.
+    """
+    if settings.tiled == "none":
+        return {}
+    if isinstance(settings.head, str):
+        found = _usual_head(model, list(units))
+    else:
+        found = [module for text in settings.head for module in modules_like(model, text, KEY)]
+    chosen = {id(module) for module in found}
+    heads = dict[str, nn.Linear]()
+    for name, module in model.named_modules():
+        if id(module) not in chosen:
+            continue
+        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+            raise ConfigError(
+                f"loss.tiled: '{name}' makes the logits, and is a {type(module).__name__}; only of plain linear layers "
+                "(torch.nn.Linear) are the loss's gradients known: name another layer in loss.head, or set loss.tiled "
+                "to none"
+            )
+        heads[name] = module
+    return heads
+
+
+def _usual_head(model: nn.Module, units: Sequence[str]) -> list[nn.Module]:
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    if isinstance(output, nn.Module):
+        return [output]
+    blocks = {name for name in units if name and any(True for _ in model.get_submodule(name).children())}
+    widening: list[nn.Module] = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module.out_features > module.in_features
+        and not any(name.startswith(f"{block}.") for block in blocks)
+    ]
+    if not widening:
+        raise ConfigError(
+            f"loss.tiled: no layer of {type(model).__name__} looks like one that makes logits (a linear layer outside "
+            "the repeated blocks with more outputs than inputs); name it in loss.head"
+        )
+    return widening[-1:]
+
+
+class TiledHead:
+    """A linear layer whose calls return :class:`~partita.activation.logits.Logits` where gradients are recorded.
+
+    What they are asked for is computed in a call of the layer, so that its hooks have its weight whole: once, however
+    many tiles there are.
+    """
+
+    def __init__(self, name: str, module: nn.Linear, tile_bytes: int | None) -> None:
+        self._name, self._module, self._tile_bytes = name, module, tile_bytes
+        self._own_call = module._compiled_call_impl
+        self._warned = False
+        self._loss: Callable[[Tensor], Tensor] | None = None
+        self._forward = ReplacedForward(module, self._compute)
+        # This is what a module's call goes to before anything else; copies of the module do not have it.
+        module._compiled_call_impl = self._call
+
+    def remove(self) -> None:
+        """Let the layer compute its output again."""
+        self._module._compiled_call_impl = self._own_call
+        self._forward.remove()
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module
+        hidden = args[0] if len(args) == 1 and not kwargs else None
+        trains = isinstance(hidden, Tensor) and (
+            hidden.requires_grad or any(param.requires_grad for param in module.parameters())
+        )
+        if not (trains and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+            return self._now(*args, **kwargs)
+        if any(not isinstance(hook, Hook) for hook in module._forward_hooks.values()):
+            self._warn("a forward hook on the layer")
+            return self._now(*args, **kwargs)
+        assert hidden is not None
+        dtype = hidden.dtype
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+        call = Call(self, hidden)
+        return Logits.of(Origin(call, hidden, module.out_features, dtype, hidden.dim() - 1))
+
+    def compute(self, loss: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+        """``loss(rows)`` in the place of the layer's own forward, between its hooks."""
+        self._loss = loss
+        try:
+            computed: Tensor = self._module._call_impl(rows)
+        finally:
+            self._loss = None
+        return computed
+
+    def _compute(self, own: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """The layer's forward."""
+        if self._loss is not None:
+            return self._loss(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            self._warn_while_compiling()
+        return own(*args, **kwargs)
+
+    def compute_whole(self, hidden: Tensor, asked_by: str) -> Tensor:
+        """All logits, by the layer's own forward."""
+        self._warn(f"'{asked_by}'")
+        output: Tensor = self._now(hidden)
+        return output
+
+    def rows_of_tile(self, itemsize: int) -> int:
+        """How many rows of logits with numbers of so many bytes make a tile."""
+        if self._tile_bytes is None:
+            return min(self._module.in_features, MOST_ROWS)
+        return max(1, self._tile_bytes // (self._module.out_features * itemsize))
+
+    @property
+    def weight(self) -> Tensor:
+        """[classes, in]; at rest between the layer's calls."""
+        return self._module.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[classes]."""
+        return self._module.bias
+
+    def versions(self, hidden: Tensor) -> tuple[int, int]:
+        """How often the weight and an input have been changed."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._module.weight._version, hidden._version
+
+    def _now(self, *args: Any, **kwargs: Any) -> Any:
+        return (self._own_call or self._module._call_impl)(*args, **kwargs)
+
+    @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+    def _warn_while_compiling(self) -> None:
+        self._warn("a forward that is compiled as a whole")
+
+    def _warn(self, asker: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the logits of '{self._name}' are computed whole, because {asker} asks for them: set loss.tiled to "
+                "none, or compute the loss by labels= or F.cross_entropy (mean or sum, without class weights) alone",
+                stacklevel=4,
+            )
+
+
+class Call:
+    """A call of a head with ``hidden`` [..., in] that is made when its output is asked for."""
+
+    def __init__(self, head: TiledHead, hidden: Tensor) -> None:
+        self._head, self._hidden = head, hidden
+        self._versions = head.versions(hidden)
+
+    def whole(self, origin: Origin, asked_by: str) -> Tensor:
+        self._check_unchanged()
+        return self._head.compute_whole(origin.hidden, asked_by)
+
+    def summed_loss(self, origin: Origin, target: Tensor, ignored: int, smoothing: float) -> Tensor:
+        self._check_unchanged()
+        head = self._head
+        tiles = Tiles(origin, target, ignored, smoothing, head.rows_of_tile(origin.dtype.itemsize))
+
+        def loss(rows: Tensor) -> Tensor:
+            summed: Tensor = TiledLoss.apply(rows, head.weight, head.bias, tiles)  # type: ignore[no-untyped-call]
+            return summed
+
+        return head.compute(loss, origin.hidden.flatten(0, -2))
+
+    def _check_unchanged(self) -> None:
+        if self._head.versions(self._hidden) != self._versions:
+            raise PartitaError(
+                "logits that were not computed yet (loss.tiled) are asked for after the parameters, or the layer's "
+                "input, were changed: ask for them before engine.step(), or set loss.tiled to none"
+            )
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What the loss of logits of ``origin`` is to be, ``rows`` of them at a time: see ``F.cross_entropy``."""
+
+    origin: Origin
+    target: Tensor
+    ignored: int
+    smoothing: float
+    rows: int
+
+    def loss(self, logits: Tensor, start: int) -> Tensor:
+        """Summed, of the head's output for the tile that begins at row ``start``."""
+        target = self.target[start : start + self.rows]
+        changed = self.origin.changed(logits)
+        return F.cross_entropy(
+            changed, target, ignore_index=self.ignored, label_smoothing=self.smoothing, reduction="sum"
+        )
+
+
+class TiledLoss(torch.autograd.Function):
+    """The summed loss of hidden states [rows, in] under a weight [classes, in] and a bias [classes] or None."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles) -> Tensor:
+        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+        sums = torch.promote_types(hidden.dtype, torch.float32)
+        d_hidden = torch.empty_like(hidden) if of_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=sums) if of_weight else None
+        d_bias = torch.zeros_like(bias, dtype=sums) if bias is not None and of_bias else None
+        total = hidden.new_zeros((), dtype=sums)
+        for start in range(0, len(hidden), tiles.rows):
+            rows = hidden[start : start + tiles.rows]
+            logits = F.linear(rows, weight, bias).requires_grad_()
+            with torch.enable_grad():
+                loss = tiles.loss(logits, start)
+            total += loss.detach()
+            (d_logits,) = torch.autograd.grad(loss, logits)
+            del logits, loss
+            if d_hidden is not None:
+                d_hidden[start : start + tiles.rows] = d_logits @ weight
+            if d_weight is not None:
+                _add_product(d_weight, d_logits.t(), rows)
+            if d_bias is not None:
+                d_bias += d_logits.sum(0, dtype=sums)
+            del d_logits  # before the next tile's are made
+        ctx.save_for_backward(d_hidden, d_weight, d_bias)
+        ctx.dtype = weight.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, d_weight, d_bias = (_scaled(gradient, d_loss) for gradient in ctx.saved_tensors)
+        d_weight, d_bias = (None if d is None else d.to(ctx.dtype) for d in (d_weight, d_bias))
+        return d_hidden, d_weight, d_bias, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype == right.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+def _scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
+    """In place where no other backward comes through the graph: so large a tensor is not wanted twice."""
+    if gradient is None:
+        return None
+    if torch._C._autograd._get_current_graph_task_keep_graph():
+        return gradient * factor.to(gradient.dtype)
+    return gradient.mul_(factor)

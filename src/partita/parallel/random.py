@@ -1,0 +1,142 @@
+"""Random numbers that do not depend on how a model is split: dropout has the same masks on every mesh.
+
+A forward begins a stream of torch's generators from a key: (seed, step, micro-batch, forward, data coordinate). From
+it, every block and every module beside the blocks has a stream of its own, by its name: which rank runs a block, and
+what ran before it there, changes nothing. So has every dropout module in a block: what attention draws, for the heads
+that a rank has, does not move what follows.
+
+What ranks compute alike they draw alike. Where each has a part of a tensor (in the blocks, a slice of the sequence),
+the part is in the key, and masks are of the part's own. After each module torch's generators are as before it.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.hooks import RemovableHandle
+
+from partita.comm.group import Group
+from partita.errors import PartitaError
+from partita.memory import accelerator
+from partita.plan.mesh_shape import MeshShape
+from partita.planner.group_units import find_blocks
+from partita.sharding.hooks import Hook
+
+# What the streams' numbers have in their upper bits; the host's generator starts from the lower 32.
+_MARK, _MARK_AT = 0x5EED5, 40
+
+
+class RandomStreams:
+    """Has the modules of a model draw from streams of their own while they train, until it is removed.
+
+    Args:
+        data: this rank's coordinate on the data axis.
+        part: what of each tensor in the blocks this rank has (``"sequence 1"``); empty: all.
+    """
+
+    def __init__(self, model: nn.Module, seed: int, data: int, device: torch.device, part: str = "") -> None:
+        self._seed, self._data, self._device = seed, data, device
+        self._step = self._micro_batch = self._forwards = 0
+        self._calls = Counter[tuple[int, str]]()  # of modules, in the stream of a number
+        self._task = -1  # the backward in which the calls are repeated ones
+        self._root, self._repeated = 0, set[str]()  # the model's stream; what is called in it several times
+        self._before = list[tuple[nn.Module, Tensor, Tensor | None]]()  # the generators' states, of what runs
+        self._handles = list[RemovableHandle]()
+        blocks = dict(find_blocks(model))
+        for name, module in _with_streams(model, blocks):
+            inside = any(name == block or name.startswith(f"{block}.") for block in blocks)
+            self._follow(name, module, part if inside else "")
+
+    def begin_micro_batch(self, step: int, number: int) -> None:
+        """The forwards that follow are of the micro-batch ``number`` in the batch of a ``step``."""
+        if (step, number) != (self._step, self._micro_batch):
+            self._step, self._micro_batch, self._forwards = step, number, 0
+
+    def remove(self) -> None:
+        """Have the modules draw from torch's generators as these are."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _follow(self, name: str, module: nn.Module, part: str) -> None:
+        @torch._dynamo.disable  # type: ignore[untyped-decorator]
+        def begin(module: nn.Module, args: Any) -> None:
+            if module.training and (number := self._number(name, part)) is not None:
+                self._begin(module, number)
+
+        @torch._dynamo.disable  # type: ignore[untyped-decorator]
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            self._end(module)
+
+        self._handles.append(module.register_forward_pre_hook(Hook(begin)))
+        self._handles.append(module.register_forward_hook(Hook(end), always_call=True))
+
+    def _number(self, name: str, part: str) -> int | None:
+        """What a module's stream starts from; None where no forward of the model is under way.
+
+        In a backward, a forward that is repeated finds the generators as they were before it, and in them the number of
+        the stream around it.
+        """
+        around, task = torch.initial_seed(), torch._C._current_graph_task_id()
+        if not name and task == -1:
+            self._calls.clear()
+            self._forwards += 1
+            self._root = _hashed(self._seed, self._step, self._micro_batch, self._forwards, self._data)
+            return self._root
+        if around >> _MARK_AT != _MARK:
+            return None
+        if task != self._task:
+            self._task = task
+            self._calls.clear()
+        call = self._calls[around, name]
+        if task == -1 and call and around == self._root:
+            self._repeated.add(name)
+        if task != -1 and name in self._repeated:
+            raise PartitaError(
+                f"seed: '{name}' is called several times in one forward, and a checkpoint of the model's own calls it "
+                "again in backward, for one of them: switch that off (gradient_checkpointing_disable) and set "
+                "activations.checkpoint"
+            )
+        self._calls[around, name] += 1
+        return _hashed(around, name, call, part)
+
+    def _begin(self, module: nn.Module, number: int) -> None:
+        of_device = None if accelerator.is_host(self._device) else accelerator.random_state(self._device)
+        self._before.append((module, torch.get_rng_state(), of_device))
+        torch.default_generator.manual_seed(number)
+        if of_device is not None:
+            accelerator.seed(number, self._device)
+
+    def _end(self, module: nn.Module) -> None:
+        if self._before and self._before[-1][0] is module:
+            _, of_host, of_device = self._before.pop()
+            torch.set_rng_state(of_host)
+            if of_device is not None:
+                accelerator.set_random_state(of_device, self._device)
+
+
+def _hashed(*key: object) -> int:
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=5).digest()
+    return (_MARK << _MARK_AT) | int.from_bytes(digest, "big")
+
+
+def _with_streams(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The model, its blocks, the largest modules beside them, and all that do nothing but drop out."""
+    around = {name[:at] for name in blocks for at, letter in enumerate(name) if letter == "."}
+    for name, module in model.named_modules():
+        beside = name not in around and name.rpartition(".")[0] in {"", *around}
+        if not name or name in blocks or beside or (isinstance(module, _DropoutNd) and module.p > 0):
+            yield name, module
+
+
+def agreed_seed(seed: int | None, mesh: MeshShape, all_ranks: Group) -> int | None:
+    """The config's seed; without one, where ranks compute one model together, a number that rank 0 draws; else None:
+    the ranks draw from torch's generators as these are. Called on all ranks.
+    """
+    if seed is not None or mesh.num_ranks == mesh.data:
+        return seed
+    drawn = int(torch.randint(1 << 31, ()))
+    return int(all_ranks.exchange_objects(drawn, "partita.initialize")[0])

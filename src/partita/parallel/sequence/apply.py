@@ -1,0 +1,128 @@
+"""Sequence parallelism on an unmodified model: what is put on its modules, and taken off again."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from partita.comm.group import Group
+from partita.comm.mesh import Mesh
+from partita.errors import ConfigError, PartitaError
+from partita.parallel.applied import Changes, OwnForward
+from partita.parallel.sequence.attention import KINDS, offer_to_transformers
+from partita.parallel.sequence.blocks import Blocks
+from partita.parallel.sequence.exchange import enter
+from partita.parallel.sequence.logits import SlicedLogits
+from partita.planner.group_units import find_blocks
+from partita.sharding.hooks import Hook
+
+SEQUENCE = "sequence"
+KEY = f"parallel.{SEQUENCE}"
+# What transformers' models collect from their blocks, each of which has a slice.
+_COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
+
+
+class SequenceParallel:
+    """The blocks of a model on slices, and its head.
+
+    Attributes: ``lines`` say what runs on slices, one module each.
+
+    Raises:
+        ConfigError: the model has no blocks, or an attention that tells nothing of the keys that a query sees.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, group: Group, changes: Changes) -> None:
+        self.model, self.group = model, group
+        stacks = _stacks(model)
+        if not stacks:
+            raise ConfigError(
+                f"{KEY}: {group.size}: {type(model).__name__} has no blocks (repeated modules in a ModuleList or "
+                "Sequential) between which a sequence could be cut; leave parallel.sequence out"
+            )
+        kinds = _offer_attention(model, changes)
+        self.stacks = [Blocks(blocks, mesh, group, changes, intercept=not kinds) for blocks in stacks]
+        changes.add(model.register_forward_pre_hook(Hook(self._refuse_collected), with_kwargs=True).remove)
+        seen = " and ".join(sorted(kinds)) or "scaled_dot_product_attention"
+        self.lines = [f"{name}: a slice of the sequence, attention by {seen}" for blocks in stacks for name in blocks]
+        if (head := _head(model, stacks)) is not None:
+            changes.set(head[1], "forward", HeadOfSlices(head[1], self.stacks[-1]))
+            self.lines.append(f"{head[0]}: a slice of the sequence, logits up to the loss")
+
+    def _refuse_collected(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        config = getattr(module, "config", None)
+        for name in _COLLECTED:
+            if kwargs.get(name, getattr(config, name, None)):
+                raise PartitaError(
+                    f"{name} collects what each block computes, of which a rank has its slice under {KEY}: "
+                    f"{self.group.size}; set {name} to False"
+                )
+
+    @contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Inside it every rank computes all positions, as the model by itself does."""
+        for stack in self.stacks:
+            stack.are_off = True
+        try:
+            yield
+        finally:
+            for stack in self.stacks:
+                stack.are_off = False
+
+
+class HeadOfSlices(OwnForward):
+    """The forward of the module that makes the logits, on the positions of this rank."""
+
+    def __init__(self, head: nn.Module, blocks: Blocks) -> None:
+        super().__init__(head)
+        self._blocks = blocks
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden, slices = args[0] if args else None, self._blocks.slices
+        if not self._blocks.are_on or slices is None or not isinstance(hidden, Tensor):
+            return self.own(*args, **kwargs)
+        if hidden.dim() != 3 or hidden.shape[1] != slices.length:
+            return self.own(*args, **kwargs)
+        return SlicedLogits(self.own(enter(hidden, 1, slices), *args[1:], **kwargs), slices)
+
+
+def _offer_attention(model: nn.Module, changes: Changes) -> set[str]:
+    """Have a model of transformers compute attention of slices; the implementations that its configurations name."""
+    found = {id(config): config for module in model.modules() if (config := _attention_config(module)) is not None}
+    kinds = {id(config): str(config._attn_implementation) for config in found.values()}
+    for kind in kinds.values():
+        if kind not in KINDS:
+            raise ConfigError(
+                f"{KEY}: attention by '{kind}' does not take a mask of which ranks could have the rows of their "
+                f"queries; load the model with attn_implementation='{KINDS[0]}'"
+            )
+    for key, config in found.items():
+        config._attn_implementation = offer_to_transformers(kinds[key])
+        changes.add(partial(setattr, config, "_attn_implementation", kinds[key]))
+    return set(kinds.values())
+
+
+def _attention_config(module: nn.Module) -> Any:
+    """A configuration of transformers that names the attention of its model."""
+    config = getattr(module, "config", None)
+    return config if isinstance(getattr(config, "_attn_implementation", None), str) else None
+
+
+def _stacks(model: nn.Module) -> list[dict[str, nn.Module]]:
+    """The blocks of each container, by name."""
+    found = dict[str, dict[str, nn.Module]]()
+    for name, block in find_blocks(model):
+        found.setdefault(name.rpartition(".")[0], {})[name] = block
+    return list(found.values())
+
+
+def _head(model: nn.Module, stacks: Sequence[Mapping[str, nn.Module]]) -> tuple[str, nn.Module] | None:
+    """The module that makes the logits: what transformers says, or the last linear layer outside the blocks."""
+    inside = {id(module) for blocks in stacks for block in blocks.values() for module in block.modules()}
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    found = None
+    for name, module in model.named_modules():
+        is_last = isinstance(module, nn.Linear) and id(module) not in inside if output is None else module is output
+        found = (name, module) if is_last else found
+    return found

@@ -1,0 +1,233 @@
+"""Attention over a cut sequence: the model's own, given what the ranks have exchanged.
+
+It is seen where modules call it through transformers' attention interface, or ``F.scaled_dot_product_attention``.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from partita.errors import PartitaError
+from partita.parallel.sequence.choose import HEADS, KEYS, Sizes, choose
+from partita.parallel.sequence.exchange import gather, heads_for_positions, positions_for_heads
+from partita.parallel.sequence.ring import ring_attention
+from partita.parallel.sequence.slices import Slices
+
+# What the block that runs has slices of; transformers' registry of attention functions is the process's.
+_running: ContextVar[Slices | None] = ContextVar("_running", default=None)
+_PREFIX = "partita_"
+# Of transformers' implementations these take a mask that tells which keys each query sees.
+KINDS = ("sdpa", "eager")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention: ``query`` ``[batch, heads, positions, size]``, ``key`` and ``value`` with as many heads or a
+    divisor of them; ``mask`` of the whole sequence, broadcast to ``[batch, heads, positions, positions]``;
+    ``causal`` without one.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    causal: bool
+
+    @property
+    def num_groups(self) -> int:
+        """Query heads that share a key head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+
+Attend = Callable[[Call], Tensor]
+
+
+def attend(call: Call, slices: Slices, own: Attend, *, whole_heads: bool = False, scale: float | None = None) -> Tensor:
+    """The attention of a call whose tensors have this rank's positions: ``[batch, heads, own positions, size]``.
+
+    Args:
+        own: the model's own attention, for a call that has all that it reads.
+        whole_heads: it has more that belongs to heads than the call tells of.
+        scale: of the scores, where ``own`` is nothing but the softmax of them; None: it is more.
+    """
+    positions = tuple(stop - start for start, stop in slices.ranges)
+    batch, heads, num_own, head_dim = call.query.shape
+    if num_own != slices.num_own or call.key.shape[2] != num_own:
+        raise PartitaError(
+            f"attention over {num_own} queries and {call.key.shape[2]} keys, where this rank has {slices.num_own} of "
+            f"{slices.length} positions: parallel.sequence works where every position of a block's input attends to "
+            "those of the same input"
+        )
+    value_dim, itemsize = call.value.shape[3], call.query.itemsize
+    sizes = Sizes(heads, call.key.shape[1], head_dim, value_dim, positions, batch, itemsize)
+    way = choose(sizes, whole_heads=whole_heads, ring=scale is not None)
+    if way == HEADS:
+        return _by_heads(call, slices, own, sizes)
+    if way == KEYS:
+        key, value = (gather(x, 2, slices) for x in (call.key, call.value))
+        return own(Call(call.query, key, value, _of_queries(call, slices), False))
+    assert scale is not None
+    return ring_attention(call.query, call.key, call.value, _of_queries(call, slices), slices, scale)
+
+
+def _by_heads(call: Call, slices: Slices, own: Attend, sizes: Sizes) -> Tensor:
+    heads = sizes.own_heads
+    query = heads_for_positions(call.query, heads, slices)
+    key, value = (heads_for_positions(x, sizes.own_key_heads, slices) for x in (call.key, call.value))
+    mask = call.mask
+    if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
+        mask = mask[:, list(heads[slices.group.index])]
+    result: Tensor = positions_for_heads(
+        own(replace(call, query=query, key=key, value=value, mask=mask)), heads, slices
+    )
+    return result
+
+
+def _of_queries(call: Call, slices: Slices) -> Tensor | None:
+    """Which of all keys this rank's queries see."""
+    if call.mask is None and call.causal:
+        position = torch.arange(slices.length, device=call.query.device)
+        return (position[slices.own, None] >= position)[None, None]
+    if call.mask is None or call.mask.shape[-2] == 1:
+        return call.mask
+    return slices.take(call.mask, call.mask.dim() - 2)
+
+
+@contextmanager
+def seen(slices: Slices | None, *, intercept: bool) -> Iterator[None]:
+    """Inside it attention has this rank's slices (None: it has all positions).
+
+    Args:
+        intercept: it calls ``F.scaled_dot_product_attention``, not transformers' interface.
+    """
+    token = _running.set(slices)
+    try:
+        if intercept and slices is not None:
+            with _Interception():
+                yield
+        else:
+            yield
+    finally:
+        _running.reset(token)
+
+
+class _Interception(TorchFunctionMode):
+    """Sees every call of torch's functions."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        slices = _running.get()
+        if func is not F.scaled_dot_product_attention or slices is None:
+            return func(*args, **(kwargs or {}))
+        return _scaled_dot_product(slices, *args, **(kwargs or {}))
+
+
+def _scaled_dot_product(
+    slices: Slices,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **others: Any,
+) -> Tensor:
+    """As ``F.scaled_dot_product_attention``."""
+    others.pop("enable_gqa", None)
+
+    def own(call: Call) -> Tensor:
+        return F.scaled_dot_product_attention(
+            call.query,
+            call.key,
+            call.value,
+            attn_mask=call.mask,
+            dropout_p=dropout_p,
+            is_causal=call.causal,
+            enable_gqa=call.num_groups > 1,
+            **others,
+        )
+
+    scale = others.get("scale") or query.shape[-1] ** -0.5
+    call = Call(query, key, value, attn_mask, is_causal)
+    return attend(call, slices, own, scale=None if dropout_p else scale)
+
+
+# ------------------------------------------------------------------ transformers
+
+
+def offer_to_transformers(kind: str) -> str:
+    """Make an attention function of transformers work on slices, too; returns its name there."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = _PREFIX + kind
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(name, _Interface(kind))
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[kind])
+    return name
+
+
+class _Interface:
+    """An attention function of transformers' interface."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **others: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        own, slices = self._own(module), _running.get()
+        if slices is None:
+            result: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **others)
+            return result
+        if others.get("position_bias") is not None:
+            raise PartitaError(
+                f"{type(module).__name__} adds a bias to attention that depends on the distance of positions, of which "
+                "each rank sees its own: set parallel.sequence: 1"
+            )
+        others.pop("position_ids", None)  # of this rank's positions alone; the mask says what they mean
+        asked = others.pop("is_causal", None)
+        causal = bool(getattr(module, "is_causal", True) if asked is None else asked)
+        causal = causal and attention_mask is None and self._kind == "sdpa"  # the others do what the mask says
+
+        def attention(call: Call) -> Tensor:
+            seen_as = _With(module, num_key_value_groups=call.num_groups, is_causal=call.causal)
+            found, _ = own(seen_as, call.query, call.key, call.value, call.mask, is_causal=call.causal, **others)
+            transposed: Tensor = found.transpose(1, 2)
+            return transposed
+
+        plain = self._kind == "sdpa" and not others.get("dropout")
+        scaling = others.get("scaling")
+        scale = (query.shape[-1] ** -0.5 if scaling is None else scaling) if plain else None
+        call = Call(query, key, value, attention_mask, causal)
+        more = any(isinstance(other, Tensor) for other in others.values()) or hasattr(module, "sinks")
+        mixed = attend(call, slices, attention, whole_heads=more, scale=None if more else scale)
+        return mixed.transpose(1, 2).contiguous(), None
+
+    def _own(self, module: nn.Module) -> Callable[..., Any]:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        if self._kind != "eager":
+            found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[self._kind]
+            return found
+        eager: Callable[..., Any] = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+        return eager
+
+
+class _With:
+    """A module with other values of some attributes."""
+
+    def __init__(self, module: nn.Module, **values: object) -> None:
+        self.__dict__.update(values, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)

@@ -1,0 +1,172 @@
+"""A model's blocks on slices: what each of them is given of its arguments, and what comes out of the last one."""
+
+import inspect
+from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from partita.comm.group import Group
+from partita.comm.mesh import Mesh
+from partita.errors import PartitaError
+from partita.parallel.applied import Changes, OwnForward
+from partita.parallel.sequence.attention import seen
+from partita.parallel.sequence.exchange import enter, gather
+from partita.parallel.sequence.slices import Slices
+from partita.sharding.hooks import Hook
+from partita.sharding.nested import map_tensors, tensors_in
+
+# How a block's forward is told of its slices: forwards that are run again in backward still know theirs.
+_KEYWORD, _ON = "partita_slices", "partita_on_slices"
+# With what a block of transformers checkpoints its own forward.
+_CHECKPOINT = "_gradient_checkpointing_func"
+
+
+class Blocks:
+    """Blocks that follow each other: the sequence is cut before the first one and gathered after the last one.
+
+    Their input is ``[batch, positions, width]``. Of their other arguments, those that have the sequence's length in a
+    dim are cut there; masks stay whole, for attention to read.
+
+    Args:
+        blocks: by name, in their order.
+        changes: what is done to them, to be undone.
+        intercept: attention is called as ``F.scaled_dot_product_attention``.
+    """
+
+    def __init__(
+        self, blocks: Mapping[str, nn.Module], mesh: Mesh, group: Group, changes: Changes, *, intercept: bool
+    ) -> None:
+        self.blocks, self._group, self._mesh = blocks, group, mesh
+        self._names = {id(block): name for name, block in blocks.items()}
+        self._first, last = (list(blocks.values())[at] for at in (0, -1))
+        self.slices: Slices | None = None  # of the last forward
+        self.are_off = False
+        self._of_inputs: MutableMapping[Tensor, Slices] = WeakTensorKeyDictionary()
+        self._cut = dict[int, tuple[Tensor, Tensor]]()  # what this forward has cut: the tensor, and its slice
+        # Where it is suspended, all are off. Forwards stay, as those of recomputed blocks are in front of them.
+        changes.set(self._first, _ON, True)
+        for block in blocks.values():
+            changes.add(partial(_give_back, block, vars(block).get("forward")))
+            block.forward = SlicedForward(block, intercept=intercept)
+            changes.add(block.register_forward_pre_hook(Hook(self._enter), with_kwargs=True).remove)
+        changes.add(last.register_forward_hook(Hook(self._leave), with_kwargs=True).remove)
+
+    @property
+    def are_on(self) -> bool:
+        """Whether blocks are given slices; otherwise every rank computes all positions, as they by themselves do."""
+        return not self.are_off and hasattr(self._first, _ON)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if not self.are_on:
+            return None
+        hidden = next((x for x in tensors_in((args, kwargs)) if x.dim() == 3 and x.is_floating_point()), None)
+        name = self._names[id(module)]
+        if hidden is None:
+            raise PartitaError(
+                f"parallel.sequence: '{name}' is called without a tensor [batch, positions, width], of which ranks "
+                "could have slices"
+            )
+        slices, batch = self._slices_of_call(module, hidden, name), hidden.shape[0]
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        passed = [
+            argument if _is_mask(names[at : at + 1]) else self._slices_of(argument, slices, batch)
+            for at, argument in enumerate(args)
+        ]
+        named = {
+            key: argument if _is_mask([key]) else self._slices_of(argument, slices, batch)
+            for key, argument in kwargs.items()
+        }
+        return tuple(passed), {**named, _KEYWORD: slices}
+
+    def _slices_of_call(self, module: nn.Module, hidden: Tensor, name: str) -> Slices:
+        """Those of a block's input. The first block begins them; a call that a checkpoint of the model's own repeats in
+        backward has those that its input had in forward.
+        """
+        if (repeated := torch._C._current_graph_task_id() != -1) and hidden in self._of_inputs:
+            return self._of_inputs[hidden]
+        if (module is self._first or self.slices is None) and not repeated:
+            self.slices = Slices(hidden.shape[1], self._group, self._mesh)
+            self._cut.clear()
+        elif self.slices is None or hidden.shape[1] != self.slices.num_own:
+            raise PartitaError(
+                f"parallel.sequence: '{name}' is called with {hidden.shape[1]} positions, where this rank has "
+                f"{self.slices and self.slices.num_own} of {self.slices and self.slices.length}: between the blocks "
+                "something else than single positions is changed"
+            )
+        self._of_inputs[hidden] = self.slices
+        return self.slices
+
+    def _slices_of(self, argument: Any, slices: Slices, batch: int) -> Any:
+        return map_tensors(argument, lambda tensor: self._slice_of(tensor, slices, batch))
+
+    def _slice_of(self, tensor: Tensor, slices: Slices, batch: int) -> Tensor:
+        dim = _sequence_dim(tensor, slices.length, batch)
+        if dim is None:
+            return tensor
+        if id(tensor) not in self._cut:
+            self._cut[id(tensor)] = tensor, enter(tensor, dim, slices)
+        return self._cut[id(tensor)][1]
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        slices: Slices | None = kwargs.get(_KEYWORD)
+        if slices is None:
+            return None
+        self._cut.clear()
+
+        def whole(tensor: Tensor) -> Tensor:
+            is_slice = tensor.dim() == 3 and tensor.is_floating_point() and tensor.shape[1] == slices.num_own
+            return gather(tensor, 1, slices) if is_slice else tensor
+
+        return map_tensors(output, whole)
+
+
+def _give_back(block: nn.Module, own: Any) -> None:
+    del block.forward
+    if own is not None:
+        block.forward = own
+
+
+def _is_mask(name: list[str]) -> bool:
+    return bool(name) and "mask" in name[0]
+
+
+def _sequence_dim(tensor: Tensor, length: int, batch: int) -> int | None:
+    """The dim of an argument along which it has the sequence's positions: ``[batch, positions, ...]`` or, of a table,
+    ``[positions, ...]``; None where it has none, and where it has a place for each pair of them.
+    """
+    sizes = tensor.shape
+    if tensor.dim() >= 2 and sizes[-1] == sizes[-2] == length:
+        return None
+    if tensor.dim() >= 2 and sizes[1] == length:
+        return 1
+    if 1 <= tensor.dim() <= 2 and sizes[0] == length and (tensor.dim() == 1 or sizes[0] != batch):
+        return 0
+    return 2 if tensor.dim() == 4 and sizes[2] == length else None
+
+
+class SlicedForward(OwnForward):
+    """A block's forward on slices."""
+
+    def __init__(self, block: nn.Module, *, intercept: bool) -> None:
+        super().__init__(block)
+        self._intercept = intercept
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = partial(self._seen, kwargs.pop(_KEYWORD, None))
+        checkpoint = vars(self.module).get(_CHECKPOINT)
+        if checkpoint is None:
+            return run(self.own, *args, **kwargs)
+        # What it repeats in backward is inside this call.
+        setattr(self.module, _CHECKPOINT, lambda forward, *inputs: checkpoint(partial(run, forward), *inputs))
+        try:
+            return run(self.own, *args, **kwargs)
+        finally:
+            setattr(self.module, _CHECKPOINT, checkpoint)
+
+    def _seen(self, slices: Slices | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with seen(slices, intercept=self._intercept):
+            return forward(*args, **kwargs)

@@ -1,0 +1,93 @@
+"""How attention over a cut sequence is computed: a pure function of its sizes, with the figures that decide.
+
+Either the ranks exchange positions for heads (S. A. Jacobs et al., "DeepSpeed Ulysses", 2023), or each gathers all keys
+and values for its own queries (as in A. Dubey et al., "The Llama 3 Herd of Models", 2024, section 3.3.2), or keys and
+values go around while each rank adds up what its queries see of them (H. Liu et al., "Ring Attention", 2023).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from partita.plan.place import even
+
+HEADS, KEYS, RING = "heads", "keys", "ring"
+# Gathered keys and values that fit: of one attention, on each rank. Kept for backward, they are there for every layer.
+MOST_GATHERED_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one attention: query ``heads``, which share ``key_heads`` evenly, of ``head_dim`` (values: ``value_dim``), the
+    number of positions of each rank, samples, and bytes of a number.
+    """
+
+    heads: int
+    key_heads: int
+    head_dim: int
+    value_dim: int
+    positions: tuple[int, ...]
+    batch: int = 1
+    itemsize: int = 4
+
+    @cached_property
+    def own_heads(self) -> tuple[tuple[int, ...], ...]:
+        """Each rank's query heads, one after the other."""
+        return tuple(tuple(range(start, stop)) for start, stop in even(self.heads, len(self.positions)))
+
+    @cached_property
+    def own_key_heads(self) -> tuple[tuple[int, ...], ...]:
+        """The key heads that each rank's query heads read; one per query head where they do not share them evenly."""
+        group = self.heads // self.key_heads
+        return tuple(_shared_evenly([head // group for head in own]) for own in self.own_heads)
+
+    def sent_bytes(self, way: str, *, backward: bool = False) -> tuple[int, ...]:
+        """By each rank, in a forward or in its backward: what one of them receives it sends gradients of in the other.
+        In a ring, the fp32 gradients of keys and values go around with these.
+        """
+        element, length, num = self.batch * self.itemsize, sum(self.positions), len(self.positions)
+        per_position = (self.head_dim + self.value_dim) * element
+        if way == RING:
+            whole = self.key_heads * (self.head_dim + self.value_dim) * self.batch
+            if backward:
+                return (length * whole * (self.itemsize + 4),) * num
+            return tuple((length - self.positions[(rank + 1) % num]) * whole * self.itemsize for rank in range(num))
+        if way == KEYS:
+            lengths = (length - own if backward else own * (num - 1) for own in self.positions)
+            return tuple(positions * self.key_heads * per_position for positions in lengths)
+        sent = []
+        for rank, own in enumerate(self.positions):
+            queries, keys = len(self.own_heads[rank]), len(self.own_key_heads[rank])
+            others = (self.heads - queries) * own, queries * (length - own)  # heads that leave, and that come
+            out_of, into = (self.value_dim, self.head_dim) if backward else (self.head_dim, self.value_dim)
+            moved = keys * (length - own) if backward else (sum(map(len, self.own_key_heads)) - keys) * own
+            sent.append((others[0] * out_of + others[1] * into) * element + moved * per_position)
+        return tuple(sent)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of all keys and values."""
+        per_position = self.key_heads * (self.head_dim + self.value_dim)
+        return self.batch * sum(self.positions) * per_position * self.itemsize
+
+
+def _shared_evenly(used: Sequence[int]) -> tuple[int, ...]:
+    counts = {used.count(head) for head in used}
+    return tuple(dict.fromkeys(used)) if len(counts) == 1 else tuple(used)
+
+
+def choose(
+    sizes: Sizes, *, whole_heads: bool = False, ring: bool = True, most_gathered_bytes: int = MOST_GATHERED_BYTES
+) -> str:
+    """The way that fits and sends less: :data:`HEADS` needs a query head per rank, :data:`KEYS` the memory;
+    :data:`RING` where neither is there.
+
+    Args:
+        whole_heads: the attention has more that belongs to heads than queries, keys and values: they stay together.
+        ring: it is one that can be added up piece by piece; otherwise keys are gathered, whatever they take.
+    """
+    heads_fit = sizes.heads >= len(sizes.positions) and not whole_heads
+    keys_fit = sizes.gathered_bytes <= most_gathered_bytes or not (ring or heads_fit)
+    if heads_fit and keys_fit:
+        return KEYS if sum(sizes.sent_bytes(KEYS)) < sum(sizes.sent_bytes(HEADS)) else HEADS
+    return HEADS if heads_fit else KEYS if keys_fit else RING

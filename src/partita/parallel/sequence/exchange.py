@@ -1,0 +1,137 @@
+"""What the ranks exchange of a sequence in forward, and the way back of its gradients.
+
+Gradients are averaged over these ranks, as over those that see other samples. So what a rank computes of its slice
+alone has its gradient multiplied by their number, once, where the parts of the loss are added up: the mean is then the
+sum of the parts. What all ranks compute alike has the same gradient on all of them, and the mean of that is it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partita.parallel.sequence.slices import Slices
+
+PURPOSE = "sequence"
+Heads = Sequence[Sequence[int]]
+Gradients = tuple[Tensor | None, ...]
+
+
+def enter(whole: Tensor, dim: int, slices: Slices) -> Tensor:
+    """The rank's slice along ``dim`` of a tensor that all ranks have."""
+    result: Tensor = _Enter.apply(whole, dim, slices)  # type: ignore[no-untyped-call]
+    return result
+
+
+def gather(own: Tensor, dim: int, slices: Slices) -> Tensor:
+    """All positions along ``dim`` of a tensor of which each rank has a slice. The gradient of a slice is the sum of
+    what the ranks make of it, in rank order.
+    """
+    result: Tensor = _Gather.apply(own, dim, slices)  # type: ignore[no-untyped-call]
+    return result
+
+
+def heads_for_positions(x: Tensor, heads: Heads, slices: Slices) -> Tensor:
+    """``[batch, heads, own positions, size]`` to ``[batch, own heads, all positions, size]``: rank ``r`` takes
+    ``heads[r]``, of which several ranks may take one, and one rank may take one several times.
+
+    S. A. Jacobs et al., "DeepSpeed Ulysses", 2023, section 3.1.
+    """
+    result: Tensor = _HeadsForPositions.apply(x, heads, slices)  # type: ignore[no-untyped-call]
+    return result
+
+
+def positions_for_heads(x: Tensor, heads: Heads, slices: Slices) -> Tensor:
+    """The way back: ``[batch, own heads, all positions, size]`` to ``[batch, heads, own positions, size]``. The ranks'
+    ``heads`` follow each other.
+    """
+    result: Tensor = _PositionsForHeads.apply(x, heads, slices)  # type: ignore[no-untyped-call]
+    return result
+
+
+def sum_of_parts(part: Tensor, slices: Slices) -> Tensor:
+    """The sum over the ranks of what each has computed of its slice."""
+    result: Tensor = _SumOfParts.apply(part, slices)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, dim: int, slices: Slices) -> Tensor:
+        ctx.shape, ctx.dim, ctx.slices = whole.shape, dim, slices
+        return slices.take(whole, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        whole = gradients[0].new_zeros(ctx.shape)
+        ctx.slices.take(whole, ctx.dim).copy_(gradients[0])
+        return whole, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, dim: int, slices: Slices) -> Tensor:
+        ctx.dim, ctx.slices = dim, slices
+        return torch.cat(slices.group.gather(own, slices.shapes(own, dim), PURPOSE), dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        slices, parts = ctx.slices, ctx.slices.cut(gradients[0], ctx.dim)
+        own = parts[slices.group.index]
+        received = slices.group.all_to_all(parts, [own.shape] * len(parts), PURPOSE)
+        total = received[0]
+        for part in received[1:]:
+            total = total.add_(part)
+        return total, None, None
+
+
+class _HeadsForPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, heads: Heads, slices: Slices) -> Tensor:
+        ctx.heads, ctx.slices, ctx.num_heads = heads, slices, x.shape[1]
+        own = x[:, list(heads[slices.group.index])]
+        received = slices.group.all_to_all([x[:, list(taken)] for taken in heads], slices.shapes(own, 2), PURPOSE)
+        return torch.cat(received, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        slices, gradient = ctx.slices, gradients[0]
+        batch, _, _, size = gradient.shape
+        shapes = [[batch, len(taken), slices.num_own, size] for taken in ctx.heads]
+        received = slices.group.all_to_all(slices.cut(gradient, 2), shapes, PURPOSE)
+        if sum(map(len, ctx.heads)) == ctx.num_heads:  # each is taken once
+            return torch.cat(received, 1), None, None
+        total = gradient.new_zeros(batch, ctx.num_heads, slices.num_own, size)
+        for taken, part in zip(ctx.heads, received, strict=True):
+            for at, head in enumerate(taken):  # in rank order, and one at a time: the same bits in every run
+                total[:, head] += part[:, at]
+        return total, None, None
+
+
+class _PositionsForHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, heads: Heads, slices: Slices) -> Tensor:
+        ctx.heads, ctx.slices = heads, slices
+        batch, _, _, size = x.shape
+        shapes = [[batch, len(taken), slices.num_own, size] for taken in heads]
+        return torch.cat(slices.group.all_to_all(slices.cut(x, 2), shapes, PURPOSE), 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        slices, gradient = ctx.slices, gradients[0]
+        batch, _, _, size = gradient.shape
+        own = gradient.new_empty(batch, len(ctx.heads[slices.group.index]), 0, size)
+        sent = gradient.split([len(taken) for taken in ctx.heads], 1)
+        return torch.cat(slices.group.all_to_all(sent, slices.shapes(own, 2), PURPOSE), 2), None, None
+
+
+class _SumOfParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, slices: Slices) -> Tensor:
+        ctx.size = slices.group.size
+        return slices.group.sum(part.clone(), PURPOSE)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        return gradients[0] * ctx.size, None

@@ -1,0 +1,131 @@
+"""Attention for this rank's queries while the ranks' keys and values go around: no rank ever has all of them.
+
+H. Liu et al., "Ring Attention with Blockwise Transformers", 2023; pieces are merged by the logarithm of the sum of
+their exponentials, and backward computes each piece again (T. Dao et al., "FlashAttention", 2022, appendix B).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partita.parallel.sequence.exchange import PURPOSE, Gradients
+from partita.parallel.sequence.slices import Slices
+
+# Keys whose scores are there at a time.
+PIECE = 1024
+
+
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, slices: Slices, scale: float
+) -> Tensor:
+    """``softmax(query @ key^T * scale + mask) @ value`` over all positions: ``[batch, heads, own positions, size]``.
+
+    Args:
+        query: ``[batch, heads, own positions, size]``; ``key``, ``value``: with as many heads or a divisor of them.
+        mask: of this rank's queries and all keys, ``[..., own positions or 1, positions]``: True where a key is seen,
+            or what is added to its score. A query that sees nothing gives zeros.
+    """
+    result: Tensor = _Ring.apply(query, key, value, mask, slices, scale)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, slices: Slices, scale: float
+    ) -> Tensor:
+        grouped = _grouped(query, key.shape[1])
+        total = grouped.new_zeros((*grouped.shape[:-1], value.shape[-1]))
+        log_sum = grouped.new_full((*grouped.shape[:-1], 1), -math.inf)
+        for source, (keys, values) in _around([key, value], slices):
+            for at, piece_keys, piece_values in _pieces(keys, values, slices.ranges[source][0]):
+                scores = _scores(grouped, piece_keys, mask, at, scale)
+                of_piece = scores.logsumexp(-1, keepdim=True)
+                merged = torch.logaddexp(log_sum, of_piece)
+                total *= _ratio(log_sum, merged)
+                total += _ratio(scores, merged) @ piece_values
+                log_sum = merged
+        result = _merged(total, query)
+        ctx.save_for_backward(query, key, value, mask, result, log_sum)
+        ctx.slices, ctx.scale = slices, scale
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        query, key, value, mask, result, log_sum = ctx.saved_tensors
+        slices, scale, num_keys = ctx.slices, ctx.scale, key.shape[1]
+        grouped, gradient = _grouped(query, num_keys), _grouped(gradients[0], num_keys)
+        inner = (gradient * _grouped(result, num_keys)).sum(-1, keepdim=True)
+        of_query = torch.zeros_like(grouped)
+        travelling = [key, value, torch.zeros_like(key).float(), torch.zeros_like(value).float()]
+        for source, (keys, values, of_keys, of_values) in _around(travelling, slices, home=True):
+            start = slices.ranges[source][0]
+            for at, piece_keys, piece_values in _pieces(keys, values, start):
+                weights = _ratio(_scores(grouped, piece_keys, mask, at, scale), log_sum)
+                of_scores = weights * (gradient @ piece_values.mT - inner) * scale
+                of_query += of_scores @ piece_keys
+                own = slice(at.start - start, at.stop - start)
+                of_keys[:, :, own] += (of_scores.mT @ grouped).sum(2)
+                of_values[:, :, own] += (weights.mT @ gradient).sum(2)
+        came_home = travelling[2:]
+        return _merged(of_query, query), came_home[0].to(key.dtype), came_home[1].to(value.dtype), None, None, None
+
+
+def _around(tensors: list[Tensor], slices: Slices, *, home: bool = False) -> Iterator[tuple[int, Sequence[Tensor]]]:
+    """Each rank's tensors and whose they are, this rank's own first; with ``home`` what has become of the own ones is
+    in ``tensors`` at the end. Between two of them each goes on to the next rank.
+    """
+    group = slices.group
+    held, dim = list(tensors), 2
+    for turn in range(group.size):
+        source = (group.index - turn) % group.size
+        yield source, held
+        if turn + 1 < group.size or home:
+            held = [_passed_on(tensor, slices, (source - 1) % group.size, dim) for tensor in held]
+    tensors[:] = held
+
+
+def _passed_on(tensor: Tensor, slices: Slices, source: int, dim: int) -> Tensor:
+    """What the rank before this one has of ``source``'s, for what this one had."""
+    group = slices.group
+    nothing, sizes = tensor.narrow(dim, 0, 0), slices.shapes(tensor, dim)
+    sent, shapes = [nothing] * group.size, [list(nothing.shape)] * group.size
+    sent[(group.index + 1) % group.size] = tensor
+    before = (group.index - 1) % group.size
+    shapes[before] = sizes[source]
+    return group.all_to_all(sent, shapes, PURPOSE)[before]
+
+
+def _pieces(keys: Tensor, values: Tensor, start: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Where pieces of the keys and values that begin at a position lie; in fp32, with a dim for the query heads."""
+    for at, (key, value) in enumerate(zip(keys.split(PIECE, 2), values.split(PIECE, 2), strict=True)):
+        first = start + at * PIECE
+        yield slice(first, first + key.shape[2]), key.unsqueeze(2).float(), value.unsqueeze(2).float()
+
+
+def _grouped(x: Tensor, num_keys: int) -> Tensor:
+    """``[batch, heads, positions, size]`` as ``[batch, key heads, heads of each, positions, size]``, in fp32."""
+    grouped: Tensor = x.unflatten(1, (num_keys, -1)).float()
+    return grouped
+
+
+def _merged(x: Tensor, like: Tensor) -> Tensor:
+    return x.flatten(1, 2).to(like.dtype)
+
+
+def _scores(query: Tensor, keys: Tensor, mask: Tensor | None, at: slice, scale: float) -> Tensor:
+    scores = query @ keys.mT * scale
+    if mask is None:
+        return scores
+    seen = mask[..., at]
+    if seen.dim() == 4:
+        seen = seen.unsqueeze(2) if seen.shape[1] == 1 else seen.unflatten(1, scores.shape[1:3])
+    return scores.masked_fill(~seen, -math.inf) if seen.dtype is torch.bool else scores + seen
+
+
+def _ratio(logarithm: Tensor, of: Tensor) -> Tensor:
+    """``exp(logarithm - of)``; 0 where both are the logarithm of nothing."""
+    return (logarithm - of).exp().nan_to_num(0.0)

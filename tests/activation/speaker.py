@@ -1,0 +1,40 @@
+"""A small language model, and what plain PyTorch computes of it."""
+
+import torch
+from torch import Tensor, nn
+
+from tests import seeds
+from tests.local.training import WIDTH, Stack
+
+VOCAB = 50
+
+
+class Speaker(nn.Module):
+    """Tokens [batch, length] to logits [batch, length, VOCAB]."""
+
+    def __init__(self, *, tied: bool = False, bias: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.body = Stack(2)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=bias)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.body(self.embedding(tokens)))
+        return logits
+
+
+def speaker(*, tied: bool = False, bias: bool = True) -> Speaker:
+    """With this run's weights."""
+    seeds.start()
+    return Speaker(tied=tied, bias=bias)
+
+
+def tokens(number: int = 0, *shape: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, [3, 11] each (or of the given shape); some of the targets are ignored."""
+    generator = seeds.generator(number)
+    shape = shape or (3, 11)
+    targets = torch.randint(VOCAB, shape, generator=generator)
+    targets[torch.rand(shape, generator=generator) < 0.2] = -100
+    return torch.randint(VOCAB, shape, generator=generator), targets

@@ -1,0 +1,307 @@
+"""What runs on the ranks for ``test_sequence``: models on slices, beside the same model whole in the same process."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from partita.activation.recompute import Recomputation
+from partita.comm.collectives import Collectives
+from partita.comm.group import Group
+from partita.comm.mesh import Mesh
+from partita.comm.world import Rendezvous
+from partita.parallel.applied import Changes
+from partita.parallel.sequence import attention, ring
+from partita.parallel.sequence.apply import SequenceParallel
+from partita.parallel.sequence.choose import HEADS, KEYS, RING, Sizes
+from partita.parallel.sequence.slices import Slices
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.place import even
+from partita.train.decoder import Block, Decoder, DecoderShape
+from tests import seeds
+from tests.local.training import rank, world
+from tests.parallel import zoo
+from tests.parallel.zoo import VOCAB, WIDTH, Batch
+
+LENGTH = 23
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "use_cache": False,
+}
+# Gathering sends less; fewer heads than ranks; capped scores, which transformers computes eagerly, and windows.
+OWN = {
+    "llama-one-key-head": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, num_key_value_heads=1)),
+    "decoder-two-heads": lambda: Decoder(DecoderShape(2, WIDTH, 2, 2, 64, VOCAB)),
+    "gemma2-eager": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**_SIZES, num_key_value_heads=2, head_dim=8, sliding_window=8, attn_implementation="eager")
+    ),
+}
+NAMES = ("llama", "qwen3", "qwen3moe", "gpt2", "neox", "phi3", "olmo2", "bert", "vit", "decoder", *OWN)
+
+
+def built(name: str) -> nn.Module:
+    seeds.start()
+    model: nn.Module = OWN[name]() if name in OWN else zoo.build(name)
+    if name == "bert":  # transformers reads what its loss is from the names of classes in its own files
+        model.loss_type = "ForMaskedLM"
+    return model
+
+
+def batch_of(name: str, step: int = 0, *, samples: int = 2, length: int = LENGTH) -> Batch:
+    """Every second batch is padded, the first sample on the left and the last on the right; some labels are ignored."""
+    random = seeds.generator(step)
+    if name == "vit":
+        return zoo.batch(name, step, samples)
+    tokens = torch.randint(3, VOCAB, (samples, length + 1), generator=random)
+    if name.startswith("decoder"):
+        return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    tokens, mask = tokens[:, 1:], torch.ones(samples, length, dtype=torch.long)
+    if step % 2:
+        mask[0, :3], mask[-1, length - 5 :] = 0, 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    labels[0, 7] = -100
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+@contextmanager
+def connected() -> Iterator[Collectives]:
+    """All ranks along the sequence axis."""
+    mesh = Mesh(MeshShape(sequence=world()), torch.device("cpu"), Rendezvous(rank(), world(), 60.0))
+    try:
+        collectives = Collectives(mesh)
+        collectives.open([("sequence",)])
+        yield collectives
+    finally:
+        mesh.close()
+
+
+@contextmanager
+def on_slices(model: nn.Module, collectives: Collectives) -> Iterator[SequenceParallel]:
+    changes = Changes()
+    try:
+        yield SequenceParallel(model, collectives.mesh, collectives.group(("sequence",)), changes)
+    finally:
+        changes.undo()
+
+
+@dataclass
+class Beside:
+    """How far a model on slices is from the whole one: the loss, and of all gradients the largest difference, as a
+    share of its parameter's largest; of which one.
+    """
+
+    loss: float = 0.0
+    gradient: float = 0.0
+    name: str = ""
+
+
+def beside_whole(name: str) -> Beside:
+    """Two batches of 23 positions, and one of 14."""
+    found, whole = Beside(), built(name)
+    model = copy.deepcopy(whole)
+    with connected() as collectives, on_slices(model, collectives):
+        for step, length in enumerate((LENGTH, LENGTH, 14)):
+            batch = batch_of(name, step, length=length)
+            expected, loss = zoo.loss_of(whole(**batch)), zoo.loss_of(model(**batch))
+            expected.backward()
+            loss.backward()
+            found.loss = max(found.loss, abs(loss.item() - expected.item()))
+            for (fqn, wanted), param in zip(whole.named_parameters(), model.parameters(), strict=True):
+                gradient = mean_gradient(param, collectives.group(("sequence",)))
+                reference = torch.zeros_like(wanted) if wanted.grad is None else wanted.grad
+                off = float((gradient - reference).abs().max() / reference.abs().max().clamp_min(1e-3))
+                if off > found.gradient:
+                    found.gradient, found.name = off, fqn
+            whole.zero_grad()
+            model.zero_grad()
+    return found
+
+
+def mean_gradient(param: nn.Parameter, group: Group) -> Tensor:
+    """What the engine makes of the ranks' gradients."""
+    gradient = torch.zeros_like(param) if param.grad is None else param.grad
+    return group.sum(gradient, "test") / group.size
+
+
+# -- one attention -----------------------------------------------------------------------------------------------------
+
+WAYS = (HEADS, KEYS, RING)
+
+
+@dataclass
+class Alone:
+    """One attention on slices: how far its output and gradients are from the whole one's, and the bytes that this rank
+    sent in forward and backward, as counted and by the formula.
+    """
+
+    off: float
+    counted: tuple[int, int]
+    formula: tuple[int, int]
+
+
+def attention_alone(way: str, heads: int, key_heads: int, mask: str) -> Alone:
+    generator = seeds.generator(3)
+    shapes = [(2, count, LENGTH, 8) for count in (heads, key_heads, key_heads)]
+    whole = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    weights = torch.randn((2, heads, LENGTH, 8), generator=generator)
+    options: dict[str, Any] = {
+        "attn_mask": _mask(mask, generator),
+        "is_causal": mask == "causal",
+        "enable_gqa": heads != key_heads,
+    }
+    expected = F.scaled_dot_product_attention(*whole, **options)
+    (expected * weights).sum().backward()
+    with (
+        connected() as collectives,
+        mock.patch.object(attention, "choose", return_value=way),
+        mock.patch.object(ring, "PIECE", 3),
+    ):
+        slices = Slices(LENGTH, collectives.group(("sequence",)), collectives.mesh)
+        own = [slices.take(tensor.detach(), 2).clone().requires_grad_() for tensor in whole]
+        with attention.seen(slices, intercept=True):
+            found = F.scaled_dot_product_attention(*own, **options)
+        forward = collectives.meter.report().sent_bytes("sequence")
+        (found * slices.take(weights, 2)).sum().backward()
+        backward = collectives.meter.report().sent_bytes("sequence") - forward
+    off = [float((found - slices.take(expected, 2)).detach().abs().max())]
+    for mine, tensor in zip(own, whole, strict=True):
+        assert mine.grad is not None
+        assert tensor.grad is not None
+        off.append(float((mine.grad - slices.take(tensor.grad, 2)).abs().max()))
+    sizes = Sizes(heads, key_heads, 8, 8, tuple(stop - start for start, stop in slices.ranges), batch=2)
+    formula = sizes.sent_bytes(way)[rank()], sizes.sent_bytes(way, backward=True)[rank()]
+    return Alone(max(off), (forward, backward), formula)
+
+
+def _mask(kind: str, generator: torch.Generator) -> Tensor | None:
+    """Broadcast to [batch, heads, positions, positions]; every query sees itself."""
+    if kind == "padding":
+        seen = torch.rand((2, 1, 1, LENGTH), generator=generator) < 0.7
+        seen[..., 0] = True
+        return seen
+    if kind == "added":
+        return torch.randn((LENGTH, LENGTH), generator=generator)
+    if kind == "window":
+        position = torch.arange(LENGTH)
+        return ((position[:, None] - position).abs() < 4)[None, None]
+    return None
+
+
+# -- what is kept, and what is wrong ----------------------------------------------------------------------------------
+
+
+class Checkpointing(Block):
+    """Its call, with the hooks, is what is run again."""
+
+    def __call__(self, x: Tensor, table: Tensor) -> Any:
+        return checkpoint(super().__call__, x, table, use_reentrant=False)
+
+
+def recomputed(name: str, by: str) -> tuple[float, float]:
+    """The largest difference that recomputed blocks make to any gradient, and the largest gradient: two forwards of
+    different lengths come before their backwards.
+    """
+    results = []
+    for again in (False, True):
+        model = built(name)
+        with connected() as collectives, on_slices(model, collectives) as parallel:
+            recomputation = None
+            if again and by == "model":
+                model.activation_checkpointing_enable()
+            elif again and by == "user":
+                for block in model.blocks:
+                    block.__class__ = Checkpointing
+            elif again:
+                recomputation = Recomputation(dict(parallel.stacks[0].blocks), selective=False)
+            losses = [zoo.loss_of(model(**batch_of(name, step, length=length))) for step, length in enumerate((23, 14))]
+            for loss in losses:
+                loss.backward()
+            if recomputation is not None:
+                recomputation.remove()
+        results.append([param.grad.clone() for param in model.parameters() if param.grad is not None])
+    off = max(float((one - other).abs().max()) for one, other in zip(*results, strict=True))
+    return off, max(float(gradient.abs().max()) for gradient in results[0])
+
+
+def logits_bytes(name: str) -> tuple[int, int, int]:
+    """The largest tensor of a forward and backward whose last dim are the classes; a rank's part of the logits, and all
+    of them.
+    """
+    model, largest = built(name), 0
+    batch = batch_of(name)
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in tree_leaves(out):
+                shape = tensor.shape[-2:] if isinstance(tensor, Tensor) else ()
+                if shape[1:] == (VOCAB,) and shape[0] != WIDTH:  # no weight of the head, nor its gradient
+                    largest = max(largest, tensor.numel())
+            return out
+
+    with connected() as collectives, on_slices(model, collectives), Largest():
+        zoo.loss_of(model(**batch)).backward()
+    positions = even(LENGTH, world())[rank()]
+    return largest, 2 * (positions[1] - positions[0]) * VOCAB, 2 * LENGTH * VOCAB
+
+
+def whole_logits(name: str) -> float:
+    """How far logits that are read, and gradients through them, are from one process's."""
+    whole = built(name)
+    model, batch = copy.deepcopy(whole), batch_of(name)
+    batch.pop("targets", None)
+    with connected() as collectives, on_slices(model, collectives):
+        results = []
+        for each in (whole, model):
+            logits = each(**batch)
+            logits = logits if isinstance(logits, Tensor) else logits.logits
+            assert logits.shape == (2, LENGTH, VOCAB)
+            assert repr(logits).startswith("SlicedLogits(shape (2, 23, 128)") == (each is model)
+            logits.softmax(-1)[:, 3:5].square().sum().backward()
+            results.append(logits + torch.zeros(logits.shape))
+        off = [float((results[0] - results[1]).detach().abs().max())]
+        for wanted, param in zip(whole.parameters(), model.parameters(), strict=True):
+            gradient = mean_gradient(param, collectives.group(("sequence",)))
+            off.append(float((gradient - (0 if wanted.grad is None else wanted.grad)).abs().max()))
+    return max(off)
+
+
+def losses_of_own(name: str) -> list[tuple[float, float]]:
+    """Losses as people write them, of sliced logits and of whole ones."""
+    whole = built(name)
+    model, tokens = copy.deepcopy(whole), batch_of(name)["tokens"]
+    weight = torch.rand(VOCAB, generator=seeds.generator(5))
+    targets = tokens.masked_fill(tokens % 5 == 0, -100)
+
+    def losses(logits: Any) -> list[Tensor]:
+        logits = logits.float() / 2.0
+        flat, shifted = logits.view(-1, VOCAB), logits[:, :-1]
+        return [
+            F.cross_entropy(flat, targets.flatten()),
+            F.cross_entropy(flat, targets.reshape(-1), weight=weight, label_smoothing=0.1),
+            F.cross_entropy(shifted.flatten(0, 1), targets[:, 1:].flatten(), reduction="sum"),
+            F.cross_entropy(logits[..., 20:, :].reshape(-1, VOCAB), tokens[:, 20:].flatten(), ignore_index=3),
+            F.cross_entropy(flat, targets.flatten(), reduction="none").mean(),
+            F.nll_loss(logits.log_softmax(-1).transpose(1, 2), targets),
+        ]
+
+    with connected() as collectives, on_slices(model, collectives):
+        return [
+            (found.item(), expected.item())
+            for found, expected in zip(losses(model(tokens)), losses(whole(tokens)), strict=True)
+        ]

@@ -1,0 +1,61 @@
+"""Which way attention over a cut sequence takes, and what it sends."""
+
+import itertools
+
+import pytest
+
+from partita.parallel.sequence.choose import HEADS, KEYS, RING, Sizes, choose
+
+
+def sizes(heads: int, key_heads: int, positions: tuple[int, ...], **others: int) -> Sizes:
+    return Sizes(heads, key_heads, 8, 8, positions, **others)
+
+
+@pytest.mark.parametrize("num", [2, 4, 8])
+def test_even_shares_send_what_the_papers_say(num: int) -> None:
+    """Ulysses: 4 n h / p x (p - 1) / p elements for n positions of width h; gathering: 2 n h (p - 1) / p."""
+    even = Sizes(8, 8, 16, 16, (32,) * num, batch=3, itemsize=2)
+    whole = 32 * num * 8 * 16 * 3 * 2
+    assert set(even.sent_bytes(HEADS)) == {4 * whole * (num - 1) // num**2}
+    assert set(even.sent_bytes(KEYS)) == {2 * whole * (num - 1) // num}
+
+
+def test_backward_sends_what_forward_received() -> None:
+    for way in (HEADS, KEYS):
+        found = Sizes(6, 2, 8, 4, (5, 4, 4))
+        assert sum(found.sent_bytes(way)) == sum(found.sent_bytes(way, backward=True))
+
+
+def test_shared_keys_are_taken_once_where_that_is_even() -> None:
+    assert sizes(8, 2, (4, 4)).own_key_heads == ((0,), (1,))
+    assert sizes(8, 2, (2, 2, 2, 2)).own_key_heads == ((0,), (0,), (1,), (1,))
+    assert sizes(6, 2, (1, 1)).own_key_heads == ((0,), (1,))
+    assert sizes(6, 2, (1, 1, 1, 1)).own_key_heads == ((0,), (0, 1), (1,), (1,))
+    assert sizes(6, 3, (1, 1, 1, 1)).own_key_heads == ((0,), (1,), (2,), (2,))
+    assert sizes(9, 3, (1, 1)).own_key_heads == ((0, 0, 0, 1, 1), (1, 2, 2, 2))
+
+
+def test_every_query_head_is_on_one_rank() -> None:
+    for heads, num in itertools.product(range(1, 13), range(1, 6)):
+        own = sizes(heads, 1, (1,) * num).own_heads
+        assert [head for taken in own for head in taken] == list(range(heads))
+
+
+def test_the_way_that_sends_less() -> None:
+    assert choose(sizes(8, 8, (16, 16))) == HEADS  # as much by keys, of which there would be all on each rank
+    assert choose(sizes(8, 8, (16, 16, 16, 16))) == HEADS
+    assert choose(sizes(8, 1, (16, 16, 16, 16))) == KEYS
+    for heads, key_heads, num in itertools.product((4, 8, 16), (1, 2, 4), (2, 3, 4)):
+        found = sizes(heads, key_heads, (5,) * num)
+        least = min((HEADS, KEYS), key=lambda way: sum(found.sent_bytes(way)))
+        assert sum(found.sent_bytes(choose(found))) == sum(found.sent_bytes(least))
+
+
+def test_the_way_that_fits() -> None:
+    few = sizes(2, 2, (16, 16, 16))
+    assert choose(few) == KEYS
+    assert choose(few, most_gathered_bytes=few.gathered_bytes - 1) == RING
+    assert choose(few, most_gathered_bytes=few.gathered_bytes - 1, ring=False) == KEYS
+    many = sizes(8, 1, (16, 16, 16))
+    assert choose(many, most_gathered_bytes=many.gathered_bytes - 1) == HEADS
+    assert choose(many, whole_heads=True, most_gathered_bytes=many.gathered_bytes - 1) == RING

@@ -1,0 +1,194 @@
+"""Streams of random numbers: by seed, step, micro-batch, block and data coordinate, and by nothing else."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import partita
+from partita import PartitaError
+from partita.activation.recompute import Recomputation
+from partita.parallel.random import RandomStreams
+from tests import seeds
+
+WIDTH, HOST = 24, torch.device("cpu")
+
+
+class Block(nn.Module):
+    """Drops out twice by one module, and once by a function, of as many numbers as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout, self.drawn = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.layer(x))
+        unused = F.dropout(torch.ones(self.drawn), 0.5, self.training)
+        assert len(unused) == self.drawn
+        return x + self.dropout(self.layer(x))
+
+
+class Stack(nn.Module):
+    def __init__(self, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.first, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+        self.blocks = nn.ModuleList([Block() for _ in range(num_blocks)])
+        self.last = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dropout(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def stack() -> Stack:
+    seeds.start()
+    return Stack()
+
+
+def output(
+    model: nn.Module,
+    seed: int = 7,
+    *,
+    step: int = 0,
+    micro_batch: int = 0,
+    data: int = 0,
+    part: str = "",
+    calls: int = 1,
+) -> Tensor:
+    """Of the last of so many forwards; whatever torch's own generator is at, which stays there."""
+    streams = RandomStreams(model, seed, data, HOST, part)
+    streams.begin_micro_batch(step, micro_batch)
+    torch.manual_seed(torch.seed() % 1000)
+    before = torch.get_rng_state()
+    for _ in range(calls):
+        found = model(torch.ones(4, WIDTH))
+    assert torch.equal(torch.get_rng_state(), before)
+    streams.remove()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    return found.detach()
+
+
+def test_masks_follow_from_the_key() -> None:
+    model = stack()
+    first = output(model)
+    assert torch.equal(output(model), first)
+    others = [
+        output(model, seed=8),
+        output(model, step=1),
+        output(model, micro_batch=1),
+        output(model, data=1),
+        output(model, part="sequence 1"),
+        output(model, calls=2),
+    ]
+    for at, other in enumerate(others):
+        assert not any(torch.equal(other, earlier) for earlier in (first, *others[:at]))
+
+
+def test_a_mask_does_not_depend_on_what_ran_before() -> None:
+    """Of the last block, where it gets the same input: with other blocks, and with more drawn in it, before it."""
+    seen = []
+    for num_blocks, drawn in ((3, 3), (2, 3), (3, 50)):
+        model = stack()
+        model.blocks[2].drawn = drawn
+        if num_blocks == 2:
+            model.blocks[0] = nn.Identity()
+        model.blocks[2].register_forward_pre_hook(lambda module, args: torch.ones(4, WIDTH))
+        model.last.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+        streams = RandomStreams(model, 7, 0, HOST)
+        model(torch.ones(4, WIDTH))
+        streams.remove()
+    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0], seen[2])
+
+
+def gradients(model: nn.Module, recomputed: str) -> list[Tensor]:
+    """Of two forwards, whose backwards come in their order."""
+    streams = RandomStreams(model, 7, 0, HOST)
+    recomputation = None
+    if recomputed == "by the config":
+        recomputation = Recomputation({f"blocks.{at}": block for at, block in enumerate(model.blocks)}, selective=False)
+    losses = [model(torch.full((4, WIDTH), value)).square().mean() for value in (1.0, 2.0)]
+    for loss in losses:
+        loss.backward()
+    if recomputation is not None:
+        recomputation.remove()
+    streams.remove()
+    return [param.grad for param in model.parameters()]
+
+
+class Checkpointing(Block):
+    """Its call, with the hooks, is what the model itself checkpoints."""
+
+    def __call__(self, x: Tensor) -> Any:
+        return torch.utils.checkpoint.checkpoint(super().__call__, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("recomputed", ["by the config", "by the model"])
+def test_repeated_forwards_draw_the_same(recomputed: str) -> None:
+    expected = gradients(stack(), "not at all")
+    model = stack()
+    if recomputed == "by the model":
+        for block in model.blocks:
+            block.__class__ = Checkpointing
+    for found, wanted in zip(gradients(model, recomputed), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_a_shared_block_that_the_model_itself_repeats_is_refused() -> None:
+    model = stack()
+    for block in model.blocks:
+        block.__class__ = Checkpointing
+    model.blocks[2] = model.blocks[0]
+    with pytest.raises(PartitaError, match="'blocks.0' is called several times in one forward, and a checkpoint"):
+        gradients(model, "by the model")
+
+
+def test_evaluation_and_parts_of_a_model_are_left_alone() -> None:
+    model = stack()
+    streams = RandomStreams(model, 7, 0, HOST)
+    x = torch.ones(4, WIDTH)
+    assert torch.equal(model.eval()(x), copy.deepcopy(model)(x))
+    model.train()
+    assert not torch.equal(model.blocks[0](x), model.blocks[0](x))  # no forward of the model: torch's own numbers
+    streams.remove()
+
+
+def square(output: Tensor, batch: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def losses(seed: int | None, checkpoint: str = "none") -> list[float]:
+    """Of four steps of two micro-batches; torch's own generator is somewhere else each time."""
+    config = {"seed": seed, "batch": {"accumulate": 2}, "activations": {"checkpoint": checkpoint}}
+    with partita.initialize(stack(), config, loss_fn=square) as engine:
+        torch.manual_seed(torch.seed() % 1000)
+        batches = iter([torch.full((4, WIDTH), float(number)) for number in range(8)])
+        return [engine.train_batch(batches).item() for _ in range(4)]
+
+
+def test_an_engine_draws_by_seed_and_step() -> None:
+    first = losses(7)
+    assert losses(7) == first
+    assert losses(7, "units") == first
+    assert losses(8) != first
+    assert losses(None) != losses(None)
+
+
+def test_a_resumed_run_goes_on_with_the_masks_of_its_steps(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"seed": 7, "optimizer": {"lr": 0.0}}
+    x, found = torch.ones(4, WIDTH), []
+    for _ in range(2):  # the second goes on where the first has stopped
+        with partita.initialize(stack(), config, loss_fn=square) as engine:
+            if any(tmp_path.iterdir()):
+                engine.load(tmp_path)
+            found += [engine.train_batch([x]).item() for _ in range(2)]
+            engine.save(tmp_path)
+    with partita.initialize(stack(), config, loss_fn=square) as engine:
+        assert found == [engine.train_batch([x]).item() for _ in range(4)]
+    assert len(set(found)) == 4

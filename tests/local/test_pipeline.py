@@ -196,7 +196,7 @@ def wrong() -> None:
         assert type(model.lm_head.weight) is nn.Parameter
     model = stages.build("qwen3moe")
     model.config.output_router_logits = True
-    with pytest.raises(ConfigError, match="set model.config.output_router_logits = False"):
+    with pytest.raises(ConfigError, match="set output_router_logits to False in the model's config"):
         partita.initialize(model, {"parallel": {"pipeline": 2}})
 
 

@@ -65,15 +65,15 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Course:
     return Course(time, 1 - busy / time, tuple(_most_kept(schedule, rank) for rank in range(shape.ranks)))
 
 
-def _needed(action: Action, stage: int, last: int) -> list[tuple[Work, int, int]]:
-    """What must be done before a stage's work: (work, stage, micro-batch)."""
+def _needed(action: Action, number: int, last: int) -> list[tuple[Work, int, int]]:
+    """What must be done before the work of the stage ``number``: (work, stage, micro-batch)."""
     micro = action.micro
     if action.work is Work.FORWARD:
-        return [(Work.FORWARD, stage - 1, micro)] if stage else []
+        return [(Work.FORWARD, number - 1, micro)] if number else []
     if action.work is Work.WEIGHTS:
-        return [(Work.BACKWARD, stage, micro)]
-    after = [(Work.BACKWARD, stage + 1, micro)] if stage < last else []
-    return [(Work.FORWARD, stage, micro), *after]
+        return [(Work.BACKWARD, number, micro)]
+    after = [(Work.BACKWARD, number + 1, micro)] if number < last else []
+    return [(Work.FORWARD, number, micro), *after]
 
 
 def _check_edges(schedule: Schedule) -> None:

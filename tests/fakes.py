@@ -120,7 +120,7 @@ class FakeTransport(Transport):
     def sum(self, tensor: Tensor) -> Tensor:
         return in_rank_order(self._exchange("sum", tensor)()).to(tensor.dtype)
 
-    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], connections: str = "activations") -> None:
         ends = [0, *accumulate(part.numel() for part in sent)]
         every = self._exchange("all-to-all", torch.tensor(ends))()
         for target, starts, whole in zip(received, every, self._exchange("sent", torch.cat(list(sent)))(), strict=True):

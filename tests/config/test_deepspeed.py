@@ -137,6 +137,8 @@ MAPPED: dict[str, tuple[object, dict[str, Any], str, object]] = {
     "zero_optimization.prefetch_bucket_size": (1e6, BASE, "zero.prefetch_bytes", 2_000_000),
     "zero_optimization.stage3_prefetch_bucket_size": ("5e7", BASE, "zero.prefetch_bytes", 100_000_000),
     "zero_optimization.zero_hpz_partition_size": (4, BASE, "zero.hierarchical", True),
+    "zero_optimization.zero_quantized_weights": (True, BASE, "communication.parameters", "int8"),
+    "zero_optimization.zero_quantized_gradients": (True, BASE, "communication.gradients", "int4"),
     "zero_optimization.mics_shard_size": (4, BASE, "zero.replicate", "nodes"),
     "zero_optimization.offload_param.device": ("nvme", BASE, "zero.offload.parameters", "disk"),
     "zero_optimization.offload_param.nvme_path": ("/scratch", DISK, "zero.offload.path", "/scratch"),

@@ -202,6 +202,7 @@ def test_compute_dtype(compute: str, device: str, expected: str) -> None:
             ("ignored: communication.within_node (on cuda its own backend chooses the way)",),
         ),
         ({"communication": {"within_node": "memory"}}, "cpu", ()),
+        ({"communication": {"gradients": "int4"}}, "cpu", ()),
         ({}, "cpu", ()),
     ],
 )

@@ -116,11 +116,18 @@ NOT_AVAILABLE = [
         ("activations", {"partition": True}, "activations.partition"),
         ("activations", {"offload": "host"}, "activations.offload"),
         ("communication", {"gradients": "onebit"}, "communication.gradients"),
-        ("communication", {"parameters": "int8"}, "communication.parameters"),
+        ("communication", {"parameters": "int4"}, "communication.parameters"),
     ]
 ]
 
 CROSS_FIELD = [
+    Wrong(
+        {"communication": {"parameters": "int8"}, "zero": {"stage": 2}},
+        (
+            "communication.parameters belongs to stage 3; at stages 0 to 2 none are gathered for forward",
+            "Fix: leave communication.parameters out",
+        ),
+    ),
     Wrong(
         {"precision": {"nonfinite": "rewind"}},
         ("goes back to a checkpoint, and none are made", "Fix: set checkpoint.dir and checkpoint.every_steps"),

@@ -48,6 +48,7 @@ class Run:
     accumulate: int = 1
     frozen: tuple[str, ...] = ()  # prefixes of parameters' names
     optimizer: dict[str, Any] = field(default_factory=dict)
+    communication: dict[str, Any] = field(default_factory=dict)
     num_moments: int = 2
     ranks_per_node: int | None = None
     reduced: int | None = None  # micro-batches outside no_sync, the last ones
@@ -80,6 +81,7 @@ def train(run: Run) -> Bytes:
         "precision": run.precision,
         "batch": {"micro": SAMPLES_A_RANK, "accumulate": run.accumulate},
         "optimizer": run.optimizer,
+        "communication": run.communication,
     }
     with mock.patch.dict(os.environ, launched), partita.initialize(model, config) as engine:
         take_step(engine, run)
@@ -159,6 +161,21 @@ def test_replicated(ranks_per_node: int) -> None:
     precisions = [*PRECISIONS.values(), *IN_BACKWARD]
     check(4, *(Run(zero, precision, ranks_per_node=ranks_per_node) for precision in precisions))
     check(4, Run(zero, accumulate=3, ranks_per_node=ranks_per_node))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_codes(row: str) -> None:
+    gradients = {"gradients": "int4"}
+    both = {"gradients": "int8", "parameters": "int8"} if row.startswith("3") else {"gradients": "int8"}
+    wires: list[dict[str, Any]] = [gradients, both]
+    check(2, *(Run(ROWS[row], p, communication=c) for c in wires for p in PRECISIONS.values()))
+    check(2, Run(ROWS[row], accumulate=3, frozen=("blocks.1.",), communication=both))
+
+
+def test_codes_cross_between_nodes_once() -> None:
+    rows: list[dict[str, Any]] = [ROWS["1"], ROWS["2"], {"stage": 3, "hierarchical": True}]
+    check(4, *(Run(zero, communication={"gradients": "int4"}, ranks_per_node=2) for zero in rows))
+    check(4, Run({"stage": 3, "replicate": "nodes"}, communication={"gradients": "int8"}, ranks_per_node=2))
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -12,6 +12,7 @@ from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import BF16, FP32, Encoding, Residence
 from partita.plan.span import QUANTUM, Entry, lay_out
 from partita.plan.state_plan import PRESETS, Encodings, preset
+from partita.plan.steps import Encode, steps
 from partita.plan.traffic import TrafficCount, TrafficKey, TrafficMeter, TrafficReport
 from partita.planner.memory import model_state_bytes
 from partita.planner.traffic import StepShape, sent_by_steps, step_traffic
@@ -203,11 +204,11 @@ def test_frozen_units_are_gathered_and_nothing_else() -> None:
 def test_steps_send_in_the_encoding_they_move() -> None:
     mesh = MeshShape(data=4)
     partial, whole = Residence((), DATA, BF16), Residence((), (), FP32)
-    assert list(sent_by_steps(partial, whole, 4096, mesh)) == [
+    assert list(sent_by_steps(steps(partial, whole, mesh), partial, 4096, mesh)) == [
         ("reduce_scatter", DATA, 3 * 4096),
         ("all_gather", DATA, 3 * 4096),
     ]
-    assert list(sent_by_steps(Residence(DATA), Residence(DATA, (), BF16), 4096, mesh)) == []
+    assert list(sent_by_steps([Encode(BF16)], Residence(DATA), 4096, mesh)) == []
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------

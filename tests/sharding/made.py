@@ -57,6 +57,8 @@ def units_of(model: nn.Sequential, name: str, mesh: MeshShape, rank: int, tiers:
 class User:
     """Uses no gradients: notes when they would be used."""
 
+    steps = 0
+
     def __init__(self) -> None:
         self.began, self.used = 0, list[str]()
         self.unfrozen = list[Segment]()

@@ -92,6 +92,15 @@ class Group:
         """Elements of scratch memory that a reduction of ``sent`` elements of ``itemsize`` bytes needs."""
         return self.transport.received_elements(sent, itemsize)
 
+    def exchange_parts(self, received: Tensor, sent: Tensor) -> None:
+        """Send part ``i`` of ``sent`` to, and write into part ``i`` of ``received`` what comes from, every rank ``i``.
+        For codes of gradients, which whoever gets them adds up.
+        """
+        self._count("all_to_all", "gradients", (self.size - 1) * sent.nbytes // self.size)
+        arriving, leaving = received.view(self.size, -1).unbind(), sent.view(self.size, -1).unbind()
+        with self._explained("all-to-all of gradients"):
+            self.transport.all_to_all(arriving, leaving, "gradients")
+
     def all_reduce(self, tensor: Tensor, purpose: str = "control") -> Tensor:
         """Sum ``tensor`` over the ranks, in place. For small or rare tensors: the order of the sum is the backend's."""
         if self.size == 1:

@@ -72,9 +72,9 @@ class Transport(ABC):
         """Sum in place, in an order of the backend's."""
 
     @abstractmethod
-    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], connections: str = "activations") -> None:
         """Send ``sent[i]`` to, and write into ``received[i]`` what comes from, every rank ``i``, this one too. Sizes
-        are free, and may be 0, where sender and receiver agree.
+        are free, and may be 0, where sender and receiver agree. ``connections``: those of one of :data:`BULK_PURPOSES`.
         """
 
     @abstractmethod
@@ -157,8 +157,8 @@ class DeviceTransport(_Backed):
     def received_elements(self, sent: int, itemsize: int) -> int:
         return sent // self._size
 
-    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        _all_to_all(list(received), list(sent), group=self._groups["activations"], async_op=True).wait()
+    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], connections: str = "activations") -> None:
+        _all_to_all(list(received), list(sent), group=self._groups[connections], async_op=True).wait()
 
     def sum(self, tensor: Tensor) -> Tensor:
         total = tensor.clone()
@@ -215,8 +215,8 @@ class HostTransport(_Backed):
     def received_elements(self, sent: int, itemsize: int) -> int:
         return (self._size - 1) * min(sent // self._size, NUM_AWAITED * PIECE_BYTES // itemsize)
 
-    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        arriving, leaving = self._begin(received, sent, "activations")
+    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], connections: str = "activations") -> None:
+        arriving, leaving = self._begin(received, sent, connections)
         if received[self._index] is not sent[self._index]:
             received[self._index].copy_(sent[self._index])
         for source, part in arriving.items():

@@ -16,6 +16,7 @@ _BELONGS: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ("zero.hierarchical", "zero.stage", (3,), "stage 3; at stages 0 to 2 nothing is gathered in backward"),
     ("zero.replicate", "zero.stage", (3,), "stage 3; at stages 0 to 2 every rank has the parameters"),
     ("zero.prefetch_bytes", "zero.stage", (3,), "stage 3; at stages 0 to 2 no parameters are gathered for forward"),
+    ("communication.parameters", "zero.stage", (3,), "stage 3; at stages 0 to 2 none are gathered for forward"),
     ("precision.loss_scale", "precision.compute", ("fp16",), "fp16 compute; under {0} the loss is not scaled"),
     ("precision.initial_loss_scale", "precision.compute", ("fp16",), "fp16 compute; under {0} the loss is not scaled"),
     ("precision.loss_scale_window", "precision.compute", ("fp16",), "fp16 compute; under {0} the loss is not scaled"),

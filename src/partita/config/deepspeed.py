@@ -210,6 +210,12 @@ def _zero(conversion: Conversion, compute: str | None, ranks_per_node: int) -> i
         if (ranks := conversion.number(ZERO + name, 1)) > 1:
             text = "" if ranks == ranks_per_node else f"over the {ranks_per_node} ranks of a node, not over {ranks:g}"
             conversion.set(target, value, ZERO + name, text)
+    for name, target, codec in (  # as ZeRO++ has them: blocks of 8 and of 4 bits
+        ("zero_quantized_weights", "communication.parameters", "int8"),
+        ("zero_quantized_gradients", "communication.gradients", "int4"),
+    ):
+        if conversion.flag(ZERO + name):
+            conversion.set(target, codec, ZERO + name)
     return int(stage)
 
 

@@ -24,6 +24,7 @@ _MAPPED_KEYS = {
     **rules(_MAPPED, "", "enabled loss_scale initial_scale_power loss_scale_window", FP16),
     **rules(_MAPPED, "", ("bf16.enabled", "bfloat16.enabled", "data_types.grad_accum_dtype")),
     **rules(_MAPPED, "", "stage cpu_offload cpu_offload_param prefetch_bucket_size zero_hpz_partition_size", ZERO),
+    **rules(_MAPPED, "", "zero_quantized_weights zero_quantized_gradients", ZERO),
     **rules(_MAPPED, "", "stage3_prefetch_bucket_size mics_shard_size", ZERO),
     **rules(_MAPPED, "", "device nvme_path", OFFLOAD_PARAM),
     **rules(_MAPPED, "", "device nvme_path", OFFLOAD_OPTIMIZER),
@@ -127,8 +128,7 @@ _WARNING_KEYS = {
         "all optimizer states rest there; zero.offload.optimizer: auto keeps what fits on the device",
         (1, "1"),
     ),
-    **rules(_WARNING, "parameters and gradients are sent in full", "zero_quantized_weights", ZERO),
-    **rules(_WARNING, "parameters and gradients are sent in full", "zero_quantized_gradients zeropp_loco_param", ZERO),
+    **rules(_WARNING, "codes of gradients are rounded at random, without error feedback", "zeropp_loco_param", ZERO),
     f"{ZERO}zero_quantized_nontrainable_weights": Rule(
         _WARNING, "frozen weights keep the dtype that they are loaded in"
     ),

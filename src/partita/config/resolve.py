@@ -85,6 +85,9 @@ def resolve(config: Config, num_ranks: int, device_type: str, ranks_per_node: in
     notices = list(idle_settings(config, compute))
     if mesh.node == 1 and (key := _splits_nodes(config)) is not None:
         notices.append(f"ignored: {key} (all data ranks are on one node)")
+    for key in ("gradients", "parameters"):
+        if getattr(config.communication, key) != "full" and mesh.data * mesh.sequence == 1:
+            notices.append(f"ignored: communication.{key} (there is one data rank: nothing travels)")
     if config.communication.within_node != "auto" and device_type != "cpu":
         notices.append(f"ignored: communication.within_node (on {device_type} its own backend chooses the way)")
     warnings = tuple(map(str, needless_crossings(mesh, ranks_per_node)))
@@ -159,6 +162,8 @@ def _resolve_mesh(config: Config, num_ranks: int, ranks_per_node: int | None) ->
         rows = [*rows, Row("ranks on a node", ranks_per_node, "launcher")]
         problem = "zero.replicate: nodes splits the states over the data ranks of a node, and each node has one"
         raise conflict(problem, rows, "leave zero.replicate out, or set zero.stage: 0")
+    if key is None and config.communication.gradients != "full":
+        node = _even_nodes(data, inner // parallel.pipeline, ranks_per_node)
     return MeshShape(parallel.pipeline, data, parallel.sequence, parallel.tensor, node), rows
 
 
@@ -173,6 +178,15 @@ def _possible(config: Config, num_ranks: int) -> str:
     sizes.sort(key=lambda found: sum(abs(log(size / wanted)) for size, wanted in zip(found, asked, strict=True)))
     named = (" x ".join(f"{axis} {size}" for axis, size in zip(axes, found, strict=True)) for found in sizes)
     return " or ".join(islice(named, _MAX_FACTORIZATIONS))
+
+
+def _even_nodes(data: int, inner: int, ranks_per_node: int | None) -> int:
+    """Nodes that one data group spans, where all have as many of its ranks: sums are made inside them first. Elsewhere
+    1.
+    """
+    if ranks_per_node is None or ranks_per_node % inner or data % (ranks_per_node // inner):
+        return 1
+    return data // (ranks_per_node // inner)
 
 
 def _splits_nodes(config: Config) -> str | None:

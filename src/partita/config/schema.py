@@ -290,8 +290,16 @@ class Tiled(Section):
 class Communication(Section):
     """What travels between ranks."""
 
-    gradients: Text = Field("full", description="encoding of gradients as they travel; full: precision.gradients")
-    parameters: Text = Field("full", description="encoding of parameters as they travel; full: precision.compute")
+    gradients: Text = Field(
+        "full",
+        description="encoding of gradients as they travel; full: precision.gradients; int8, int4: codes in blocks, "
+        "rounded at random, and summed in fp32",
+    )
+    parameters: Text = Field(
+        "full",
+        description="stage 3: encoding of parameters as they are gathered; full: precision.compute; int8: codes in "
+        "blocks, to nearest",
+    )
     buffers: Literal["broadcast", "local"] = Field(
         "broadcast", description="buffers that change (BatchNorm) follow rank 0, or stay each rank's own"
     )
@@ -360,8 +368,8 @@ AVAILABLE: dict[str, tuple[object, ...]] = {
     "parallel.sequence": (1,),
     "activations.partition": (False,),
     "activations.offload": ("none",),
-    "communication.gradients": ("full",),
-    "communication.parameters": ("full",),
+    "communication.gradients": ("full", "int8", "int4"),
+    "communication.parameters": ("full", "int8"),
 }
 
 

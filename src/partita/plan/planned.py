@@ -11,7 +11,8 @@ from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import Residence, Tier
 from partita.plan.span import SegmentLayout, Span
 from partita.plan.state_plan import StatePlan
-from partita.plan.steps import AllGather, ReduceScatter, Step, in_phases, steps
+from partita.plan.steps import AllGather, ReduceScatter, Step, gathers_over, in_phases, steps, sums_over
+from partita.plan.wire import hops, scratch_bytes
 
 # Small segments share a bucket up to this size; it bounds the number of messages, not the memory.
 BUCKET_BYTES = 4 * 2**20
@@ -61,6 +62,21 @@ class PlannedSegment:
         return any(isinstance(op, AllGather) for op in brought)
 
     @cached_property
+    def gathers(self) -> tuple[Step, ...]:
+        """From the parameters at rest to those in compute."""
+        return gathers_over(steps(self.row.param_rest, self.row.param_compute, self.mesh), self.row.wires.parameters)
+
+    @cached_property
+    def gathers_codes(self) -> bool:
+        """Whether parameters are computed with as they are decoded, which is not quite as they rest."""
+        return any(isinstance(op, AllGather) and op.wire.is_coded for op in self.gathers)
+
+    @cached_property
+    def gathered_code_bytes(self) -> int:
+        """Of the codes that all parameters come in."""
+        return self.row.wires.parameters.num_bytes(self.layout.padded) if self.gathers_codes else 0
+
+    @cached_property
     def gradient_moves(self) -> bool:
         """Whether the optimizer's gradient is another than autograd's: elsewhere, encoded otherwise, or summed."""
         return bool(steps(self.row.grad_arrival, self.row.grad_step, self.mesh) or self.copy_steps)
@@ -91,7 +107,7 @@ class PlannedSegment:
         collected = replace(self.row.grad_arrival, encoding=self.row.grad_step.encoding)
         summed = replace(self.row.grad_step, shard_axes=self.row.part_axes)
         to_sums, further = (steps(*ends, self.mesh) for ends in ((collected, summed), (summed, self.row.grad_step)))
-        return in_phases(to_sums), in_phases(further)
+        return in_phases(sums_over(to_sums, self.row.wires.gradients)), in_phases(further)
 
     @property
     def gradient_reductions(self) -> tuple[ReduceScatter, ...]:
@@ -115,12 +131,20 @@ class PlannedSegment:
 
     @property
     def received_bytes(self) -> int:
-        """The most that one of the reductions receives from other ranks."""
-        num_bytes, most = self.gradient_bytes, 0
-        for op in (*self.gradient_reductions, *self.copy_steps):
-            if isinstance(op, ReduceScatter):
-                kept = num_bytes // self.mesh.group_size(op.axes)
-                most, num_bytes = max(most, num_bytes - kept), kept
+        """The most that one of the reductions receives from other ranks; of codes, its scratch memory."""
+        itemsize = self.row.grad_step.encoding.itemsize
+        num_elements, most = self.layout.padded, 0
+        for op in self.gradient_reductions:
+            kept = num_elements // self.mesh.group_size(op.axes)
+            if op.wire.is_coded:
+                sizes = [self.mesh.group_size(axes) for axes in hops(op.axes, self.mesh)]
+                most = max(most, scratch_bytes(op.wire, num_elements, sizes))
+            else:
+                most = max(most, (num_elements - kept) * itemsize)
+            num_elements = kept
+        for step in self.copy_steps:
+            if isinstance(step, ReduceScatter):
+                most = max(most, (num_elements - num_elements // self.mesh.group_size(step.axes)) * itemsize)
         return most
 
     @property
@@ -165,6 +189,10 @@ class PlannedUnit:
     @property
     def stays_whole(self) -> bool:
         return self.segments[0].stays_whole
+
+    @cached_property
+    def gathers_codes(self) -> bool:
+        return any(segment.gathers_codes for segment in self.segments)
 
     @cached_property
     def num_bytes(self) -> int:

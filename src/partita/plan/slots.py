@@ -79,5 +79,10 @@ def unit_pool(units: Sequence[PlannedUnit], prefetch: int | str) -> PlannedPool:
     return PlannedPool(sizes, depth, tuple(unit.num_bytes for unit in gathered if unit.name in outer))
 
 
+def code_bytes(units: Sequence[PlannedUnit]) -> int:
+    """Of the codes that a unit's parameters come in: units are gathered one after the other."""
+    return max((sum(segment.gathered_code_bytes for segment in unit.segments) for unit in units), default=0)
+
+
 def _gathered(units: Sequence[PlannedUnit]) -> list[PlannedUnit]:
     return [unit for unit in units if not unit.rests_whole]

@@ -13,6 +13,7 @@ from partita.plan.mesh_shape import BATCH_AXES, MODULE_AXES, STATE_AXES, MeshSha
 from partita.plan.residence import FP32, Encoding, Residence, Tier
 from partita.plan.share import NO_COPIES, Copies
 from partita.plan.steps import AllGather, AllReduce, ReduceScatter, steps
+from partita.plan.wire import AS_THEY_ARE, Wires, hops
 
 STATES = STATE_AXES
 # Those of one node.
@@ -49,8 +50,9 @@ class StatePlan:
     ``param_rest`` between steps; ``param_compute`` inside a unit's forward or backward; ``param_between`` from the end
     of the unit's forward to the start of its backward; ``grad_arrival`` as autograd leaves it; ``grad_between`` between
     micro-batches; ``grad_step`` when the optimizer runs; ``master`` and ``moments`` always. Without ``gradients_rest``
-    the optimizer runs in backward, and gradients are in ``grad_step`` only until it has. ``copies``: the axes
-    over which the gradients in ``grad_step`` are still to be added up, once, before they are measured.
+    the optimizer runs in backward, and gradients are in ``grad_step`` only until it has. ``copies``: the axes over
+    which the gradients in ``grad_step`` are still to be added up, once, before they are measured. ``wires``: what
+    travels on the way.
     """
 
     name: str
@@ -64,6 +66,7 @@ class StatePlan:
     moments: Residence
     gradients_rest: bool = True
     copies: Copies = NO_COPIES
+    wires: Wires = AS_THEY_ARE
 
     @property
     def updates_on_device(self) -> bool:
@@ -99,7 +102,9 @@ class StatePlan:
         weights = permutations((self.param_rest, self.param_compute, self.param_between, self.master), 2)
         gradients = combinations((self.grad_arrival, self.grad_between, self.grad_step), 2)
         moves = (op for src, dst in (*weights, *gradients) for op in steps(src, dst, mesh))
-        moved = (op.axes for op in moves if isinstance(op, AllGather | ReduceScatter | AllReduce))
+        moved = [op.axes for op in moves if isinstance(op, AllGather | ReduceScatter | AllReduce)]
+        if self.wires.gradients.is_coded:
+            moved += [axes for combined in tuple(moved) for axes in hops(combined, mesh)]
         alike = (self.summed_axes, self.copies.axes, BATCH_AXES, MODULE_AXES)
         found = dict.fromkeys((mesh.all_axes, *map(mesh.named, alike), *moved))
         return tuple(axes for axes in found if axes)

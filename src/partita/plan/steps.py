@@ -7,33 +7,41 @@ operations is empty.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby, takewhile
 
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import Encoding, Residence, Tier
+from partita.plan.wire import FULL, Wire
 
 
 @dataclass(frozen=True)
 class AllGather:
-    """Each rank gets the parts of all ranks of its group, in group order; ``axes`` are the innermost shard axes."""
+    """Each rank gets the parts of all ranks of its group, in group order; ``axes`` are the innermost shard axes.
+    ``wire``: what travels, in place of what is gathered.
+    """
 
     axes: tuple[str, ...]
+    wire: Wire = FULL
 
 
 @dataclass(frozen=True)
 class ReduceScatter:
-    """The sum over a group, of which each rank keeps the part of its group index."""
+    """The sum over a group, of which each rank keeps the part of its group index. ``wire``: what travels, in place of
+    what is summed.
+    """
 
     axes: tuple[str, ...]
+    wire: Wire = FULL
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """The sum over a group, whole on each of its ranks."""
+    """The sum over a group, whole on each of its ranks. ``wire``: what travels, in place of what is summed."""
 
     axes: tuple[str, ...]
+    wire: Wire = FULL
 
 
 @dataclass(frozen=True)
@@ -77,8 +85,18 @@ def in_phases(ops: Iterable[Step]) -> tuple[Step, ...]:
     """
     phases = list[Step]()
     for op in ops:
-        phases += [ReduceScatter(op.axes), AllGather(op.axes)] if isinstance(op, AllReduce) else [op]
+        phases += [ReduceScatter(op.axes, op.wire), AllGather(op.axes)] if isinstance(op, AllReduce) else [op]
     return tuple(phases)
+
+
+def sums_over(ops: Iterable[Step], wire: Wire) -> tuple[Step, ...]:
+    """``ops`` with what is summed on this wire."""
+    return tuple(replace(op, wire=wire) if isinstance(op, ReduceScatter | AllReduce) else op for op in ops)
+
+
+def gathers_over(ops: Iterable[Step], wire: Wire) -> tuple[Step, ...]:
+    """``ops`` with what is gathered on this wire."""
+    return tuple(replace(op, wire=wire) if isinstance(op, AllGather) else op for op in ops)
 
 
 @cache

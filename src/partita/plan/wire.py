@@ -7,6 +7,7 @@ to nearest: Li and Liu, "Ternary weight networks", 2016), signs (Tang et al., "1
 of a block with their places (Stich et al., "Sparsified SGD with memory", 2018).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from partita.plan.mesh_shape import MeshShape
@@ -75,6 +76,10 @@ class Wire:
         """Bytes that travel in place of ``num_elements`` values."""
         return num_elements * self.encoding.itemsize if self.codec is None else self.codec.num_bytes(num_elements)
 
+    @property
+    def is_coded(self) -> bool:
+        return self.codec is not None
+
     def gather_bytes(self, num_elements: int, num_ranks: int) -> int:
         """Bytes that a rank sends where each of ``num_ranks`` gets all ``num_elements``, and has one part of them."""
         return (num_ranks - 1) * self.num_bytes(num_elements // num_ranks)
@@ -84,12 +89,39 @@ class Wire:
         return (num_ranks - 1) * self.num_bytes(num_elements // num_ranks)
 
 
+FULL = Wire()
+
+
+@dataclass(frozen=True)
+class Wires:
+    """What travels on the edges of the table: where gradients are summed up, and where parameters that rest split are
+    gathered to be computed with.
+    """
+
+    gradients: Wire = FULL
+    parameters: Wire = FULL
+
+
+AS_THEY_ARE = Wires()
+
+
 def hops(axes: tuple[str, ...], mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
     """The axes over which codes are exchanged, one after the other, for a sum over ``axes``: inside each node, and of
     those sums between the nodes (ZeRO++, section 3.3), where the mesh tells nodes apart; otherwise over all at once.
     """
     active = mesh.active(axes)
     inner = tuple(axis for axis in active if axis != "node")
-    if "node" not in active or not inner:
+    if active[:1] != ("node",) or not inner:
         return (mesh.named(active),) if active else ()
     return mesh.named(inner), ("node",)
+
+
+def scratch_bytes(wire: Wire, num_elements: int, sizes: Sequence[int]) -> int:
+    """Scratch memory of a sum of ``num_elements`` in codes, over groups of these sizes one after the other: what is
+    sent and received of the first, the largest, and each one's sum in fp32.
+    """
+    total = 2 * wire.num_bytes(num_elements)
+    for size in sizes:
+        num_elements //= size
+        total += num_elements * FP32.itemsize
+    return total

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from partita.config.resolve import Resolved
-from partita.config.schema import Config
+from partita.config.schema import Communication, Config
 from partita.errors import ConfigError
 from partita.plan.place import Place
 from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
@@ -22,6 +22,7 @@ from partita.plan.residence import BF16, ENCODINGS, FP32, INT8, SPLIT, Encoding
 from partita.plan.share import NO_COPIES, NO_SHARES, Copies, Share, Shares
 from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import Encodings, StatePlan, Tiers, preset, preset_name
+from partita.plan.wire import CODECS, Wire, Wires
 from partita.planner.budget import MemoryBudget
 from partita.planner.dtypes import encoding_of
 from partita.planner.group_units import UnitSpec, group_units, keep_fp32_modules
@@ -78,7 +79,19 @@ def row_of(
     name = preset_name(
         zero.stage, keep_gathered=zero.keep_gathered, hierarchical=zero.hierarchical, replicated=replicated
     )
-    return preset(name, encodings, tiers, resolved.mesh, copies)
+    row = preset(name, encodings, tiers, resolved.mesh, copies)
+    return replace(row, wires=_wires(resolved.config.communication, row))
+
+
+def _wires(asked: Communication, row: StatePlan) -> Wires:
+    """Codes that are added up are right on average; parameters come alike from each gather. What has no floating point
+    of its own travels as it is.
+    """
+    summed, gathered = CODECS.get(asked.gradients), CODECS.get(asked.parameters)
+    if row.param_compute.encoding.name not in ENCODINGS:
+        gathered = None
+    gradients = Wire(row.grad_step.encoding, summed, unbiased=summed is not None)
+    return Wires(gradients, Wire(row.param_compute.encoding, gathered))
 
 
 def make_blueprint(

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 from partita.plan.mesh_shape import AXES, BATCH_AXES, MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
-from partita.plan.residence import Residence
-from partita.plan.steps import AllGather, AllReduce, Encode, ReduceScatter, Slice, steps
+from partita.plan.residence import Encoding, Residence
+from partita.plan.steps import AllGather, Encode, ReduceScatter, Slice, Step, in_phases, steps, sums_over
 from partita.plan.traffic import TrafficKey, TrafficMeter, TrafficReport
+from partita.plan.wire import Wire, hops
 
 # Bytes of a number in a control message: a count of gathers or of waves, a share of the norm, a loss.
 WORD_BYTES = 8
@@ -86,7 +87,7 @@ class _Sent:
         for segment in unit.segments:
             row, padded = segment.row, segment.layout.padded
             num_near = num_gathers - 1 if segment.has_second else 0  # the second part lasts from forward to the step
-            self.move(row.param_rest, row.param_compute, padded, "parameters", num_gathers - num_near)
+            self.count(segment.gathers, row.param_rest, padded, "parameters", num_gathers - num_near)
             if num_near:
                 self.move(row.param_between, row.param_compute, padded, "parameters", num_near)
 
@@ -95,8 +96,12 @@ class _Sent:
         gradients that rest nowhere, the norms and which were used are summed there, too.
         """
         row, num_elements = bucket[0].row, sum(segment.layout.padded for segment in bucket)
-        self.move(row.grad_arrival, row.grad_between, num_elements, "gradients", num_reduced)
-        self.move(row.grad_between, row.grad_step, num_elements, "gradients")
+        arriving, remaining = (
+            sums_over(steps(src, dst, self._mesh), row.wires.gradients)
+            for src, dst in ((row.grad_arrival, row.grad_between), (row.grad_between, row.grad_step))
+        )
+        self.count(arriving, row.grad_arrival, num_elements, "gradients", num_reduced)
+        self.count(remaining, row.grad_between, num_elements, "gradients")
         summed = replace(row.grad_step, shard_axes=row.part_axes)
         self.move(replace(summed, partial_axes=row.copies.axes), summed, num_elements, "gradients")
         axes = self._mesh.named(AXES)
@@ -112,32 +117,44 @@ class _Sent:
 
     def move(self, src: Residence, dst: Residence, padded: int, purpose: str, calls: int = 1) -> None:
         """The table's steps from ``src`` to ``dst`` for a flat buffer of ``padded`` elements, ``calls`` times."""
-        for collective, axes, num_bytes in sent_by_steps(src, dst, padded, self._mesh):
+        self.count(steps(src, dst, self._mesh), src, padded, purpose, calls)
+
+    def count(self, ops: Sequence[Step], src: Residence, padded: int, purpose: str, calls: int = 1) -> None:
+        """``ops`` from ``src`` on, ``calls`` times."""
+        for collective, axes, num_bytes in sent_by_steps(ops, src, padded, self._mesh):
             self.meter.add(TrafficKey(collective, axes, purpose), calls * num_bytes, calls)
 
 
 def sent_by_steps(
-    src: Residence, dst: Residence, padded: int, mesh: MeshShape
+    ops: Sequence[Step], src: Residence, padded: int, mesh: MeshShape
 ) -> Iterator[tuple[str, tuple[str, ...], int]]:
-    """(collective, axes, bytes that one rank sends) for the steps from ``src`` to ``dst`` of ``padded`` elements.
+    """(collective, axes, bytes that one rank sends) for ``ops`` from ``src`` on, of ``padded`` elements.
 
-    An all-reduce is a reduce-scatter, and an all-gather once the norm is known.
+    An all-reduce is a reduce-scatter, and an all-gather once the norm is known. Codes are exchanged, and summed where
+    they arrive.
     """
-    num_bytes = src.num_bytes(padded, mesh)
-    itemsize = src.encoding.itemsize
-    for op in steps(src, dst, mesh):
+    num_elements, encoding = src.num_elements(padded, mesh), src.encoding
+    for op in in_phases(ops):
         if isinstance(op, Encode):
-            num_bytes, itemsize = num_bytes // itemsize * op.encoding.itemsize, op.encoding.itemsize
+            encoding = op.encoding
         elif isinstance(op, AllGather):
             num = mesh.group_size(op.axes)
-            yield "all_gather", op.axes, (num - 1) * num_bytes
-            num_bytes *= num
-        elif isinstance(op, ReduceScatter | AllReduce):
-            num = mesh.group_size(op.axes)
-            yield "reduce_scatter", op.axes, (num - 1) * num_bytes // num
-            if isinstance(op, AllReduce):
-                yield "all_gather", op.axes, (num - 1) * num_bytes // num
-            else:
-                num_bytes //= num
+            num_elements *= num
+            yield "all_gather", op.axes, _on(op.wire, encoding).gather_bytes(num_elements, num)
+        elif isinstance(op, ReduceScatter):
+            coded = op.wire.is_coded
+            for axes in hops(op.axes, mesh) if coded else (op.axes,):
+                num = mesh.group_size(axes)
+                yield (
+                    "all_to_all" if coded else "reduce_scatter",
+                    axes,
+                    _on(op.wire, encoding).reduce_bytes(num_elements, num),
+                )
+                num_elements //= num
         elif isinstance(op, Slice):
-            num_bytes //= mesh.group_size(op.axes)
+            num_elements //= mesh.group_size(op.axes)
+
+
+def _on(wire: Wire, encoding: Encoding) -> Wire:
+    """What travels of values that are encoded so by now."""
+    return replace(wire, encoding=encoding)

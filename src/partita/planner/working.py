@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from partita.plan.planned import BUCKET_BYTES, PlannedSegment, PlannedUnit
 from partita.plan.residence import Tier
-from partita.plan.slots import CLASS_SHARE, RECEIVING, SENDING, SUMMED, PlannedPool, unit_pool
+from partita.plan.slots import CLASS_SHARE, RECEIVING, SENDING, SUMMED, PlannedPool, code_bytes, unit_pool
 
 # Tensors of one kind that are on their way between disk and host at a time: of a unit that is updated, of the one that
 # is read ahead, and of one whose last request is still under way.
@@ -23,7 +23,7 @@ def working_bytes(units: Sequence[PlannedUnit], prefetch: int | str, num_moments
     trained = [segment for unit in units for segment in unit.segments if segment.trains]
     device = unit_pool(units, prefetch).num_bytes + _bucket_bytes(trained) + _arriving_bytes(units)
     host = _staging_bytes(units, num_moments) + _update_bytes(units) + _sum_bytes(trained, Tier.HOST)
-    device += _publish_bytes(trained) + _sum_bytes(trained, Tier.DEVICE)
+    device += _publish_bytes(trained) + _sum_bytes(trained, Tier.DEVICE) + code_bytes(units)
     return Counter({Tier.DEVICE: device, Tier.HOST: host})
 
 

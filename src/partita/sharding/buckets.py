@@ -26,6 +26,7 @@ from partita.plan.planned import PlannedSegment
 from partita.plan.residence import Tier
 from partita.planner.dtypes import dtype_of
 from partita.sharding.bucket_layout import BucketLayout
+from partita.sharding.copies import SumOfCopies
 from partita.sharding.movement import Movement, finish_all
 from partita.sharding.unit import Member, Unit
 
@@ -41,7 +42,7 @@ class Bucket:
     Attributes: ``in_place``, ``rests_whole``, ``passes`` as the plan says
     (:class:`~partita.plan.planned.PlannedSegment`); ``moves``: gradients leave where they are collected, for other
     ranks or another memory; ``sums_pass``: the tier of the buffer pool that sums go through (None: they rest);
-    ``steps`` to the sums, ``copy_steps`` to those over all copies, and ``spreading`` what follows at the step;
+    ``steps`` to the sums, ``copies``: what makes those over all copies, and ``spreading`` what follows at the step;
     ``divisor``: ranks times micro-batches; ``has_all_copies``: whether the shard has the gradients of all copies
     already; ``is_first_copy``: whether this rank's shard is the one that counts.
     """
@@ -59,9 +60,9 @@ class Bucket:
         self.moves = self.passes or bool(planned.gradient_reductions)
         self.sums_pass = None if self.plan.gradients_rest else self.plan.grad_step.tier
         self.steps, self.spreading = planned.gradient_phases
-        self.copy_steps, self.copy_factor = planned.copy_steps, planned.copy_factor
+        self.copies = SumOfCopies(planned)
         self.is_first_copy = layout.segments[0].is_first_copy
-        self.has_all_copies = not self.copy_steps
+        self.has_all_copies = not self.copies.steps
         self.divisor = planned.mesh.group_size(self.plan.summed_axes) * accumulate
         self._reduces_twice = len(planned.gradient_reductions) > 1
         self._row = 0
@@ -138,7 +139,12 @@ class Bucket:
         slot.last_use.wait()
         self._slot = slot
         self._whole = over(slot.storage, self.dtype, self.layout.num_elements).view(self.layout.num_rows, -1)
-        for row, begin, end in self.layout.gaps:  # padding adds nothing to norms
+        self._clear_padding()
+
+    def _clear_padding(self) -> None:
+        """It adds nothing to norms."""
+        assert self._whole is not None
+        for row, begin, end in self.layout.gaps:
             self._whole[row, begin:end].zero_()
 
     def note(self, member: Member, *, in_wave: bool) -> None:
@@ -178,6 +184,8 @@ class Bucket:
         for member in self.waiting:
             self.collect(member)
         assert self._whole is not None
+        if self.rests_whole and self.plan.wires.gradients.is_coded:
+            self._clear_padding()  # codes of a block that is not finite left it so
         for member in self.members:
             if id(member) not in self._arrived:
                 for piece in self.layout.pieces[id(member)]:
@@ -255,8 +263,8 @@ class Bucket:
                 shard.add_(summed.to(shard.device))
             if carry is not None:
                 shard.add_(carry)
-            if sums is not None and self.copy_steps:  # used up before the step
-                self._add_copies(shard, movement, received)
+            if sums is not None and self.copies.steps:  # used up before the step
+                self.copies.run(shard, movement, received)
             if kept.tier is Tier.DISK:
                 squares.extend(square(part) for part in self.parts(shard, used))
             lease.end(changed=True)
@@ -264,25 +272,14 @@ class Bucket:
         return reduce
 
     def add_copies(self, movement: Movement, received: Tensor | None) -> None:
-        """Bring the mean, or the sum, over all copies into ``shard``. A collective of the ranks that have them.
-
-        Args:
-            received: scratch memory that ``copy_steps`` need.
-        """
+        """Bring what ``copies`` make into ``shard``, once nothing is added to it any more."""
         assert self._shard is not None
         lease = self._shard.lend()
-        self._add_copies(lease.wait(), movement, received)
+        self.copies.run(lease.wait(), movement, received)
         if self._shard.tier is Tier.DISK:
             self._squares = [square(part) for part in self.parts(lease.tensor, self._used)]
         lease.end(changed=True)
         self.has_all_copies = True
-
-    def _add_copies(self, shard: Tensor, movement: Movement, received: Tensor | None) -> None:
-        values = shard.to(movement.device)
-        finish_all(movement.begin(self.copy_steps, values, values, purpose="gradients", received=received))
-        values.mul_(self.copy_factor)
-        if values is not shard:
-            shard.copy_(values)
 
     def launched(self, reduced: Event) -> Slot | None:
         """To REDUCED: ``shard`` has the sum when ``reduced`` has passed. Returns the slot that is free then."""
@@ -313,7 +310,7 @@ class Bucket:
         for forgotten in (self._arrived, self._fresh, self._used, self._versions):
             forgotten.clear()
         self._state = BucketState.OPEN
-        self.has_all_copies = not self.copy_steps
+        self.has_all_copies = not self.copies.steps
         return self._let_go()
 
     def _let_go(self) -> Slot | None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from partita.comm.collectives import Collectives
-from partita.comm.group import Handle
+from partita.comm.exchange import Work
 from partita.memory.allocate import allocate
 from partita.memory.buffer_pool import BufferPool, Loan, Slot
 from partita.memory.streams import Event, finish, record
@@ -22,10 +22,13 @@ class Executor:
 
     Invariants: a unit that is not RESTING holds a slot of the pool (unless it rests whole); every slot's memory is
     written only after the event of its last use; a GATHERING unit's parameters are still of class ``Resting``.
+
+    Args:
+        codes: memory for those that a unit's parameters come in, where any do. Units are gathered one after the other.
     """
 
-    def __init__(self, collectives: Collectives, pool: BufferPool, loan: Loan) -> None:
-        self._movement, self._pool, self._loan = Movement(collectives), pool, loan
+    def __init__(self, collectives: Collectives, pool: BufferPool, loan: Loan, codes: Tensor | None = None) -> None:
+        self._movement, self._pool, self._loan, self._codes = Movement(collectives), pool, loan, codes
         self._mesh = collectives.mesh.shape
         self._stream = collectives.mesh.stream("parameters")
         self.device = collectives.mesh.device
@@ -34,26 +37,34 @@ class Executor:
         """Whether the pool has a slot left for this unit."""
         return self._pool.available(unit.planned.num_bytes)
 
-    def start_gather(self, unit: Unit, spare: bool = False) -> None:
-        """RESTING to GATHERING: from the second shard where there is one, else from what rests."""
-        slot, updated, second = self._lend(unit, spare=spare), unit.updated, unit.has_second
+    def start_gather(self, unit: Unit, spare: bool = False, exact: bool = False) -> None:
+        """RESTING to GATHERING: from the second shard where there is one, else from what rests.
+
+        Args:
+            exact: as it rests, also where what is computed with is decoded.
+        """
+        unit.is_exact = exact
+        slot, updated, second = self._lend(unit, spare=spare), unit.updated, unit.has_second and not exact
 
         def gather() -> None:
             slot.last_use.wait()
             updated.wait()
-            handles, leases, readings = list[Handle](), list[Lease](), list[Event]()
+            handles, leases, readings = list[Work](), list[Lease](), list[Event]()
+            codes = self._codes
             for segment in unit.segments:
-                source, rests = segment.rest, segment.plan.param_rest
+                plan, source = segment.plan, segment.rest
+                ops = steps(plan.param_rest, plan.param_compute, self._mesh) if exact else segment.planned.gathers
                 if second and segment.second is not None:
                     unit.second_kept.wait()
-                    source, rests = segment.second, segment.plan.param_between
-                ops = steps(rests, segment.plan.param_compute, self._mesh)
+                    source, ops = segment.second, steps(plan.param_between, plan.param_compute, self._mesh)
                 is_copied = all(isinstance(op, Read | Copy) for op in ops)
                 if is_copied and (reading := source.read_into(segment.full)) is not None:
                     readings.append(reading)
                     continue
                 leases.append(source.lend())
-                handles += self._movement.begin(ops, leases[-1].wait(), segment.full, tag=unit.number)
+                handles += self._movement.begin(ops, leases[-1].wait(), segment.full, tag=unit.number, received=codes)
+                if codes is not None:
+                    codes = codes[segment.planned.gathered_code_bytes :]
             finish_all(handles)
             for lease in leases:
                 lease.end(changed=False)

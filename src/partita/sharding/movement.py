@@ -6,16 +6,27 @@ import torch
 from torch import Tensor
 
 from partita.comm.collectives import Collectives
-from partita.comm.group import Group, Handle
+from partita.comm.exchange import Work
+from partita.comm.group import Group
 from partita.plan.steps import AllGather, Copy, Encode, Read, ReduceScatter, Slice, Step, Write, in_phases
+from partita.plan.wire import hops, scratch_bytes
+from partita.sharding.coded import begin_gather, reduce_scatter
 
 
 class Movement:
-    """Runs operations between residences on flat tensors in memory."""
+    """Runs operations between residences on flat tensors in memory.
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
+    Args:
+        seed: of random numbers, where codes are rounded by such.
+    """
+
+    def __init__(self, collectives: Collectives, seed: int = 0) -> None:
+        self._collectives, self._seed = collectives, seed
         self.device = collectives.mesh.device
+
+    def seeded(self, seed: int) -> "Movement":
+        """The same with other random numbers."""
+        return Movement(self._collectives, seed)
 
     def begin(
         self,
@@ -27,13 +38,13 @@ class Movement:
         tag: int = 0,
         accumulate: bool = False,
         received: Tensor | None = None,
-    ) -> list[Handle]:
+    ) -> list[Work]:
         """Begin to bring ``source`` into ``target``; handles of what is under way. Only gathers are, on return.
 
         Args:
             tag: ranks that gather under different tags wait for each other.
             accumulate: what arrives is added to what the target has.
-            received: scratch memory of :meth:`scratch_bytes`, where ``ops`` reduce.
+            received: scratch memory of :meth:`scratch_bytes`, where ``ops`` reduce or codes are gathered.
 
         Raises:
             NotImplementedError: an operation that it does not know.
@@ -44,21 +55,29 @@ class Movement:
             finish_all(self.begin(ops, source, whole, purpose=purpose, tag=tag, received=received))
             target.copy_(whole)
             return []
-        handles = list[Handle]()
+        handles = list[Work]()
         for op in ops:
             match op:
-                case AllGather(axes):
+                case AllGather(axes, wire):
                     group = self._collectives.group(axes)
                     if (source.dtype, source.device) != (target.dtype, target.device):
                         source = _part(target, group).copy_(source, non_blocking=True)
-                    handles.append(group.all_gather(target, source, purpose, tag))
+                    if wire.is_coded:
+                        assert received is not None
+                        handles.append(begin_gather(group, wire, source, target, received.view(torch.uint8), tag))
+                    else:
+                        handles.append(group.all_gather(target, source, purpose, tag))
                     source = target
-                case ReduceScatter(axes):
+                case ReduceScatter(axes, wire):
                     assert received is not None
                     group = self._collectives.group(axes)
                     part = _part(target, group) if target.numel() == source.numel() else target
-                    room = received[: group.received_elements(source.numel(), source.itemsize)]
-                    group.reduce_scatter(part, source, room, accumulate=accumulate)
+                    if wire.is_coded:
+                        room, groups = received.view(torch.uint8), self._hops(axes)
+                        reduce_scatter(groups, wire, source, part, room, seed=self._seed, accumulate=accumulate)
+                    else:
+                        room = received[: group.received_elements(source.numel(), source.itemsize)]
+                        group.reduce_scatter(part, source, room, accumulate=accumulate)
                     source = part
                 case Slice(axes):
                     source = _part(source, self._collectives.group(axes))
@@ -81,9 +100,17 @@ class Movement:
         for op in in_phases(ops):
             if isinstance(op, ReduceScatter):
                 group = self._collectives.group(op.axes)
-                most = max(most, group.received_elements(num_elements, itemsize))
+                if op.wire.is_coded:
+                    sizes = [hop.size for hop in self._hops(op.axes)]
+                    most = max(most, scratch_bytes(op.wire, num_elements, sizes))
+                else:
+                    most = max(most, itemsize * group.received_elements(num_elements, itemsize))
                 num_elements //= group.size
-        return itemsize * most
+        return most
+
+    def _hops(self, axes: tuple[str, ...]) -> list[Group]:
+        """The groups that a sum in codes goes over."""
+        return [self._collectives.group(hop) for hop in hops(axes, self._collectives.mesh.shape)]
 
 
 def _part(whole: Tensor, group: Group) -> Tensor:
@@ -91,7 +118,7 @@ def _part(whole: Tensor, group: Group) -> Tensor:
     return whole.view(group.size, -1)[group.index]
 
 
-def finish_all(handles: Sequence[Handle]) -> None:
+def finish_all(handles: Sequence[Work]) -> None:
     """Wait for all of them."""
     for handle in handles:
         handle.wait()

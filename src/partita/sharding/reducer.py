@@ -23,13 +23,16 @@ from partita.memory.streams import Event, record
 from partita.plan.residence import Tier
 from partita.plan.slots import RECEIVING, SENDING, SUMMED, PlannedPool
 from partita.sharding.buckets import Bucket
+from partita.sharding.coded import seed_of
 from partita.sharding.movement import Movement
 from partita.sharding.scaled import factor_under_way
 from partita.sharding.unit import Member, Segment
 
 
 class GradientUser(Protocol):
-    """Who uses gradients up: the updater."""
+    """Who uses gradients up: the updater. ``steps``: so far."""
+
+    steps: int
 
     def begin(self) -> None:
         """A backward is about to bring its first gradient."""
@@ -78,6 +81,7 @@ class GradientReducer:
         self.scales = set[float]()
         self.covered = list[Member]()
         self.waves = 0
+        self._num_launches = 0  # since the last update
 
     def connect(self, user: GradientUser) -> None:
         """Have ``user`` use the gradients; called once, before the first backward."""
@@ -106,7 +110,7 @@ class GradientReducer:
     def _received_bytes(self, bucket: Bucket) -> int:
         """Scratch memory that the bucket's reductions need."""
         itemsize, scratch = bucket.dtype.itemsize, self._movement.scratch_bytes
-        over_copies = scratch(bucket.copy_steps, bucket.layout.num_columns, itemsize)
+        over_copies = scratch(bucket.copies.steps, bucket.layout.num_columns, itemsize)
         return max(scratch(bucket.steps, bucket.layout.num_elements, itemsize), over_copies)
 
     # -------------------------------------------------------------- what a wave does
@@ -273,7 +277,10 @@ class GradientReducer:
         receiving, received = self._room_to_receive(bucket)
         sums = None if bucket.sums_pass is None else self._summed[bucket.sums_pass]
         summed = None if sums is None else sums.borrow(bucket.shard_bytes)
-        reduce = bucket.launch(self._movement, received, summed)
+        assert self._user is not None
+        self._num_launches += 1
+        movement = self._movement.seeded(seed_of(self._user.steps, self._num_launches))
+        reduce = bucket.launch(movement, received, summed)
         awaited = [record(self._device), *(slot.last_use for slot in (receiving, summed) if slot is not None)]
 
         self._launched = self._stream.run(partial(_after, awaited, reduce))
@@ -354,7 +361,7 @@ class GradientReducer:
         self._uncover()
         self._finite = None
         self._task = None
-        self._next = 0
+        self._next = self._num_launches = 0
         self.scales.clear()
         for bucket in self.buckets:
             if (slot := bucket.clear()) is not None:

@@ -133,11 +133,24 @@ class Residency:
         unit.visits -= 1
 
     def hold(self, units: Sequence[Unit]) -> None:
-        """Make units whole outside of any forward, in memory beyond the pool's, until the matching :meth:`let_go`."""
+        """Make units whole outside of any forward, in memory beyond the pool's, until the matching :meth:`let_go`: as
+        they rest, also where what is computed with is decoded.
+
+        Raises:
+            PartitaError: a unit is in use as it was decoded.
+        """
+        for unit in units:
+            if unit.state is not UnitState.RESTING and unit.planned.gathers_codes and not unit.is_exact:
+                if unit.in_use:
+                    raise PartitaError(
+                        f"unit '{unit.title}' is in use with parameters that came as codes (communication.parameters); "
+                        "whole values are there outside of forward and backward"
+                    )
+                self._evict(unit)
         for unit in units:
             unit.holds += 1
             if unit.state is UnitState.RESTING:
-                self._gather(unit, must=True, spare=True)
+                self._gather(unit, must=True, spare=True, exact=True)
         for unit in units:
             self._finish_gather(unit)
 
@@ -200,9 +213,9 @@ class Residency:
 
     # ----------------------------------------------------------------- prefetch
 
-    def _gather(self, unit: Unit, *, must: bool, spare: bool = False) -> bool:
+    def _gather(self, unit: Unit, *, must: bool, spare: bool = False, exact: bool = False) -> bool:
         """Start a gather; where the pool is full, idle units make room first if it ``must`` be, and ``spare`` memory
-        may serve.
+        may serve. ``exact``: as it rests.
         """
         if must and not self._executor.can_gather(unit):
             for idle in self.units:
@@ -211,7 +224,7 @@ class Residency:
         elif not must and not self._executor.can_gather(unit):
             return False
         self._agreement.gathers(unit.number)
-        self._executor.start_gather(unit, spare)
+        self._executor.start_gather(unit, spare, exact)
         return True
 
     def _finish_gather(self, unit: Unit) -> None:

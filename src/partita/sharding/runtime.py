@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
 from partita.comm.together import together
+from partita.memory.allocate import allocate
 from partita.memory.buffer_pool import BufferPool, Loan
 from partita.memory.tiers import StateMemory
 from partita.plan.mesh_shape import MODULE_AXES
 from partita.plan.residence import ENCODINGS, Tier
-from partita.plan.slots import bytes_ahead, unit_pool
+from partita.plan.slots import bytes_ahead, code_bytes, unit_pool
 from partita.planner.blueprint import Blueprint, row_of
 from partita.planner.dtypes import dtype_of
 from partita.planner.group_units import keep_fp32_modules
@@ -75,7 +76,8 @@ class Runtime:
         pool = unit_pool(blueprint.units, config.zero.prefetch_bytes)
         with together(collectives.all_ranks):
             self.pool = BufferPool("buffer_pool", pool, ledger, mesh.device, backed=self.loan.swap)
-        self.executor = Executor(collectives, self.pool, self.loan)
+            codes = self._memory_for_codes(blueprint)
+        self.executor = Executor(collectives, self.pool, self.loan, codes)
         first = mesh.log.register([unit.title for unit in self.units])
         for unit in self.units:
             unit.number += first
@@ -113,6 +115,13 @@ class Runtime:
         return self.collectives.group(MODULE_AXES).size == self.collectives.all_ranks.size
 
     # ------------------------------------------------------------------ building
+
+    def _memory_for_codes(self, blueprint: Blueprint) -> Tensor | None:
+        """Of parameters on their way to this rank, where they travel so."""
+        if not (num_bytes := code_bytes(blueprint.units)):
+            return None
+        self.memory.ledger.add("codes", num_bytes)
+        return allocate(num_bytes, torch.uint8, self.collectives.mesh.device)
 
     def _provide_disk(self, blueprint: Blueprint) -> None:
         """Take all the disk space that the plan asks for, before anything of the model is touched."""

@@ -238,6 +238,7 @@ class Unit:
         self.state = UnitState.WHOLE
         self.visits = 0  # open forwards and backwards
         self.holds = 0  # blocks of engine.gathered
+        self.is_exact = False  # whole as it rests, also where it is computed with as decoded
         self.pinned = False
         self.has_second = False
         self.second_kept = Event()

@@ -1,0 +1,109 @@
+"""Gathers and sums of which codes travel (:mod:`partita.plan.wire`), made of exchanges of bytes.
+
+A gather decodes what every rank has encoded, its own part too: all ranks have the same bits. A sum is an all-to-all of
+codes, which the rank that gets them decodes and adds up in fp32, in rank order; what it has itself, it adds as it is.
+Where the mesh tells nodes apart, the sums are made inside each node first, and codes of these cross between nodes
+(Wang et al., "ZeRO++", 2023, sections 3.1 and 3.3: qwZ, qgZ).
+"""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from partita.comm.exchange import Work
+from partita.comm.group import Group
+from partita.comm.transport import write_out
+from partita.kernels import codec as kernels
+from partita.plan.residence import BLOCK
+from partita.plan.wire import Codec, Wire, scratch_bytes
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Under way: what has come is decoded into ``target`` by :meth:`wait`."""
+
+    codec: Codec
+    codes: Tensor
+    target: Tensor
+    work: Work
+
+    def wait(self) -> None:
+        self.work.wait()
+        kernels.decode(self.codec, self.codes, self.target, threads=torch.get_num_threads())
+
+
+def begin_gather(group: Group, wire: Wire, source: Tensor, target: Tensor, codes: Tensor, tag: int) -> Gather:
+    """Begin to gather every rank's ``source`` ``[n]`` into ``target`` ``[size * n]``.
+
+    Args:
+        codes: uint8, memory for those of ``target``.
+    """
+    codec = wire.codec
+    assert codec is not None
+    codes = codes[: codec.num_bytes(target.numel())]
+    own = codes.view(group.size, -1)[group.index]
+    kernels.encode(codec, source, own, threads=torch.get_num_threads())
+    return Gather(codec, codes, target, group.all_gather(codes, own, "parameters", tag))
+
+
+def reduce_scatter(
+    groups: Sequence[Group], wire: Wire, sent: Tensor, out: Tensor, scratch: Tensor, *, seed: int, accumulate: bool
+) -> None:
+    """Write the sum over all ``groups``, one after the other, of the ranks' ``sent`` ``[n]`` into ``out``, or add it.
+    Of several groups the last has the outermost axes: what is this rank's part lies as after one sum over all of them.
+
+    Args:
+        scratch: uint8, of :func:`~partita.plan.wire.scratch_bytes`.
+        seed: of the random numbers; each rank adds its own place.
+    """
+    values = sent
+    num_codes = wire.num_bytes(sent.numel())
+    first_sum = 2 * num_codes
+    assert scratch.numel() >= scratch_bytes(wire, sent.numel(), [group.size for group in groups])
+    for place, group in enumerate(groups):
+        num_outer = 1
+        for outer in groups[place + 1 :]:
+            num_outer *= outer.size
+        # [outer, this group, part]: what goes to one rank of the group is a row for each of the outer ranks.
+        rows = values.view(num_outer, group.size, -1).transpose(0, 1)
+        num_bytes = wire.num_bytes(values.numel())
+        codes, received = (scratch[at : at + num_bytes].view(group.size, num_outer, -1) for at in (0, num_codes))
+        stop = first_sum + values.numel() // group.size * 4
+        total = scratch[first_sum:stop].view(torch.float32).view(num_outer, -1)
+        _exchange(group, wire, rows, codes, received, seed=seed_of(seed, place, group.index))
+        _add_up(group, wire, rows[group.index], received, total)
+        values, first_sum = total.view(-1), stop
+    write_out(values, out, accumulate=accumulate)
+
+
+def _exchange(group: Group, wire: Wire, rows: Tensor, codes: Tensor, received: Tensor, *, seed: int) -> None:
+    """Send each other rank the codes of its ``rows`` ``[size, outer, n]``."""
+    assert wire.codec is not None
+    encode = partial(kernels.encode, wire.codec, threads=torch.get_num_threads())
+    num_blocks = rows.shape[-1] // BLOCK
+    for rank in range(group.size):
+        for number, values in enumerate(rows[rank] if rank != group.index else ()):
+            first = (rank * rows.shape[1] + number) * num_blocks
+            encode(values, codes[rank, number], seed=seed if wire.unbiased else None, first_block=first)
+    group.exchange_parts(received.view(-1), codes.view(-1))
+
+
+def _add_up(group: Group, wire: Wire, own: Tensor, received: Tensor, total: Tensor) -> None:
+    """Add up ``received`` and this rank's ``own``, in rank order."""
+    assert wire.codec is not None
+    for rank in range(group.size):
+        if rank != group.index:
+            kernels.decode(
+                wire.codec, received[rank].view(-1), total.view(-1), add=rank > 0, threads=torch.get_num_threads()
+            )
+        else:
+            write_out(own, total, accumulate=rank > 0)
+
+
+def seed_of(*numbers: int) -> int:
+    """A seed of its own for each sequence of numbers, the same in every run."""
+    return zlib.crc32(repr(numbers).encode())

@@ -113,6 +113,7 @@ NOT_AVAILABLE = [
     for section, value, key in [
         ("parallel", {"tensor": 2}, "parallel.tensor"),
         ("parallel", {"sequence": 2}, "parallel.sequence"),
+        ("parallel", {"schedule": "zero_bubble"}, "parallel.schedule"),
         ("activations", {"partition": True}, "activations.partition"),
         ("activations", {"offload": "host"}, "activations.offload"),
         ("communication", {"gradients": "onebit"}, "communication.gradients"),

@@ -364,6 +364,7 @@ class Config(Section):
 # Documented settings of which this version has only some values, the default first. A value that arrives is added to
 # its line; when all are there, the line is deleted.
 AVAILABLE: dict[str, tuple[object, ...]] = {
+    "parallel.schedule": ("1f1b", "gpipe", "interleaved"),
     "parallel.tensor": (1,),
     "parallel.sequence": (1,),
     "activations.partition": (False,),

@@ -64,6 +64,6 @@ def _check_loss(model: nn.Module) -> None:
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         raise ConfigError(
             f"parallel.pipeline: {type(model).__name__} adds a loss on the router logits of all blocks "
-            "(output_router_logits), and no stage has those of others; set output_router_logits to False in the model's "
-            "config"
+            "(output_router_logits), and no stage has those of others: set output_router_logits to False in the "
+            "model's config"
         )

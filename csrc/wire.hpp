@@ -167,12 +167,13 @@ PARTITA_INLINE void decode_levels(float* __restrict out, const std::uint8_t* __r
 PARTITA_INLINE void encode_top(std::uint8_t* __restrict out, const float* __restrict in) {
     std::int32_t bits[BLOCK];
     for (int i = 0; i < BLOCK; ++i) bits[i] = std::int32_t(bits_of(in[i]) & ~SIGN);
-    std::int32_t least = 0;  // the largest number that at least TOP of them reach, a bit at a time
+    std::int32_t least = 0;  // a number that at least TOP of them reach, and TOP at most exceed, a bit at a time
     for (int bit = 30; bit >= 0; --bit) {
         const std::int32_t wanted = least | (std::int32_t(1) << bit);
         std::int32_t count = 0;
         for (int i = 0; i < BLOCK; ++i) count += bits[i] >= wanted;
         if (count >= TOP) least = wanted;
+        if (count == TOP) break;
     }
     int above = 0, taken = 0;
     for (int i = 0; i < BLOCK; ++i) above += bits[i] > least;

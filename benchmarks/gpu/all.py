@@ -19,6 +19,7 @@ PLAN: list[tuple[str, list[str], float]] = [
     ("model_tflops", ["--size", "7B", "--tokens", "16384"], 0.4),
     ("largest_model", ["--mode", "lean, everything on host"], 0.5),
     ("timeline", [], 0.4),
+    ("sparse_attention", [], 0.4),
     ("check", [], 0.4),
     ("largest_model", [], 0.6),
     ("model_tflops", [], 1.0),

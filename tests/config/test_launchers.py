@@ -1,10 +1,12 @@
 """What the launcher says about this process."""
 
+import os
 import re
+from unittest import mock
 
 import pytest
 
-from partita.config.launchers import LaunchEnvironment, launch_environment
+from partita.config.launchers import LaunchEnvironment, launch_environment, set_torch_variables
 from partita.errors import ConfigError
 
 TORCHRUN = {
@@ -154,3 +156,20 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
     for name, value in (PODS | {"RANK": "1"}).items():
         monkeypatch.setenv(name, value)
     assert launch_environment() == LaunchEnvironment(1, 2, None, 1, 0, PODS_MEET)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (SRUN, TORCHRUN | {"MASTER_ADDR": "a1", "MASTER_PORT": "10220"}),
+        (TORCHRUN | {"MASTER_ADDR": "Here"}, TORCHRUN | {"MASTER_ADDR": "Here"}),
+        (PODS | {"JOB_COMPLETION_INDEX": "1"}, PODS),
+        (BATCH, {}),
+    ],
+)
+def test_what_srun_tells_in_the_words_of_torchrun(environ: dict[str, str], expected: dict[str, str]) -> None:
+    with mock.patch.dict(os.environ, environ, clear=True):
+        set_torch_variables()
+        assert {
+            name: value for name, value in os.environ.items() if name not in environ or name in TORCHRUN
+        } == expected

@@ -34,6 +34,9 @@ schedule:
    total_steps: null, decay_steps: null, min_lr: 0.0, min_ratio: 0.0}
 clip_grad_norm: null
 activations: {checkpoint: none, partition: false, offload: none}
+attention:
+  {pattern: dense, block: 64, window: null, global: 0, random: 0, causal: auto, layers: auto, layout: [],
+   packed: false}
 loss: {tiled: none, head: auto}
 tiled: {mlp: []}
 communication: {gradients: full, parameters: full, buffers: broadcast, within_node: auto, timeout_s: 600}

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from accelerate.state import AcceleratorState, GradientState
 
+from tests.local.test_launchers import free_job
+
 UNCHANGED = """
 import json, sys
 import torch
@@ -47,6 +49,7 @@ SPLIT = {
     "gradient_clipping": "auto",
     "bf16": {"enabled": "auto"},
 }
+SRUN = Path(__file__).parents[1] / "examples" / "srun"
 PARTITA = ("-m", "partita.cli.main", "run")
 
 
@@ -99,7 +102,7 @@ def test_what_a_script_says_of_deepspeed_and_fsdp_holds_on_partita(
 
 
 @pytest.mark.thorough
-def test_files_given_to_partita_run_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_given_to_partita_run_under_torchrun_and_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, answers = tmp_path / "ds_config.json", tmp_path / "default_config.yaml"
     file.write_text(json.dumps(SPLIT))
     answers.write_text(
@@ -107,9 +110,12 @@ def test_files_given_to_partita_run_under_torchrun(tmp_path: Path, monkeypatch: 
     )
     plain = plain_losses(tmp_path, monkeypatch)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("SLURM_JOB_ID", free_job())
     for launcher in (
         (*torchrun, *PARTITA, "--deepspeed", str(file)),
         (*PARTITA, "--accelerate", str(answers)),
+        (str(SRUN), sys.executable, "-W", "ignore", *PARTITA, "--deepspeed", str(file)),
     ):
         ((run,), said) = finished(tmp_path, [{}], *launcher)
         assert (run["ranks"], run["stage"]) == (2, 3)

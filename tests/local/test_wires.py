@@ -196,7 +196,11 @@ def test_codes_train_nearly_as_values_and_always_alike(plan: str, codec: str) ->
         torch.testing.assert_close(one.losses, full.losses, rtol=0.1 if codec == "int8" else 0.5, atol=1e-3)
 
 
-@pytest.mark.parametrize("zero", [{"stage": 1}, {"stage": 3, "hierarchical": True}], ids=str)
+@pytest.mark.parametrize(
+    "zero",
+    [{"stage": 0}, {"stage": 1}, {"stage": 3, "hierarchical": True}, {"stage": 3, "replicate": "nodes"}],
+    ids=str,
+)
 def test_ranks_decode_the_same_bits(zero: dict[str, Any]) -> None:
     parameters = {"parameters": "int8"} if zero["stage"] == 3 else {}
     config = {

@@ -1,9 +1,9 @@
 """What runs on the ranks for ``test_sequence``: models on slices, beside the same model whole in the same process."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import partita
 from partita.activation.recompute import Recomputation
 from partita.comm.collectives import Collectives
 from partita.comm.group import Group
@@ -73,7 +74,7 @@ def batch_of(name: str, step: int = 0, *, samples: int = 2, length: int = LENGTH
     if step % 2:
         mask[0, :3], mask[-1, length - 5 :] = 0, 0
     labels = tokens.masked_fill(mask == 0, -100)
-    labels[0, 7] = -100
+    labels[0, 7 % length] = -100
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
@@ -305,3 +306,174 @@ def losses_of_own(name: str) -> list[tuple[float, float]]:
             (found.item(), expected.item())
             for found, expected in zip(losses(model(tokens)), losses(whole(tokens)), strict=True)
         ]
+
+
+# -- engines -----------------------------------------------------------------------------------------------------------
+
+STEPS, CLIP = 10, 0.5
+ADAMW: dict[str, Any] = {"lr": 2e-3, "eps": 1e-4}  # gradients of nothing but rounding stay small
+
+
+@dataclass
+class Trained:
+    """Losses and norms by step, the whole gradients of the first one, and what was sent for the sequence axis."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def trained(name: str, sequence: int, stage: int = 1, **sections: Any) -> Trained:
+    """By an engine, on samples of the rank's data coordinate; lengths change."""
+    config = {
+        "parallel": {"sequence": sequence},
+        "clip_grad_norm": CLIP,
+        "optimizer": ADAMW,
+        "zero": {"stage": stage},
+        **sections,
+    }
+    result = Trained()
+    with partita.initialize(built(name), config) as engine:
+        data = engine.mesh.coordinate("data")
+        for step in range(STEPS):
+            loss = zoo.loss_of(engine(**_samples(name, step, data)))
+            engine.backward(loss)
+            if not step:
+                result.gradients = _present({key: engine.gradient(key) for key, _ in engine.module.named_parameters()})
+            outcome = engine.step()
+            assert outcome.grad_norm is not None
+            result.losses.append(engine.mean(loss).item())
+            result.norms.append(outcome.grad_norm)
+        result.weights = engine.state_dict()
+    return result
+
+
+def trained_plainly(name: str, num_data: int) -> Trained:
+    """By one process, on the samples of all data coordinates."""
+    model, result = built(name), Trained()
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01, **ADAMW)
+    for step in range(STEPS):
+        losses = [zoo.loss_of(model(**_samples(name, step, data))) for data in range(num_data)]
+        (mean := torch.stack(losses).mean()).backward()
+        if not step:
+            result.gradients = _present({key: param.grad for key, param in model.named_parameters()})
+        result.norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        result.losses.append(mean.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return result
+
+
+def _samples(name: str, step: int, data: int) -> Batch:
+    return batch_of(name, 10 * step + data, length=LENGTH - 4 * (step % 2))
+
+
+def _present(gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    return {key: gradient.clone() for key, gradient in gradients.items() if gradient is not None}
+
+
+# -- what cannot be cut ------------------------------------------------------------------------------------------------
+
+
+class Mixing(nn.Module):
+    """[batch, positions, WIDTH] to the same, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(WIDTH, WIDTH), how
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x: Tensor, table: Tensor | None = None) -> Tensor:
+        if self.how == "by hand":
+            heads = self.layer(x)
+            return x + (heads @ heads.mT).softmax(-1) @ heads
+        if self.how == "causal by hand":  # which the first rank computes rightly
+            heads = self.layer(x)
+            seen = torch.ones(x.shape[1], x.shape[1]).tril() > 0
+            return x + (heads @ heads.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ heads
+        if self.how == "convolution":
+            return x + self.convolution(x.mT).mT
+        if self.how == "table":
+            return x + self.layer(x) * torch.arange(LENGTH)[None, :, None]
+        return x + self.layer(x)
+
+
+class Mixer(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.embedding = how, nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList([Mixing(how), Mixing(how)])
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+            if self.how == "between":
+                x = torch.cat((x, x[:, -1:]), 1)
+        return self.head(x)
+
+
+def mixed(how: str) -> bool:
+    """Whether a model that mixes positions like this trains."""
+    seeds.start()
+    with partita.initialize(Mixer(how), {"parallel": {"sequence": world()}}) as engine:
+        tokens = batch_of("decoder")["tokens"]
+        engine.backward(F.cross_entropy(engine(tokens).flatten(0, 1), tokens.flatten()))
+        return engine.step().stepped
+
+
+def refused(what: str) -> None:
+    """Ends in an error."""
+    model, batch = built("llama"), batch_of("llama")
+    if what == "no blocks":
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    elif what == "flash":
+        model.config._attn_implementation_internal = "flash_attention_2"
+    elif what == "short":
+        batch = batch_of("llama", length=world() - 1)
+    elif what == "collected":
+        batch["output_hidden_states"] = True  # type: ignore[assignment]
+    with partita.initialize(model, {"parallel": {"sequence": world()}}) as engine:
+        output = engine(**batch)
+        if what == "alone" and rank() == 0:
+            output.logits.argmax(-1)
+        engine.backward(output.loss)
+
+
+def generated() -> bool:
+    """Whether text is generated as one process does, inside ``gathered``; training goes on on slices."""
+    model, batch = built("llama"), batch_of("llama")
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "use_cache": True}
+    tokens = batch["input_ids"][:, :7]
+    expected = copy.deepcopy(model).generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+    with partita.initialize(model, {"parallel": {"sequence": world()}, "zero": {"stage": 3}}) as engine:
+        losses = [engine(**batch).loss.item()]
+        with engine.gathered():
+            found = engine.module.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+        losses.append(engine(**batch).loss.item())
+        assert "model.layers.0: a slice of the sequence, attention by sdpa" in engine.explain()
+    assert model.config._attn_implementation == "sdpa"
+    assert not any("forward" in vars(module) for module in model.modules())
+    return torch.equal(found, expected) and losses[0] == losses[1]
+
+
+# -- dropout -----------------------------------------------------------------------------------------------------------
+
+
+def masks(sequence: int, seed: int | None) -> list[Tensor]:
+    """What dropout keeps of ones, before the blocks and in them, on each rank."""
+    seen = list[Tensor]()
+    model = Mixer("nothing").train()
+    model.embedding = nn.Sequential(model.embedding, nn.Dropout(0.5))
+    for block in model.blocks:
+        block.layer = nn.Dropout(0.5)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(lambda module, args, out: seen.append((out != 0).detach()))
+    torch.manual_seed(rank())
+    with partita.initialize(model, {"parallel": {"sequence": sequence}, "seed": seed}) as engine:
+        tokens = batch_of("decoder")["tokens"]
+        engine(tokens)
+    return seen[-3:]  # the first batch is looked at before

@@ -1,10 +1,15 @@
 """Sequence parallelism: one process's losses and gradients, on unmodified models."""
 
 import pytest
+import torch
 
+from partita import ConfigError, PartitaError
+from partita.config.load import load_config
+from partita.config.resolve import resolve
 from tests.local import pool
 from tests.matrix import matrix
 from tests.parallel import sequence
+from tests.parallel.sequence import Trained
 
 
 @matrix(name=sequence.NAMES, ranks=[2, 3])
@@ -46,3 +51,94 @@ def test_losses_are_those_of_whole_logits() -> None:
     for losses in pool.run(3, sequence.losses_of_own, "decoder"):
         for found, expected in losses:
             assert found == pytest.approx(expected, rel=1e-5)
+
+
+def _close(found: Trained, plain: Trained) -> None:
+    assert found.losses == pytest.approx(plain.losses, abs=1e-5)
+    assert found.norms == pytest.approx(plain.norms, rel=1e-5)
+    for key, expected in plain.gradients.items():
+        off = (found.gradients[key] - expected).abs().max()
+        assert off <= 1e-5 * expected.abs().max() + 1e-8, key
+
+
+@matrix(name=["llama", "qwen3", "gpt2", "decoder", "vit"], ranks=[2, 3])
+def test_engines_train_as_one_process_does(name: str, ranks: int) -> None:
+    (plain,) = pool.run(1, sequence.trained_plainly, name, 1)
+    for found in pool.run(ranks, sequence.trained, name, ranks):
+        _close(found, plain)
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.thorough)])
+def test_every_stage_is_the_same_beside_data(name: str) -> None:
+    """States are shards over data x sequence; on sequence 2 x data 2 all stages have the same bits."""
+    (plain,) = pool.run(1, sequence.trained_plainly, name, 2)
+    first = None
+    for stage in range(4):
+        by_rank = pool.run(4, sequence.trained, name, 2, stage, timeout=120)
+        first = first or by_rank
+        for found, reference in zip(by_rank, first, strict=True):
+            _close(found, plain)
+            assert (found.losses, found.norms) == (reference.losses, reference.norms)
+            assert found.weights.keys() == reference.weights.keys()
+            assert all(torch.equal(value, reference.weights[key]) for key, value in found.weights.items())
+
+
+ERRORS = {
+    "no blocks": "parallel.sequence: 3: Sequential has no blocks .repeated modules in a ModuleList or Sequential.",
+    "flash": "attention by 'flash_attention_2' does not take a mask .* attn_implementation='sdpa'",
+    "short": "a sequence of 2 positions cannot be cut over parallel.sequence: 3 ranks; use longer sequences",
+    "collected": "output_hidden_states collects what each block computes, of which a rank has its slice",
+    "alone": "'argmax' reads logits of which each of 3 ranks has a slice of the sequence, and not all of them do",
+}
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_what_is_refused(what: str) -> None:
+    with pytest.raises(PartitaError, match=ERRORS[what]):
+        pool.run(3, sequence.refused, what)
+
+
+def test_tiles_of_logits_are_refused_beside_slices() -> None:
+    config = load_config({"parallel": {"sequence": 2}, "loss": {"tiled": "auto"}})
+    with pytest.raises(ConfigError, match="loss.tiled has each rank compute the logits of all positions"):
+        resolve(config, 2, "cpu")
+
+
+HIDDEN = {
+    "by hand": "'blocks.0' computes something else on slices of the sequence .* Attention is seen where it is",
+    "causal by hand": "'blocks.0' computes something else on slices of the sequence",
+    "convolution": "'blocks.0' computes something else on slices of the sequence",
+    "table": "the model runs on whole sequences and not on slices: The size of tensor a .1[12]. must match",
+    "between": "'blocks.1' is called with 12 positions, where this rank has 11 of 22: between the blocks",
+}
+
+
+@pytest.mark.parametrize("how", HIDDEN)
+def test_what_slices_do_not_see_is_found_on_the_first_batch(how: str) -> None:
+    with pytest.raises(PartitaError, match=HIDDEN[how]):
+        pool.run(2, sequence.mixed, how)
+
+
+def test_blocks_that_mix_nothing_train() -> None:
+    assert all(pool.run(2, sequence.mixed, "nothing"))
+
+
+def test_text_is_generated_on_a_gathered_model() -> None:
+    assert all(pool.run(2, sequence.generated))
+
+
+def test_masks_are_those_of_one_process_where_a_tensor_is_whole() -> None:
+    """In the blocks each rank draws for its slice, others than the other ranks."""
+    ((whole, *_),) = pool.run(1, sequence.masks, 1, 7)
+    first, second = pool.run(2, sequence.masks, 2, 7)
+    assert torch.equal(first[0], whole)
+    assert torch.equal(second[0], whole)
+    for mine, other in zip(first[1:], second[1:], strict=True):
+        assert mine.shape[1] == 12
+        assert other.shape[1] == 11
+        assert not torch.equal(mine[:, :11], other)
+    again = pool.run(2, sequence.masks, 2, 7)
+    assert all(torch.equal(a, b) for a, b in zip(first, again[0], strict=True))
+    drawn = pool.run(2, sequence.masks, 2, None)
+    assert torch.equal(drawn[0][0], drawn[1][0])
+    assert not torch.equal(drawn[0][0], whole)

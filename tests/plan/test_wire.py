@@ -15,10 +15,10 @@ def test_records_hold_codes_and_scale() -> None:
 def test_bytes_of_an_edge() -> None:
     num = 8 * BLOCK
     assert Wire(FP32).num_bytes(num) == 4 * num
-    assert Wire(BF16).gather_bytes(num, 4) == 3 * 2 * num // 4
-    assert Wire(FP32, CODECS["int8"]).gather_bytes(num, 4) == 3 * 2 * 260
-    assert Wire(FP32, CODECS["int4"], unbiased=True).reduce_bytes(num, 8) == 7 * 132
-    assert Wire(FP32, CODECS["sign"], feedback=True).reduce_bytes(num, 1) == 0
+    assert Wire(BF16).sent_bytes(num, 4) == 3 * 2 * num // 4
+    assert Wire(FP32, CODECS["int8"]).sent_bytes(num, 4) == 3 * 2 * 260
+    assert Wire(FP32, CODECS["int4"], unbiased=True).sent_bytes(num, 8) == 7 * 132
+    assert Wire(FP32, CODECS["sign"], feedback=True).sent_bytes(num, 1) == 0
 
 
 def test_what_cannot_be() -> None:

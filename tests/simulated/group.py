@@ -85,6 +85,18 @@ class Group(dist.ProcessGroup):
         target = self._native.host_view(tensor)
         return self._launch("all_reduce", tensor, tensor, lambda parts: target.copy_(_sum(parts).view_as(target)))
 
+    def alltoall(self, received: list[Tensor], sent: list[Tensor], options: Any = None) -> Work:
+        """Of parts of equal sizes, which lie side by side."""
+        targets, own = [self._native.host_view(part) for part in received], self.rank()
+        whole, into = (parts[0].as_strided((len(parts) * parts[0].numel(),), (1,)) for parts in (sent, received))
+        assert all(part.data_ptr() == whole.data_ptr() + i * part.nbytes for i, part in enumerate(sent))
+
+        def land(wholes: list[Tensor]) -> None:
+            for target, from_rank in zip(targets, wholes, strict=True):
+                target.copy_(from_rank.view(len(targets), -1)[own])
+
+        return self._launch("all_to_all", whole, into, land)
+
     def broadcast(self, tensors: list[Tensor], options: Any) -> Work:
         (tensor,) = tensors
         target, root = self._native.host_view(tensor), options.rootRank

@@ -47,6 +47,12 @@ PLANS: dict[str, Mapping[str, Any]] = {
     "lean, in backward, on host": {**on(2, **ON_HOST), "precision": {**LEAN, "gradients": "in_backward"}},
     "lean, in backward, on disk": {**on(3, **ON_DISK), "precision": {**LEAN, "gradients": "in_backward"}},
     "accumulated": {**on(3), "batch": {"accumulate": 3}},
+    "codes": {**on(3), "communication": {"gradients": "int4", "parameters": "int8"}},
+    "codes, bf16, optimizer on host": {
+        **on(2, optimizer="host"),
+        "precision": {"compute": "bf16"},
+        "communication": {"gradients": "int8"},
+    },
     "saved while training waits": {**on(3), "checkpoint": {"background": False}},
     "accumulated, stage 1, on host": {**on(1, optimizer="host"), "batch": {"accumulate": 3}},
 }

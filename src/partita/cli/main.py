@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from partita.cli.attention import attention
 from partita.cli.checkpoint import checkpoint
 from partita.cli.convert import convert
 from partita.cli.doctor import doctor
@@ -23,6 +24,7 @@ app.command()(train)
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(doctor)
 app.command()(schema)
+app.add_typer(attention)
 app.add_typer(checkpoint)
 app.add_typer(convert)
 

@@ -45,11 +45,13 @@ def check_settings(config: Config, derived: Mapping[str, Row]) -> None:
             raise conflict(problem, [resolved(key), resolved(other)], f"leave {key} out")
     compute = str(resolved("precision.compute").value)
     accumulates = resolved("batch.accumulate").value != 1
-    for keys, problem, fix in (
+    rules = (
         *_states(config, compute, accumulates),
         *_pipeline(config),
         *_training(config),
-    ):
+        *_attention(config),
+    )
+    for keys, problem, fix in rules:
         raise conflict(problem, [resolved(key) for key in keys], fix)
 
 
@@ -133,6 +135,12 @@ def _pipeline(config: Config) -> Iterator[Contradiction]:
 
 def _training(config: Config) -> Iterator[Contradiction]:
     optimizer = config.optimizer
+    if config.loss.tiled != "none" and config.parallel.sequence > 1:
+        yield (
+            ("loss.tiled", "parallel.sequence"),
+            "loss.tiled has each rank compute the logits of all positions, of which parallel.sequence gives it its own",
+            "leave loss.tiled out",
+        )
     if config.precision.nonfinite == "rewind" and config.checkpoint.dir is None:
         yield (
             ("precision.nonfinite", "checkpoint.dir"),
@@ -152,6 +160,22 @@ def _training(config: Config) -> Iterator[Contradiction]:
             f"write optimizer.momentum: {optimizer.betas[0]} in place of optimizer.betas",
         )
     yield from _schedule(config)
+
+
+def _attention(config: Config) -> Iterator[Contradiction]:
+    attention = config.attention
+    if config.parallel.sequence > 1 and (attention.pattern != "dense" or attention.packed):
+        yield (
+            ("attention.pattern", "attention.packed", "parallel.sequence"),
+            "block-sparse attention computes whole sequences, which the ranks of parallel.sequence share",
+            "set attention.pattern to dense and attention.packed to false, or parallel.sequence to 1",
+        )
+    if attention.packed and attention.pattern != "dense":
+        yield (
+            ("attention.packed", "attention.pattern"),
+            "attention.packed is of dense attention; every other pattern tells documents apart by position_ids anyway",
+            "leave attention.packed out",
+        )
 
 
 def _schedule(config: Config) -> Iterator[Contradiction]:

@@ -9,7 +9,8 @@ import yaml
 
 from partita.config.messages import KeyPath, Problem, nearest, report, shown
 from partita.config.plain import plain
-from partita.config.schema import Config, as_number
+from partita.config.schema import Config
+from partita.config.values import as_number
 
 
 class KeyClass(StrEnum):

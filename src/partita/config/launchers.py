@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from partita.config.messages import shown
 from partita.errors import ConfigError
@@ -79,6 +80,19 @@ def set_launch_environment(launch: LaunchEnvironment, host: str, port: int) -> N
     local = {"LOCAL_RANK": launch.local_rank or 0, "LOCAL_WORLD_SIZE": launch.local_world_size}
     told = {"RANK": launch.rank, "WORLD_SIZE": launch.world_size, **local, "MASTER_ADDR": host, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in told.items()})
+
+
+def set_torch_variables() -> None:
+    """Tell this process what torchrun would, where srun or Kubernetes has told it otherwise: for libraries that know
+    torchrun's variables alone.
+
+    Raises:
+        ConfigError: naming the variable that is missing, no number or out of range.
+    """
+    launch = launch_environment()
+    if "RANK" not in os.environ and launch.url and launch.local_rank is not None:
+        place = urlsplit(launch.url)
+        set_launch_environment(launch, str(place.hostname), int(place.port or 0))
 
 
 def set_local_world_size(size: int) -> None:

@@ -7,7 +7,8 @@ from math import log, prod
 
 from partita.config.checks import check_settings, idle_settings
 from partita.config.messages import Row, conflict, key_paths, row, setting, shown
-from partita.config.schema import Batch, Config, Section
+from partita.config.schema import Batch, Config
+from partita.config.values import Section
 from partita.errors import ConfigError
 from partita.plan.across_nodes import needless_crossings
 from partita.plan.mesh_shape import AXES, MeshShape

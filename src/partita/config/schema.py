@@ -2,109 +2,37 @@
 
 Each section checks its own values here; what depends on several sections, on the number of ranks or on the device is
 checked in :mod:`partita.config.resolve`.
-
-YAML 1.1 reads ``1e-3`` as text, and people write ``"8"`` and ``1e8`` for whole numbers: numeric text is a number here,
-and an integral float a whole number. A truth value is never a number.
 """
 
-import numbers
-import os
-import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NoReturn, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    Strict,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, create_model
 
 from partita.config.messages import Problem, Where, report, setting, shown, validation_problems
 from partita.config.plain import plain
-from partita.errors import ConfigError
+from partita.config.values import (
+    Auto,
+    Bytes,
+    Count,
+    CountOrZero,
+    Flag,
+    NotNegative,
+    PathText,
+    Positive,
+    Ratio,
+    Rows,
+    Section,
+    Share,
+    SharePair,
+    SomeTexts,
+    Text,
+    Texts,
+    Windows,
+    as_pairs,
+    as_whole,
+)
 
-_INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
-_NUMBER = re.compile(r"[+-]?([0-9]{1,400}(\.[0-9]{0,400})?|\.[0-9]{1,400})([eE][+-]?[0-9]{1,9})?")
-_SIZE = re.compile(r"([0-9.eE+]+) ?([kKmMgGtT][iI]?)?[bB]")
-_LARGEST_COUNT = 2**31 - 1
-_LARGEST_SIZE = 2**63 - 1
-
-
-def as_number(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("a truth value is not a number")
-    if isinstance(value, str):
-        text = value.strip()
-        if _INTEGER.fullmatch(text):
-            return int(text)
-        return float(text) if _NUMBER.fullmatch(text) else value
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real):
-        try:
-            return float(value)
-        except OverflowError as error:
-            raise ValueError("too large for a float") from error
-    return value
-
-
-def as_whole(value: object) -> object:
-    number = as_number(value)
-    return int(number) if isinstance(number, float) and number.is_integer() else number
-
-
-def _size(value: object) -> object:
-    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None:
-        return as_whole(value)
-    amount = as_number(match[1])
-    prefix = (match[2] or "").lower()
-    if not isinstance(amount, int | float):
-        raise ValueError("not a number of bytes")
-    base = 1024 if prefix.endswith("i") else 1000
-    return as_whole(amount * base ** ("", "k", "m", "g", "t").index(prefix[:1]))
-
-
-def _path(value: object) -> object:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
-def as_tuple(value: object) -> object:
-    """A list as YAML has it."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-def as_pairs(value: object) -> object:
-    """A mapping as the pairs that it consists of."""
-    return tuple(value.items()) if isinstance(value, Mapping) else value
-
-
-Flag = Annotated[bool, Strict()]
-Count = Annotated[int, Strict(), Field(ge=1, le=_LARGEST_COUNT), BeforeValidator(as_whole)]
-CountOrZero = Annotated[int, Strict(), Field(ge=0, le=_LARGEST_COUNT), BeforeValidator(as_whole)]
-_WrittenBytes = Annotated[int, Field(ge=0, le=_LARGEST_SIZE)] | Annotated[str, Field(pattern=rf"^{_SIZE.pattern}$")]
-Bytes = Annotated[
-    int,
-    Strict(),
-    Field(ge=0, le=_LARGEST_SIZE, examples=["64MiB"]),
-    BeforeValidator(_size, json_schema_input_type=_WrittenBytes),
-]
-Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False), BeforeValidator(as_number)]
-NotNegative = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False), BeforeValidator(as_number)]
-Share = Annotated[float, Strict(), Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(as_number)]
-Ratio = Annotated[float, Strict(), Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(as_number)]
-SharePair = Annotated[tuple[Share, Share], Strict(), BeforeValidator(as_tuple)]
-Text = Annotated[str, Strict(), Field(min_length=1)]
-Texts = Annotated[tuple[Text, ...], Strict(), BeforeValidator(as_tuple)]
-SomeTexts = Annotated[tuple[Text, ...], Strict(), Field(min_length=1), BeforeValidator(as_tuple)]
-PathText = Annotated[str, Strict(), Field(min_length=1), BeforeValidator(_path)]
-
-Auto = Literal["auto"]
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(as_whole)]
 Tier = Literal["none", "host", "disk", "auto"]
 TensorRule = Literal["column", "row", "column_gathered", "row_split", "vocabulary", "whole"]
@@ -115,23 +43,6 @@ TensorRules = Annotated[
 ]
 Gradients = Literal["fp32", "bf16", "fp16", "in_backward"]
 Compute = Literal["auto", "fp32", "bf16", "fp16"]
-
-
-class Section(BaseModel):
-    """A frozen group of keys. An empty section (``zero:`` with nothing behind it) is one of defaults."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _empty_is_defaults(cls, data: object) -> object:
-        return {} if data is None else data
-
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise ConfigError(
-            f"a configuration does not change: '{name}' cannot be set to {value!r}; make another one with "
-            "partita.config.load.load_config(config, overrides=['section.key=value'])"
-        )
 
 
 class Parallel(Section):
@@ -262,6 +173,38 @@ class Activations(Section):
     offload: Tier = Field("none", description="tier of kept activations")
 
 
+class AttentionSection(Section):
+    """Which keys each query sees: block-sparse attention."""
+
+    pattern: Literal["dense", "sliding", "fixed", "variable", "bigbird", "longformer", "user"] = Field(
+        "dense", description="which keys each query sees; dense: attention stays the model's own"
+    )
+    block: Count = Field(64, description="positions in a block, the unit in which attention is computed or left out")
+    window: Windows | None = Field(
+        None,
+        description="positions, as in transformers' sliding_window; fixed: positions of each window; variable: a list, "
+        "whose last goes for all that follow",
+    )
+    random: CountOrZero = Field(0, description="random blocks that each block of queries sees (bigbird, variable)")
+    causal: Auto | Flag = Field("auto", description="nobody sees what comes later; auto: as each module has it")
+    layers: Auto | SomeTexts = Field(
+        "auto", description="class names or name patterns of the modules that have it; auto: all self-attention"
+    )
+    layout: Rows = Field(
+        (), description="user: a row of 0 and 1 for each block of queries, with a figure for each block of keys"
+    )
+    packed: Flag = Field(
+        False, description="dense: compute no more than what documents packed into a sample (position_ids) see"
+    )
+
+
+_GLOBAL = Field(0, description="blocks that all see: the first ones; fixed: the last ones of each window")
+_KEYWORD: dict[str, Any] = {"global": (CountOrZero, _GLOBAL)}  # no class body can have it as a name
+Attention = create_model(
+    "Attention", __base__=AttentionSection, __module__=__name__, __doc__=AttentionSection.__doc__, **_KEYWORD
+)
+
+
 class Loss(Section):
     """How the loss is computed of the last hidden states."""
 
@@ -293,7 +236,7 @@ class Communication(Section):
     gradients: Text = Field(
         "full",
         description="encoding of gradients as they travel; full: precision.gradients; int8, int4: codes in blocks, "
-        "rounded at random, and summed in fp32",
+        "rounded at random, and summed in fp32; sums that go back do so as int8",
     )
     parameters: Text = Field(
         "full",
@@ -333,6 +276,7 @@ class Config(Section):
     schedule: Schedule = Field(Schedule(), description="the learning rate over steps")
     clip_grad_norm: Positive | None = Field(None, description="largest global norm of the gradients; null: not clipped")
     activations: Activations = Field(Activations(), description="what is kept for backward")
+    attention: Attention = Field(Attention(), description="which keys each query sees")
     loss: Loss = Field(Loss(), description="how the loss is computed")
     tiled: Tiled = Field(Tiled(), description="modules that are computed tile by tile")
     communication: Communication = Field(Communication(), description="what travels between ranks")
@@ -366,7 +310,6 @@ class Config(Section):
 AVAILABLE: dict[str, tuple[object, ...]] = {
     "parallel.schedule": ("1f1b", "gpipe", "interleaved"),
     "parallel.tensor": (1,),
-    "parallel.sequence": (1,),
     "activations.partition": (False,),
     "activations.offload": ("none",),
     "communication.gradients": ("full", "int8", "int4"),

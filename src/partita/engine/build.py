@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from partita.activation.recompute import Recomputation, chosen_modules
 from partita.activation.tiled_loss import TiledHeads, find_heads
 from partita.activation.tiles import tiled_modules
+from partita.attention.apply import SparseAttention
 from partita.checkpoint.checkpoints import Checkpoints
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
@@ -67,6 +68,7 @@ class Parts:
     blueprint: Blueprint
     shortages: Shortages
     runtime: Runtime
+    attention: SparseAttention
     recomputation: Recomputation
     tiled_heads: TiledHeads
     updater: Updater
@@ -77,6 +79,14 @@ class Parts:
     parallel: Parallel
     samples: SameSamples
     pipeline: Pipeline
+
+    def leave_modules(self) -> None:
+        """Give the model's modules their own forwards back, from the outermost change to the innermost."""
+        self.tiled_heads.remove()
+        self.recomputation.remove()
+        self.attention.remove()
+        self.pipeline.remove()
+        self.parallel.remove()
 
 
 def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Parts:
@@ -109,6 +119,7 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         check_unclaimed(model)
         check_quantized(find_quantized(model), mesh.device)
         blueprint = make_blueprint(model, resolved, num_moments, budget, parallel.shares)
+        attention = SparseAttention(model, settings.attention)
         choice = settings.activations.checkpoint
         unit_names = [unit.name for unit in blueprint.units]
         recomputed = chosen_modules(model, unit_names, choice)
@@ -139,6 +150,7 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         memory.close()
         raise
     weights = source.folder if source is not None else None
+    attention.apply()  # inside what runs again in backward
     recomputation = Recomputation(recomputed, selective=choice == "selective", tiled=tiled)
     tiled_heads = TiledHeads(heads, settings.loss)
     samples = SameSamples(collectives.group(SAMPLE_AXES), mesh.coordinate("data"))
@@ -148,6 +160,7 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         blueprint,
         shortages,
         runtime,
+        attention,
         recomputation,
         tiled_heads,
         updater,

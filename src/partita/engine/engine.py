@@ -354,10 +354,7 @@ class Engine:
     def _end(self) -> None:
         self._closed = True
         self._parts.updater.close()
-        self._parts.tiled_heads.remove()
-        self._parts.recomputation.remove()
-        self._parts.pipeline.remove()
-        self._parts.parallel.remove()
+        self._parts.leave_modules()
         self._parts.runtime.close()
         if self._owns_mesh:
             self.mesh.close()

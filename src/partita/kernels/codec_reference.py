@@ -13,10 +13,14 @@ A block of zeros is decoded as zeros, one in which something is not finite as no
 Random numbers are hashes of seed, place in the block and the block's number: they depend on nothing else.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from partita.kernels.quantize import LEAST_SCALE, nearest_bf16
+from partita.kernels.reference import CHUNK, CHUNK_ON_DEVICE
+from partita.memory.accelerator import is_host
 from partita.plan.residence import BLOCK
 from partita.plan.wire import STEP_BYTES, TOP, Codec
 
@@ -35,6 +39,29 @@ _GOLDEN = 0x9E3779B1
 
 def encode(codec: Codec, values: Tensor, codes: Tensor, held: Tensor | None, seed: int | None, first: int) -> None:
     """See :func:`partita.kernels.codec.encode`."""
+    for at, coded in _chunks(codec, values):
+        _encode(codec, values[at], codes[coded], None if held is None else held[at], seed, first + at.start // BLOCK)
+
+
+def decode(codec: Codec, codes: Tensor, out: Tensor, *, add: bool) -> None:
+    """See :func:`partita.kernels.codec.decode`."""
+    for at, coded in _chunks(codec, out):
+        values = _decoded(codec, codes[coded])
+        if add:
+            out[at].add_(values)
+        else:
+            out[at].copy_(nearest_bf16(values) if out.dtype == torch.bfloat16 else values)
+
+
+def _chunks(codec: Codec, values: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Where values lie, and their codes: temporaries are as large as a chunk, not as the buffer."""
+    size = CHUNK if is_host(values.device) else CHUNK_ON_DEVICE
+    for start in range(0, values.numel(), size):
+        stop = min(start + size, values.numel())
+        yield slice(start, stop), slice(codec.num_bytes(start), codec.num_bytes(stop))
+
+
+def _encode(codec: Codec, values: Tensor, codes: Tensor, held: Tensor | None, seed: int | None, first: int) -> None:
     given = values.float() if held is None else values.float() + held
     blocks, records = given.view(-1, BLOCK), codes.view(-1, codec.record_bytes)
     fractions = None if seed is None else _fractions(len(blocks), seed, first, values.device)
@@ -44,15 +71,6 @@ def encode(codec: Codec, values: Tensor, codes: Tensor, held: Tensor | None, see
         _encode_levels(codec, blocks, records, fractions)
     if held is not None:
         held.copy_(given - _decoded(codec, codes))
-
-
-def decode(codec: Codec, codes: Tensor, out: Tensor, *, add: bool) -> None:
-    """See :func:`partita.kernels.codec.decode`."""
-    values = _decoded(codec, codes)
-    if add:
-        out.add_(values)
-    else:
-        out.copy_(nearest_bf16(values) if out.dtype == torch.bfloat16 else values)
 
 
 def _decoded(codec: Codec, codes: Tensor) -> Tensor:

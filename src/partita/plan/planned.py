@@ -11,8 +11,8 @@ from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import Residence, Tier
 from partita.plan.span import SegmentLayout, Span
 from partita.plan.state_plan import StatePlan
-from partita.plan.steps import AllGather, ReduceScatter, Step, gathers_over, in_phases, steps, sums_over
-from partita.plan.wire import hops, scratch_bytes
+from partita.plan.steps import AllGather, ReduceScatter, Step, in_phases, on_wires, steps
+from partita.plan.wire import FULL, hops, scratch_bytes
 
 # Small segments share a bucket up to this size; it bounds the number of messages, not the memory.
 BUCKET_BYTES = 4 * 2**20
@@ -64,7 +64,7 @@ class PlannedSegment:
     @cached_property
     def gathers(self) -> tuple[Step, ...]:
         """From the parameters at rest to those in compute."""
-        return gathers_over(steps(self.row.param_rest, self.row.param_compute, self.mesh), self.row.wires.parameters)
+        return on_wires(steps(self.row.param_rest, self.row.param_compute, self.mesh), FULL, self.row.wires.parameters)
 
     @cached_property
     def gathers_codes(self) -> bool:
@@ -107,7 +107,8 @@ class PlannedSegment:
         collected = replace(self.row.grad_arrival, encoding=self.row.grad_step.encoding)
         summed = replace(self.row.grad_step, shard_axes=self.row.part_axes)
         to_sums, further = (steps(*ends, self.mesh) for ends in ((collected, summed), (summed, self.row.grad_step)))
-        return in_phases(sums_over(to_sums, self.row.wires.gradients)), in_phases(further)
+        wires = self.row.wires.gradients, self.row.wires.sums
+        return in_phases(on_wires(to_sums, *wires)), in_phases(on_wires(further, *wires))
 
     @property
     def gradient_reductions(self) -> tuple[ReduceScatter, ...]:
@@ -131,20 +132,23 @@ class PlannedSegment:
 
     @property
     def received_bytes(self) -> int:
-        """The most that one of the reductions receives from other ranks; of codes, its scratch memory."""
+        """The most that one of the reductions receives from other ranks; of codes, their scratch memory."""
         itemsize = self.row.grad_step.encoding.itemsize
         num_elements, most = self.layout.padded, 0
         for op in self.gradient_reductions:
             kept = num_elements // self.mesh.group_size(op.axes)
+            received = (num_elements - kept) * itemsize
             if op.wire.is_coded:
                 sizes = [self.mesh.group_size(axes) for axes in hops(op.axes, self.mesh)]
-                most = max(most, scratch_bytes(op.wire, num_elements, sizes))
-            else:
-                most = max(most, (num_elements - kept) * itemsize)
-            num_elements = kept
+                received = scratch_bytes(op.wire, num_elements, sizes)
+            most, num_elements = max(most, received), kept
         for step in self.copy_steps:
             if isinstance(step, ReduceScatter):
                 most = max(most, (num_elements - num_elements // self.mesh.group_size(step.axes)) * itemsize)
+        for step in self.gradient_phases[1]:
+            if isinstance(step, AllGather):
+                num_elements *= self.mesh.group_size(step.axes)
+                most = max(most, step.wire.num_bytes(num_elements) if step.wire.is_coded else 0)
         return most
 
     @property

@@ -7,7 +7,7 @@ operations is empty.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import groupby, takewhile
 
@@ -38,10 +38,13 @@ class ReduceScatter:
 
 @dataclass(frozen=True)
 class AllReduce:
-    """The sum over a group, whole on each of its ranks. ``wire``: what travels, in place of what is summed."""
+    """The sum over a group, whole on each of its ranks. ``wire``: what travels, in place of what is summed, and
+    ``back``, in place of the sums.
+    """
 
     axes: tuple[str, ...]
     wire: Wire = FULL
+    back: Wire = FULL
 
 
 @dataclass(frozen=True)
@@ -85,18 +88,23 @@ def in_phases(ops: Iterable[Step]) -> tuple[Step, ...]:
     """
     phases = list[Step]()
     for op in ops:
-        phases += [ReduceScatter(op.axes, op.wire), AllGather(op.axes)] if isinstance(op, AllReduce) else [op]
+        phases += [ReduceScatter(op.axes, op.wire), AllGather(op.axes, op.back)] if isinstance(op, AllReduce) else [op]
     return tuple(phases)
 
 
-def sums_over(ops: Iterable[Step], wire: Wire) -> tuple[Step, ...]:
-    """``ops`` with what is summed on this wire."""
-    return tuple(replace(op, wire=wire) if isinstance(op, ReduceScatter | AllReduce) else op for op in ops)
-
-
-def gathers_over(ops: Iterable[Step], wire: Wire) -> tuple[Step, ...]:
-    """``ops`` with what is gathered on this wire."""
-    return tuple(replace(op, wire=wire) if isinstance(op, AllGather) else op for op in ops)
+def on_wires(ops: Iterable[Step], summed: Wire, gathered: Wire) -> tuple[Step, ...]:
+    """``ops`` with what is summed, and what is gathered, on these wires."""
+    found = list[Step]()
+    for op in ops:
+        match op:
+            case AllGather(axes):
+                op = AllGather(axes, gathered)
+            case ReduceScatter(axes):
+                op = ReduceScatter(axes, summed)
+            case AllReduce(axes):
+                op = AllReduce(axes, summed, gathered)
+        found.append(op)
+    return tuple(found)
 
 
 @cache

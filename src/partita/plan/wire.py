@@ -80,12 +80,10 @@ class Wire:
     def is_coded(self) -> bool:
         return self.codec is not None
 
-    def gather_bytes(self, num_elements: int, num_ranks: int) -> int:
-        """Bytes that a rank sends where each of ``num_ranks`` gets all ``num_elements``, and has one part of them."""
-        return (num_ranks - 1) * self.num_bytes(num_elements // num_ranks)
-
-    def reduce_bytes(self, num_elements: int, num_ranks: int) -> int:
-        """Bytes that a rank sends where each of ``num_ranks`` has ``num_elements``, and gets one part of the sum."""
+    def sent_bytes(self, num_elements: int, num_ranks: int) -> int:
+        """Bytes that a rank sends where each of ``num_ranks`` gets all ``num_elements``, and has one part of them; as
+        many as where each has all, and gets one part of the sum.
+        """
         return (num_ranks - 1) * self.num_bytes(num_elements // num_ranks)
 
 
@@ -94,11 +92,13 @@ FULL = Wire()
 
 @dataclass(frozen=True)
 class Wires:
-    """What travels on the edges of the table: where gradients are summed up, and where parameters that rest split are
-    gathered to be computed with.
+    """What travels on the edges of the table: ``gradients`` to where they are summed up, ``sums`` of them to where the
+    optimizer works on more than a rank has summed up, and ``parameters`` that rest split to where they are computed
+    with.
     """
 
     gradients: Wire = FULL
+    sums: Wire = FULL
     parameters: Wire = FULL
 
 

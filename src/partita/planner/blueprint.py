@@ -90,8 +90,13 @@ def _wires(asked: Communication, row: StatePlan) -> Wires:
     summed, gathered = CODECS.get(asked.gradients), CODECS.get(asked.parameters)
     if row.param_compute.encoding.name not in ENCODINGS:
         gathered = None
-    gradients = Wire(row.grad_step.encoding, summed, unbiased=summed is not None)
-    return Wires(gradients, Wire(row.param_compute.encoding, gathered))
+    gradients = row.grad_step.encoding
+    parameters = Wire(row.param_compute.encoding, gathered)
+    if summed is None:
+        return Wires(parameters=parameters)
+    # Nothing evens out what the sums lose: they take the finer codes.
+    sums = Wire(gradients, CODECS["int8"], unbiased=True)
+    return Wires(Wire(gradients, summed, unbiased=True), sums, parameters)
 
 
 def make_blueprint(

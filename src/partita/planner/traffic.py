@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from partita.plan.mesh_shape import AXES, BATCH_AXES, MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
 from partita.plan.residence import Encoding, Residence
-from partita.plan.steps import AllGather, Encode, ReduceScatter, Slice, Step, in_phases, steps, sums_over
+from partita.plan.steps import AllGather, Encode, ReduceScatter, Slice, Step, in_phases, on_wires, steps
 from partita.plan.traffic import TrafficKey, TrafficMeter, TrafficReport
 from partita.plan.wire import Wire, hops
 
@@ -97,7 +97,7 @@ class _Sent:
         """
         row, num_elements = bucket[0].row, sum(segment.layout.padded for segment in bucket)
         arriving, remaining = (
-            sums_over(steps(src, dst, self._mesh), row.wires.gradients)
+            on_wires(steps(src, dst, self._mesh), row.wires.gradients, row.wires.sums)
             for src, dst in ((row.grad_arrival, row.grad_between), (row.grad_between, row.grad_step))
         )
         self.count(arriving, row.grad_arrival, num_elements, "gradients", num_reduced)
@@ -140,7 +140,7 @@ def sent_by_steps(
         elif isinstance(op, AllGather):
             num = mesh.group_size(op.axes)
             num_elements *= num
-            yield "all_gather", op.axes, _on(op.wire, encoding).gather_bytes(num_elements, num)
+            yield "all_gather", op.axes, _on(op.wire, encoding).sent_bytes(num_elements, num)
         elif isinstance(op, ReduceScatter):
             coded = op.wire.is_coded
             for axes in hops(op.axes, mesh) if coded else (op.axes,):
@@ -148,7 +148,7 @@ def sent_by_steps(
                 yield (
                     "all_to_all" if coded else "reduce_scatter",
                     axes,
-                    _on(op.wire, encoding).reduce_bytes(num_elements, num),
+                    _on(op.wire, encoding).sent_bytes(num_elements, num),
                 )
                 num_elements //= num
         elif isinstance(op, Slice):

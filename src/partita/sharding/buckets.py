@@ -294,12 +294,17 @@ class Bucket:
         """What comes from now on is of another backward."""
         self._fresh.clear()
 
-    def spread(self, movement: Movement) -> None:
-        """Bring the sums to where the optimizer works on more than this rank's row."""
+    def spread(self, movement: Movement, received: Tensor | None) -> None:
+        """Bring the sums to where the optimizer works on more than this rank's row.
+
+        Args:
+            received: scratch memory that ``spreading`` needs.
+        """
         assert self._whole is not None
         assert self._shard is not None
         row = self._shard.lend().tensor
-        finish_all(movement.begin(self.spreading, row, self._whole.view(-1), purpose="gradients"))
+        begun = movement.begin(self.spreading, row, self._whole.view(-1), purpose="gradients", received=received)
+        finish_all(begun)
 
     def clear(self) -> Slot | None:
         """To OPEN: drop all gradients. Returns the slot that is free now, where a backward did not end."""

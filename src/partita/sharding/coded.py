@@ -36,18 +36,22 @@ class Gather:
         kernels.decode(self.codec, self.codes, self.target, threads=torch.get_num_threads())
 
 
-def begin_gather(group: Group, wire: Wire, source: Tensor, target: Tensor, codes: Tensor, tag: int) -> Gather:
+def begin_gather(
+    group: Group, wire: Wire, source: Tensor, target: Tensor, codes: Tensor, *, seed: int, purpose: str, tag: int
+) -> Gather:
     """Begin to gather every rank's ``source`` ``[n]`` into ``target`` ``[size * n]``.
 
     Args:
         codes: uint8, memory for those of ``target``.
+        seed: of the random numbers, where values are rounded by such; each rank adds its own place.
     """
     codec = wire.codec
     assert codec is not None
     codes = codes[: codec.num_bytes(target.numel())]
     own = codes.view(group.size, -1)[group.index]
-    kernels.encode(codec, source, own, threads=torch.get_num_threads())
-    return Gather(codec, codes, target, group.all_gather(codes, own, "parameters", tag))
+    chosen = seed_of(seed, group.index) if wire.unbiased else None
+    kernels.encode(codec, source, own, seed=chosen, threads=torch.get_num_threads())
+    return Gather(codec, codes, target, group.all_gather(codes, own, purpose, tag))
 
 
 def reduce_scatter(

@@ -64,7 +64,10 @@ class Movement:
                         source = _part(target, group).copy_(source, non_blocking=True)
                     if wire.is_coded:
                         assert received is not None
-                        handles.append(begin_gather(group, wire, source, target, received.view(torch.uint8), tag))
+                        room, seed = received.view(torch.uint8), self._seed
+                        handles.append(
+                            begin_gather(group, wire, source, target, room, seed=seed, purpose=purpose, tag=tag)
+                        )
                     else:
                         handles.append(group.all_gather(target, source, purpose, tag))
                     source = target
@@ -95,7 +98,7 @@ class Movement:
         return handles
 
     def scratch_bytes(self, ops: Sequence[Step], num_elements: int, itemsize: int) -> int:
-        """Scratch memory that the reductions in ``ops``, one after the other, need for what is sent."""
+        """Scratch memory that ``ops``, one after the other, need for what is received, and for codes."""
         most = 0
         for op in in_phases(ops):
             if isinstance(op, ReduceScatter):
@@ -106,6 +109,9 @@ class Movement:
                 else:
                     most = max(most, itemsize * group.received_elements(num_elements, itemsize))
                 num_elements //= group.size
+            elif isinstance(op, AllGather):
+                num_elements *= self._collectives.group(op.axes).size
+                most = max(most, op.wire.num_bytes(num_elements) if op.wire.is_coded else 0)
         return most
 
     def _hops(self, axes: tuple[str, ...]) -> list[Group]:

@@ -81,7 +81,7 @@ class GradientReducer:
         self.scales = set[float]()
         self.covered = list[Member]()
         self.waves = 0
-        self._num_launches = 0  # since the last update
+        self._num_seeds = 0  # since the last update
 
     def connect(self, user: GradientUser) -> None:
         """Have ``user`` use the gradients; called once, before the first backward."""
@@ -108,10 +108,10 @@ class GradientReducer:
         return self._bucket_of.get(id(member))
 
     def _received_bytes(self, bucket: Bucket) -> int:
-        """Scratch memory that the bucket's reductions need."""
+        """Scratch memory that the bucket's reductions need, and the way of the sums after them."""
         itemsize, scratch = bucket.dtype.itemsize, self._movement.scratch_bytes
-        over_copies = scratch(bucket.copies.steps, bucket.layout.num_columns, itemsize)
-        return max(scratch(bucket.steps, bucket.layout.num_elements, itemsize), over_copies)
+        of_sums = (scratch(ops, bucket.layout.num_columns, itemsize) for ops in (bucket.copies.steps, bucket.spreading))
+        return max(scratch(bucket.steps, bucket.layout.num_elements, itemsize), *of_sums)
 
     # -------------------------------------------------------------- what a wave does
 
@@ -277,10 +277,7 @@ class GradientReducer:
         receiving, received = self._room_to_receive(bucket)
         sums = None if bucket.sums_pass is None else self._summed[bucket.sums_pass]
         summed = None if sums is None else sums.borrow(bucket.shard_bytes)
-        assert self._user is not None
-        self._num_launches += 1
-        movement = self._movement.seeded(seed_of(self._user.steps, self._num_launches))
-        reduce = bucket.launch(movement, received, summed)
+        reduce = bucket.launch(self._seeded(), received, summed)
         awaited = [record(self._device), *(slot.last_use for slot in (receiving, summed) if slot is not None)]
 
         self._launched = self._stream.run(partial(_after, awaited, reduce))
@@ -291,6 +288,12 @@ class GradientReducer:
         if sums is not None and summed is not None:
             assert self._user is not None
             sums.give_back(summed, self._user.use(bucket))
+
+    def _seeded(self) -> Movement:
+        """With random numbers of its own, which depend on nothing but the step and the order within it."""
+        assert self._user is not None
+        self._num_seeds += 1
+        return self._movement.seeded(seed_of(self._user.steps, self._num_seeds))
 
     def _room_to_receive(self, bucket: Bucket) -> tuple[Slot | None, Tensor | None]:
         """Scratch memory for the bucket's reductions, if they need any."""
@@ -345,23 +348,28 @@ class GradientReducer:
 
     def spread(self) -> None:
         """Gather the sums where the optimizer works on whole gradients."""
-        ready = record(self._device)
         chosen = [bucket for bucket in self.buckets if bucket.spreading]
+        room = max(map(self._received_bytes, chosen), default=0)
+        slot = self._receiving.borrow(room) if room else None
+        awaited = [record(self._device)] + ([] if slot is None else [slot.last_use])
 
         def gather() -> None:
-            ready.wait()
             for bucket in chosen:
-                bucket.spread(self._movement)
+                received = None if slot is None else over(slot.storage, torch.uint8, room)
+                bucket.spread(self._seeded(), received)
 
         if chosen:
-            self._stream.run(gather).wait()
+            spread = self._stream.run(partial(_after, awaited, gather))
+            if slot is not None:
+                self._receiving.give_back(slot, spread)
+            spread.wait()
 
     def zero(self) -> None:
         """Forget all gradients; their memory is kept for the next step where the table says that it rests."""
         self._uncover()
         self._finite = None
         self._task = None
-        self._next = self._num_launches = 0
+        self._next = self._num_seeds = 0
         self.scales.clear()
         for bucket in self.buckets:
             if (slot := bucket.clear()) is not None:

@@ -11,9 +11,9 @@ from pydantic import BeforeValidator, Field, Strict, ValidationError, WithJsonSc
 
 from partita.config.load import read_sections
 from partita.config.messages import Problem, Where, report, validation_problems
-from partita.config.schema import (
+from partita.config.schema import Config
+from partita.config.values import (
     Auto,
-    Config,
     Count,
     CountOrZero,
     Flag,

@@ -29,10 +29,10 @@ def loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
 
 
-def made(stage: int | None, **kwargs: Any) -> Any:
+def made(stage: int | None, config: dict[str, Any] | None = None, **kwargs: Any) -> Any:
     if stage is None:
         return accelerate.Accelerator(cpu=True, **kwargs)
-    return Accelerator(cpu=True, partita_config={"zero": {"stage": stage}}, **kwargs)
+    return Accelerator(cpu=True, partita_config={"zero": {"stage": stage}, **(config or {})}, **kwargs)
 
 
 def close(accelerator: Any) -> None:
@@ -183,7 +183,7 @@ def test_zero_grad_drops_a_batch() -> None:
 def refused(what: str) -> str:
     """What is said of something that does not go together."""
     with alone():
-        accelerator = made(2)
+        accelerator = made(2, {"schedule": {"warmup_steps": 5}} if what == "schedule" else {})
         model = network()
         adam = torch.optim.AdamW(model.parameters())
         try:
@@ -191,6 +191,8 @@ def refused(what: str) -> str:
                 accelerator.prepare(model, adam, torch.optim.SGD(model.parameters(), lr=1.0))
             elif what == "plateau":
                 accelerator.prepare(model, adam, ReduceLROnPlateau(adam))
+            elif what == "schedule":
+                accelerator.prepare(model, adam, LambdaLR(adam, lambda step: 1.0))
             elif what == "no optimizer":
                 accelerator.backward(accelerator.prepare(model)(torch.ones(2, 8)).sum())
             elif what == "not elementwise":
@@ -216,6 +218,7 @@ def refused(what: str) -> str:
     [
         ("two optimizers", "an optimizer on parameters of no model that was prepared and has none yet"),
         ("plateau", "ReduceLROnPlateau is told a metric, which may differ between the ranks"),
+        ("schedule", "a LambdaLR beside the config's schedule (constant): leave one of the two out"),
         ("no optimizer", "the Sequential that was prepared has no optimizer yet"),
         ("not elementwise", "optimizer LBFGS cannot run on slices of parameters"),
         ("part", "got some without '2.weight'"),

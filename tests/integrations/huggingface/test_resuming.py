@@ -1,12 +1,16 @@
 """Runs that were ended and resumed under a Trainer, at the same and at another stage and number of ranks."""
 
 import json
+import os
+import shutil
+import signal
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
@@ -34,20 +38,28 @@ def at(stage: int) -> dict[str, Any]:
     return {"zero": {"stage": stage}}
 
 
-def test_resumed_on_the_same_ranks(tmp_path: Path) -> None:
-    """The losses of a run that was never stopped, bit for bit, from a folder whose newest checkpoint is cut off."""
-    whole = pool.run(2, trained, Run(at(3), SAVING), tmp_path, timeout=120)[0]
-    last = tmp_path / "checkpoint-6"
-    (last / "trainer_state.json").write_text('{"best_global')
-    assert newest_complete(tmp_path) == tmp_path / "checkpoint-4"
-    assert pool.run(2, trained, Run(at(3), SAVING), tmp_path, True, timeout=120)[0] == whole
+def killed(folder: Path) -> None:
+    """Rank 1 is killed while it writes its second checkpoint."""
+    writes = iter([FileDraft.write, lambda *_: os.kill(os.getpid(), signal.SIGKILL)])
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(FileDraft, "write", lambda *args: next(writes)(*args))
+        trained(Run(at(3), SAVING), folder)
+
+
+def test_a_run_that_was_killed_is_resumed(tmp_path: Path) -> None:
+    """The losses of a run that was never stopped, bit for bit; and at another stage."""
+    whole = pool.run(2, trained, Run(at(3), SAVING), tmp_path / "whole", timeout=120)[0]
+    with pytest.raises(pool.WorkerError, match="rank 1 died with exit code -9"):
+        pool.run(2, killed, tmp_path / "killed", timeout=120)
+    assert newest_complete(tmp_path / "killed") == tmp_path / "killed" / "checkpoint-2"
+    shutil.copytree(tmp_path / "killed", tmp_path / "copy")
+    assert pool.run(2, trained, Run(at(3), SAVING), tmp_path / "killed", True, timeout=120)[0] == whole
+    assert pool.run(2, trained, Run(at(1)), tmp_path / "copy", True, timeout=120)[0] == pytest.approx(whole, rel=1e-6)
 
 
 def test_resumed_elsewhere(tmp_path: Path) -> None:
-    """At another stage, and on another number of ranks with the same batches."""
-    whole = pool.run(2, trained, Run(at(3), SAVING), tmp_path, timeout=120)[0]
-    first = str(tmp_path / "checkpoint-2")
-    assert pool.run(2, trained, Run(at(1)), tmp_path, first, timeout=120)[0] == pytest.approx(whole, rel=1e-6)
+    """At another stage, on another number of ranks with the same batches."""
     by_ranks = {ranks: SAVING | {"per_device_train_batch_size": 4 // ranks} for ranks in (1, 2)}
     for before, now in ((1, 2), (2, 1)):
         folder = tmp_path / str(before)
@@ -63,6 +75,8 @@ def test_what_a_checkpoint_lacks(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-3"
     folder.mkdir()
     assert what_lacks(folder) == "it has no trainer_state.json, which is written last"
+    (folder / "trainer_state.json").write_text('{"best_global')
+    assert what_lacks(folder) == "its trainer_state.json is cut off"
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
     assert "it holds weights alone (save_only_model)" in str(what_lacks(folder))
     torch.save({}, folder / "optimizer.pt")

@@ -70,6 +70,7 @@ class Accelerator(accelerate.Accelerator):
         settings = merged(config, batch | dict(partita_values or {}))
         resolve(settings, self.num_processes, self.device.type)  # what contradicts the batch is found here
         self.engines = Engines(_fed_by_the_loop(settings), precision.compute, self.device)
+        self._schedule = config.schedule
         self._waiting = list[nn.Module]()  # prepared, until their optimizer is
 
     # ------------------------------------------------------------------ preparing
@@ -116,8 +117,14 @@ class Accelerator(accelerate.Accelerator):
         """Prepare a scheduler.
 
         Raises:
-            ConfigError: it is a ReduceLROnPlateau, which every rank would tell a metric of its own.
+            ConfigError: it is a ReduceLROnPlateau, which every rank would tell a metric of its own; or the
+                configuration has a schedule, too.
         """
+        if self._schedule.model_fields_set:
+            raise ConfigError(
+                f"accelerator.prepare: a {type(scheduler).__name__} beside the config's schedule "
+                f"({self._schedule.name}): leave one of the two out"
+            )
         if isinstance(scheduler, ReduceLROnPlateau):
             raise ConfigError(
                 "accelerator.prepare: ReduceLROnPlateau is told a metric, which may differ between the ranks, and "
@@ -291,7 +298,8 @@ def _check_ranks(num_processes: int) -> None:
     if ranks != num_processes:
         raise ConfigError(
             f"accelerate knows of {num_processes} processes, and the launcher has started {ranks}: on machines without "
-            "an accelerator set use_cpu=True in TrainingArguments, or cpu=True in Accelerator"
+            "an accelerator set use_cpu=True in TrainingArguments, or cpu=True in Accelerator; under srun start the "
+            "script with 'partita run', or call partita.integrations.huggingface.activate() first"
         )
 
 

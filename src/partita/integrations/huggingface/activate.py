@@ -8,6 +8,7 @@ import accelerate.accelerator
 import transformers
 import transformers.trainer
 
+from partita.config.launchers import set_torch_variables
 from partita.config.load import load_config
 from partita.errors import ConfigError
 from partita.integrations.huggingface.accelerator import Accelerator, Source
@@ -35,6 +36,7 @@ def activate(config: Source = None) -> None:
             f"activate: {taken[0]} before it could be replaced; call activate() as the first line of the script, "
             "before transformers, accelerate and trl are imported, or start the script with 'partita run'"
         )
+    set_torch_variables()  # accelerate knows no others
     trainer = on_partita(transformers.Trainer, settings)
     accelerator = type("Accelerator", (Accelerator,), {"default_config": settings, "__doc__": Accelerator.__doc__})
     trainer.accelerator_class = accelerator

@@ -139,7 +139,7 @@ def _sequence_dim(tensor: Tensor, length: int, batch: int) -> int | None:
     ``[positions, ...]``; None where it has none, and where it has a place for each pair of them.
     """
     sizes = tensor.shape
-    if tensor.dim() >= 2 and sizes[-1] == sizes[-2] == length:
+    if tensor.dim() in (2, 4) and sizes[-1] == sizes[-2] == length:
         return None
     if tensor.dim() >= 2 and sizes[1] == length:
         return 1

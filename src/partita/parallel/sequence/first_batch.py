@@ -4,7 +4,7 @@ A block may mix positions in a way that nothing here sees (a convolution, a scan
 would train, and learn something else.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,8 +20,8 @@ from partita.parallel.sequence.slices import Slices
 from partita.sharding.hooks import Hook
 from partita.sharding.nested import map_tensors, tensors_in
 
-# Positions of each rank that are enough to see that they are mixed.
-_POSITIONS = 4
+# Positions of each rank: enough to see that they are mixed, and as no other size of a model is.
+_POSITIONS = 11
 # Share of a block's largest output by which the two ways may differ: sums in another order.
 _TOLERANCE, _TOLERANCE_16_BIT = 1e-4, 5e-2
 
@@ -44,22 +44,26 @@ class FirstBatchCheck:
         if self._running:
             return
         self._running = True
-        size = self._parallel.group.size
-        args, kwargs = shortened(args, kwargs, size)
+        whole, found = dict[str, Tensor](), list[str]()
         with _evaluating(model), torch.no_grad():
-            outputs = dict[str, Tensor]()
-            with self._parallel.switched_off(), self._watching(lambda name, output, _: outputs.update({name: output})):
-                model(*args, **kwargs)
-            with together(self._parallel.group), self._watching(partial(_compare, outputs)):
-                try:
-                    model(*args, **kwargs)
-                except PartitaError:
-                    raise
-                except Exception as error:
-                    raise PartitaError(
-                        f"{KEY}: {size}: the model runs on whole sequences and not on slices: {error}"
-                    ) from error
+            with self._parallel.switched_off(), self._watching(lambda name, output, _: whole.update({name: output})):
+                sample = _run_one_sample(model, args, kwargs, self._parallel.group.size)
+            with together(self._parallel.group):
+                with self._watching(partial(_compare, whole, found)):
+                    self._run_on_slices(model, *sample)
+                if found:  # told when no other rank waits for this one
+                    raise PartitaError(found[0])
         self.remove()
+
+    def _run_on_slices(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        try:
+            model(*args, **kwargs)
+        except PartitaError:
+            raise
+        except Exception as error:
+            raise PartitaError(
+                f"{KEY}: {self._parallel.group.size}: the model runs on whole sequences and not on slices: {error}"
+            ) from error
 
     @contextmanager
     def _watching(self, see: Callable[[str, Tensor, Slices | None], None]) -> Iterator[None]:
@@ -81,15 +85,15 @@ class FirstBatchCheck:
                 handle.remove()
 
 
-def _compare(whole: dict[str, Tensor], name: str, output: Tensor, slices: Slices | None) -> None:
-    """Raises PartitaError: ``output`` is no slice of what the block gave for the whole sequence."""
+def _compare(whole: Mapping[str, Tensor], found: list[str], name: str, output: Tensor, slices: Slices | None) -> None:
+    """Note in ``found`` that ``output`` is no slice of what the block gave for the whole sequence."""
     assert slices is not None
     expected = whole[name] if output.shape[1] == slices.length else slices.take(whole[name], 1)
     largest = expected.float().nan_to_num().abs().max().clamp_min(1e-12)
     tolerance = _TOLERANCE if output.dtype.itemsize >= 4 else _TOLERANCE_16_BIT
     off = float((output - expected).float().nan_to_num().abs().max() / largest)
     if off > tolerance:
-        raise PartitaError(
+        found.append(
             f"{KEY}: {slices.group.size}: '{name}' computes something else on slices of the sequence (off by "
             f"{off:.1g} of its largest output): it mixes positions in a way that cannot be seen. Attention is seen "
             "where it is F.scaled_dot_product_attention, or transformers' interface; set parallel.sequence: 1, and "
@@ -97,12 +101,23 @@ def _compare(whole: dict[str, Tensor], name: str, output: Tensor, slices: Slices
         )
 
 
-def shortened(args: Any, kwargs: Any, size: int) -> tuple[Any, Any]:
-    """One sample of a batch, and of tokens a few positions for each of ``size`` ranks."""
+def _run_one_sample(model: nn.Module, args: Any, kwargs: Any, size: int) -> tuple[Any, Any]:
+    """Run the model on a sample of the batch, of few positions if it takes so few; returns that."""
+    sample = one_sample(args, kwargs, size, _POSITIONS)
+    try:
+        model(*sample[0], **sample[1])
+    except (RuntimeError, ValueError, LookupError):
+        sample = one_sample(args, kwargs, size, None)
+        model(*sample[0], **sample[1])
+    return sample
+
+
+def one_sample(args: Any, kwargs: Any, size: int, positions: int | None) -> tuple[Any, Any]:
+    """The first sample of a batch, and of tokens so many (None: all) for each of ``size`` ranks."""
     tokens = next((x for x in tensors_in((args, kwargs)) if x.dim() == 2 and not x.is_floating_point()), None)
     first = next((x for x in tensors_in((args, kwargs)) if x.dim()), None) if tokens is None else tokens
     batch, length = len(first) if first is not None else 1, tokens.shape[1] if tokens is not None else 0
-    kept = min(length // size, _POSITIONS) * size
+    kept = length if positions is None else min(length // size, positions) * size
 
     def short(tensor: Tensor) -> Tensor:
         if tensor.dim() and tensor.shape[0] == batch:

@@ -1,0 +1,109 @@
+"""The time of block-sparse attention, forward and backward, beside torch's dense causal attention.
+
+    python -m benchmarks.sparse_attention            # 2k to 32k positions, 2 heads, 3 repetitions: 10 minutes
+    python -m benchmarks.sparse_attention --quick    # short sequences, once: no targets
+    python -m benchmarks.sparse_attention --save     # into benchmarks/results/sparse_attention.md
+
+Every repetition runs each mode once, every other one in the opposite order. It ends with status 1 where a target is
+missed. FlexAttention has no backward on the CPU, so it is not beside them.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks._common import Report, parser
+from partita.attention import Layout, block_sparse
+from partita.attention.blocks import visits
+from partita.attention.picture import dense_pairs
+from partita.attention.segments import Sizes, whole_samples
+from partita.memory.capacity import usable_cores
+
+LENGTHS = (2048, 4096, 8192, 16384, 32768)
+QUICK_LENGTHS = (512, 1024)
+HEADS, WIDTH, WINDOW = 2, 64, 1024
+DENSE = "dense"
+# The mode of the targets: times dense attention's speed over how many times fewer pairs it computes, and that speed.
+CHOSEN, SHARE_TARGET, SPEED_TARGET = "longformer, blocks of 128", 0.7, 6.0
+
+
+def layouts(window: int) -> dict[str, Layout]:
+    return {
+        CHOSEN: Layout("longformer", 128, window, num_global=1),
+        "longformer, blocks of 256": Layout("longformer", 256, window, num_global=1),
+        "longformer, blocks of 64": Layout("longformer", 64, window, num_global=2),
+        "sliding, blocks of 128": Layout("sliding", 128, window),
+        "bigbird, blocks of 128": Layout("bigbird", 128, window // 2, num_global=1, num_random=3),
+        "fixed, blocks of 128": Layout("fixed", 128, window, num_global=1),
+    }
+
+
+def main() -> int:
+    made = parser("Block-sparse attention", ())
+    made.add_argument("--reps", type=int, default=3, help="repetitions, after one to warm up")
+    options = made.parse_args()
+    lengths, num_reps = (QUICK_LENGTHS, 1) if options.quick else (LENGTHS, options.reps)
+    window = 128 if options.quick else WINDOW
+    torch.set_num_threads(usable_cores())
+    report = Report("Block-sparse attention")
+    report.begin()
+    report.write(_TEXT.format(heads=HEADS, width=WIDTH, window=window, threads=usable_cores(), num_reps=num_reps))
+    report.write()
+    header = ["positions", "attention", "pairs, x fewer", "ms", "x dense's speed", "of its share", "target"]
+    report.table(header, _rows(report, lengths, window, num_reps, not options.quick))
+    return report.end(options.save)
+
+
+_TEXT = """Forward and backward of {heads} heads of width {width} in fp32 on {threads} threads; a window of {window}
+positions (bigbird: half of it). *Pairs*: of positions that dense causal attention computes, over those in visited
+blocks; *of its share*: the speed-up over that. Median over {num_reps} repetitions."""
+
+
+def _timed(call: Callable[[], Tensor], given: list[Tensor], weights: Tensor) -> float:
+    start = time.perf_counter()
+    torch.autograd.grad(call(), given, weights)
+    return time.perf_counter() - start
+
+
+def _rows(
+    report: Report, lengths: tuple[int, ...], window: int, num_reps: int, has_targets: bool
+) -> Iterator[list[str]]:
+    torch.manual_seed(0)
+    for length in lengths:
+        given = [torch.randn(1, HEADS, length, WIDTH, requires_grad=True) for _ in range(3)]
+        weights = torch.randn(1, HEADS, length, WIDTH)
+        chosen = layouts(window)
+        calls: dict[str, Callable[[], Tensor]] = {
+            DENSE: lambda given=given: F.scaled_dot_product_attention(*given, is_causal=True)
+        }
+        calls |= {name: lambda given=given, layout=each: block_sparse(*given, layout) for name, each in chosen.items()}
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for rep in range(num_reps + 1):
+            for name in reversed(calls) if rep % 2 else calls:
+                seconds = _timed(calls[name], given, weights)
+                if rep:  # the first is to warm up
+                    times[name].append(seconds)
+        sizes = Sizes(1, length, length)
+        yield [str(length), DENSE, "", f"{statistics.median(times[DENSE]) * 1e3:.0f}", "", "", ""]
+        for name, layout in chosen.items():
+            computed = len(visits(layout, sizes, whole_samples(sizes)).row) * layout.block**2
+            fewer = dense_pairs(True, length) / computed
+            speed = statistics.median(d / s for d, s in zip(times[DENSE], times[name], strict=True))
+            share, target = speed / fewer, ""
+            if has_targets and name == CHOSEN and length >= 16384:
+                target = f"share >= {SHARE_TARGET}"
+                report.expect(share >= SHARE_TARGET, f"{name} at {length}: {share:.2f} of its share")
+                if length >= 32768:
+                    target += f", speed >= {SPEED_TARGET:g}"
+                    report.expect(speed >= SPEED_TARGET, f"{name} at {length}: {speed:.1f} x dense's speed")
+            milliseconds = f"{statistics.median(times[name]) * 1e3:.0f}"
+            yield [str(length), name, f"{fewer:.1f}", milliseconds, f"{speed:.1f}", f"{share:.2f}", target]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

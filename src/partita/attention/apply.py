@@ -1,0 +1,121 @@
+"""Block-sparse attention in a model, by configuration: which modules have it, and their forwards."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+
+from torch import nn
+
+from partita.activation.replaced import ReplacedForward
+from partita.attention.intercept import Intercepting
+from partita.attention.layout import Layout
+from partita.config.schema import AttentionSection
+from partita.errors import ConfigError
+from partita.planner.group_units import modules_like
+
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+_DOT_PRODUCTS = {"scaled_dot_product_attention", "multi_head_attention_forward"}
+
+
+def layout_of(settings: AttentionSection, causal: bool) -> Layout:
+    """Raises:
+    ConfigError: the settings do not make one.
+    """
+    window = settings.window
+    return Layout(
+        settings.pattern,
+        settings.block,
+        window[0] if window is not None and len(window) == 1 else window,
+        getattr(settings, "global"),
+        settings.random,
+        causal,
+        settings.layout,
+    )
+
+
+class SparseAttention:
+    """What ``attention`` asks for of a model, checked; nothing is changed before :meth:`apply`.
+
+    Raises:
+        ConfigError: the settings make no layout, or a module's attention cannot be intercepted.
+    """
+
+    def __init__(self, model: nn.Module, settings: AttentionSection) -> None:
+        self._model = model
+        self._causal = None if settings.causal == "auto" else settings.causal
+        self._modules: dict[str, nn.Module] = {}
+        self._layouts = cache(partial(layout_of, settings))
+        self._give_back: list[Callable[[], None]] = []
+        self._layouts(self._causal or False)
+        if settings.pattern == "dense" and not settings.packed:
+            return
+        if isinstance(settings.layers, str):
+            self._modules = _all_attention(model)
+        else:
+            self._modules = _attention_in(model, settings.layers)
+        if "transformers" in sys.modules:
+            from partita.attention import huggingface
+
+            huggingface.check_settable(model)
+
+    def apply(self) -> None:
+        if not self._modules:
+            return
+        if "transformers" in sys.modules:
+            from partita.attention import huggingface
+
+            self._give_back.append(huggingface.use(self._model))
+        for name, module in self._modules.items():
+            dot_products = _INTERFACE not in _names_in_forward(module)
+            call = Intercepting(module, name, self._layouts, self._causal, dot_products)
+            self._give_back.append(ReplacedForward(module, call).remove)
+            # torch's encoder layers evaluate by a kernel of their own where no module has a hook
+            self._give_back.append(module.register_forward_pre_hook(_nothing).remove)
+
+    def remove(self) -> None:
+        """Give every module its own forward back."""
+        while self._give_back:
+            self._give_back.pop()()
+
+
+def _nothing(module: nn.Module, args: object) -> None:
+    pass
+
+
+def _names_in_forward(module: nn.Module) -> set[str]:
+    """Global names and attributes that the forward of its class uses."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return set(code.co_names) if code is not None else set()
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return bool(_names_in_forward(module) & {_INTERFACE, *_DOT_PRODUCTS})
+
+
+def _all_attention(model: nn.Module) -> dict[str, nn.Module]:
+    found = {name: module for name, module in model.named_modules() if _is_attention(module)}
+    for name, module in model.named_modules():
+        has_some = any(each == name or each.startswith(f"{name}.") for each in found)
+        if "Attention" in type(module).__name__ and not has_some and not any(name.startswith(f"{x}.") for x in found):
+            raise ConfigError(
+                f"attention.pattern: '{name}' ({type(module).__name__}) calls neither torch's "
+                "scaled_dot_product_attention nor transformers' attention interface, so its attention cannot be "
+                "intercepted; name those that can in attention.layers"
+            )
+    if not found:
+        raise ConfigError(
+            f"attention.pattern: no module of {type(model).__name__} calls torch's scaled_dot_product_attention or "
+            "transformers' attention interface in its forward; name those that do so by functions in attention.layers"
+        )
+    return found
+
+
+def _attention_in(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
+    """The attention modules at and inside those that match; where there are none, these call it through functions."""
+    chosen: set[int] = set()
+    for pattern in patterns:
+        matching = modules_like(model, pattern, "attention.layers")
+        inside = [each for module in matching for each in module.modules() if _is_attention(each)]
+        chosen |= {id(each) for each in inside or matching}
+    return {name: module for name, module in model.named_modules() if id(module) in chosen}

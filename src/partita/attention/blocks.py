@@ -1,0 +1,236 @@
+"""The blocks of keys that each block of queries visits, made from the pattern's ranges without trying pairs."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partita.attention.layout import Layout, Range
+from partita.attention.segments import Segments, Sizes
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Which key each query sees, by number: what masks are made of. Fields are [samples, queries filled up to blocks].
+
+    ``single`` has a flag for each pair of blocks of each segment; a query's begin at ``table``, ``width`` to a row.
+    """
+
+    layout: Layout
+    ranges: list[Range]
+    position: Tensor
+    k_start: Tensor
+    k_stop: Tensor
+    table: Tensor
+    width: Tensor
+    single: Tensor
+    seen: Tensor | None  # [samples, keys filled up to blocks]
+
+    def __call__(self, sample: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Bool, of the shape that the three have together."""
+        position = self.position[sample, query]
+        start = self.k_start[sample, query]
+        at = key - start
+        found = torch.zeros_like(at, dtype=torch.bool)
+        for each in self.ranges:
+            found = found | each.holds(position, at)
+        if self.single.numel():
+            row, col = (x.clamp(min=0).div(self.layout.block, rounding_mode="floor") for x in (position, at))
+            width = self.width[sample, query]
+            place = self.table[sample, query] + row * width + torch.minimum(col, width - 1)
+            found = found | (self.single[place] & (position >= 0))
+        found = found & (at >= 0) & (key < self.k_stop[sample, query])
+        if self.layout.causal:
+            found = found & (at <= position)
+        return found if self.seen is None else found & self.seen[sample, key]
+
+    def to(self, device: torch.device) -> "Sight":
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class Visits:
+    """Pairs of blocks, by row and then by column; ``row`` counts through the samples, ``col`` within one.
+
+    ``whole``: every query of the row sees every key of the block. Others need a mask by ``sight``.
+    """
+
+    sizes: Sizes
+    row: Tensor
+    col: Tensor
+    whole: Tensor
+    sight: Sight
+
+    @property
+    def block(self) -> int:
+        return self.sight.layout.block
+
+    @property
+    def num_rows(self) -> int:
+        """Blocks of queries in a sample."""
+        return -(-self.sizes.queries // self.block)
+
+    @property
+    def num_cols(self) -> int:
+        """Blocks of keys in a sample."""
+        return -(-self.sizes.keys // self.block)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What each block of queries has of each segment; the fields are [rows]. ``first`` and ``last`` are positions."""
+
+    segment: Tensor
+    number: Tensor
+    first: Tensor
+    last: Tensor
+    is_whole: Tensor  # all queries of the block are in the segment
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """Keys of a segment that some query of the row sees (from ``start`` to ``stop``), and those that all see."""
+
+    row: Tensor
+    start: Tensor
+    stop: Tensor
+    all_start: Tensor
+    all_stop: Tensor
+
+
+def visits(layout: Layout, sizes: Sizes, segments: Segments, seen: Tensor | None = None) -> Visits:
+    """Of a batch.
+
+    Args:
+        seen: bool [samples, keys]; False for keys that nobody sees.
+    """
+    block = layout.block
+    num_rows, num_cols = -(-sizes.queries // block), -(-sizes.keys // block)
+    if seen is not None:
+        seen = torch.nn.functional.pad(seen, (0, num_cols * block - sizes.keys))
+    rows = _rows(segments, sizes, block)
+    singles = _Singles(layout, segments)
+    pairs, whole = [], []
+    for reach in (*(_ranged(each, rows) for each in layout.ranges()), singles.reach(rows)):
+        owner, col, is_whole = _blocks(reach, rows, segments, layout)
+        pairs.append((segments.sample[rows.segment[owner]] * num_rows + rows.number[owner]) * num_cols + col)
+        whole.append(is_whole)
+    found, place = torch.cat(pairs).unique(return_inverse=True)
+    is_whole = torch.zeros_like(found).scatter_reduce_(0, place, torch.cat(whole).long(), "amax").bool()
+    row, col = found.div(num_cols, rounding_mode="floor"), found % num_cols
+    if seen is not None:
+        counts = seen.view(sizes.samples, num_cols, block).sum(2)[row.div(num_rows, rounding_mode="floor"), col]
+        is_whole &= counts == block
+        row, col, is_whole = (x[counts > 0] for x in (row, col, is_whole))
+    return Visits(sizes, row, col, is_whole, _sight(layout, sizes, segments, singles, seen))
+
+
+def _rows(segments: Segments, sizes: Sizes, block: int) -> _Rows:
+    begin = segments.q_start.div(block, rounding_mode="floor")
+    segment, number = _counted((segments.q_stop + block - 1).div(block, rounding_mode="floor") - begin)
+    number = number + begin[segment]
+    start, stop = segments.q_start[segment], segments.q_stop[segment]
+    first, end = torch.maximum(number * block, start), torch.minimum((number + 1) * block, stop)
+    is_whole = (first == number * block) & (end == ((number + 1) * block).clamp(max=sizes.queries))
+    shift = segments.offset[segment] - start
+    return _Rows(segment, number, first + shift, end - 1 + shift, is_whole)
+
+
+def _ranged(each: Range, rows: _Rows) -> _Reach:
+    row = torch.arange(len(rows.number))
+    return _Reach(row, each.start(rows.first), each.stop(rows.last), each.start(rows.last), each.stop(rows.first))
+
+
+class _Singles:
+    """The single blocks that the pattern has for each segment, as if each stood alone."""
+
+    def __init__(self, layout: Layout, segments: Segments) -> None:
+        block = self._block = layout.block
+        last = segments.offset + segments.q_stop - segments.q_start  # behind the last query's position
+        self._num_rows = ((last + block - 1).div(block, rounding_mode="floor")).clamp(min=0)
+        self.width = (segments.k_stop - segments.k_start + block - 1).div(block, rounding_mode="floor")
+        shapes = list(zip(self._num_rows.tolist(), self.width.tolist(), strict=True))
+        needed = bool(layout.rows or layout.num_random or layout.pattern == "fixed")
+        lists = {shape: layout.blocks(*shape) if needed else [] for shape in set(shapes)}
+        cols = [row for shape in shapes for row in lists[shape]]
+        self._counts = torch.tensor([len(row) for row in cols], dtype=torch.long)
+        self._starts = self._counts.cumsum(0) - self._counts
+        self._cols = torch.tensor([col for row in cols for col in row], dtype=torch.long)
+        self._first_row = self._num_rows.cumsum(0) - self._num_rows
+        self.table = (self._num_rows * self.width).cumsum(0) - self._num_rows * self.width
+
+    def reach(self, rows: _Rows) -> _Reach:
+        """A row has one or two rows of the pattern's blocks, as it lies on the pattern's grid or across it."""
+        if not self._cols.numel():
+            none = torch.zeros(0, dtype=torch.long)
+            return _Reach(none, none, none, none, none)
+        row = torch.arange(len(rows.number)).repeat(2)
+        top, bottom = (x.div(self._block, rounding_mode="floor") for x in (rows.first, rows.last))
+        grid = torch.cat([top, bottom])
+        is_first = torch.arange(len(grid)) < len(top)
+        kept = (grid >= 0) & (is_first | (top != bottom).repeat(2))
+        row, grid = row[kept], grid[kept]
+        place = self._first_row[rows.segment[row]] + grid
+        owner, number = _counted(self._counts[place])
+        start = self._cols[self._starts[place][owner] + number] * self._block
+        stop = start + self._block
+        row = row[owner]
+        return _Reach(row, start, stop, start, torch.where((top == bottom)[row], stop, 0))
+
+    def flags(self) -> Tensor:
+        """For each segment, row of blocks, and block of keys."""
+        if not self._cols.numel():
+            return torch.zeros(0, dtype=torch.bool)
+        segment, number = _counted(self._num_rows)
+        owner, nth = _counted(self._counts)
+        flags = torch.zeros(int((self._num_rows * self.width).sum()), dtype=torch.bool)
+        begin = (self.table[segment] + number * self.width[segment])[owner]
+        flags[begin + self._cols[self._starts[owner] + nth]] = True
+        return flags
+
+
+def _blocks(reach: _Reach, rows: _Rows, segments: Segments, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """(row, block of keys, whether all of it is seen by all) for each block that a reach touches."""
+    block, row = layout.block, reach.row
+    segment = rows.segment[row]
+    begin = segments.k_start[segment]
+    end = stop = segments.k_stop[segment] - begin
+    if layout.causal:
+        stop = torch.minimum(stop, rows.last[row] + 1)
+        end = torch.minimum(end, rows.first[row] + 1)
+    stop, all_stop = torch.minimum(reach.stop, stop), torch.minimum(reach.all_stop, end)
+    start = reach.start.clamp(min=0)
+    first = (begin + start).div(block, rounding_mode="floor")
+    behind = (begin + stop + block - 1).div(block, rounding_mode="floor")
+    owner, number = _counted(torch.where(stop > start, behind - first, 0))
+    col = first[owner] + number
+    whole_first = (begin + reach.all_start.clamp(min=0) + block - 1).div(block, rounding_mode="floor")
+    whole_behind = (begin + all_stop).div(block, rounding_mode="floor")
+    is_whole = (col >= whole_first[owner]) & (col < whole_behind[owner]) & rows.is_whole[row][owner]
+    return row[owner], col, is_whole
+
+
+def _counted(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """(0, 0), (0, 1), ... (1, 0), ...: as many second ones for each first one as ``counts`` says."""
+    owner = torch.arange(len(counts)).repeat_interleave(counts)
+    return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+
+
+def _sight(layout: Layout, sizes: Sizes, segments: Segments, singles: _Singles, seen: Tensor | None) -> Sight:
+    length = -(-sizes.queries // layout.block) * layout.block
+    owner, number = _counted(segments.q_stop - segments.q_start)
+    place = segments.sample[owner] * length + segments.q_start[owner] + number
+
+    def spread(values: Tensor) -> Tensor:
+        filled = torch.zeros(sizes.samples * length, dtype=torch.long)
+        filled[place] = values
+        return filled.view(sizes.samples, length)
+
+    position = spread(segments.offset[owner] + number)
+    k_start, k_stop = spread(segments.k_start[owner]), spread(segments.k_stop[owner])
+    table, width = spread(singles.table[owner]), spread(singles.width[owner])
+    return Sight(layout, layout.ranges(), position, k_start, k_stop, table, width, singles.flags(), seen)

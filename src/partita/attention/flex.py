@@ -1,0 +1,60 @@
+"""Block-sparse attention by FlexAttention, torch's compiled kernel for GPUs, over given lists of blocks."""
+
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils._triton import has_triton
+
+from partita.attention.blocks import Visits
+from partita.memory import accelerator
+
+_masks: WeakKeyDictionary[Visits, dict[torch.device, BlockMask]] = WeakKeyDictionary()
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernel, forward and backward, can be compiled for it (on the CPU it has no backward)."""
+    return not accelerator.is_host(device) and bool(has_triton())
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visits: Visits, scale: float) -> Tensor:
+    """Shapes are :func:`partita.attention.block_sparse`'s. Positions are filled up to whole blocks: where they are not,
+    the kernel's backward can give no numbers (pytorch issue 153799).
+    """
+    made = _masks.setdefault(visits, {})
+    mask = made.setdefault(q.device, block_mask(visits, q.device)) if q.device not in made else made[q.device]
+    num_queries, block = q.shape[2], visits.block
+    q, k, v = (F.pad(x, (0, 0, 0, -x.shape[2] % block)) for x in (q, k, v))
+    out: Tensor = _compiled()(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out[:, :, :num_queries]
+
+
+@cache
+def _compiled() -> Any:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def block_mask(visits: Visits, device: torch.device) -> BlockMask:
+    """FlexAttention's own form of the lists: those with a mask and those without, in order of columns."""
+    sight, num_samples = visits.sight.to(device), visits.sizes.samples
+    block, num_rows, num_cols = visits.block, visits.num_rows, visits.num_cols
+    listed: list[tuple[Tensor, Tensor]] = []
+    for chosen in (~visits.whole, visits.whole):
+        row, col = visits.row[chosen], visits.col[chosen]
+        counts = torch.bincount(row, minlength=num_samples * num_rows)
+        place = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
+        indices = torch.zeros(num_samples * num_rows, num_cols, dtype=torch.int32)
+        indices[row, place] = col.int()
+        shape = (num_samples, 1, num_rows)
+        listed.append((counts.int().view(shape).to(device), indices.view(*shape, num_cols).to(device)))
+
+    def sees(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return sight(sample if num_samples > 1 else sample * 0, query, key)
+
+    lengths = (num_rows * block, num_cols * block)
+    (partial, whole) = listed
+    return BlockMask.from_kv_blocks(*partial, *whole, BLOCK_SIZE=block, mask_mod=sees, seq_lengths=lengths)

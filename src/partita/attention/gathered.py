@@ -1,0 +1,249 @@
+"""Block-sparse attention by gathering: rows of query blocks attend to the key blocks that they visit, side by side.
+
+What is whole goes through torch's flash kernel for the CPU without a mask, what is not with one, and the two parts are
+merged by the logarithms of their sums of exponentials (T. Dao et al., "FlashAttention", 2022, section 3.1). The
+backward is that kernel's, with the merged sums. Memory grows with the number of positions.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from partita.attention.blocks import Visits
+
+# Numbers that one piece of work gathers of keys or of values, at most: its working memory is a small multiple.
+PIECE = 4 << 20
+_MASKED_AT_ONCE = 1 << 20
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True)
+class Job:
+    """Rows that visit equally many blocks: ``rows`` [n], ``cols`` [n, count].
+
+    ``mask`` [n or 1, block, count x block] is True where a query sees a key; None: everywhere.
+    """
+
+    rows: Tensor
+    cols: Tensor
+    mask: Tensor | None
+
+
+def jobs_of(visits: Visits) -> list[Job]:
+    """The whole blocks of every row first, so that no row is met twice before those with a mask begin."""
+    made: list[Job] = []
+    sample = visits.row.div(visits.num_rows, rounding_mode="floor")
+    col = sample * visits.num_cols + visits.col
+    for masked in (False, True):
+        chosen = visits.whole != masked
+        rows, counts = visits.row[chosen].unique_consecutive(return_counts=True)
+        starts = counts.cumsum(0) - counts
+        for count in counts.unique().tolist():
+            those = counts == count
+            cols = col[chosen][starts[those, None] + torch.arange(count)]
+            made += _masked(visits, rows[those], cols) if masked else [Job(rows[those], cols, None)]
+    return made
+
+
+def _masked(visits: Visits, rows: Tensor, cols: Tensor) -> Iterator[Job]:
+    """Rows whose mask is that of the middle one share it, which is nearly all of a moving window's."""
+    middle = _mask(visits, rows[len(rows) // 2, None], cols[len(rows) // 2, None])
+    step = max(1, _MASKED_AT_ONCE // middle.numel())
+    alike, masks = [], []
+    for start in range(0, len(rows), step):
+        mask = _mask(visits, rows[start : start + step], cols[start : start + step])
+        alike.append((mask == middle).flatten(1).all(1))
+        masks.append(mask[~alike[-1]])
+    same = torch.cat(alike)
+    yield Job(rows[same], cols[same], middle)
+    if not bool(same.all()):
+        yield Job(rows[~same], cols[~same], torch.cat(masks))
+
+
+def _mask(visits: Visits, rows: Tensor, cols: Tensor) -> Tensor:
+    """[n, block, count x block] for rows [n] and blocks [n, count]."""
+    inside = torch.arange(visits.block)
+    sample = rows.div(visits.num_rows, rounding_mode="floor")[:, None, None]
+    query = ((rows % visits.num_rows)[:, None] * visits.block + inside)[:, :, None]
+    key = ((cols % visits.num_cols)[:, :, None] * visits.block + inside).flatten(1)[:, None, :]
+    return visits.sight(sample, query, key)
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Which weights of a piece are dropped, the same in forward and backward: drawn by ``seed``."""
+
+    probability: float
+    seed: int
+
+    def kept(self, weights: Tensor, number: int) -> Tensor:
+        """0 or 1 / (1 - probability) for each weight of the piece of that number."""
+        generator = torch.Generator(weights.device).manual_seed((self.seed + number) % 2**63)
+        drawn = torch.rand(weights.shape, generator=generator, device=weights.device, dtype=torch.float32)
+        return (drawn >= self.probability).to(weights.dtype) / (1 - self.probability)
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """How a batch is computed. ``dropout`` and values of another width than the keys' go without the flash kernel."""
+
+    jobs: list[Job]
+    sizes: tuple[int, int, int]  # queries and keys of a sample, and positions in a block
+    scale: float
+    dropout: Dropout | None
+    flash: bool
+
+    def pieces(self, heads: int, width: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:
+        """(number, rows, blocks of keys [rows, count], mask [1, rows or 1, block, keys]) of limited size."""
+        number, block = 0, self.sizes[2]
+        for job in self.jobs:
+            step = max(1, PIECE // (heads * job.cols.shape[1] * block * width))
+            for start in range(0, len(job.rows), step):
+                stop = start + step
+                mask = job.mask if job.mask is None or len(job.mask) == 1 else job.mask[start:stop]
+                yield number, job.rows[start:stop], job.cols[start:stop], None if mask is None else mask[None]
+                number += 1
+
+
+class Gathered(torch.autograd.Function):
+    """Queries [samples, heads, groups, queries, width], keys and values [samples, heads, keys, width] to the queries'
+    shape; each group of queries has the same keys.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, how: Gathering) -> Tensor:
+        num_queries, _, block = how.sizes
+        queries, keys, values = _blocked(q, block), _blocked(k, block), _blocked(v, block)
+        exact = torch.promote_types(q.dtype, torch.float32)
+        out = queries.new_zeros((*queries.shape[:-1], v.shape[-1]), dtype=exact)
+        sums = out.new_full(out.shape[:-1], -math.inf)
+        part = _flash_part if how.flash else _plain_part
+        for number, rows, cols, mask in how.pieces(k.shape[1], k.shape[-1]):
+            some_keys, some_values = _gather(keys, cols), _gather(values, cols)
+            bias = _bias(mask, q.dtype)
+            for group in range(q.shape[2]):
+                new, new_sums = part(
+                    queries[:, group, rows], some_keys, some_values, bias, how, number * q.shape[2] + group
+                )
+                before, total = sums[:, group, rows], torch.logaddexp(sums[:, group, rows], new_sums)
+                finite = total.masked_fill(total == -math.inf, 0.0)
+                old = out[:, group, rows] * (before - finite).exp().unsqueeze(-1)
+                out[:, group, rows] = old + new.to(exact) * (new_sums - finite).exp().unsqueeze(-1)
+                sums[:, group, rows] = total
+        result = _unblocked(out, num_queries, q.shape[0]).to(q.dtype)
+        ctx.save_for_backward(q, k, v, result, sums)
+        ctx.how = how
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, result, sums = ctx.saved_tensors
+        how: Gathering = ctx.how
+        num_queries, num_keys, block = how.sizes
+        queries, keys, values, out, d_out = (_blocked(x, block) for x in (q, k, v, result, gradient))
+        exact = torch.promote_types(q.dtype, torch.float32)
+        d_queries, d_keys, d_values = (torch.zeros_like(x, dtype=exact) for x in (queries, keys, values))
+        sums = sums.masked_fill(sums == -math.inf, 0.0)  # a query that sees nothing: exp(-inf - 0) is 0
+        part = _flash_part_backward if how.flash else _plain_part_backward
+        for number, rows, cols, mask in how.pieces(k.shape[1], k.shape[-1]):
+            some_keys, some_values = _gather(keys, cols), _gather(values, cols)
+            bias = _bias(mask, q.dtype)
+            for group in range(q.shape[2]):
+                given = [x[:, group, rows] for x in (d_out, queries, out, sums)]
+                found = part(given, some_keys, some_values, bias, how, number * q.shape[2] + group)
+                d_queries[:, group, rows] += found[0]
+                for total, new in ((d_keys, found[1]), (d_values, found[2])):
+                    shape = (total.shape[0], cols.numel(), *total.shape[2:])
+                    total.index_add_(1, cols.flatten(), new.to(exact).reshape(shape))
+        d_q = _unblocked(d_queries, num_queries, q.shape[0]).to(q.dtype)
+        d_k, d_v = (_unblocked(x, num_keys, q.shape[0]).to(q.dtype) for x in (d_keys, d_values))
+        return d_q, d_k, d_v, None
+
+
+def _blocked(x: Tensor, block: int) -> Tensor:
+    """[samples, ..., positions, width] to [..., samples x blocks, block, width], where it can be as a view."""
+    length = x.shape[-2]
+    if length % block:
+        x = torch.nn.functional.pad(x, (0, 0, 0, -length % block))
+    blocks: Tensor = x.unflatten(-2, (-1, block))
+    return blocks.movedim(0, -4).flatten(-4, -3)
+
+
+def _unblocked(x: Tensor, length: int, num_samples: int) -> Tensor:
+    """[..., samples x blocks, block, width] to [samples, ..., positions, width]."""
+    samples: Tensor = x.unflatten(-3, (num_samples, -1))
+    return samples.movedim(-4, 0).flatten(-3, -2)[..., :length, :]
+
+
+def _gather(x: Tensor, cols: Tensor) -> Tensor:
+    """Of [heads, blocks, block, width] those in ``cols`` [n, count], as [heads, n, count x block, width]."""
+    return x[:, cols].flatten(2, 3)
+
+
+def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if mask is None:
+        return None
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+
+
+Part = Callable[..., Any]
+
+
+def _flash_part(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: Gathering, number: int
+) -> tuple[Tensor, Tensor]:
+    """(result [heads, rows, block, width], logarithm of the sum of exponentials [heads, rows, block])."""
+    out, sums = _flash(q, k, v, 0.0, False, attn_mask=bias, scale=how.scale)
+    if bias is not None:  # the kernel's own word for a row that sees nothing is no number
+        blind = (bias == -math.inf).all(-1)
+        out, sums = out.masked_fill(blind.unsqueeze(-1), 0.0), sums.masked_fill(blind, -math.inf)
+    return out, sums
+
+
+def _flash_part_backward(
+    given: list[Tensor], k: Tensor, v: Tensor, bias: Tensor | None, how: Gathering, number: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    d_out, q, out, sums = given
+    found: tuple[Tensor, Tensor, Tensor] = _flash_backward(
+        d_out, q, k, v, out, sums, 0.0, False, attn_mask=bias, scale=how.scale
+    )
+    return found
+
+
+def _plain_part(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: Gathering, number: int
+) -> tuple[Tensor, Tensor]:
+    scores = _scores(q, k, bias, how.scale)
+    sums = scores.logsumexp(-1)
+    weights = (scores - sums.masked_fill(sums == -math.inf, 0.0).unsqueeze(-1)).exp()
+    if how.dropout is not None:
+        weights = weights * how.dropout.kept(weights, number)
+    return weights @ v.to(weights.dtype), sums
+
+
+def _plain_part_backward(
+    given: list[Tensor], k: Tensor, v: Tensor, bias: Tensor | None, how: Gathering, number: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    d_out, q, out, sums = given
+    weights = (_scores(q, k, bias, how.scale) - sums.unsqueeze(-1)).exp()
+    d_out, out, v = (x.to(weights.dtype) for x in (d_out, out, v))
+    d_weights, used = d_out @ v.mT, weights
+    if how.dropout is not None:
+        kept = how.dropout.kept(weights, number)
+        d_weights, used = d_weights * kept, weights * kept
+    d_scores = weights * (d_weights - (d_out * out).sum(-1, keepdim=True)) * how.scale
+    return d_scores @ k.to(weights.dtype), d_scores.mT @ q.to(weights.dtype), used.mT @ d_out
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    exact = torch.promote_types(q.dtype, torch.float32)
+    scores = (q.to(exact) @ k.to(exact).mT) * scale
+    return scores if bias is None else scores + bias.to(exact)

@@ -1,0 +1,145 @@
+"""Transformers' attention interface: an implementation that takes what the running module is to see from its layout.
+
+Modules that have none are computed as transformers does with its name for torch's dot products.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from partita.attention.intercept import Interception, current
+from partita.attention.segments import documents_by_position
+from partita.errors import ConfigError
+
+IMPLEMENTATION = "partita"
+# What the interface may pass that changes the scores.
+_OTHERS = ("softcap", "s_aux", "position_bias", "cache")
+
+
+class Mask:
+    """What a forward says of its mask, in place of a dense one: padding, where the queries stand, a window."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self._given = given
+        self._dense: list[Tensor | None] = []
+        self._documents: list[tuple[Tensor, Tensor | None]] = []
+        padding = given.get("attention_mask")
+        start, length = int(given.get("kv_offset", 0)), int(given["kv_length"])
+        self.seen: Tensor | None = None
+        if padding is not None:
+            padding = padding[:, start : start + length].bool()
+            if padding.shape[1] == length and not bool(padding.all()):
+                self.seen = padding
+        self.offset = int(given.get("q_offset", 0)) - start
+        self.window: int | None = given.get("local_size")
+        function = given.get("mask_function")
+        self.is_special = bool(given.get("use_vmap")) or getattr(function, "__qualname__", "").startswith("or_masks")
+
+    def dense(self) -> Tensor | None:
+        """As a tensor for torch's dot products."""
+        if not self._dense:
+            self._dense.append(sdpa_mask(**self._given))
+        return self._dense[0]
+
+    def documents(self, positions: Tensor | None, num_samples: int, length: int) -> Tensor | None:
+        """Of [samples or 1, length] positions, found once for all layers; None: one a sample."""
+        if positions is None or positions.ndim != 2 or positions.shape[1] != length:
+            return None
+        for known, found in self._documents:
+            if known is positions:
+                return found
+        found = documents_by_position(positions)
+        found = None if found is None else found.expand(num_samples, length)
+        self._documents.append((positions, found))
+        return found
+
+
+def mask(**given: Any) -> Mask:
+    """In transformers' place of a mask."""
+    return Mask(given)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **said: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' call: [samples, heads, positions, width] each, to [samples, positions, heads, width]."""
+    interception = current()
+    if interception is None:
+        dense = attention_mask.dense() if isinstance(attention_mask, Mask) else attention_mask
+        done: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, dense, dropout, scaling, **said)
+        return done
+    for name in _OTHERS:
+        if said.get(name) is not None:
+            raise interception.refuse(f"has '{name}'")
+    is_causal = said.get("is_causal")
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    seen, documents = None, None
+    if isinstance(attention_mask, Mask):
+        _check(attention_mask, interception, causal)
+        if causal:  # a cache of constant size has room behind the last query
+            key, value = (x[:, :, : attention_mask.offset + query.shape[2]] for x in (key, value))
+        seen = None if attention_mask.seen is None else attention_mask.seen[:, : key.shape[2]]
+        if query.shape[2] == key.shape[2]:
+            documents = attention_mask.documents(said.get("position_ids"), query.shape[0], query.shape[2])
+    elif attention_mask is not None:
+        raise interception.refuse("is given a mask of the caller's own")
+    given = {"seen": seen, "documents": documents, "dropout": dropout, "scale": scaling}
+    out = interception.attend(query, key, value, causal, **given)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _check(given: Mask, interception: Interception, causal: bool) -> None:
+    if given.is_special:
+        raise interception.refuse("adds a rule of its own to the mask")
+    layout = interception.layout(causal)
+    if given.window is not None and (layout.pattern != "sliding" or max(layout.windows) > given.window):
+        raise interception.refuse(f"has a window of its own, of {given.window} positions")
+
+
+def outermost(model: nn.Module) -> list[tuple[str, PreTrainedModel]]:
+    """Models of transformers in a model, with their names, not those inside others."""
+    found: list[tuple[str, PreTrainedModel]] = []
+    for name, module in model.named_modules():
+        inside = any(not outer or name.startswith(f"{outer}.") for outer, _ in found)
+        if isinstance(module, PreTrainedModel) and not inside:
+            found.append((name, module))
+    return found
+
+
+def check_settable(model: nn.Module) -> None:
+    """Raises:
+    ConfigError: a model of transformers does not let its attention be chosen.
+    """
+    for name, each in outermost(model):
+        if not each._can_set_attn_implementation():
+            raise ConfigError(
+                f"attention.pattern: {type(each).__name__}{f' ({name})' if name else ''} does not go through "
+                "transformers' attention interface, so its attention cannot be intercepted; set attention.pattern to "
+                "dense"
+            )
+
+
+def use(model: nn.Module) -> Callable[[], None]:
+    """Have models of transformers call :func:`attention`; what is returned gives them their own back."""
+    AttentionInterface.register(IMPLEMENTATION, attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, mask)
+    before = [(each, each.config._attn_implementation) for _, each in outermost(model)]
+    for each, _ in before:
+        each.set_attn_implementation(IMPLEMENTATION)
+
+    def give_back() -> None:
+        for each, implementation in before:
+            each.set_attn_implementation(implementation)
+
+    return give_back

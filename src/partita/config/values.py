@@ -1,0 +1,124 @@
+"""The kinds of values that configurations hold, each with what may be written for it, and what a section is.
+
+YAML 1.1 reads ``1e-3`` as text, and people write ``"8"`` and ``1e8`` for whole numbers: numeric text is a number here,
+and an integral float a whole number. A truth value is never a number.
+"""
+
+import numbers
+import os
+import re
+from collections.abc import Mapping
+from typing import Annotated, Literal, NoReturn
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
+
+from partita.errors import ConfigError
+
+_INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
+_NUMBER = re.compile(r"[+-]?([0-9]{1,400}(\.[0-9]{0,400})?|\.[0-9]{1,400})([eE][+-]?[0-9]{1,9})?")
+_SIZE = re.compile(r"([0-9.eE+]+) ?([kKmMgGtT][iI]?)?[bB]")
+_LARGEST_COUNT = 2**31 - 1
+_LARGEST_SIZE = 2**63 - 1
+
+
+def as_number(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("a truth value is not a number")
+    if isinstance(value, str):
+        text = value.strip()
+        if _INTEGER.fullmatch(text):
+            return int(text)
+        return float(text) if _NUMBER.fullmatch(text) else value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise ValueError("too large for a float") from error
+    return value
+
+
+def as_whole(value: object) -> object:
+    number = as_number(value)
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
+def _size(value: object) -> object:
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        return as_whole(value)
+    amount = as_number(match[1])
+    prefix = (match[2] or "").lower()
+    if not isinstance(amount, int | float):
+        raise ValueError("not a number of bytes")
+    base = 1024 if prefix.endswith("i") else 1000
+    return as_whole(amount * base ** ("", "k", "m", "g", "t").index(prefix[:1]))
+
+
+def _path(value: object) -> object:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def as_tuple(value: object) -> object:
+    """A list as YAML has it."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def as_pairs(value: object) -> object:
+    """A mapping as the pairs that it consists of."""
+    return tuple(value.items()) if isinstance(value, Mapping) else value
+
+
+def _windows(value: object) -> object:
+    """One number, or a list of them."""
+    return as_tuple(value if isinstance(value, list | tuple) or value is None else [value])
+
+
+def _rows(value: object) -> object:
+    """Rows of figures as text, also where they come as lists of numbers."""
+    if not isinstance(value, list | tuple):
+        return value
+    return tuple("".join(str(int(x)) for x in row) if isinstance(row, list | tuple) else row for row in value)
+
+
+Flag = Annotated[bool, Strict()]
+Count = Annotated[int, Strict(), Field(ge=1, le=_LARGEST_COUNT), BeforeValidator(as_whole)]
+CountOrZero = Annotated[int, Strict(), Field(ge=0, le=_LARGEST_COUNT), BeforeValidator(as_whole)]
+_WrittenBytes = Annotated[int, Field(ge=0, le=_LARGEST_SIZE)] | Annotated[str, Field(pattern=rf"^{_SIZE.pattern}$")]
+Bytes = Annotated[
+    int,
+    Strict(),
+    Field(ge=0, le=_LARGEST_SIZE, examples=["64MiB"]),
+    BeforeValidator(_size, json_schema_input_type=_WrittenBytes),
+]
+Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False), BeforeValidator(as_number)]
+NotNegative = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False), BeforeValidator(as_number)]
+Share = Annotated[float, Strict(), Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(as_number)]
+Ratio = Annotated[float, Strict(), Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(as_number)]
+SharePair = Annotated[tuple[Share, Share], Strict(), BeforeValidator(as_tuple)]
+Text = Annotated[str, Strict(), Field(min_length=1)]
+Texts = Annotated[tuple[Text, ...], Strict(), BeforeValidator(as_tuple)]
+SomeTexts = Annotated[tuple[Text, ...], Strict(), Field(min_length=1), BeforeValidator(as_tuple)]
+Windows = Annotated[tuple[Count, ...], Strict(), Field(min_length=1), BeforeValidator(_windows)]
+Rows = Annotated[tuple[Text, ...], Strict(), BeforeValidator(_rows)]
+PathText = Annotated[str, Strict(), Field(min_length=1), BeforeValidator(_path)]
+
+Auto = Literal["auto"]
+
+
+class Section(BaseModel):
+    """A frozen group of keys. An empty section (``zero:`` with nothing behind it) is one of defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_is_defaults(cls, data: object) -> object:
+        return {} if data is None else data
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise ConfigError(
+            f"a configuration does not change: '{name}' cannot be set to {value!r}; make another one with "
+            "partita.config.load.load_config(config, overrides=['section.key=value'])"
+        )

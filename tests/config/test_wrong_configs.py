@@ -112,7 +112,6 @@ NOT_AVAILABLE = [
     Wrong({section: value}, (f"{key}: ", "is not available in this version; remove it or set it back to its default"))
     for section, value, key in [
         ("parallel", {"tensor": 2}, "parallel.tensor"),
-        ("parallel", {"sequence": 2}, "parallel.sequence"),
         ("parallel", {"schedule": "zero_bubble"}, "parallel.schedule"),
         ("activations", {"partition": True}, "activations.partition"),
         ("activations", {"offload": "host"}, "activations.offload"),

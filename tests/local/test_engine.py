@@ -302,7 +302,6 @@ def chosen_units() -> None:
 def not_available() -> None:
     later: list[dict[str, Any]] = [
         {"parallel": {"tensor": 2}},
-        {"parallel": {"sequence": 2}},
         {"activations": {"offload": "host"}},
         {"communication": {"gradients": "1bit"}},
         {"communication": {"parameters": "int8"}},

@@ -304,7 +304,6 @@ def not_available() -> None:
         {"parallel": {"tensor": 2}},
         {"activations": {"offload": "host"}},
         {"communication": {"gradients": "1bit"}},
-        {"communication": {"parameters": "int8"}},
     ]
     for config in later:
         with pytest.raises(ConfigError, match="not available in this version"):

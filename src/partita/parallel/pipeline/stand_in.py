@@ -72,7 +72,8 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
 def _form(value: Any) -> Any:
     """What tells arguments apart of which outputs have different forms."""
     if isinstance(value, Tensor):
-        return value.shape, value.dtype
+        own = value._form if isinstance(value, Absent) else value  # which answers without a call of Python's
+        return own.shape, own.dtype
     if isinstance(value, tuple | list):
         return tuple(map(_form, value))
     if isinstance(value, Mapping):

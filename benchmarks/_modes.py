@@ -76,13 +76,13 @@ def fsdp2(build: Build, *, kept: bool = False, device: str = "cpu") -> Trainer:
 
 
 def partita(
-    build: Build, zero: dict[str, Any], *, device: str = "cpu", from_files: bool = False, within_node: str = "auto"
+    build: Build, zero: dict[str, Any], *, device: str = "cpu", from_files: bool = False, **communication: str
 ) -> Trainer:
     """``from_files``: with the values of the safetensors files in the folder for temporary files."""
     import partita
 
     weights = tempfile.gettempdir() if from_files else None
-    config = {"zero": zero, "optimizer": OPTIMIZER, "communication": {"within_node": within_node}}
+    config = {"zero": zero, "optimizer": OPTIMIZER, "communication": communication}
     engine = partita.initialize(build(device), config, weights=weights)
 
     def take_step(tokens: Tensor, targets: Tensor) -> float:
@@ -138,6 +138,14 @@ ON_HOST = {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}}
 ON_DISK = {"stage": 3, "offload": {"parameters": "disk", "optimizer": "disk"}}
 PARTITA["partita 3, kept"] = partial(partita, zero=KEPT)
 OVER_NETWORK = {f"{name}, over the network": partial(mode, within_node="network") for name, mode in PARTITA.items()}
+# What travels as codes.
+CODED = {
+    "partita 0, int4": partial(partita, zero={"stage": 0}, gradients="int4", within_node="network"),
+    "partita 1, int4": partial(partita, zero={"stage": 1}, gradients="int4", within_node="network"),
+    "partita 3, int4 and int8": partial(
+        partita, zero={"stage": 3}, gradients="int4", parameters="int8", within_node="network"
+    ),
+}
 DEEPSPEED = {f"DeepSpeed {stage}": partial(deepspeed, stage=stage) for stage in (1, 2, 3)}
 
 MODES: dict[str, Callable[[Build], Trainer]] = {
@@ -150,6 +158,7 @@ MODES: dict[str, Callable[[Build], Trainer]] = {
     **DEEPSPEED,
     **PARTITA,
     **OVER_NETWORK,
+    **CODED,
     "partita 3, from meta": partial(partita, zero={"stage": 3}, device="meta"),
     "partita 3, on host, from meta": partial(partita, zero=ON_HOST, device="meta"),
     "partita 3, on host, from files": partial(partita, zero=ON_HOST, device="meta", from_files=True),

@@ -154,7 +154,7 @@ def share_out(model: Model, collectives: Collectives) -> None:
 def applied_by_hand() -> Iterator[None]:
     """Engines are built with the shares that :func:`share_out` gives."""
 
-    def apply(model: Any, resolved: Any, mesh: Any, collectives: Collectives) -> Parallel:
+    def apply(model: Any, resolved: Any, mesh: Any, collectives: Collectives, *_: Any) -> Parallel:
         share_out(model, collectives)
         return Parallel(model.shares)
 

@@ -127,7 +127,7 @@ def test_rounding_to_nearest_is_off_by_half_a_step(name: str) -> None:
     values = torch.randn(NUM)
     largest = values.view(-1, BLOCK).abs().amax(1).repeat_interleave(BLOCK)
     error = (decoded(CODECS[name], coded(CODECS[name], values)) - values).abs()
-    assert (error <= largest * NEAREST[name] * (1 + 1e-5)).all()
+    assert (error <= largest * NEAREST[name] * (1 + 1e-4)).all()
 
 
 @CODEC

@@ -196,6 +196,14 @@ def test_keywords_are_the_modules_own() -> None:
     same(*results, "units")
 
 
+def test_a_graph_that_is_kept_may_be_used_twice() -> None:
+    model = NoisyStack()
+    with partita.initialize(model, {"activations": {"checkpoint": "units"}}) as engine:
+        loss = engine(inputs(0, 0)).square().mean()
+        once, again = (torch.autograd.grad(loss, model.first.weight, retain_graph=True)[0] for _ in range(2))
+        assert torch.equal(once, again)
+
+
 def test_evaluation_keeps_nothing() -> None:
     with partita.initialize(Stack(2), {"activations": {"checkpoint": "units"}}) as engine:
         with torch.no_grad():

@@ -296,6 +296,7 @@ def losses_of_own(name: str) -> list[tuple[float, float]]:
             F.cross_entropy(flat, targets.flatten()),
             F.cross_entropy(flat, targets.reshape(-1), weight=weight, label_smoothing=0.1),
             F.cross_entropy(shifted.flatten(0, 1), targets[:, 1:].flatten(), reduction="sum"),
+            F.cross_entropy(logits[:, :5].flatten(0, 1), tokens[:, :5].flatten()),
             F.cross_entropy(logits[..., 20:, :].reshape(-1, VOCAB), tokens[:, 20:].flatten(), ignore_index=3),
             F.cross_entropy(flat, targets.flatten(), reduction="none").mean(),
             F.nll_loss(logits.log_softmax(-1).transpose(1, 2), targets),

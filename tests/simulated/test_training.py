@@ -9,7 +9,10 @@ from partita import PartitaError
 from tests.local import pool
 from tests.simulated.training import PLANS, on, open_engine, resume, simulated, train_all
 
-SAMPLE = ("stage 0", "stage 2", "all on host", "all on disk", "lean, in backward, on host", "accumulated", "codes")
+SAMPLE = (
+    *("stage 0", "stage 2", "all on host", "all on disk", "lean, in backward, on host", "accumulated"),
+    *("codes", "inputs on host", "inputs on disk"),
+)
 
 
 def check(num_ranks: int, names: list[str]) -> None:

@@ -54,6 +54,8 @@ PLANS: dict[str, Mapping[str, Any]] = {
         "communication": {"gradients": "int8"},
     },
     "saved while training waits": {**on(3), "checkpoint": {"background": False}},
+    "inputs on host": {**on(3), "activations": {"checkpoint": "units", "offload": "host"}},
+    "inputs on disk": {**on(2), "activations": {"checkpoint": "selective", "offload": "disk"}},
     "accumulated, stage 1, on host": {**on(1, optimizer="host"), "batch": {"accumulate": 3}},
 }
 
@@ -75,7 +77,7 @@ class Trained:
 class Model(nn.Module):
     """Tokens to their mean loss."""
 
-    def __init__(self, num_blocks: int = 4) -> None:
+    def __init__(self, num_blocks: int = 5) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))

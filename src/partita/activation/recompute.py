@@ -4,13 +4,15 @@ T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", section 4. Sele
 compute are kept, too: V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 5.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointError,
     CheckpointPolicy,
@@ -18,6 +20,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from partita.activation.offload import Call, Offload
 from partita.activation.replaced import ReplacedForward
 from partita.activation.tiles import InTiles
 from partita.errors import ConfigError, PartitaError
@@ -71,18 +74,24 @@ class Recomputation:
 
     Args:
         tiled: modules that do so for some positions at a time.
+        offload: moves the inputs of the others.
     """
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], *, selective: bool, tiled: Mapping[str, nn.Module] | None = None
+        self,
+        modules: Mapping[str, nn.Module],
+        *,
+        selective: bool,
+        tiled: Mapping[str, nn.Module],
+        offload: Offload | None,
     ) -> None:
         self._repeated = ""
         self._forwards = [
-            ReplacedForward(module, InTiles(name, Recomputed(module, False, partial(self._note, name))))
-            for name, module in (tiled or {}).items()
+            ReplacedForward(module, InTiles(name, Recomputed(module, partial(self._note, name))))
+            for name, module in tiled.items()
         ]
         self._forwards += [
-            ReplacedForward(module, Recomputed(module, selective, partial(self._note, name)))
+            ReplacedForward(module, Recomputed(module, partial(self._note, name), selective, offload))
             for name, module in modules.items()
         ]
 
@@ -115,12 +124,20 @@ class Recomputation:
 class Recomputed:
     """Runs a module's forward again in backward; ``repeats`` is called when it does."""
 
-    def __init__(self, module: nn.Module, selective: bool, repeats: Callable[[], None]) -> None:
-        self._module, self._selective, self._repeats = module, selective, repeats
+    def __init__(
+        self,
+        module: nn.Module,
+        repeats: Callable[[], None],
+        selective: bool = False,
+        offload: Offload | None = None,
+    ) -> None:
+        self._module, self._selective, self._repeats, self._offload = module, selective, repeats, offload
 
     def __call__(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or checkpoints_itself(self._module):
             return own(*args, **kwargs)
+        if self._offload is not None and self._moves():
+            return self._called_with_moved(self._offload, own, args, kwargs)
         forward = partial(own, **kwargs)  # checkpoint would take keywords with names of its own for itself
         if torch.compiler.is_compiling():  # what a graph does to buffers comes after the part of it that is repeated
             if self._selective:
@@ -128,24 +145,71 @@ class Recomputed:
             return checkpoint(forward, *args, use_reentrant=False)
         return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts)
 
-    def _contexts(self) -> Contexts:
-        """Around the forward, and around its repetition."""
-        keeping: Contexts = selecting() if self._selective else (nullcontext(), nullcontext())
-        return keeping[0], self._repeating(keeping[1])
+    def _moves(self) -> bool:
+        """Whether inputs are moved at all: not where this forward is repeated itself, nor in a compiled graph."""
+        if torch.compiler.is_compiling():
+            warn_of_compiled()
+            return False
+        return torch._C._current_graph_task_id() == -1
 
-    @contextmanager
-    def _repeating(self, keeping: AbstractContextManager[Any]) -> Iterator[None]:
-        """What a forward does to buffers (a batch norm's running mean) was done the first time."""
-        self._repeats()
-        own = [(inner, name, buffer) for inner in self._module.modules() for name, buffer in inner._buffers.items()]
-        for inner, name, buffer in own:
+    def _called_with_moved(self, offload: Offload, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        call = Call(offload, own, args, kwargs)
+        if not call.moved:
+            forward = partial(own, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts)
+        like = call.moved[0].get().new_empty(0)  # by which checkpoint knows the device, whose random state it keeps
+        contexts = partial(self._contexts, call.bring)
+        output = checkpoint(call.run, like, *call.others, use_reentrant=False, context_fn=contexts)
+        offload.forward_ended()
+        return output
+
+    def _contexts(self, *begun: Callable[[], None]) -> Contexts:
+        """Around the forward, and around its repetitions, of which ``begun`` are told first."""
+        keeping: Contexts = selecting() if self._selective else (nullcontext(), nullcontext())
+        return keeping[0], Repeating(self._module, keeping[1], (self._repeats, *begun))
+
+
+class Repeating:
+    """Around each repetition of a module's forward (a graph that is kept may have several).
+
+    What a forward does to buffers (a batch norm's running mean) was done the first time: they are copies meanwhile.
+    """
+
+    def __init__(
+        self, module: nn.Module, keeping: AbstractContextManager[Any], begun: Sequence[Callable[[], None]]
+    ) -> None:
+        self._module, self._keeping, self._begun = module, keeping, begun
+        self._own = list[tuple[nn.Module, str, Tensor | None]]()
+
+    def __enter__(self) -> None:
+        for begun in self._begun:
+            begun()
+        self._own = [
+            (inner, name, buffer) for inner in self._module.modules() for name, buffer in inner._buffers.items()
+        ]
+        for inner, name, buffer in self._own:
             inner._buffers[name] = None if buffer is None else buffer.clone()
+        self._keeping.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
-            with keeping:
-                yield
+            self._keeping.__exit__(kind, error, trace)
         finally:
-            for inner, name, buffer in own:
+            for inner, name, buffer in self._own:
                 inner._buffers[name] = buffer
+            self._own.clear()
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def warn_of_compiled() -> None:
+    """Once for each graph."""
+    warnings.warn(
+        "activations.offload moves nothing out of compiled modules: their inputs stay on the device; set it to "
+        "none, or leave the modules that activations.checkpoint names uncompiled",
+        stacklevel=2,
+    )
 
 
 def checkpoints_itself(module: nn.Module) -> bool:

@@ -141,6 +141,12 @@ def _training(config: Config) -> Iterator[Contradiction]:
             "loss.tiled has each rank compute the logits of all positions, of which parallel.sequence gives it its own",
             "leave loss.tiled out",
         )
+    if config.activations.offload != "none" and config.activations.checkpoint == "none":
+        yield (
+            ("activations.offload", "activations.checkpoint"),
+            "activations.offload moves the inputs of modules that are recomputed, and none are",
+            "set activations.checkpoint to units",
+        )
     if config.precision.nonfinite == "rewind" and config.checkpoint.dir is None:
         yield (
             ("precision.nonfinite", "checkpoint.dir"),
@@ -218,7 +224,10 @@ def _schedule(config: Config) -> Iterator[Contradiction]:
 def idle_settings(config: Config, compute: str) -> Iterator[str]:
     """One line ``ignored: key (reason)`` for each setting without effect."""
     offload, precision, schedule = config.zero.offload, config.precision, config.schedule
-    may_use_disk = {"disk", "auto"} & {offload.parameters, offload.optimizer} or offload.gradients == "disk"
+    may_use_disk = {"disk", "auto"} & {offload.parameters, offload.optimizer} or "disk" in (
+        offload.gradients,
+        config.activations.offload,
+    )
     finds_its_scale = compute == "fp16" and precision.loss_scale == "dynamic"
     for key in ("schedule", "chunks", "cut"):
         if config.parallel.pipeline == 1 and getattr(config.parallel, key) != getattr(Config().parallel, key):

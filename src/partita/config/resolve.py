@@ -91,6 +91,8 @@ def resolve(config: Config, num_ranks: int, device_type: str, ranks_per_node: in
             notices.append(f"ignored: communication.{key} (there is one data rank: nothing travels)")
     if config.communication.within_node != "auto" and device_type != "cpu":
         notices.append(f"ignored: communication.within_node (on {device_type} its own backend chooses the way)")
+    if config.activations.offload == "host" and device_type == "cpu":
+        notices.append("ignored: activations.offload (the host's memory is where cpu computes; disk is another)")
     warnings = tuple(map(str, needless_crossings(mesh, ranks_per_node)))
     return Resolved(config, mesh, batch, compute, values, tuple(notices), warnings=warnings)
 

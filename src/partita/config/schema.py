@@ -170,7 +170,9 @@ class Activations(Section):
         "convolutions and attention, whose results are kept; or modules, by class name or name pattern",
     )
     partition: Flag = Field(False, description="split kept activations over the tensor axis")
-    offload: Tier = Field("none", description="tier of kept activations")
+    offload: Literal["none", "host", "disk"] = Field(
+        "none", description="tier in which the inputs of recomputed modules rest between forward and backward"
+    )
 
 
 class AttentionSection(Section):
@@ -311,7 +313,6 @@ AVAILABLE: dict[str, tuple[object, ...]] = {
     "parallel.schedule": ("1f1b", "gpipe", "interleaved"),
     "parallel.tensor": (1,),
     "activations.partition": (False,),
-    "activations.offload": ("none",),
     "communication.gradients": ("full", "int8", "int4"),
     "communication.parameters": ("full", "int8"),
 }

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from partita.activation.recompute import Recomputation, chosen_modules
-from partita.activation.tiled_loss import TiledHeads, find_heads
-from partita.activation.tiles import tiled_modules
+from partita.activation.apply import Activations, Chosen
 from partita.attention.apply import SparseAttention
 from partita.checkpoint.checkpoints import Checkpoints
 from partita.comm.collectives import Collectives
@@ -69,8 +67,7 @@ class Parts:
     shortages: Shortages
     runtime: Runtime
     attention: SparseAttention
-    recomputation: Recomputation
-    tiled_heads: TiledHeads
+    activations: Activations
     updater: Updater
     whole: Whole
     gathered: Gathered
@@ -82,8 +79,7 @@ class Parts:
 
     def leave_modules(self) -> None:
         """Give the model's modules their own forwards back, from the outermost change to the innermost."""
-        self.tiled_heads.remove()
-        self.recomputation.remove()
+        self.activations.remove()
         self.attention.remove()
         self.pipeline.remove()
         self.parallel.remove()
@@ -120,11 +116,7 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         check_quantized(find_quantized(model), mesh.device)
         blueprint = make_blueprint(model, resolved, num_moments, budget, parallel.shares)
         attention = SparseAttention(model, settings.attention)
-        choice = settings.activations.checkpoint
-        unit_names = [unit.name for unit in blueprint.units]
-        recomputed = chosen_modules(model, unit_names, choice)
-        tiled = tiled_modules(model, settings.tiled.mlp)
-        heads = find_heads(model, settings.loss, unit_names)
+        chosen = Chosen.of(model, settings, [unit.name for unit in blueprint.units])
     every = all_ranks.exchange_objects(blueprint.groups, "partita.initialize")
     collectives.open(dict.fromkeys(axes for of_rank in every for axes in of_rank))  # also those of other stages alone
     check_alike(model, blueprint.units, all_ranks, exact=collectives.group(STATE_AXES).size < all_ranks.size)
@@ -151,8 +143,7 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         raise
     weights = source.folder if source is not None else None
     attention.apply()  # inside what runs again in backward
-    recomputation = Recomputation(recomputed, selective=choice == "selective", tiled=tiled)
-    tiled_heads = TiledHeads(heads, settings.loss)
+    activations = Activations(chosen, settings, memory, mesh.device)
     samples = SameSamples(collectives.group(SAMPLE_AXES), mesh.coordinate("data"))
     return Parts(
         optimizer,
@@ -161,8 +152,7 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         shortages,
         runtime,
         attention,
-        recomputation,
-        tiled_heads,
+        activations,
         updater,
         whole,
         gathered,

@@ -48,7 +48,7 @@ class MicroBatches:
             reducer.watch(roots[0])
             roots = [roots[0] if scale == 1.0 else roots[0] * scale]
         try:
-            with scaled_by(scale), parts.recomputation.explained():
+            with scaled_by(scale), parts.activations.explained():
                 if roots:
                     torch.autograd.backward(roots, gradients)
         except RuntimeError as error:

@@ -120,6 +120,10 @@ class OnDisk(Kept):
     def write_from(self, source: Tensor) -> Event | None:
         return self._disk.write(self.region, source) if self._is_like(source) else None
 
+    def release(self) -> None:
+        """Let another state have the region."""
+        self._disk.release(self.region)
+
     def _is_like(self, other: Tensor) -> bool:
         """Whether the disk can read into, and write from, this memory without a copy beside it."""
         on_page = accelerator.is_host(other.device) and other.data_ptr() % ALIGNMENT == 0
@@ -179,6 +183,12 @@ class StateMemory:
         kept = self._room(num_elements, dtype, tier)
         self.ledger.add(state, num_elements * dtype.itemsize, tier)
         return kept
+
+    def drop(self, state: str, kept: Kept) -> None:
+        """Give back the room of a state that nothing is copied from or to any more."""
+        self.ledger.remove(state, kept.num_elements * kept.dtype.itemsize, kept.tier)
+        if isinstance(kept, OnDisk):
+            kept.release()
 
     def keep_values(self, state: str, values: Tensor, dtype: torch.dtype, tier: Tier) -> Kept:
         """A copy of flat ``values``."""

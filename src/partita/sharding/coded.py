@@ -43,14 +43,13 @@ def begin_gather(
 
     Args:
         codes: uint8, memory for those of ``target``.
-        seed: of the random numbers, where values are rounded by such; each rank adds its own place.
+        seed: of this rank's random numbers, where values are rounded by such.
     """
     codec = wire.codec
     assert codec is not None
     codes = codes[: codec.num_bytes(target.numel())]
     own = codes.view(group.size, -1)[group.index]
-    chosen = seed_of(seed, group.index) if wire.unbiased else None
-    kernels.encode(codec, source, own, seed=chosen, threads=torch.get_num_threads())
+    kernels.encode(codec, source, own, seed=seed if wire.unbiased else None, threads=torch.get_num_threads())
     return Gather(codec, codes, target, group.all_gather(codes, own, purpose, tag))
 
 
@@ -62,7 +61,7 @@ def reduce_scatter(
 
     Args:
         scratch: uint8, of :func:`~partita.plan.wire.scratch_bytes`.
-        seed: of the random numbers; each rank adds its own place.
+        seed: of this rank's random numbers.
     """
     values = sent
     num_codes = wire.num_bytes(sent.numel())
@@ -78,7 +77,7 @@ def reduce_scatter(
         codes, received = (scratch[at : at + num_bytes].view(group.size, num_outer, -1) for at in (0, num_codes))
         stop = first_sum + values.numel() // group.size * 4
         total = scratch[first_sum:stop].view(torch.float32).view(num_outer, -1)
-        _exchange(group, wire, rows, codes, received, seed=seed_of(seed, place, group.index))
+        _exchange(group, wire, rows, codes, received, seed=seed_of(seed, place))
         _add_up(group, wire, rows[group.index], received, total)
         values, first_sum = total.view(-1), stop
     write_out(values, out, accumulate=accumulate)
@@ -108,6 +107,6 @@ def _add_up(group: Group, wire: Wire, own: Tensor, received: Tensor, total: Tens
             write_out(own, total, accumulate=rank > 0)
 
 
-def seed_of(*numbers: int) -> int:
-    """A seed of its own for each sequence of numbers, the same in every run."""
-    return zlib.crc32(repr(numbers).encode())
+def seed_of(*what: object) -> int:
+    """A seed of its own for each sequence of numbers and names, the same in every run."""
+    return zlib.crc32(repr(what).encode())

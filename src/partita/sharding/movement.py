@@ -10,7 +10,7 @@ from partita.comm.exchange import Work
 from partita.comm.group import Group
 from partita.plan.steps import AllGather, Copy, Encode, Read, ReduceScatter, Slice, Step, Write, in_phases
 from partita.plan.wire import hops, scratch_bytes
-from partita.sharding.coded import begin_gather, reduce_scatter
+from partita.sharding.coded import begin_gather, reduce_scatter, seed_of
 
 
 class Movement:
@@ -64,7 +64,7 @@ class Movement:
                         source = _part(target, group).copy_(source, non_blocking=True)
                     if wire.is_coded:
                         assert received is not None
-                        room, seed = received.view(torch.uint8), self._seed
+                        room, seed = received.view(torch.uint8), self._seed_of(op)
                         handles.append(
                             begin_gather(group, wire, source, target, room, seed=seed, purpose=purpose, tag=tag)
                         )
@@ -77,7 +77,7 @@ class Movement:
                     part = _part(target, group) if target.numel() == source.numel() else target
                     if wire.is_coded:
                         room, groups = received.view(torch.uint8), self._hops(axes)
-                        reduce_scatter(groups, wire, source, part, room, seed=self._seed, accumulate=accumulate)
+                        reduce_scatter(groups, wire, source, part, room, seed=self._seed_of(op), accumulate=accumulate)
                     else:
                         room = received[: group.received_elements(source.numel(), source.itemsize)]
                         group.reduce_scatter(part, source, room, accumulate=accumulate)
@@ -113,6 +113,10 @@ class Movement:
                 num_elements *= self._collectives.group(op.axes).size
                 most = max(most, op.wire.num_bytes(num_elements) if op.wire.is_coded else 0)
         return most
+
+    def _seed_of(self, op: AllGather | ReduceScatter) -> int:
+        """Each rank has random numbers of its own in each operation: their errors do not add up."""
+        return seed_of(self._seed, self._collectives.mesh.rank, type(op).__name__, op.axes)
 
     def _hops(self, axes: tuple[str, ...]) -> list[Group]:
         """The groups that a sum in codes goes over."""

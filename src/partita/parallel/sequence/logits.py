@@ -179,9 +179,10 @@ def _cross_entropy(given: Mapping[str, Any]) -> Tensor | None:
         return None
     start, stop = logits.shown
     own = logits.slices.own
-    begin, end = max(start, own.start), max(start, min(stop, own.stop))
+    begin = max(start, own.start)
+    end = max(begin, min(stop, own.stop))
     mine = target.view(logits.own.shape[0], stop - start)[:, begin - start : end - start]
-    held = logits.own.narrow(1, min(begin, own.stop) - own.start, max(end - begin, 0))
+    held = logits.own[:, min(begin, own.stop) - own.start : end - own.start]
     smoothing = given.get("label_smoothing", 0.0)
     part = F.cross_entropy(
         held.flatten(0, 1),

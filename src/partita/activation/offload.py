@@ -1,0 +1,305 @@
+"""Inputs of recomputed modules that rest on the host or on disk between forward and backward.
+
+An input leaves while forward goes on, and comes back while the module after its own is in backward. Copies of it exist
+for as long as the graph that needs it.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 6.1
+(Pa+cpu).
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partita.errors import PartitaError
+from partita.memory import accelerator
+from partita.memory.streams import Event, Stream, record
+from partita.memory.tiers import Kept, StateMemory
+from partita.plan.residence import Tier
+
+STATE = "activations"
+# Modules at the end of forward whose inputs stay: their backward comes before a copy would be back.
+NUM_STAYING = 2
+
+
+class Rooms:
+    """Memory of the tier, lent to copies for as long as they exist.
+
+    There are as many rooms as there were copies at a time, each as large as the largest that it was used for: where
+    lengths vary, nothing is taken any more once the longest were seen.
+    """
+
+    def __init__(self, memory: StateMemory, tier: Tier, finish: Callable[[], object]) -> None:
+        self._memory, self._tier, self._finish = memory, tier, finish
+        self._free = list[Kept]()
+        self._returned = deque[Kept]()  # by whichever thread drops a graph
+
+    def take(self, num_bytes: int) -> Kept:
+        """A room of at least so many bytes.
+
+        Raises:
+            PartitaError: there is no memory of this tier left for it.
+        """
+        while self._returned:
+            self._free.append(self._returned.popleft())
+        self._free.sort(key=lambda room: room.num_elements)
+        for place, room in enumerate(self._free):
+            if room.num_elements >= num_bytes:
+                return self._free.pop(place)
+        if self._free:
+            self._finish()
+            self._memory.drop(STATE, self._free.pop(0))
+        return self._memory.keep(STATE, num_bytes, torch.uint8, self._tier)
+
+    def give_back(self, room: Kept) -> None:
+        """Let others have the room, after what the stream has been given to do with it."""
+        self._returned.append(room)
+
+
+class Offload:
+    """Moves the inputs of modules to ``tier`` and back, beside the caller's work, until it is closed."""
+
+    def __init__(self, memory: StateMemory, device: torch.device, tier: Tier) -> None:
+        self.device = device
+        self.rooms = Rooms(memory, tier, self._finish)
+        self.stream = Stream(device, STATE, waits=tier is Tier.DISK)
+        self._calls = dict[int, weakref.ref[Call]]()  # whose graph is there, in their order
+        self._num_calls = 0
+        self._moved = weakref.WeakValueDictionary[int, Moved]()  # by the identity of the tensor that was given
+        self._leaving = deque[weakref.ref[Moved]]()
+        self.unclaimed = deque[Event]()  # of copies for a backward that never came; they hold what is copied
+
+    def move(self, tensor: Tensor) -> "Moved | None":
+        """The tensor as one that is moved; None for those that stay: what is no activation, or given to several
+        modules, which need it at other times.
+        """
+        if (known := self._moved.get(id(tensor))) is not None and known.source() is tensor:
+            known.stay(tensor)
+            return None
+        computed = tensor.requires_grad and not tensor.is_leaf and type(tensor) is Tensor
+        if not (computed and tensor.device == self.device and _is_dense(tensor)):
+            return None
+        moved = self._moved[id(tensor)] = Moved(self, tensor)
+        return moved
+
+    def begin(self, call: "Call") -> int:
+        """The call's number."""
+        self._num_calls += 1
+        self._calls[self._num_calls] = weakref.ref(call)
+        return self._num_calls
+
+    def forward_ended(self) -> None:
+        """What an earlier call was given leaves; what left before it is gone."""
+        self._let_go()
+        self._calls = {number: call for number, call in self._calls.items() if call() is not None}
+        earlier = list(self._calls.values())[:-NUM_STAYING]
+        if earlier and (call := earlier[-1]()) is not None:
+            for moved in call.moved:
+                moved.leave()
+                self._leaving.append(weakref.ref(moved))
+
+    def fetch_before(self, number: int) -> None:
+        """Begin to bring back what a backward needs after that of call ``number``."""
+        for other in reversed(list(self._calls)):
+            if other < number and (call := self._calls[other]()) is not None:
+                call.fetch()
+                return
+
+    def close(self) -> None:
+        """Let what is under way end."""
+        self._let_go()
+        self._finish()
+        self.stream.close()
+
+    def _let_go(self) -> None:
+        """Drop the device's memory that copies are done with."""
+        while self.unclaimed:
+            self.unclaimed.popleft().wait()
+        while self._leaving:
+            if (moved := self._leaving.popleft()()) is not None:
+                moved.has_left()
+
+    def _finish(self) -> None:
+        """Hold the caller until all copies are done."""
+        self.stream.run(lambda: None).wait()
+        accelerator.wait_for_all(self.device)
+
+
+class Call:
+    """A call of a module, whose forward is run as often as it is asked for.
+
+    Attributes: ``moved``: what it was given and is moved; ``others``: the other tensors that it was given.
+
+    Args:
+        forward: is called as the module was.
+    """
+
+    def __init__(
+        self, offload: Offload, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._offload, self._forward = offload, forward
+        self._names = tuple(kwargs)
+        self.moved, self.others, self._given = list[Moved](), list[Tensor](), list[Any]()
+        for value in (*args, *kwargs.values()):
+            if not isinstance(value, Tensor):
+                self._given.append(value)
+            elif (moved := offload.move(value)) is not None:
+                self.moved.append(moved)
+                self._given.append(_MOVED)
+            else:
+                self.others.append(value)
+                self._given.append(_OTHER)
+        self._brought = list[Tensor]()
+        self._number = offload.begin(self)
+
+    def bring(self) -> None:
+        """Have what is moved here, for the next run; what a backward needs after it begins to come, too."""
+        self.fetch()
+        self._offload.fetch_before(self._number)
+        self._brought = [moved.get() for moved in self.moved]
+
+    def run(self, like: Tensor, *others: Tensor) -> Any:
+        """The module's forward.
+
+        Args:
+            like: where it is computed.
+        """
+        brought = iter(self._brought or [moved.get() for moved in self.moved])
+        self._brought = []
+        rest = iter(others)
+        values = [
+            next(brought) if value is _MOVED else next(rest) if value is _OTHER else value for value in self._given
+        ]
+        num_args = len(values) - len(self._names)
+        return self._forward(*values[:num_args], **dict(zip(self._names, values[num_args:], strict=True)))
+
+    def fetch(self) -> None:
+        """Begin to bring back what is away."""
+        for moved in self.moved:
+            moved.fetch()
+
+
+@dataclass(frozen=True)
+class Back:
+    """A tensor, whose values are there when ``came`` has passed."""
+
+    tensor: Tensor
+    came: Event
+
+
+class Moved:
+    """A tensor that is moved: here, away, or on its way back."""
+
+    def __init__(self, offload: Offload, tensor: Tensor) -> None:
+        self._offload = offload
+        self.source = weakref.ref(tensor)
+        self._here: Tensor | None = tensor
+        self._version = tensor._version
+        self._stays = False
+        self._room: Kept | None = None
+        self._left: Event | None = None
+        self._back: Back | None = None
+        self._make_empty = partial(
+            torch.empty_strided, tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+
+    def stay(self, tensor: Tensor) -> None:
+        """Others need the tensor, too."""
+        self._here, self._stays = tensor, True
+
+    def leave(self) -> None:
+        """Begin to copy the tensor into the tier; it is here, too, until :meth:`has_left`."""
+        if self._here is None or self._stays or self._room is not None:
+            return
+        flat = _flat_bytes(self._here)
+        room = self._room = self._offload.rooms.take(flat.numel())
+        computed = record(self._offload.device)
+
+        def copy() -> None:
+            computed.wait()
+            lease = room.lend(read=False)
+            lease.wait()[: flat.numel()].copy_(flat, non_blocking=True)
+            lease.end(changed=True)
+
+        self._left = self._offload.stream.run(copy)
+
+    def has_left(self) -> None:
+        """Wait for the copy, and let go of the tensor.
+
+        Raises:
+            PartitaError: it was changed meanwhile, or could not be copied.
+        """
+        if self._left is None:
+            return
+        self._left.wait()
+        self._left = None
+        if not self._stays:
+            self._check_unchanged()
+            self._here = None
+
+    def fetch(self) -> None:
+        """Begin to bring the tensor back."""
+        if self._here is not None or self._back is not None:
+            return
+        tensor, room = self._make_empty(), self._room
+        assert room is not None
+        flat, free = _flat_bytes(tensor), record(self._offload.device)
+
+        def copy() -> None:
+            free.wait()
+            lease = room.lend()
+            flat.copy_(lease.wait()[: flat.numel()], non_blocking=True)
+            lease.end(changed=False)
+
+        self._back = Back(tensor, self._offload.stream.run(copy))
+
+    def get(self) -> Tensor:
+        """The tensor, or one with its values.
+
+        Raises:
+            PartitaError: it was changed since the module was called, or could not be copied.
+        """
+        if self._here is not None:
+            self._check_unchanged()
+            return self._here
+        assert self._back is not None
+        back, self._back = self._back, None
+        back.came.wait()
+        return back.tensor.requires_grad_()
+
+    def __del__(self) -> None:
+        # Maybe by a thread that the stream's work needs, which must not wait for it.
+        if self._room is not None:
+            self._offload.rooms.give_back(self._room)
+        under_way = self._left if self._back is None else self._back.came
+        if under_way is not None:
+            self._offload.unclaimed.append(under_way)
+
+    def _check_unchanged(self) -> None:
+        assert self._here is not None
+        if self._here._version != self._version:
+            raise PartitaError(
+                f"an input of shape {tuple(self._here.shape)} of a module that is recomputed was changed in place "
+                "after the module had read it, so its backward would compute something else: change a copy, or leave "
+                "the module out of activations.checkpoint"
+            )
+
+
+_MOVED, _OTHER = object(), object()  # stand for tensors that were given
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill a range of memory, in whatever order: then a copy has its strides."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def _flat_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a dense tensor, whatever the order of its dims."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return flat.view(torch.uint8)

@@ -111,7 +111,7 @@ KEYS = [
 NOT_AVAILABLE = [
     Wrong({section: value}, (f"{key}: ", "is not available in this version; remove it or set it back to its default"))
     for section, value, key in [
-        ("parallel", {"pipeline": 2}, "parallel.pipeline"),
+        ("parallel", {"schedule": "zero_bubble"}, "parallel.schedule"),
         ("activations", {"partition": True}, "activations.partition"),
         ("communication", {"gradients": "onebit"}, "communication.gradients"),
         ("communication", {"parameters": "int4"}, "communication.parameters"),

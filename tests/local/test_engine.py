@@ -302,11 +302,8 @@ def chosen_units() -> None:
 def not_available() -> None:
     later: list[dict[str, Any]] = [
         {"parallel": {"tensor": 2}},
-        {"parallel": {"pipeline": 2}},
-        {"parallel": {"sequence": 2}},
         {"activations": {"offload": "host"}},
         {"communication": {"gradients": "1bit"}},
-        {"communication": {"parameters": "int8"}},
     ]
     for config in later:
         with pytest.raises(ConfigError, match="not available in this version"):

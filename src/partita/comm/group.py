@@ -33,6 +33,14 @@ class Handle:
             self._work.wait()
 
 
+class Sent(Handle):
+    """A tensor on its way to another rank, which is held until it has left."""
+
+    def __init__(self, work: Work, explained: Explained, tensor: Tensor) -> None:
+        super().__init__(work, explained)
+        self.tensor = tensor
+
+
 class Group:
     """Collectives of the ranks along ``axes``: ``size`` of them, this one at ``index``. Tensors are flat and
     contiguous; part ``i`` belongs to rank ``i`` of the group. A group of one rank has the same calls.
@@ -136,6 +144,23 @@ class Group:
         with self._explained(f"all-gather of {purpose}"):
             self.transport.all_to_all([row.view(-1) for row in received], [part.view(-1)] * self.size)
         return received
+
+    def send(self, tensors: Sequence[Tensor], to: int, lane: str, purpose: str) -> Sequence[Handle]:
+        """Begin to send tensors of any shape to one rank, which receives what comes on a lane
+        (:data:`~partita.comm.transport.LANES`) in this order. They are held by who holds the handles.
+        """
+        flat = [tensor.contiguous().view(-1) for tensor in tensors]
+        self._count("send", purpose, sum(tensor.nbytes for tensor in flat))
+        explained = partial(self._explained, f"sending of {purpose}")
+        with explained():
+            return [Sent(self.transport.send(part, to, lane), explained, part) for part in flat if part.numel()]
+
+    def receive(self, tensors: Sequence[Tensor], source: int, lane: str, purpose: str) -> Sequence[Handle]:
+        """Begin to overwrite contiguous tensors with the next that a rank sends on a lane."""
+        explained = partial(self._explained, f"receiving of {purpose}")
+        with explained():
+            flat = [tensor.view(-1) for tensor in tensors if tensor.numel()]
+            return [Handle(self.transport.receive(part, source, lane), explained) for part in flat]
 
     def broadcast(self, tensors: Sequence[Tensor], purpose: str) -> None:
         """Overwrite ``tensors``, of any shape, strides and dtype, with those of the group's first rank."""

@@ -7,6 +7,7 @@ nothing is ever called on one.
 
 from collections.abc import Iterable
 from datetime import timedelta
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -14,13 +15,13 @@ import torch.distributed as dist
 from partita.comm import world
 from partita.comm.collective_log import CollectiveLog
 from partita.comm.forks import connections_kept_from_children
-from partita.comm.transport import BULK_PURPOSES, PURPOSES, DeviceTransport, HostTransport, Transport
+from partita.comm.transport import BULK_PURPOSES, LANES, PURPOSES, DeviceTransport, HostTransport, Transport
 from partita.comm.watchdog import Watchdog
 from partita.comm.world import Rendezvous
 from partita.errors import PartitaError
 from partita.memory import accelerator
 from partita.memory.streams import Stream
-from partita.plan.mesh_shape import MeshShape
+from partita.plan.mesh_shape import PIPELINE_AXES, MeshShape
 
 
 class Mesh:
@@ -85,7 +86,22 @@ class Mesh:
             return None
         if accelerator.is_host(self.device):
             return HostTransport(self.index(axes), size, own, self._within_node, self.timeout_s)
-        return DeviceTransport(self.index(axes), size, own)
+        return DeviceTransport(self.index(axes), size, own, self._connect_edges(axes))
+
+    def _connect_edges(self, axes: tuple[str, ...]) -> dict[tuple[int, int, str], dist.ProcessGroup]:
+        """Along the pipeline, between each two neighbours: on each of its groups a backend sends in one order."""
+        own = dict[tuple[int, int, str], dist.ProcessGroup]()
+        size = self.shape.group_size(axes)
+        backend = accelerator.backend(self.device)
+        for ranks in self.shape.groups(axes) if axes == PIPELINE_AXES else ():
+            neighbours = {(at, (at + step) % size) for at in range(size) for step in (1, -1)}
+            for (source, target), lane in product(sorted(neighbours), LANES):
+                pair = sorted((ranks[source], ranks[target]))
+                group = dist.new_group(pair, timeout=timedelta(seconds=self.timeout_s), backend=backend)
+                if self.rank in pair:
+                    own[source, target, lane] = group
+                    self._process_groups.append(group)
+        return own
 
     def transport(self, axes: tuple[str, ...]) -> Transport:
         """What moves tensors over ``axes``, named as :meth:`MeshShape.named` does.

@@ -23,6 +23,9 @@ from partita.comm.node_peers import Fetch, NodePeer, Offer
 # their own, so that no order between them has to be kept. Only what is sent for the last is always small.
 PURPOSES = ("parameters", "gradients", "activations", "control")
 BULK_PURPOSES = PURPOSES[:3]
+# What goes from rank to rank of a pipeline, each on connections of its own between each two ranks in each direction.
+LANES = ("forward", "backward", "request")
+_LANE_TAGS = 1  # those of the lanes follow it; other exchanges of activations have tag 0
 # Below it, a sum takes no more time for what it sends than for being sent.
 _SMALL_BYTES = 1 << 14
 
@@ -79,6 +82,16 @@ class Transport(ABC):
         """The sum of a tensor over the ranks, a new one, the same bits on all of them."""
 
     @abstractmethod
+    def send(self, tensor: Tensor, to: int, lane: str) -> Work:
+        """Begin to send a flat tensor to one rank, which receives those of a lane of :data:`LANES` in this order. It
+        must stay as it is until it is waited for.
+        """
+
+    @abstractmethod
+    def receive(self, tensor: Tensor, source: int, lane: str) -> Work:
+        """Begin to overwrite a flat tensor with the next one that a rank sends on a lane."""
+
+    @abstractmethod
     def broadcast(self, tensor: Tensor) -> Work:
         """Begin to overwrite bytes with those of the group's first rank."""
 
@@ -107,10 +120,29 @@ class _Backed(Transport):
         return _all_gather(rows.view(-1), row, group=self._groups["control"], async_op=True)
 
 
+Edges = Mapping[tuple[int, int, str], dist.ProcessGroup]
+
+
 class DeviceTransport(_Backed):
-    """Between accelerators, by their own backend (NCCL of CUDA)."""
+    """Between accelerators, by their own backend (NCCL of CUDA).
+
+    Args:
+        edges: of a pipeline, the process groups of each two ranks: from index, to index, lane.
+    """
 
     keeps_tags_apart = False
+
+    def __init__(self, index: int, size: int, groups: Mapping[str, dist.ProcessGroup], edges: Edges) -> None:
+        super().__init__(index, size, groups)
+        self._edges = edges
+
+    def send(self, tensor: Tensor, to: int, lane: str) -> Work:
+        group = self._edges[self._index, to, lane]
+        return _send(tensor, group=group, group_dst=int(to > self._index))
+
+    def receive(self, tensor: Tensor, source: int, lane: str) -> Work:
+        group = self._edges[source, self._index, lane]
+        return _receive(tensor, group=group, group_src=int(source > self._index))
 
     def handshake(self, exchange: Callable[[object], list[Any]]) -> None:
         pass
@@ -192,6 +224,19 @@ class HostTransport(_Backed):
         for work in leaving:
             work.wait()
 
+    def send(self, tensor: Tensor, to: int, lane: str) -> Work:
+        tag = _LANE_TAGS + LANES.index(lane)
+        if self.peers and to in self.peers:
+            return Offer(tensor, self.peers[to].channels["activations"], tag)
+        return _send(tensor, group=self._groups["activations"], group_dst=to, tag=tag)
+
+    def receive(self, tensor: Tensor, source: int, lane: str) -> Work:
+        tag = _LANE_TAGS + LANES.index(lane)
+        if self.peers and source in self.peers:
+            peer = self.peers[source]
+            return _Whole(Fetch(tensor, tensor.numel(), peer.process, peer.channels["activations"], tag), tensor)
+        return _receive(tensor, group=self._groups["activations"], group_src=source, tag=tag)
+
     def sum(self, tensor: Tensor) -> Tensor:
         flat, total = tensor.view(-1), torch.empty_like(tensor)
         if self._size == 2 or tensor.nbytes < _SMALL_BYTES:  # a whole of two is two halves, and takes one turn
@@ -268,6 +313,16 @@ class HostTransport(_Backed):
     def close(self) -> None:
         for peer in (self.peers or {}).values():
             peer.close()
+
+
+class _Whole:
+    """A flat tensor that arrives at once."""
+
+    def __init__(self, arriving: Arriving, tensor: Tensor) -> None:
+        self._arriving, self._num_elements = arriving, tensor.numel()
+
+    def wait(self) -> None:
+        self._arriving.piece(0, self._num_elements)
 
 
 def write_out(values: Tensor, out: Tensor, *, accumulate: bool) -> None:

@@ -45,7 +45,12 @@ def check_settings(config: Config, derived: Mapping[str, Row]) -> None:
             raise conflict(problem, [resolved(key), resolved(other)], f"leave {key} out")
     compute = str(resolved("precision.compute").value)
     accumulates = resolved("batch.accumulate").value != 1
-    rules = (*_states(config, compute, accumulates), *_training(config), *_attention(config))
+    rules = (
+        *_states(config, compute, accumulates),
+        *_pipeline(config),
+        *_training(config),
+        *_attention(config),
+    )
     for keys, problem, fix in rules:
         raise conflict(problem, [resolved(key) for key in keys], fix)
 
@@ -107,6 +112,25 @@ def _states(config: Config, compute: str, accumulates: bool) -> Iterator[Contrad
             "that of another micro-batch could be added",
             "set precision.gradients to fp32, or batch.accumulate to 1",
         )
+
+
+def _pipeline(config: Config) -> Iterator[Contradiction]:
+    parallel = config.parallel
+    if parallel.pipeline == 1:
+        return
+    if config.precision.gradients == "in_backward":
+        yield (
+            ("precision.gradients", "parallel.pipeline"),
+            "precision.gradients: in_backward updates a stage's parameters in one micro-batch's backward, while others "
+            "of the batch are on their way through the pipeline",
+            "set precision.gradients to fp32",
+        )
+    is_interleaved = parallel.schedule == "interleaved"
+    if is_interleaved != (parallel.chunks > 1):
+        problem = "parallel.schedule: interleaved has several groups of layers on each pipeline rank, and other "
+        problem += "schedules have one"
+        fix = "set parallel.chunks: 2" if is_interleaved else "set parallel.schedule: interleaved"
+        yield ("parallel.schedule", "parallel.chunks"), problem, fix
 
 
 def _training(config: Config) -> Iterator[Contradiction]:
@@ -213,6 +237,9 @@ def idle_settings(config: Config, compute: str) -> Iterator[str]:
     finds_its_scale = compute == "fp16" and precision.loss_scale == "dynamic"
     if config.parallel.tensor_rules and config.parallel.tensor == 1:
         yield "ignored: parallel.tensor_rules (parallel.tensor is 1)"
+    for key in ("schedule", "chunks", "cut"):
+        if config.parallel.pipeline == 1 and getattr(config.parallel, key) != getattr(Config().parallel, key):
+            yield f"ignored: parallel.{key} (parallel.pipeline is 1)"
     if precision.master == "split" and compute == "fp32":
         yield "ignored: precision.master (fp32 parameters are their own master weights)"
     if precision.nonfinite != "skip" and finds_its_scale:

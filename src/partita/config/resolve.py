@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from itertools import islice, product
+from math import log, prod
 
 from partita.config.checks import check_settings, idle_settings
 from partita.config.messages import Row, conflict, key_paths, row, setting, shown
@@ -13,6 +14,7 @@ from partita.plan.across_nodes import needless_crossings
 from partita.plan.mesh_shape import AXES, MeshShape
 
 _MAX_NOTICES = 5
+_MAX_FACTORIZATIONS = 4
 _BATCH_KEYS = ("micro", "accumulate", "total")
 # Nodes may have them under other paths.
 _FOLDERS = ("checkpoint.dir", "zero.offload.path")
@@ -108,8 +110,8 @@ def describe(resolved: Resolved) -> str:
     rates = f"{schedule.name} after {schedule.warmup_steps} steps of warm-up"
     fed = f"as the training loop feeds it, on each of {mesh.data} data ranks"
     if config.batch.model_fields_set:
-        product = f"micro {batch.micro} x accumulate {batch.accumulate} x data {mesh.data}"
-        fed = f"{product} = {batch.total} samples per step"
+        factors = f"micro {batch.micro} x accumulate {batch.accumulate} x data {mesh.data}"
+        fed = f"{factors} = {batch.total} samples per step"
     lines = [
         f"mesh: {mesh.num_ranks} ranks = {' x '.join(f'{axis} {mesh.size(axis)}' for axis in AXES)}",
         f"zero: stage {zero.stage}{kept}",
@@ -143,7 +145,8 @@ def _resolve_mesh(config: Config, num_ranks: int, ranks_per_node: int | None) ->
             raise conflict(
                 f"{num_ranks} ranks cannot be divided by {formula} = {inner}",
                 rows,
-                f"start a multiple of {inner} ranks, such as {max(1, round(num_ranks / inner)) * inner}",
+                f"start a multiple of {inner} ranks, such as {max(1, round(num_ranks / inner)) * inner}; or set "
+                f"{_possible(config, num_ranks)}, which {num_ranks} ranks can be divided by",
             )
         data = num_ranks // inner
         rows[0] = Row("parallel.data", data, f"derived: ranks {num_ranks} / ({formula})")
@@ -165,6 +168,19 @@ def _resolve_mesh(config: Config, num_ranks: int, ranks_per_node: int | None) ->
     if key is None and config.communication.gradients != "full":
         node = _even_nodes(data, inner // parallel.pipeline, ranks_per_node)
     return MeshShape(parallel.pipeline, data, parallel.sequence, parallel.tensor, node), rows
+
+
+def _possible(config: Config, num_ranks: int) -> str:
+    """Sizes of the axes that are asked for, beside data, of which a mesh of so many ranks can be made; those nearest to
+    what was asked first.
+    """
+    axes = [axis for axis in ("pipeline", "sequence", "tensor") if getattr(config.parallel, axis) > 1]
+    asked = [getattr(config.parallel, axis) for axis in axes]
+    divisors = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
+    sizes = [found for found in product(divisors, repeat=len(axes)) if num_ranks % prod(found) == 0]
+    sizes.sort(key=lambda found: sum(abs(log(size / wanted)) for size, wanted in zip(found, asked, strict=True)))
+    named = (" x ".join(f"{axis} {size}" for axis, size in zip(axes, found, strict=True)) for found in sizes)
+    return " or ".join(islice(named, _MAX_FACTORIZATIONS))
 
 
 def _even_nodes(data: int, inner: int, ranks_per_node: int | None) -> int:
@@ -216,19 +232,19 @@ def _resolve_batch(batch: Batch, data: int, mesh_rows: Sequence[Row]) -> tuple[R
     follows = _what_follows(given)
     factors = {key: given.get(key, 1) for key in ("micro", "accumulate") if key != follows}
     formula = " x ".join([f"{key} {value}" for key, value in factors.items()] + [f"data {data}"])
-    product = prod(factors.values(), start=data)
-    values = {**factors, "total": given.get("total", product)}
+    of_factors = prod(factors.values(), start=data)
+    values = {**factors, "total": given.get("total", of_factors)}
     sources = {key: "config" if key in given else "default" for key in _BATCH_KEYS}
     total = values["total"]
     if follows == "total":
-        problem = f"batch.total is {total}, but {formula} = {product}" if total != product else None
-        fix = f"leave batch.total out; it follows as {product}"
+        problem = f"batch.total is {total}, but {formula} = {of_factors}" if total != of_factors else None
+        fix = f"leave batch.total out; it follows as {of_factors}"
         shown_values: dict[str, object] = {**values}
     else:
-        problem = f"batch.total {total} cannot be divided by {formula} = {product}" if total % product else None
-        fix = f"set batch.total: {max(1, round(total / product)) * product}"
+        problem = f"batch.total {total} cannot be divided by {formula} = {of_factors}" if total % of_factors else None
+        fix = f"set batch.total: {max(1, round(total / of_factors)) * of_factors}"
         shown_values = {**values, follows: "auto"}
-        values[follows] = total // product
+        values[follows] = total // of_factors
     if problem:
         rows = [Row(f"batch.{key}", shown_values[key], sources[key]) for key in _BATCH_KEYS]
         raise conflict(problem, [*rows, *mesh_rows], fix)

@@ -1,6 +1,5 @@
 """The micro-batches of one global batch: drawn on all ranks alike, given to the model, and the loss of each."""
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -10,7 +9,7 @@ from torch import Tensor
 from partita.errors import PartitaError
 
 
-def draw(iterator: Iterator[Any] | Sequence[Any], num: int, each: Callable[[float], list[float]]) -> deque[Any]:
+def draw(iterator: Iterator[Any] | Sequence[Any], num: int, each: Callable[[float], list[float]]) -> list[Any]:
     """``num`` micro-batches, all before the first is used: no rank is left alone inside a batch.
 
     Args:
@@ -26,7 +25,7 @@ def draw(iterator: Iterator[Any] | Sequence[Any], num: int, each: Callable[[floa
             f"train_batch: a {type(iterator).__name__} is not an iterator over micro-batches, which goes on from "
             "call to call: make `batches = iter(loader)` once, before the loop, and pass that"
         )
-    drawn = deque(islice(iterator, num))
+    drawn = list(islice(iterator, num))
     counts = [int(number) for number in each(len(drawn))]
     if not any(counts):
         raise StopIteration
@@ -40,11 +39,45 @@ def draw(iterator: Iterator[Any] | Sequence[Any], num: int, each: Callable[[floa
     return drawn
 
 
-def call(model: Callable[..., Any], batch: Any) -> Any:
-    """The model's output for a micro-batch: a mapping is passed as keywords, a tuple or list as arguments."""
+def draw_for_evaluation(
+    iterator: Iterator[Any] | Sequence[Any], num: int, each: Callable[[float], list[float]]
+) -> Sequence[Any]:
+    """A list as it is, of an iterator at most ``num`` micro-batches; the same number on all ranks.
+
+    Raises:
+        StopIteration: there are none, on any rank.
+        PartitaError: this is no iterator, or ranks have other numbers of them.
+    """
+    is_list = isinstance(iterator, list | tuple)
+    if not is_list and not isinstance(iterator, Iterator):
+        raise PartitaError(
+            f"eval_batch: a {type(iterator).__name__} is no iterator over micro-batches and no list of them: pass "
+            "iter(loader), or a list"
+        )
+    drawn = list(iterator if is_list else islice(iterator, num))
+    counts = [int(number) for number in each(len(drawn))]
+    if not any(counts):
+        raise StopIteration
+    if len(set(counts)) > 1:
+        rank = next(rank for rank, count in enumerate(counts) if count != counts[0])
+        raise PartitaError(
+            f"eval_batch: rank 0 has {counts[0]} micro-batches and rank {rank} has {counts[rank]}; give every rank the "
+            "same number, of any sizes"
+        )
+    return drawn
+
+
+def arguments(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """What the model is called with for a micro-batch: a mapping as keywords, a tuple or list as arguments."""
     if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+        return (), batch
+    return (batch if isinstance(batch, tuple | list) else (batch,)), {}
+
+
+def call(model: Callable[..., Any], batch: Any) -> Any:
+    """The model's output for a micro-batch."""
+    args, kwargs = arguments(batch)
+    return model(*args, **kwargs)
 
 
 def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Tensor:

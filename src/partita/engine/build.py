@@ -35,6 +35,8 @@ from partita.optim.updater import Updater
 from partita.optim.views import check_groups
 from partita.parallel.applied import Parallel
 from partita.parallel.apply import apply
+from partita.parallel.pipeline.apply import schedule_of
+from partita.parallel.pipeline.run import Pipeline
 from partita.parallel.random import agreed_seed
 from partita.parallel.samples import SAMPLE_AXES, SameSamples
 from partita.plan.mesh_shape import AXES, STATE_AXES
@@ -73,11 +75,13 @@ class Parts:
     weights: Path | None
     parallel: Parallel
     samples: SameSamples
+    pipeline: Pipeline
 
     def leave_modules(self) -> None:
         """Give the model's modules their own forwards back, from the outermost change to the innermost."""
         self.activations.remove()
         self.attention.remove()
+        self.pipeline.remove()
         self.parallel.remove()
 
 
@@ -158,4 +162,5 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         weights,
         parallel,
         samples,
+        Pipeline(model, parallel, schedule_of(resolved), collectives),
     )

@@ -13,19 +13,19 @@ from partita.checkpoint.load import Restored, Wanted
 from partita.comm.attendance import attend
 from partita.comm.mesh import Mesh
 from partita.config.resolve import Resolved
-from partita.engine.batches import call, draw, is_scalar, loss_of
+from partita.engine.batches import draw, draw_for_evaluation, is_scalar
 from partita.engine.build import Given, Parts, build
+from partita.engine.micro_batches import MicroBatches
 from partita.errors import PartitaError
 from partita.huggingface.export import export
 from partita.memory.ledger import MemoryReport
 from partita.memory.shortage import explained
 from partita.optim.step import StepUpdater
 from partita.optim.updater import StepResult
-from partita.plan.mesh_shape import BATCH_AXES
+from partita.plan.mesh_shape import AXES, BATCH_AXES
 from partita.plan.state_plan import StatePlan
 from partita.plan.traffic import TrafficReport
 from partita.planner.memory import model_state_bytes
-from partita.sharding.scaled import scaled_by
 
 
 class Engine:
@@ -40,8 +40,6 @@ class Engine:
 
     def __init__(self, model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given, owns_mesh: bool) -> None:
         self.module, self.config, self.mesh = model, resolved.config, mesh
-        self._accumulate = resolved.batch.accumulate
-        self._loss_fn = given.loss_fn
         self._owns_mesh, self._closed = owns_mesh, False
         self._parts = parts = build(model, resolved, mesh, given)
         self.optimizer, self.scheduler = parts.optimizer, parts.scheduler
@@ -50,14 +48,20 @@ class Engine:
         self.plan: dict[str, StatePlan] = {unit.name: unit.row for unit in self.units}
         self.extra = parts.checkpoints.extra
         self._shortages = parts.shortages
-        self._begin_micro_batch(0)
+        self._micro_batches = MicroBatches(parts, model, resolved.batch.accumulate, given.loss_fn)
 
     # ------------------------------------------------------------------ training
 
     @explained("forward")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward; inputs are cast to the compute dtype, and compared where ranks share samples."""
-        self._open().samples.check(args, kwargs)
+        """The model's own forward; inputs are cast to the compute dtype, and compared where ranks share samples.
+
+        Raises:
+            PartitaError: the model is cut into stages (``parallel.pipeline``).
+        """
+        samples = self._open().samples
+        self._check_whole("engine(...)")
+        samples.check(args, kwargs)
         return self.module(*args, **kwargs)
 
     @explained("backward")
@@ -65,30 +69,17 @@ class Engine:
         """Add the gradients of ``loss`` (a scalar), averaged over the ranks and divided by ``batch.accumulate``.
 
         Raises:
-            PartitaError: ``loss`` is no scalar that depends on the parameters, or they were updated since its forward.
+            PartitaError: ``loss`` is no scalar that depends on the parameters, they were updated since its forward, or
+                the model is cut into stages (``parallel.pipeline``).
         """
-        parts = self._open()
+        self._open()
+        self._check_whole("engine.backward")
         if not is_scalar(loss) or not loss.requires_grad:
             said = f"a {type(loss).__name__}"
             if isinstance(loss, Tensor):
                 said = f"one of shape {tuple(loss.shape)} with requires_grad {loss.requires_grad}"
             raise PartitaError(f"engine.backward: expected a scalar loss that depends on the parameters; got {said}")
-        reducer = parts.runtime.reducer
-        scale = parts.updater.scale.value
-        waves = reducer.waves
-        reducer.watch(loss)
-        try:
-            with scaled_by(scale), parts.activations.explained():
-                (loss if scale == 1.0 else loss * scale).backward()
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
-            raise PartitaError(
-                "backward needs values that were overwritten since its forward; after engine.step() run the forward "
-                f"again before the next backward. Autograd: {error}"
-            ) from error
-        if reducer.waves == waves:
-            reducer.end_wave()
+        self._micro_batches.backward([loss], [None])
 
     @explained("step")
     def step(self) -> StepResult:
@@ -96,23 +87,8 @@ class Engine:
         parts = self._open()
         if parts.gathered.num_open:
             raise PartitaError("engine.step() inside engine.gathered(...): leave the block first")
-        parts.runtime.end_micro_batch()
-        done = self._micro + 1
-        if done < self._accumulate:
-            result = StepResult(False, None, parts.updater.scale.value, False, parts.updater.rates)
-        else:
-            result = parts.updater.update()
-            if result.stepped:
-                parts.runtime.updated()
-                self.scheduler.step()
-            result = parts.checkpoints.after_update(result)
-        self._begin_micro_batch(done % self._accumulate)
-        return result
-
-    def _begin_micro_batch(self, number: int) -> None:
-        self._micro = number
-        self._parts.parallel.begin_micro_batch(self._parts.updater.steps, number)
-        self._parts.runtime.reducer.begin_micro_batch(is_last=number + 1 == self._accumulate)
+        self._check_whole("engine.step")
+        return self._micro_batches.end()
 
     @explained("train_batch")
     def train_batch(self, iterator: Iterator[Any] | Sequence[Any]) -> Tensor:
@@ -130,15 +106,23 @@ class Engine:
                 on), or the loss cannot be found in the model's output.
         """
         self._open()
-        drawn = draw(iterator, self._accumulate, self.each)
-        total = torch.zeros((), device=self.mesh.device)
-        while drawn:
-            batch = drawn.popleft()
-            loss = loss_of(call(self, batch), batch, self._loss_fn)
-            self.backward(loss)
-            self.last_step = self.step()
-            total += loss.detach()
-        return self.mean(total / self._accumulate)
+        drawn = draw(iterator, self._micro_batches.num, self.each)
+        loss, self.last_step = self._micro_batches.train(drawn)
+        return self.mean(loss)
+
+    @explained("eval_batch")
+    def eval_batch(self, iterator: Iterator[Any] | Sequence[Any]) -> Tensor:
+        """The mean loss of some micro-batches over all ranks, in evaluation mode and without gradients: of
+        ``batch.accumulate``, fewer where the iterator ends before, or of a list of any number.
+
+        Raises:
+            StopIteration: the iterators of all ranks are empty.
+            PartitaError: it is no iterator, those of the ranks ended after different numbers of micro-batches, or the
+                loss cannot be found in the model's output.
+        """
+        self._open()
+        drawn = draw_for_evaluation(iterator, self._micro_batches.num, self.each)
+        return self.mean(self._micro_batches.evaluate(drawn))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -168,9 +152,10 @@ class Engine:
         self._check_gradients_rest("engine.clip_grad_norm")
         if not max_norm > 0:
             raise PartitaError(f"engine.clip_grad_norm: expected a positive norm, got {max_norm}")
-        if self._micro + 1 < self._accumulate:
+        micro, num = self._micro_batches.done, self._micro_batches.num
+        if micro + 1 < num:
             raise PartitaError(
-                f"engine.clip_grad_norm() in micro-batch {self._micro + 1} of {self._accumulate}: gradients are "
+                f"engine.clip_grad_norm() in micro-batch {micro + 1} of {num}: gradients are "
                 "clipped when all are there; call it before the step that updates the parameters"
             )
         assert isinstance(updater, StepUpdater)
@@ -179,7 +164,7 @@ class Engine:
     def zero_grad(self) -> None:
         """Drop the gradients collected so far: the next micro-batch is the first of a batch."""
         self._open().updater.zero()
-        self._begin_micro_batch(0)
+        self._micro_batches.begin(0)
 
     def train(self, mode: bool = True) -> Self:
         """Set the model's training mode."""
@@ -250,10 +235,11 @@ class Engine:
         """
         self.attend("engine.save")
         parts = self._open()
-        if self._micro:
+        done, num = self._micro_batches.done, self._micro_batches.num
+        if done:
             raise PartitaError(
-                f"engine.save() after micro-batch {self._micro} of {self._accumulate}: the gradients collected so far "
-                "would be lost; save after the step that updates the parameters"
+                f"engine.save() after micro-batch {done} of {num}: the gradients collected so far would "
+                "be lost; save after the step that updates the parameters"
             )
         return parts.checkpoints.save(folder)
 
@@ -288,20 +274,22 @@ class Engine:
         """
         self.zero_grad()
         restored = self._parts.checkpoints.load(folder, Wanted(only_model, strict, prefix))
-        self._begin_micro_batch(0)  # of the step that was restored
+        self._micro_batches.begin(0)  # of the step that was restored
         return restored
 
     def each(self, value: Tensor | float) -> list[float]:
-        """A number of every data-parallel rank, in rank order, on all of them."""
-        collectives = self._open().runtime.collectives
-        mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().view(1)
-        every = collectives.group(BATCH_AXES).exchange(mine, "a number of every rank").wait()
-        return [float(number) for number in every.view(-1).tolist()]
+        """A number of every rank, in rank order, on all of them."""
+        return self._numbers(value, AXES)
 
     def mean(self, value: Tensor | float) -> Tensor:
         """The mean of a number over the data-parallel ranks."""
-        every = self.each(value)
+        every = self._numbers(value, BATCH_AXES)
         return torch.tensor(sum(every) / len(every))
+
+    def _numbers(self, value: Tensor | float, axes: tuple[str, ...]) -> list[float]:
+        mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().view(1)
+        every = self._open().runtime.collectives.group(axes).exchange(mine, "a number of every rank").wait()
+        return [float(number) for number in every.view(-1).tolist()]
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is set on any rank."""
@@ -370,6 +358,14 @@ class Engine:
         self._parts.runtime.close()
         if self._owns_mesh:
             self.mesh.close()
+
+    def _check_whole(self, what: str) -> None:
+        if self._parts.pipeline.is_cut:
+            raise PartitaError(
+                f"{what}: the model is cut into {self._parts.pipeline.schedule.shape.num_stages} stages "
+                "(parallel.pipeline), and no rank has all of it; call engine.train_batch(iterator) with "
+                "batch.accumulate micro-batches, and engine.eval_batch(iterator)"
+            )
 
     def _check_gradients_rest(self, what: str) -> None:
         if self.config.precision.gradients == "in_backward":

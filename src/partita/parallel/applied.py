@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from partita.parallel.pipeline.absent import bring_back
+from partita.parallel.pipeline.cut import Cut
 from partita.parallel.random import RandomStreams
 from partita.plan.share import Share
 
@@ -74,6 +76,13 @@ class Changes:
         while self._made:
             self._made.pop().undo()
 
+    def undo_within(self, modules: Iterable[nn.Module]) -> None:
+        """Take back what was changed of these modules."""
+        chosen = {id(module) for module in modules}
+        for change in reversed([change for change in self._made if id(change.module) in chosen]):
+            change.undo()
+            self._made.remove(change)
+
     @contextmanager
     def suspended(self, items: Iterable[nn.Module | nn.Parameter]) -> Iterator[None]:
         """Have the modules among these, and those inside them, be what they were, for a while."""
@@ -92,13 +101,16 @@ class Changes:
 class Parallel:
     """``shares``: what this rank has of each parameter that is not whole here alone. ``lines`` say how each module is
     split, and who decided; ``said`` is to be told at the start; ``streams`` are of its random numbers, if they have
-    any of their own.
+    any of their own; ``cut`` is where the pipeline's stages begin, ``away`` are the parameters that only other stages
+    hold.
     """
 
     shares: dict[int, Share] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     changes: Changes = field(default_factory=Changes)
+    cut: Cut | None = None
+    away: list[nn.Parameter] = field(default_factory=list)
     streams: RandomStreams | None = None
 
     def begin_micro_batch(self, step: int, number: int) -> None:
@@ -107,5 +119,10 @@ class Parallel:
             self.streams.begin_micro_batch(step, number)
 
     def remove(self) -> None:
-        """Give every module its own forward and attributes back. Parameters are left as they are."""
+        """Give every module its own forward and attributes back. Parameters are left as they are; those that are held
+        elsewhere are the model's own again if they still have their values.
+        """
         self.changes.undo()
+        for param in self.away:
+            if not param.is_meta:
+                bring_back(param)

@@ -8,6 +8,7 @@ from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
 from partita.config.resolve import Resolved
 from partita.parallel.applied import Parallel
+from partita.parallel.pipeline.apply import cut_model, leave_alone_elsewhere
 from partita.parallel.random import RandomStreams
 from partita.parallel.sequence.apply import SEQUENCE, SequenceParallel
 from partita.parallel.sequence.first_batch import FirstBatchCheck
@@ -33,10 +34,13 @@ def apply(
     """
     parallel = Parallel()
     try:
+        if mesh.size("pipeline") > 1:
+            cut_model(model, resolved, mesh, parallel)
         if mesh.size(TENSOR) > 1:
             _apply_tensor(model, resolved, mesh, collectives, parallel)
         if mesh.size(SEQUENCE) > 1:
             _apply_sequence(model, mesh, collectives, parallel)
+        leave_alone_elsewhere(model, parallel)
         if seed is not None:
             part = f"{SEQUENCE} {mesh.coordinate(SEQUENCE)}" if mesh.size(SEQUENCE) > 1 else ""
             parallel.streams = RandomStreams(model, seed, mesh.coordinate("data"), mesh.device, part)

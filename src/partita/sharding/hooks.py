@@ -1,6 +1,7 @@
 """The hooks on the user's modules: they turn calls and gradients into events, and change nothing that is computed."""
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,20 @@ class Hook:
 
 def _nothing(*args: Any) -> None:
     pass
+
+
+class ForwardEndedError(Exception):
+    """Ends a forward before its end. ``values``, what goes on elsewhere, stand for the output of modules it leaves."""
+
+    def __init__(self, values: Sequence[Tensor]) -> None:
+        super().__init__("the forward goes on elsewhere")
+        self.values = values
+
+
+def _ended_with(output: Any) -> Any:
+    """A module's output, or what a forward that ended inside it goes on with."""
+    error = sys.exception()
+    return error.values if output is None and isinstance(error, ForwardEndedError) else output
 
 
 class UnitHooks:
@@ -81,7 +96,7 @@ class UnitHooks:
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self._stack:
             return None
-        visit, has_graph = self._stack.pop(), False
+        visit, has_graph, output = self._stack.pop(), False, _ended_with(output)
         if not self._unit.rests_whole:
             output = _without_views_of(self._unit.storage.data_ptr(), output)
         if torch.is_grad_enabled():
@@ -175,6 +190,6 @@ class ForwardHooks:
         self._depth_changed(self._depth)
         if torch.is_grad_enabled() and self._depth == 0:
             began = self._graph_ended()
-            for tensor in tensors_in(output):
+            for tensor in tensors_in(_ended_with(output)):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _: began())

@@ -22,7 +22,9 @@ from partita.sharding.unit import Unit, UnitState
 class Residency:
     """Opens and closes units; the only caller of the executor's gathers and releases.
 
-    Attributes: ``subscriber`` to the events of its units; ``version``: how often parameters were changed.
+    Attributes: ``subscriber`` to the events of its units; ``version``: how often parameters were changed;
+    ``within_batch``: forwards and backwards of several micro-batches take turns, so what stays whole between forward
+    and backward does so until the last, and the order is learned of them all.
 
     Args:
         units: all units that do not rest whole, in the model's order.
@@ -40,6 +42,7 @@ class Residency:
         self._warned: set[str] = set()
         self._forward_depth = 0
         self.version = 0
+        self.within_batch = False
         self.subscriber = Subscriber(
             self._opened, self._closed, self._opened_backward, lambda visit: self.close(visit.unit), self._rest_idle
         )
@@ -81,6 +84,8 @@ class Residency:
             self._executor.keep_second(unit)
             if unit.stays_whole or self._recomputes(unit):
                 return
+        if self.within_batch and unit.stays_whole:
+            return
         self._executor.release(unit)
         self._prefetch()
 
@@ -157,8 +162,10 @@ class Residency:
 
     def begin_forward(self) -> None:
         """A forward of the whole model begins. The next step's order is learned from those that have a backward."""
-        self.reset()
         self._records = torch.is_grad_enabled()
+        if self.within_batch:
+            return
+        self.reset()
         if not self._records or not self._recorded:
             self._position = 0
 
@@ -181,6 +188,8 @@ class Residency:
         self.reset()
         if self.units:
             self._agreement.step()
+        if self.within_batch:
+            return
         if self._recorded:
             self._order, self._recorded = self._recorded, []
         self._position = 0
@@ -192,6 +201,8 @@ class Residency:
             unit.has_second = False
 
     def _rest_idle(self) -> None:
+        if self.within_batch:  # what is idle stays whole, or was gathered ahead for the next micro-batch
+            return
         for unit in self.units:
             if not unit.in_use and unit.state is not UnitState.RESTING:
                 self._evict(unit)

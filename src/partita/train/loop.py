@@ -209,8 +209,12 @@ class _Run:
             )
 
     def _find_utilization(self) -> Utilization | None:
-        """None where the peak of a rank's device is not known: all ranks count, or none."""
+        """None where the peak of a rank's device is not known (all ranks count, or none), and where none has the whole
+        model.
+        """
         engine, batch = self._engine, self._batches.batch
+        if engine.mesh.size("pipeline") > 1:
+            return None
         dtype = dtype_of(ENCODINGS[engine.blueprint.resolved.compute_dtype])
         peaks = engine.each(peak_flops(engine.mesh.device, dtype) or 0.0)
         if not all(peaks):
@@ -227,16 +231,9 @@ class _Run:
         mine = report.device_peak_bytes or report.process_peak_bytes
         return tuple(round(num_bytes) for num_bytes in self._engine.each(mine))
 
-    @torch.no_grad()
     def _evaluate(self, step: int) -> None:
-        engine = self._engine
-        engine.module.eval()
-        losses = []
-        for inputs in self._micro_batches(self._batches.held_out(self._job.train.eval_batches)):
-            output = engine(**inputs)
-            losses.append(output if isinstance(output, Tensor) else output.loss)
-        engine.module.train()
-        self._last_held_out = engine.mean(torch.stack(losses).float().mean()).item()
+        inputs = list(self._micro_batches(self._batches.held_out(self._job.train.eval_batches)))
+        self._last_held_out = self._engine.eval_batch(inputs).item()
         row = HeldOutRow(step, step * self._batches.tokens_per_step, self._last_held_out)
         self._progress.held_out(row)
         self._write(row)
@@ -275,6 +272,9 @@ class _Run:
     def _write_sample(self) -> str | None:
         sample = self._job.train.sample
         if not sample.tokens:
+            return None
+        if self._engine.mesh.size("pipeline") > 1:
+            self._progress.say("no sample of text: the stages of a pipeline have no whole model to write it with")
             return None
         with self._engine.gathered(self._engine.module):  # one gather for the whole text
             return write_sample(self._ready, sample, self._job.data.sequence)

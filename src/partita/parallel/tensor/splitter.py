@@ -1,7 +1,8 @@
 """The record of how a model is split over the tensor ranks: each rule adds what it decided about a module."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,11 +62,16 @@ class Splitter:
 
     def cut(self, param: nn.Parameter, dim: int, ranges: Ranges) -> None:
         """Of this parameter each rank has other ranges of ``dim``: this one ``ranges``."""
-        self.parallel.shares[id(param)] = Share(Place(tuple(param.shape), dim, ranges))
+        self._share(param, place=Place(tuple(param.shape), dim, ranges), averaged=())
 
     def sum_copies(self, param: nn.Parameter) -> None:
         """Every rank has all of it, and computes a part of its gradient."""
-        self.parallel.shares[id(param)] = Share(Place(tuple(param.shape)), summed=(TENSOR,))
+        self._share(param, averaged=(), summed=(TENSOR,))
+
+    def _share(self, param: nn.Parameter, **changed: Any) -> None:
+        """Say more of what this rank has of a parameter, of which other stages may have a copy."""
+        shares = self.parallel.shares
+        shares[id(param)] = replace(shares.get(id(param), Share(Place(tuple(param.shape)))), **changed)
 
     # ---------------------------------------------------------------------- layers
 

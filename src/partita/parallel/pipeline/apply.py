@@ -1,0 +1,69 @@
+"""Put a model under a pipeline: what of it this rank holds, and the order of its work."""
+
+import weakref
+
+from torch import nn
+
+from partita.comm.mesh import Mesh
+from partita.config.resolve import Resolved
+from partita.errors import ConfigError
+from partita.parallel.applied import Parallel
+from partita.parallel.pipeline.absent import forget, send_away
+from partita.parallel.pipeline.cut import cut
+from partita.parallel.pipeline.schedule import Schedule, Shape, make_schedule
+from partita.parallel.pipeline.simulate import simulate
+from partita.plan.place import Place
+from partita.plan.share import Share
+from partita.planner.elsewhere import is_elsewhere
+from partita.planner.parameters import find_everywhere
+
+
+def schedule_of(resolved: Resolved) -> Schedule:
+    """The order of work that the config asks for, which was run on paper."""
+    parallel = resolved.config.parallel
+    shape = Shape(parallel.pipeline, resolved.batch.accumulate, parallel.chunks)
+    schedule = make_schedule(parallel.schedule, shape)
+    simulate(schedule)
+    return schedule
+
+
+def cut_model(model: nn.Module, resolved: Resolved, mesh: Mesh, parallel: Parallel) -> None:
+    """Cut the model into stages, and mark the parameters that only other ranks hold.
+
+    Raises:
+        ConfigError: the model cannot be cut so, or computes its loss from values inside blocks.
+    """
+    asked = resolved.config.parallel
+    _check_loss(model)
+    names = None if asked.cut == "auto" else asked.cut
+    parallel.cut = found = cut(model, asked.pipeline * asked.chunks, names, mesh.device)
+    own = mesh.coordinate("pipeline")
+    for holding in find_everywhere(model):
+        ranks = tuple(sorted({stage % asked.pipeline for stage in found.stages[id(holding.param)]}))
+        if own not in ranks:
+            send_away(holding.param, holding.fqns[0], mesh.device)
+            parallel.away.append(holding.param)
+        elif len(ranks) > 1:
+            place = Place(tuple(holding.param.shape))
+            parallel.shares[id(holding.param)] = Share(place, averaged=("tensor",), stages=ranks)
+    weakref.finalize(model, forget, [id(param) for param in parallel.away])
+    for stage in range(len(found.bounds) - 1):
+        blocks = found.blocks_of(stage)
+        named = blocks[0] if len(blocks) == 1 else f"{blocks[0]} to {blocks[-1]}"
+        parallel.lines.append(f"stage {stage}, on pipeline rank {stage % asked.pipeline}: {named}")
+
+
+def leave_alone_elsewhere(model: nn.Module, parallel: Parallel) -> None:
+    """Take back what other axes changed of modules that run on other stages alone."""
+    modules = [module for module in model.modules() if any(True for _ in module.parameters())]
+    parallel.changes.undo_within(m for m in modules if all(is_elsewhere(param) for param in m.parameters()))
+
+
+def _check_loss(model: nn.Module) -> None:
+    """Refuse what a model of transformers adds to its loss from inside all blocks."""
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise ConfigError(
+            f"parallel.pipeline: {type(model).__name__} adds a loss on the router logits of all blocks "
+            "(output_router_logits), and no stage has those of others: set output_router_logits to False in the "
+            "model's config"
+        )

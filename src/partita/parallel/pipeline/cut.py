@@ -1,0 +1,229 @@
+"""Where a model is cut into stages, and which stages hold each of its parameters."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partita.errors import ConfigError, PartitaError
+from partita.parallel.pipeline.absent import all_away
+from partita.parallel.pipeline.stand_in import StandIn, buffers_kept
+from partita.planner.group_units import find_blocks
+from partita.planner.parameters import find_everywhere
+
+KEY = "parallel.cut"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """``blocks`` in the order in which the forward calls them; stage ``s`` runs those of ``range(bounds[s],
+    bounds[s + 1])``. ``stages``: of each parameter, by id, those that compute with it.
+    """
+
+    blocks: tuple[str, ...]
+    bounds: tuple[int, ...]
+    stages: Mapping[int, tuple[int, ...]]
+
+    def blocks_of(self, stage: int) -> tuple[str, ...]:
+        return self.blocks[self.bounds[stage] : self.bounds[stage + 1]]
+
+
+def cut(model: nn.Module, num_stages: int, names: Sequence[str] | None, device: torch.device) -> Cut:
+    """Cut a model into stages of equal cost (elements of matrices), or in front of the blocks ``names``.
+
+    Raises:
+        ConfigError: there are fewer blocks than stages, or a name is not that of a module to cut in front of.
+    """
+    blocks, reads = _call_order(model, _blocks(model, names or ()), device)
+    if num_stages > len(blocks):
+        raise ConfigError(
+            f"parallel.pipeline x parallel.chunks: {num_stages} stages, but {type(model).__name__} has {len(blocks)} "
+            f"blocks to cut between ({_listed(blocks)}); lower them to at most {len(blocks)} together, or name modules "
+            f"to begin stages with in {KEY}"
+        )
+    costs = [sum(map(_cost, model.get_submodule(name).parameters())) for name in blocks]
+    holdings = find_everywhere(model)
+    for holding in holdings:
+        is_looked_up = any(isinstance(owner, nn.Embedding) for owner, _ in holding.owners)
+        for position in reads[id(holding.param)][is_looked_up:]:  # an embedding multiplies nothing, a tied head does
+            costs[max(position - 1, 0)] += _cost(holding.param)
+    bounds = _even(costs, num_stages) if names is None else _at(blocks, names, num_stages)
+    stage_of = [stage for stage, (start, stop) in enumerate(pairwise(bounds)) for _ in range(start, stop)]
+    stages = dict[int, tuple[int, ...]]()
+    for holding in holdings:
+        found = {stage_of[max(position - 1, 0)] for position in reads[id(holding.param)]}
+        found |= {stage_of[at] for at, name in enumerate(blocks) if any(_inside(fqn, name) for fqn in holding.fqns)}
+        stages[id(holding.param)] = tuple(sorted(found))
+    return Cut(blocks, bounds, stages)
+
+
+def _inside(fqn: str, module: str) -> bool:
+    return fqn.startswith(module + ".")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) < 5 else f"{names[0]}, {names[1]}, ... {names[-1]}"
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+def _blocks(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """What stages can begin with: the repeated blocks, the layers of a Sequential, and the modules named."""
+    found = [name for name, _ in find_blocks(model)]
+    if isinstance(model, nn.Sequential):
+        outer = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
+        found += [name for name in outer if not any(_inside(block, name) or block == name for block in found)]
+    modules = dict(model.named_modules())
+    for name in names:
+        if name not in modules or not name:
+            raise ConfigError(
+                f"{KEY}: '{name}' is no module of {type(model).__name__}; the blocks to cut in front of are "
+                f"{_listed(found)}"
+            )
+        around = [block for block in found if _inside(name, block)]
+        if around:
+            raise ConfigError(
+                f"{KEY}: '{name}' is inside the block '{around[0]}', which one stage runs whole; name that, or another "
+                "block"
+            )
+        found = [block for block in found if not _inside(block, name)] + [name] * (name not in found)
+    order = {name: at for at, name in enumerate(modules)}
+    return sorted(found, key=order.__getitem__)
+
+
+Reads = Mapping[int, Sequence[int]]
+
+
+def _call_order(model: nn.Module, blocks: Sequence[str], device: torch.device) -> tuple[tuple[str, ...], Reads]:
+    """The blocks in the order in which the forward calls them, and for each parameter, by id, how many of them had been
+    called when code outside them read it.
+
+    Found by a run without data where the model says what its inputs look like (``dummy_inputs``, as models of
+    transformers do). Where it does not, modules are expected to be called in the order in which they are registered.
+    """
+    order, reads = _run(model, blocks, device)
+    registered = _registered(model, blocks)
+    missed = [name for name in blocks if name not in order]
+    known = {param: sorted(positions) for param, positions in reads.items()} if not missed else {}
+    return (tuple(order) if not missed else tuple(blocks)), {
+        param: known.get(param, positions) for param, positions in registered.items()
+    }
+
+
+def _run(model: nn.Module, blocks: Sequence[str], device: torch.device) -> tuple[list[str], Mapping[int, set[int]]]:
+    """What a run without data finds, as far as it comes."""
+    order, reads = list[str](), defaultdict[int, set[int]](set)
+    inputs = getattr(model, "dummy_inputs", None)
+    if not isinstance(inputs, Mapping):
+        return order, reads
+    passed = [_Passed(model.get_submodule(name), name, order, device) for name in blocks]
+
+    def note(param: Tensor) -> None:
+        if not any(block.runs for block in passed):
+            reads[id(param)].add(len(order))
+
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), buffers_kept(model), all_away(model, device, note):
+            model(**{name: value.to(device) for name, value in inputs.items()})
+    except Exception:  # whatever a forward raises at inputs that are not meant for it: what it did before counts
+        pass
+    finally:
+        for block in passed:
+            block.remove()
+    return order, reads
+
+
+class _Passed:
+    """A block that is passed by, and noted."""
+
+    def __init__(self, module: nn.Module, name: str, order: list[str], device: torch.device) -> None:
+        self._module, self._name, self._order = module, name, order
+        self._stand_in = StandIn(module, name, device, lambda _: nullcontext())
+        self._compiled = module._compiled_call_impl
+        self.runs = False
+        module._compiled_call_impl = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._name in self._order:
+            raise PartitaError(f"'{self._name}' is called twice")
+        self._order.append(self._name)
+        self.runs = True
+        try:
+            return self._stand_in(args, kwargs)
+        finally:
+            self.runs = False
+
+    def remove(self) -> None:
+        self._module._compiled_call_impl = self._compiled
+
+
+def _registered(model: nn.Module, blocks: Sequence[str]) -> dict[int, list[int]]:
+    """For each parameter outside blocks, by id, how many of them are registered before its places; a parameter of a
+    module that contains blocks may be read anywhere between them.
+    """
+    before, num = dict[str, int](), 0
+    for name, _ in model.named_modules(remove_duplicate=False):
+        before[name] = num
+        num += name in blocks
+    found = dict[int, list[int]]()
+    for holding in find_everywhere(model):
+        positions = set[int]()
+        for fqn in holding.fqns:
+            owner = fqn.rpartition(".")[0]
+            if any(_inside(block, owner) or not owner for block in blocks):
+                positions.update(range(len(blocks) + 1))
+            elif not any(_inside(fqn, block) for block in blocks):
+                positions.add(before[owner])
+        found[id(holding.param)] = sorted(positions)
+    return found
+
+
+# -- balance -----------------------------------------------------------------------------------------------------------
+
+
+def _cost(param: Tensor) -> int:
+    """Of a sample's forward and backward: the elements of a matrix, each of which is multiplied."""
+    return param.numel() if param.ndim > 1 else 0
+
+
+def _even(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
+    """Bounds of ``num_stages`` ranges of blocks, none empty, of which the dearest is as cheap as can be."""
+    sums = [0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    num = len(costs)
+    best: dict[tuple[int, int], tuple[int, tuple[int, ...]]]
+    best = {(1, stop): (sums[stop], (0, stop)) for stop in range(1, num + 1)}
+    for stages in range(2, num_stages + 1):
+        for stop in range(stages, num + 1):
+            best[stages, stop] = min(
+                (max(best[stages - 1, start][0], sums[stop] - sums[start]), (*best[stages - 1, start][1], stop))
+                for start in range(stages - 1, stop)
+            )
+    return best[num_stages, num][1]
+
+
+def _at(blocks: Sequence[str], names: Sequence[str], num_stages: int) -> tuple[int, ...]:
+    """Bounds in front of the blocks named."""
+    starts = sorted({blocks.index(name) for name in names} - {0})
+    if len(starts) != num_stages - 1:
+        raise ConfigError(
+            f"{KEY} names {len(starts)} blocks behind the first, and so {len(starts) + 1} stages; parallel.pipeline x "
+            f"parallel.chunks are {num_stages}: name {num_stages - 1}"
+        )
+    return (0, *starts, len(blocks))
+
+
+def outside(model: nn.Module, blocks: Sequence[str], held: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules outside blocks, and not around any, that own parameters of ``held`` (ids)."""
+    for name, module in model.named_modules():
+        around = not name or any(_inside(block, name) for block in blocks)
+        within = any(name == block or _inside(name, block) for block in blocks)
+        if not around and not within and any(id(param) in held for param in module.parameters(recurse=False)):
+            yield name, module

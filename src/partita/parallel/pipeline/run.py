@@ -1,0 +1,138 @@
+"""This rank's stages at work: forwards and backwards of micro-batches in the order of a schedule."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partita.comm.collectives import Collectives
+from partita.parallel.applied import Parallel
+from partita.parallel.pipeline.absent import Absent, is_missing
+from partita.parallel.pipeline.cut import outside
+from partita.parallel.pipeline.edges import Arrival, Edges
+from partita.parallel.pipeline.schedule import Action, Order, Schedule, Shape, Work, make_schedule
+from partita.parallel.pipeline.stage import Arguments, Stages, bypasses
+from partita.plan.mesh_shape import PIPELINE_AXES
+from partita.planner.elsewhere import is_elsewhere
+
+
+@dataclass
+class _Kept:
+    """Of a forward, until its backward: what it sent, and what it received."""
+
+    sent: list[Tensor] = field(default_factory=list)
+    arrivals: list[Arrival] = field(default_factory=list)
+
+
+class Pipeline:
+    """The stages of this rank. Without a pipeline there is one, which is the model.
+
+    Args:
+        parallel: says where the model is cut, and what its modules are while they run.
+        schedule: of a training batch.
+    """
+
+    def __init__(self, model: nn.Module, parallel: Parallel, schedule: Schedule, collectives: Collectives) -> None:
+        self._model, self._cut, self.schedule = model, parallel.cut, schedule
+        self._group = collectives.group(PIPELINE_AXES)
+        shape, device = schedule.shape, collectives.mesh.device
+        self._kept = dict[tuple[int, int], _Kept]()
+        self._stages: Stages | None = None
+        if (cut := parallel.cut) is not None:
+            held = {id(param) for param in model.parameters() if not is_elsewhere(param)}
+            around, plain = dict(outside(model, cut.blocks, held)), parallel.changes.suspended
+            self._stages = Stages(model, cut.blocks, around, device, plain)
+            numbers = [shape.stage(self._group.index, chunk) for chunk in range(shape.chunks)]
+            self._edges = [Edges(self._group, number, shape.num_stages, device) for number in numbers]
+
+    @property
+    def order(self) -> Order:
+        """What this rank does for a training batch."""
+        return self.schedule.orders[self._group.index]
+
+    def order_without_backwards(self, num_micros: int) -> Order:
+        """The same for a batch of so many micro-batches that nothing is learned from."""
+        shape = Shape(self.schedule.shape.ranks, num_micros, self.schedule.shape.chunks)
+        actions = make_schedule("gpipe", shape).orders[self._group.index]
+        return tuple(action for action in actions if action.work is Work.FORWARD)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether there are several stages."""
+        return self._cut is not None
+
+    def is_last(self, action: Action) -> bool:
+        """Whether this is the work of the stage that computes the loss."""
+        shape = self.schedule.shape
+        return shape.stage(self._group.index, action.chunk) == shape.num_stages - 1
+
+    # ------------------------------------------------------------------------- forward
+
+    def forward(self, action: Action, call: Callable[[], Any]) -> Any:
+        """Do a stage's forward by ``call``, one of the whole model; returns the model's output in the last stage, else
+        None.
+        """
+        if self._cut is None or self._stages is None:
+            return call()
+        edges, kept = self._edges[action.chunk], _Kept()
+        training = self._model.training
+        start, stop = self._cut.bounds[edges.stage : edges.stage + 2]
+
+        def receive(arguments: Arguments, lacking: Sequence[int]) -> list[Tensor]:
+            values, kept.arrivals = edges.receive(arguments, lacking, training)
+            return values
+
+        output = self._stages.forward(start, stop, call, receive)
+        if isinstance(output, Arguments):
+            kept.sent = edges.send(output, training, self._cut.blocks[stop])
+            output = None
+        if torch.is_grad_enabled():
+            self._kept[action.chunk, action.micro] = kept
+        return output
+
+    def check_arrived(self, loss: Tensor) -> None:
+        """Raises PartitaError: a loss depends on what this stage does not have."""
+        if isinstance(loss, Absent) and is_missing(loss):
+            raise bypasses(loss, "the loss")
+
+    # ------------------------------------------------------------------------ backward
+
+    def backward(self, action: Action, loss: Tensor | None, run: Callable[..., None]) -> None:
+        """Do a stage's backward: ``run(roots, gradients)`` from the ``loss`` in the last stage, else from what it sent
+        and the gradients that come back for it; what it received has its gradients sent back.
+        """
+        if loss is not None:
+            run([loss], [None])
+        kept = self._kept.pop((action.chunk, action.micro), None)
+        if kept is None:
+            return
+        edges = self._edges[action.chunk]
+        if loss is None:
+            pairs = zip(kept.sent, edges.receive_back(kept.sent), strict=True)
+            trained = [(value, gradient) for value, gradient in pairs if value.requires_grad]
+            kept.sent.clear()
+            run([value for value, _ in trained], [gradient for _, gradient in trained])
+        if kept.arrivals:
+            edges.send_back(kept.arrivals)
+
+    def wait_for_sent(self) -> None:
+        """Until no more is on its way than there are ranks: those behind may be slower."""
+        for edges in self._edges if self.is_cut else ():
+            edges.wait(self._group.size)
+
+    def end_batch(self) -> None:
+        """Until all that was sent has left."""
+        for edges in self._edges if self.is_cut else ():
+            edges.wait()
+
+    def share_loss(self, total: Tensor) -> Tensor:
+        """The last stage's number, on all ranks of the pipeline."""
+        every = self._group.exchange(total.detach().float().cpu().view(1), "the loss of a batch").wait()
+        return every[-1, 0]
+
+    def remove(self) -> None:
+        """Give every module its own calls back."""
+        if self._stages is not None:
+            self._stages.remove()

@@ -1,0 +1,109 @@
+"""What an order of a pipeline's work costs, and whether it can be run at all: found without running it."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from partita.errors import PartitaError
+from partita.parallel.pipeline.schedule import Action, Schedule, Work
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of a rank's work for one micro-batch, in any unit of time; ``backward`` with the weights' gradients."""
+
+    forward: float = 1.0
+    backward: float = 2.0
+    weights: float = 1.0
+
+
+@dataclass(frozen=True)
+class Course:
+    """``time`` of a batch, in the unit of the costs; the share of it that ranks wait (``bubble``); for each rank the
+    most forwards whose activations it keeps at once (of one of its chunks each).
+    """
+
+    time: float
+    bubble: float
+    most_kept: tuple[int, ...]
+
+
+def simulate(schedule: Schedule, costs: Costs = Costs()) -> Course:
+    """Run the orders of a schedule on paper: each rank does its work in order, as soon as it can.
+
+    Raises:
+        PartitaError: ranks would wait for each other, or one would send in another order than the next one receives.
+    """
+    shape, last = schedule.shape, schedule.shape.num_stages - 1
+    backward = costs.backward - costs.weights if schedule.splits_weights else costs.backward
+    cost = {Work.FORWARD: costs.forward, Work.BACKWARD: backward, Work.WEIGHTS: costs.weights}
+    done = dict[tuple[Work, int, int], float]()
+    position, free = [0] * shape.ranks, [0.0] * shape.ranks
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(schedule.orders):
+            while position[rank] < len(order):
+                action = order[position[rank]]
+                stage = shape.stage(rank, action.chunk)
+                needed = _needed(action, stage, last)
+                if any(need not in done for need in needed):
+                    break
+                start = max([free[rank], *(done[need] for need in needed)])
+                free[rank] = start + cost[action.work] / shape.chunks
+                done[action.work, stage, action.micro] = free[rank]
+                position[rank] += 1
+                moved = True
+    for rank, order in enumerate(schedule.orders):
+        if position[rank] < len(order):
+            raise PartitaError(
+                f"the order {schedule.name} of {shape} cannot be run: rank {rank} would wait for ever before "
+                f"{order[position[rank]]}\n{schedule}"
+            )
+    _check_edges(schedule)
+    time = max(free)
+    busy = shape.micros * (costs.forward + costs.backward)
+    return Course(time, 1 - busy / time, tuple(_most_kept(schedule, rank) for rank in range(shape.ranks)))
+
+
+def _needed(action: Action, number: int, last: int) -> list[tuple[Work, int, int]]:
+    """What must be done before the work of the stage ``number``: (work, stage, micro-batch)."""
+    micro = action.micro
+    if action.work is Work.FORWARD:
+        return [(Work.FORWARD, number - 1, micro)] if number else []
+    if action.work is Work.WEIGHTS:
+        return [(Work.BACKWARD, number, micro)]
+    after = [(Work.BACKWARD, number + 1, micro)] if number < last else []
+    return [(Work.FORWARD, number, micro), *after]
+
+
+def _check_edges(schedule: Schedule) -> None:
+    """See that what goes over an edge, in one direction, is received in the order in which it is sent."""
+    shape, last = schedule.shape, schedule.shape.num_stages - 1
+    sent, received = (
+        defaultdict[tuple[Work, int, int], list[tuple[int, int]]](list),
+        defaultdict[tuple[Work, int, int], list[tuple[int, int]]](list),
+    )
+    for rank, order in enumerate(schedule.orders):
+        for action in order:
+            stage, step = shape.stage(rank, action.chunk), 1 if action.work is Work.FORWARD else -1
+            if action.work is Work.WEIGHTS:
+                continue
+            if 0 <= stage + step <= last:
+                sent[action.work, rank, (rank + step) % shape.ranks].append((stage + step, action.micro))
+            if 0 <= stage - step <= last:
+                received[action.work, (rank - step) % shape.ranks, rank].append((stage, action.micro))
+    for edge, messages in sent.items():
+        if messages != received[edge]:
+            raise PartitaError(
+                f"the order {schedule.name} of {shape} cannot be run: rank {edge[1]} sends to rank {edge[2]} in "
+                f"another order than that one receives\n{schedule}"
+            )
+
+
+def _most_kept(schedule: Schedule, rank: int) -> int:
+    kept = most = 0
+    frees = Work.WEIGHTS if schedule.splits_weights else Work.BACKWARD
+    for action in schedule.orders[rank]:
+        kept += (action.work is Work.FORWARD) - (action.work is frees)
+        most = max(most, kept)
+    return most

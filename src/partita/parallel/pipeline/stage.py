@@ -1,0 +1,188 @@
+"""A stage: the model's own forward, of which only some blocks are run.
+
+The forward runs from the beginning, without data where it depends on parameters of earlier stages. At the stage's first
+block what is lacking arrives; where the first block of the next stage is called the forward ends. The code between two
+blocks belongs to the stage of the earlier one, and that before all blocks to the first stage.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from partita.errors import PartitaError
+from partita.parallel.pipeline.absent import Absent, arrived, is_missing
+from partita.parallel.pipeline.stand_in import Plain, StandIn
+from partita.sharding.hooks import ForwardEndedError
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Those of a block's call. ``form`` tells calls apart that may lack other arguments."""
+
+    leaves: list[Any]
+    spec: TreeSpec
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Arguments":
+        return Arguments(*tree_flatten((args, dict(kwargs))))
+
+    @property
+    def form(self) -> object:
+        return self.spec, tuple(isinstance(leaf, Tensor) for leaf in self.leaves)
+
+
+class ReachedError(ForwardEndedError):
+    """The forward has come to the first block of the next stage, called with ``arguments``."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        super().__init__([leaf for leaf in arguments.leaves if isinstance(leaf, Tensor)])
+        self.arguments = arguments
+
+
+# Gets what a block lacks: the call's arguments, and which of their leaves.
+Receive = Callable[[Arguments, Sequence[int]], Sequence[Tensor]]
+
+
+@dataclass
+class Passage:
+    """One forward, for the stage of the blocks ``[start, stop)``; ``position``: how many were called or passed."""
+
+    start: int
+    stop: int
+    receive: Receive
+    position: int = 0
+
+    @property
+    def between_own(self) -> bool:
+        """Whether the code that runs now, outside blocks, is this stage's."""
+        return self.position > self.start or self.start == 0
+
+
+class Stages:
+    """A model whose blocks are run by stages, until :meth:`remove`.
+
+    Args:
+        blocks: the names of the blocks, in the order of the forward.
+        outside: other modules with parameters that this rank holds, by name.
+        device: where tensors without data say that they are.
+        plain: see :class:`StandIn`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[str],
+        outside: Mapping[str, nn.Module],
+        device: torch.device,
+        plain: Plain,
+    ) -> None:
+        self.blocks = blocks
+        self.passage: Passage | None = None
+        modules = dict(model.named_modules())
+        stands: list[tuple[nn.Module, str, int | None]]
+        stands = [(modules[name], name, index) for index, name in enumerate(blocks)]
+        stands += [(module, name, None) for name, module in outside.items()]
+        self._calls = [
+            _Call(module, index, self, StandIn(module, name, device, plain), name) for module, name, index in stands
+        ]
+
+    def forward(self, start: int, stop: int, call: Callable[[], Any], receive: Receive) -> Any:
+        """Run ``call``, a forward of the model, for the stage of the blocks ``[start, stop)``.
+
+        Returns:
+            What it returned, or the :class:`Arguments` of the block ``stop``, if there is one.
+
+        Raises:
+            PartitaError: the forward calls its blocks in another order than expected.
+        """
+        self.passage = Passage(start, stop, receive)
+        try:
+            output = call()
+        except ReachedError as reached:
+            return reached.arguments
+        finally:
+            self.passage = None
+        if stop < len(self.blocks):
+            raise PartitaError(
+                f"the forward ended without a call of '{self.blocks[stop]}', with which the next stage of the pipeline "
+                "begins; name blocks in parallel.cut that every forward calls"
+            )
+        return output
+
+    def remove(self) -> None:
+        """Give every module its own calls back."""
+        for call in self._calls:
+            call.remove()
+        self._calls.clear()
+
+
+class _Call:
+    """Stands between a module and who calls it, before the module's hooks. ``index``: of a block."""
+
+    def __init__(self, module: nn.Module, index: int | None, stages: Stages, stand_in: StandIn, name: str) -> None:
+        self._module, self._index, self._stages, self._stand_in, self._name = module, index, stages, stand_in, name
+        self._compiled = module._compiled_call_impl
+        self._own = self._compiled or module._call_impl
+        module._compiled_call_impl = self
+
+    def remove(self) -> None:
+        self._module._compiled_call_impl = self._compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        passage, index = self._stages.passage, self._index
+        if passage is None:
+            raise PartitaError(
+                f"'{self._name}' was called outside engine.train_batch and engine.eval_batch: under parallel.pipeline "
+                "no rank has the whole model; feed it by these"
+            )
+        if index is None:
+            return self._own(*args, **kwargs) if passage.between_own else self._stand_in(args, kwargs)
+        if index < passage.position or passage.position <= passage.stop < index:
+            raise self._out_of_order(passage.position, index)
+        passage.position = index + 1
+        if index == passage.stop:
+            raise ReachedError(Arguments.of(args, kwargs))
+        if index < passage.start:
+            return self._stand_in(args, kwargs)
+        return self._call(passage, Arguments.of(args, kwargs))
+
+    def _call(self, passage: Passage, arguments: Arguments) -> Any:
+        """Run an own block, with what arrives for it."""
+        leaves = arguments.leaves
+        if self._index == passage.start:
+            lacking = [at for at, leaf in enumerate(leaves) if is_missing(leaf)]
+            if lacking:
+                for at, value in zip(lacking, passage.receive(arguments, lacking), strict=True):
+                    leaves[at].value = value
+        args, kwargs = tree_unflatten([arrived(leaf) for leaf in leaves], arguments.spec)
+        for leaf in leaves:
+            if is_missing(leaf):
+                raise bypasses(leaf, f"'{self._name}'")
+        return self._own(*args, **kwargs)
+
+    def _out_of_order(self, position: int, index: int) -> PartitaError:
+        blocks = self._stages.blocks
+        if index < position:
+            text = f"'{self._name}' was called behind '{blocks[position - 1]}'"
+            return PartitaError(
+                f"{text}, and the pipeline expected it before, once in a forward: a block that is called several "
+                "times, or in another order than that of the model's modules, cannot be cut off; name blocks in "
+                "parallel.cut that contain those"
+            )
+        return PartitaError(
+            f"'{self._name}' was called without '{blocks[index - 1]}' before: a forward may not leave out "
+            f"'{self._stages.blocks[position]}'"
+        )
+
+
+def bypasses(value: Absent, reader: str) -> PartitaError:
+    """The error about a value of another stage that ``reader`` needs and that is not sent."""
+    return PartitaError(
+        f"{reader} needs a value that depends on '{value.origin}', which is on an earlier stage of the pipeline, and "
+        "it does not pass the cut: only the arguments of a stage's first block are sent; hand it to the blocks, cut so "
+        "that both are on one stage (parallel.cut), or leave parallel.pipeline out"
+    )

@@ -1,0 +1,81 @@
+"""What a block of another stage returns here: the form of its output, without data."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partita.parallel.pipeline.absent import Absent, DataNeededError, all_away, without_data
+from partita.sharding.nested import map_tensors, tensors_in
+
+Plain = Callable[[Sequence[nn.Module]], AbstractContextManager[None]]
+
+
+class StandIn:
+    """Stands in for a module's forward. The form of the output is found by running the module without data, once for
+    each form of its arguments; where that needs data (a router's choice), the output is like the first argument.
+
+    Args:
+        plain: makes modules what they were before other axes changed their forwards, in a ``with`` block.
+    """
+
+    def __init__(self, module: nn.Module, name: str, device: torch.device, plain: Plain) -> None:
+        self._module, self._name, self._device, self._plain = module, name, device, plain
+        self._forms = dict[Any, Any]()
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        key = (_form(args), _form(kwargs), self._module.training)
+        if key not in self._forms:
+            self._forms[key] = map_tensors(self._find(args, kwargs), self._form_of)
+        return map_tensors(self._forms[key], self._absent)
+
+    def _form_of(self, tensor: Tensor) -> Tensor:
+        return without_data(tensor, self._name)._form
+
+    def _absent(self, form: Tensor) -> Tensor:
+        return Absent(form, self._device, self._name)
+
+    def _find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        args, kwargs = map_tensors(args, self._without_numbers), map_tensors(kwargs, self._without_numbers)
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[]),
+            self._plain([self._module]),
+            all_away(self._module, self._device),
+            buffers_kept(self._module),
+        ):
+            try:
+                return self._module.forward(*args, **kwargs)
+            except DataNeededError:
+                return next(tensors_in((args, kwargs)))
+
+    def _without_numbers(self, tensor: Tensor) -> Tensor:
+        """Positions and masks may decide what a forward does; what is computed does not."""
+        return without_data(tensor, self._name) if tensor.is_floating_point() else tensor
+
+
+@contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """A block that leaves a module's buffers as they were, whatever its forward does to them."""
+    own = [(inner, name, buffer) for inner in module.modules() for name, buffer in inner._buffers.items()]
+    for inner, name, buffer in own:
+        inner._buffers[name] = None if buffer is None else buffer.clone()
+    try:
+        yield
+    finally:
+        for inner, name, buffer in own:
+            inner._buffers[name] = buffer
+
+
+def _form(value: Any) -> Any:
+    """What tells arguments apart of which outputs have different forms."""
+    if isinstance(value, Tensor):
+        own = value._form if isinstance(value, Absent) else value  # which answers without a call of Python's
+        return own.shape, own.dtype
+    if isinstance(value, tuple | list):
+        return tuple(map(_form, value))
+    if isinstance(value, Mapping):
+        return tuple((key, _form(item)) for key, item in value.items())
+    return value if value is None or isinstance(value, bool | int | float | str) else type(value)

@@ -1,0 +1,219 @@
+"""Pipelines of processes: the bits of data parallelism, at every stage and in every order of work."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import partita
+from partita import ConfigError, PartitaError
+from partita.plan.traffic import TrafficCount
+from partita.planner.elsewhere import is_elsewhere
+from tests.local import pool
+from tests.matrix import matrix
+from tests.parallel import stages
+
+STEPS, MICROS, CLIP = 3, 4, 0.05
+ZERO: dict[str, dict[str, Any]] = {
+    "0": {"stage": 0},
+    "1": {"stage": 1},
+    "2": {"stage": 2},
+    "3": {"stage": 3},
+    "3-kept": {"stage": 3, "keep_gathered": True},
+    "3-host": {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}},
+}
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "gpipe": {"schedule": "gpipe"},
+    "interleaved": {"schedule": "interleaved", "chunks": 2},
+}
+UNTIED = tuple(name for name in stages.BUILD if name not in stages.TIED)
+TOLERANCE = 1e-5
+
+
+@dataclass
+class Course:
+    """What a rank saw: losses, norms, the loss in evaluation, all weights, and the names of those that it holds."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    evaluated: float = 0.0
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)
+
+
+def course(name: str, parallel: Mapping[str, Any], zero: Mapping[str, Any]) -> Course:
+    config = {
+        "parallel": parallel,
+        "zero": zero,
+        "batch": {"micro": 2, "accumulate": MICROS},
+        "optimizer": {"lr": 2e-3},
+        "clip_grad_norm": CLIP,
+    }
+    found = Course()
+    with partita.initialize(stages.build(name), config, loss_fn=stages.loss_of) as engine:
+        data = engine.mesh.coordinate("data")
+        for step in range(STEPS):
+            batches = (stages.batch(name, 100 * step + 10 * micro + data) for micro in range(MICROS))
+            found.losses.append(engine.train_batch(batches).item())
+            found.norms.append(engine.last_step.grad_norm)
+        found.evaluated = engine.eval_batch([stages.batch(name, 7 + micro) for micro in range(3)]).item()
+        assert engine.module.training
+        found.held = {key for key, param in engine.module.named_parameters() if not is_elsewhere(param)}
+        with engine.gathered():
+            found.weights = {key: param.detach().clone() for key, param in engine.module.named_parameters()}
+    return found
+
+
+@matrix(name=UNTIED, zero=ZERO, mesh=((2, 1), (3, 1), (2, 2)))
+def test_bits_are_those_of_data_parallelism(name: str, zero: str, mesh: tuple[int, int]) -> None:
+    pipeline, data = mesh
+    expected = pool.run(data, course, name, {}, ZERO[zero], timeout=240)[0]
+    assert all(norm is not None and norm > CLIP for norm in expected.norms)
+    found = pool.run(pipeline * data, course, name, {"pipeline": pipeline}, ZERO[zero], timeout=240)
+    held = set[str]()
+    for one in found:
+        assert (one.losses, one.norms, one.evaluated) == (expected.losses, expected.norms, expected.evaluated)
+        assert 0 < len(one.held) < len(expected.weights)
+        held |= one.held
+        assert [key for key, weight in one.weights.items() if not torch.equal(weight, expected.weights[key])] == []
+    assert held == expected.held
+
+
+@matrix(schedule=SCHEDULES, zero=ZERO)
+def test_every_order_of_work_has_the_same_bits(schedule: str, zero: str) -> None:
+    expected = pool.run(1, course, "llama", {}, ZERO[zero], timeout=240)[0]
+    for one in pool.run(2, course, "llama", {"pipeline": 2, **SCHEDULES[schedule]}, ZERO[zero], timeout=240):
+        assert (one.losses, one.norms) == (expected.losses, expected.norms)
+        assert all(torch.equal(weight, expected.weights[key]) for key, weight in one.weights.items())
+
+
+@matrix(name=stages.TIED, zero=ZERO, num_stages=(2, 3))
+def test_tied_parameters_are_alike_on_all_their_stages(name: str, zero: str, num_stages: int) -> None:
+    expected = pool.run(1, course, name, {}, ZERO[zero], timeout=240)[0]
+    found = pool.run(num_stages, course, name, {"pipeline": num_stages}, ZERO[zero], timeout=240)
+    copies = dict[str, Tensor]()
+    for one in found:
+        for loss, other in zip(one.losses, expected.losses, strict=True):
+            assert math.isclose(loss, other, rel_tol=TOLERANCE)
+        for norm, other_norm in zip(one.norms, expected.norms, strict=True):
+            assert norm is not None
+            assert other_norm is not None
+            assert math.isclose(norm, other_norm, rel_tol=TOLERANCE)
+        for key, weight in one.weights.items():
+            assert torch.equal(copies.setdefault(key, weight), weight), key
+
+
+def sent(keep_gathered: bool) -> tuple[dict[str, TrafficCount], int, int]:
+    """What a batch sends, by purpose; elements of a payload; units."""
+    config = {
+        "parallel": {"pipeline": 2},
+        "zero": {"stage": 3, "keep_gathered": keep_gathered},
+        "batch": {"accumulate": MICROS},
+    }
+    with partita.initialize(stages.build("llama"), config) as engine:
+        batch = stages.batch("llama", 0)
+        engine.train_batch([batch] * MICROS)
+        before = engine.traffic_report()
+        engine.train_batch([batch] * MICROS)
+        rows = engine.traffic_report().since(before).rows
+    found = {key.purpose: count for key, count in rows.items() if key.purpose in ("pipeline", "parameters")}
+    return found, batch["input_ids"].numel() * stages.WIDTH, len(engine.units)
+
+
+@pytest.mark.parametrize("keep_gathered", [True, False])
+def test_bytes_sent(keep_gathered: bool) -> None:
+    """A payload each way for each micro-batch; what is kept gathered is gathered once a batch."""
+    for found, elements, num_units in pool.run(4, sent, keep_gathered):
+        assert found["pipeline"] == TrafficCount(MICROS, MICROS * elements * 4)
+        assert found["parameters"].calls == num_units * (1 if keep_gathered else 2 * MICROS)
+
+
+def only_by_batches() -> None:
+    config = {"parallel": {"pipeline": 2}, "batch": {"accumulate": 2}}
+    with partita.initialize(stages.build("llama"), config) as engine:
+        batch = stages.batch("llama", 0)
+        for call in (lambda: engine(**batch), lambda: engine.backward(torch.ones(())), engine.step):
+            with pytest.raises(PartitaError, match=r"cut into 2 stages .* call engine.train_batch\(iterator\)"):
+                call()
+        engine.train_batch([batch] * 2)
+
+
+def test_stages_are_fed_by_batches_alone() -> None:
+    pool.run(2, only_by_batches)
+
+
+def evaluated(world: int) -> None:
+    with partita.initialize(stages.build("llama"), {"zero": {"stage": 3}, "batch": {"accumulate": 2}}) as engine:
+        batches = [stages.batch("llama", number) for number in range(3)]
+        expected = torch.stack([stages.loss_of(engine(**batch)).detach() for batch in batches])
+        assert engine.eval_batch(batches).item() == pytest.approx(expected.mean().item())
+        iterator = iter(batches)
+        assert engine.eval_batch(iterator).item() == pytest.approx(expected[:2].mean().item())
+        assert engine.eval_batch(iterator).item() == pytest.approx(expected[2].item())
+        with pytest.raises(StopIteration):
+            engine.eval_batch(iterator)
+        if world > 1:
+            with pytest.raises(PartitaError, match="rank 0 has 1 micro-batches and rank 1 has 2"):
+                engine.eval_batch(batches[: 1 + engine.mesh.rank])
+        with pytest.raises(PartitaError, match="a dict is no iterator over micro-batches"):
+            engine.eval_batch(batches[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_evaluation_without_a_pipeline(world: int) -> None:
+    pool.run(world, evaluated, world)
+
+
+WRONG = [
+    (
+        {"parallel": {"pipeline": 2}, "precision": {"gradients": "in_backward"}},
+        "in_backward updates a stage's parameters",
+    ),
+    ({"parallel": {"pipeline": 2, "chunks": 2}}, "Fix: set parallel.schedule: interleaved"),
+    ({"parallel": {"pipeline": 2, "schedule": "interleaved"}}, "Fix: set parallel.chunks: 2"),
+    (
+        {"parallel": {"pipeline": 3}},
+        r"(?s)2 ranks cannot be divided by .*; or set pipeline 2 or pipeline 1, which 2 ranks",
+    ),
+    (
+        {"parallel": {"pipeline": 2, "chunks": 3, "schedule": "interleaved"}},
+        "6 stages, but LlamaForCausalLM has 4 blocks",
+    ),
+    ({"parallel": {"pipeline": 2, "cut": ["model.layers.7"]}}, "'model.layers.7' is no module of LlamaForCausalLM"),
+]
+
+
+def wrong() -> None:
+    for config, message in WRONG:
+        model = stages.build("llama")
+        with pytest.raises(ConfigError, match=message):
+            partita.initialize(model, config)
+        assert type(model.lm_head.weight) is nn.Parameter
+    model = stages.build("qwen3moe")
+    model.config.output_router_logits = True
+    with pytest.raises(ConfigError, match="set output_router_logits to False in the model's config"):
+        partita.initialize(model, {"parallel": {"pipeline": 2}})
+
+
+def test_what_cannot_be_cut() -> None:
+    pool.run(2, wrong)
+
+
+def bypassing() -> str:
+    config = {"parallel": {"pipeline": 2}, "batch": {"accumulate": 2}}
+    with partita.initialize(stages.Skipping(bypasses=True), config) as engine:
+        try:
+            engine.train_batch([stages.batch("skipping", 0)] * 2)
+        except PartitaError as error:
+            return str(error)
+    return ""
+
+
+def test_a_value_that_bypasses_the_cut_is_named() -> None:
+    _, last = pool.run(2, bypassing)
+    assert "the loss needs a value that depends on 'embedding.weight'" in last

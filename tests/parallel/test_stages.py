@@ -1,0 +1,187 @@
+"""Every stage in one process, one after the other: together they compute what the model does, bit for bit."""
+
+import copy
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from partita import ConfigError, PartitaError
+from partita.parallel.pipeline.absent import arrived, send_away
+from partita.parallel.pipeline.cut import Cut, cut, outside
+from partita.parallel.pipeline.stage import Arguments, Stages, bypasses
+from partita.planner.elsewhere import is_elsewhere
+from partita.planner.parameters import find_everywhere
+from tests.matrix import matrix
+from tests.parallel import stages
+
+CPU = torch.device("cpu")
+ROUNDING = 1e-6  # of a gradient's largest: sums over branches that a cut takes apart
+
+
+class Stage:
+    """One stage of a copy of the model; of the other stages' parameters nothing is there."""
+
+    def __init__(self, model: nn.Module, number: int, num_stages: int) -> None:
+        self.model = copy.deepcopy(model)
+        self.cut: Cut = cut(self.model, num_stages, None, CPU)
+        for holding in find_everywhere(self.model):
+            if number not in self.cut.stages[id(holding.param)]:
+                send_away(holding.param, holding.fqns[0], CPU)
+                with torch._C.DisableTorchFunctionSubclass():
+                    holding.param.untyped_storage().resize_(0)
+        held = {id(param) for param in self.model.parameters() if not is_elsewhere(param)}
+        around = dict(outside(self.model, self.cut.blocks, held))
+        self.stages = Stages(self.model, self.cut.blocks, around, CPU, lambda _: nullcontext())
+        self.start, self.stop = self.cut.bounds[number : number + 2]
+        self.leaves, self.places = list[Tensor](), list[int]()
+
+    def forward(self, batch: Any, before: Arguments | None) -> Any:
+        def receive(arguments: Arguments, lacking: Sequence[int]) -> list[Tensor]:
+            assert before is not None
+            assert before.form == arguments.form
+            self.places = list(lacking)
+            values = [arrived(before.leaves[at]).detach().clone() for at in lacking]
+            for value, at in zip(values, lacking, strict=True):
+                assert (value.shape, value.dtype) == (arguments.leaves[at].shape, arguments.leaves[at].dtype)
+            self.leaves = [value.requires_grad_(value.is_floating_point()) for value in values]
+            return [value * 1 if value.is_floating_point() else value for value in self.leaves]
+
+        def call() -> Any:
+            return self.model(**batch) if isinstance(batch, dict) else self.model(batch)
+
+        return self.stages.forward(self.start, self.stop, call, receive)
+
+    def gradients(self) -> dict[str, Tensor]:
+        named = self.model.named_parameters()
+        return {name: param.grad for name, param in named if not is_elsewhere(param) and param.grad is not None}
+
+
+@matrix(name=stages.BUILD, num_stages=(2, 3))
+def test_stages_compute_what_the_model_does(name: str, num_stages: int) -> None:
+    model = stages.build(name)
+    whole = [Stage(model, number, num_stages) for number in range(num_stages)]
+    assert sum(not is_elsewhere(param) for param in whole[0].model.parameters()) < len(list(model.parameters()))
+    for number in range(2):  # of other lengths
+        batch = stages.batch(name, number)
+        loss = stages.loss_of(model(**batch) if isinstance(batch, dict) else model(batch))
+        model.zero_grad()
+        loss.backward()
+        outputs = list[Any]()
+        for stage in whole:
+            stage.model.zero_grad()
+            outputs.append(stage.forward(batch, outputs[-1] if outputs else None))
+        found = stages.loss_of(outputs[-1])
+        assert torch.equal(found, loss)
+        found.backward()
+        for later, sent in zip(reversed(whole[1:]), reversed(outputs[:-1]), strict=True):
+            values = [arrived(sent.leaves[at]) for at in later.places]
+            pairs = [(v, leaf.grad) for v, leaf in zip(values, later.leaves, strict=True) if leaf.grad is not None]
+            torch.autograd.backward([v for v, _ in pairs if v.requires_grad], [g for v, g in pairs if v.requires_grad])
+        _compare(name, model, whole)
+
+
+def _compare(name: str, model: nn.Module, whole: Sequence[Stage]) -> None:
+    found = dict[str, Tensor]()
+    for stage in whole:
+        for key, gradient in stage.gradients().items():
+            found[key] = found[key] + gradient if key in found else gradient
+    for key, param in model.named_parameters():
+        if param.grad is None:
+            assert key not in found
+        elif name in stages.TIED:
+            assert (found[key] - param.grad).abs().max() <= ROUNDING * param.grad.abs().max(), key
+        else:
+            assert torch.equal(found[key], param.grad), key
+
+
+def test_registration_order_is_not_call_order() -> None:
+    """OPT's last norm is registered before its blocks, and called behind them."""
+    model = stages.build("opt")
+    found = cut(model, 2, None, CPU)
+    norm = model.get_parameter("model.decoder.final_layer_norm.weight")
+    assert found.stages[id(norm)] == (1,)
+
+
+def test_stages_have_equal_cost() -> None:
+    model = nn.Sequential(*(nn.Linear(8, size) for size in (8, 8, 8)), nn.Linear(8, 24), nn.Linear(24, 8))
+    assert cut(model, 2, None, CPU).bounds == (0, 3, 5)
+    assert cut(model, 3, None, CPU).bounds == (0, 3, 4, 5)
+
+
+def test_cut_at_names() -> None:
+    model = stages.build("llama")
+    assert cut(model, 2, ["model.layers.3"], CPU).bounds == (0, 3, 4)
+    assert cut(model, 2, ["lm_head"], CPU).blocks[-1] == "lm_head"
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "names", "message"),
+    [
+        (5, None, r"5 stages, but LlamaForCausalLM has 4 blocks .*at most 4 together"),
+        (2, ["model.layers.9"], r"parallel.cut: 'model.layers.9' is no module .* model.layers.0, .* model.layers.3"),
+        (2, ["model.layers.1.mlp"], "'model.layers.1.mlp' is inside the block 'model.layers.1', which one stage runs"),
+        (3, ["model.layers.1"], r"names 1 blocks behind the first, and so 2 stages; .* are 3: name 2"),
+    ],
+)
+def test_cuts_that_cannot_be(num_stages: int, names: list[str] | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cut(stages.build("llama"), num_stages, names, CPU)
+
+
+def test_a_value_that_bypasses_the_cut() -> None:
+    last = Stage(stages.Skipping(bypasses=True), 1, 2)
+    batch = stages.batch("skipping", 0)
+    sent = Stage(stages.Skipping(bypasses=True), 0, 2).forward(batch, None)
+    loss = last.forward(batch, sent)
+    with pytest.raises(PartitaError, match=r"the loss needs a value that depends on 'embedding.weight', .* stage"):
+        raise bypasses(loss, "the loss")
+
+
+class Asking(stages.Skipping):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        first = self.embedding(input_ids)
+        for block in self.blocks:
+            first = block(first, first) if first.sum() > -1e9 else first
+        return first.sum()
+
+
+def test_a_forward_that_asks_for_data_of_another_stage() -> None:
+    with pytest.raises(PartitaError, match="asks for the data of a tensor that depends on 'embedding.weight'"):
+        Stage(Asking(), 1, 2).forward(stages.batch("skipping", 0), None)
+
+
+class Twice(stages.Skipping):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x, x)
+        return x.sum()
+
+
+class LeavesOut(stages.Skipping):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in (self.blocks[0], self.blocks[1], self.blocks[3]):
+            x = block(x, x)
+        return x.sum()
+
+
+def test_blocks_that_are_called_otherwise_than_expected() -> None:
+    batch = stages.batch("skipping", 0)
+    with pytest.raises(PartitaError, match="a forward may not leave out 'blocks.2'"):
+        Stage(LeavesOut(), 0, 2).forward(batch, None)
+    sent = Stage(Twice(), 0, 2).forward(batch, None)
+    with pytest.raises(PartitaError, match="'blocks.0' was called behind 'blocks.3', and the pipeline expected it"):
+        Stage(Twice(), 1, 2).forward(batch, sent)
+
+
+def test_outside_a_batch_no_block_can_be_called() -> None:
+    stage = Stage(stages.Skipping(), 0, 2)
+    with pytest.raises(PartitaError, match=r"outside engine.train_batch and engine.eval_batch"):
+        stage.model(**stages.batch("skipping", 0))
+    stage.stages.remove()
+    assert stage.model.blocks[0](torch.ones(1, 48), torch.ones(1, 48)).shape == (1, 48)

@@ -47,7 +47,7 @@ def check_settings(config: Config, derived: Mapping[str, Row]) -> None:
     accumulates = resolved("batch.accumulate").value != 1
     rules = (
         *_states(config, compute, accumulates),
-        *_pipeline(config),
+        *_axes(config),
         *_training(config),
         *_attention(config),
     )
@@ -114,8 +114,11 @@ def _states(config: Config, compute: str, accumulates: bool) -> Iterator[Contrad
         )
 
 
-def _pipeline(config: Config) -> Iterator[Contradiction]:
+def _axes(config: Config) -> Iterator[Contradiction]:
     parallel = config.parallel
+    if parallel.sequence > 1 and parallel.tensor > 1:
+        problem = "logits in slices of the sequence and of the vocabulary at once are not available in this version"
+        yield ("parallel.sequence", "parallel.tensor"), problem, "leave one of them out"
     if parallel.pipeline == 1:
         return
     if config.precision.gradients == "in_backward":
@@ -125,6 +128,9 @@ def _pipeline(config: Config) -> Iterator[Contradiction]:
             "of the batch are on their way through the pipeline",
             "set precision.gradients to fp32",
         )
+    if parallel.sequence > 1:
+        problem = "slices of a sequence do not pass from stage to stage in this version"
+        yield ("parallel.sequence", "parallel.pipeline"), problem, "leave one of them out"
     is_interleaved = parallel.schedule == "interleaved"
     if is_interleaved != (parallel.chunks > 1):
         problem = "parallel.schedule: interleaved has several groups of layers on each pipeline rank, and other "

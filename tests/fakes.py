@@ -126,6 +126,19 @@ class FakeTransport(Transport):
         for target, starts, whole in zip(received, every, self._exchange("sent", torch.cat(list(sent)))(), strict=True):
             target.copy_(whole[starts[self._index] : starts[self._index + 1]])
 
+    def send(self, tensor: Tensor, to: int, lane: str) -> UnderWay:
+        self._network.send(self._next_on(lane, self._index, to), 0, tensor.clone())
+        return UnderWay(lambda: None)
+
+    def receive(self, tensor: Tensor, source: int, lane: str) -> UnderWay:
+        operation = self._next_on(lane, source, self._index)
+        return UnderWay(lambda: tensor.copy_(self._network.receive(operation, 1)[0]))
+
+    def _next_on(self, lane: str, source: int, target: int) -> tuple[Any, ...]:
+        kind = f"{lane} from {source} to {target}"
+        self._numbers[kind] += 1
+        return self._axes, self._ranks, kind, self._numbers[kind]
+
     def broadcast(self, tensor: Tensor) -> UnderWay:
         receive = self._exchange("broadcast", tensor)
         return UnderWay(lambda: tensor.copy_(receive()[0]))

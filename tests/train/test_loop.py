@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from partita.checkpoint.checkpoints import Checkpoints
 from partita.checkpoint.format.folder import complete
-from partita.engine import engine
+from partita.engine import micro_batches
 from partita.errors import ConfigError, PartitaError
 from partita.observe.metrics import METRICS_FILE, read_metrics
 from partita.train import loop
@@ -196,7 +196,7 @@ def test_a_run_goes_back_and_on_with_other_data(tmp_path: Path, monkeypatch: pyt
         return loss * float("nan") if seen[-1] == 7 else loss
 
     monkeypatch.setattr(loop.Batches, "train", watched)
-    monkeypatch.setattr(engine, "loss_of", spoilt)
+    monkeypatch.setattr(micro_batches, "loss_of", spoilt)
     overrides = ["train.steps=9", "engine.precision.nonfinite=rewind", "engine.checkpoint.every_steps=4"]
     overrides += ["train.log_every=2", "train.eval_every=3", f"engine.checkpoint.dir={tmp_path}/saved"]
     outcome, _ = run(tiny(tmp_path, overrides))

@@ -24,8 +24,9 @@ from partita.errors import PartitaError
 from partita.memory.streams import Event
 from partita.optim.updater import StepResult, Updater, factor_of
 from partita.optim.updates import Update
-from partita.sharding.buckets import Bucket, square
+from partita.sharding.buckets import Bucket
 from partita.sharding.scaled import factor_under_way
+from partita.sharding.squares import square
 from partita.sharding.unit import Segment
 
 

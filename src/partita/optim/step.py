@@ -16,7 +16,8 @@ from partita.errors import PartitaError
 from partita.memory.streams import Event
 from partita.optim.updater import StepResult, Updater, factor_of
 from partita.plan.residence import Tier
-from partita.sharding.buckets import Bucket, square
+from partita.sharding.buckets import Bucket
+from partita.sharding.squares import square
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from partita.planner.dtypes import dtype_of
 from partita.sharding.bucket_layout import BucketLayout
 from partita.sharding.copies import SumOfCopies
 from partita.sharding.movement import Movement, finish_all
+from partita.sharding.squares import square
 from partita.sharding.unit import Member, Unit
 
 
@@ -376,12 +377,6 @@ class Bucket:
             is_mean = self.in_place and is_reduced
             values.add_(member.flat(grad.detach()).float(), alpha=1.0 if is_mean else 1.0 / self.divisor)
         return values
-
-
-def square(grad: Tensor) -> Tensor:
-    """The sum of squares, in float64."""
-    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float64)
-    return norm.square()
 
 
 def make_buckets(

@@ -1,0 +1,29 @@
+"""The norm's parts do not depend on how gradients are cut."""
+
+import pytest
+import torch
+
+from partita.sharding.squares import square
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(0,), (1,), (256,), (1000,), (7, 300), (3, 5, 8, 9)])
+def test_the_sum_of_squares(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    grad = torch.randn(shape).to(dtype)
+    found = square(grad)
+    assert found.dtype == torch.float64
+    assert found.item() == pytest.approx(grad.double().square().sum().item(), rel=1e-6)
+
+
+def test_cuts_between_blocks_change_nothing() -> None:
+    flat = torch.randn(256 * 40 + 77)
+    whole = square(flat).item()
+    for cut in (1, 3, 17):
+        parts = square(flat[: 256 * cut]) + square(flat[256 * cut :])
+        assert parts.item() == pytest.approx(whole, rel=1e-14)
+
+
+def test_the_order_is_that_of_memory() -> None:
+    grad = torch.randn(4, 6, 10, 10)
+    last = grad.to(memory_format=torch.channels_last)
+    assert square(last) == square(last.permute(0, 2, 3, 1).contiguous())

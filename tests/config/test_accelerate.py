@@ -176,7 +176,6 @@ def test_keys_that_become_no_setting(key: str) -> None:
             {"distributed_type": "DEEPSPEED", "deepspeed_config": {"offload_optimizer_device": "gpu"}},
             "deepspeed_config.offload_optimizer_device: expected a device; got 'gpu'",
         ),
-        ({"parallelism_config": {"cp_size": 2}}, "parallel.sequence: 2 is not available in this version"),
         ({"num_processes": "many"}, "num_processes: expected a number; got 'many'"),
     ],
 )

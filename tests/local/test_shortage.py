@@ -52,7 +52,7 @@ def fails_in_forward(engine: partita.Engine) -> None:
 
 def fails_in_backward(engine: partita.Engine) -> None:
     loss = square_loss(engine, rank(), 0)
-    with mock.patch.object(torch.Tensor, "backward", side_effect=MemoryError()):
+    with mock.patch.object(torch.autograd, "backward", side_effect=MemoryError()):
         engine.backward(loss)
 
 

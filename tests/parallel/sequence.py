@@ -227,7 +227,8 @@ def recomputed(name: str, by: str) -> tuple[float, float]:
                 for block in model.blocks:
                     block.__class__ = Checkpointing
             elif again:
-                recomputation = Recomputation(dict(parallel.stacks[0].blocks), selective=False)
+                blocks = dict(parallel.stacks[0].blocks)
+                recomputation = Recomputation(blocks, selective=False, tiled={}, offload=None)
             losses = [zoo.loss_of(model(**batch_of(name, step, length=length))) for step, length in enumerate((23, 14))]
             for loss in losses:
                 loss.backward()

@@ -112,7 +112,8 @@ def gradients(model: nn.Module, recomputed: str) -> list[Tensor]:
     streams = RandomStreams(model, 7, 0, HOST)
     recomputation = None
     if recomputed == "by the config":
-        recomputation = Recomputation({f"blocks.{at}": block for at, block in enumerate(model.blocks)}, selective=False)
+        blocks = {f"blocks.{at}": block for at, block in enumerate(model.blocks)}
+        recomputation = Recomputation(blocks, selective=False, tiled={}, offload=None)
     losses = [model(torch.full((4, WIDTH), value)).square().mean() for value in (1.0, 2.0)]
     for loss in losses:
         loss.backward()

@@ -3,6 +3,7 @@
 import gc
 from typing import Any
 
+import pytest
 import torch
 
 from tests import seeds
@@ -42,6 +43,7 @@ def held_after_steps() -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.thorough
 def test_every_step_leaves_what_the_ledger_says() -> None:
     (found, races), *_ = pool.run(1, simulated, held_after_steps, with_group=False, timeout=200)
     assert races == []

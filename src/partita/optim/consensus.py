@@ -113,7 +113,7 @@ class Consensus:
             warnings.warn(
                 "loss.backward() was called where engine.backward(loss) multiplies by the loss scale "
                 f"({self._loss_scale.value:g}): gradients too small for fp16 are lost; call engine.backward(loss)",
-                stacklevel=7,
+                stacklevel=8,
             )
         return scale
 

@@ -42,6 +42,7 @@ def run(folder: Path, stage: int, *dies_at: int) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_a_killed_worker_is_started_again_from_the_last_checkpoint(tmp_path: Path) -> None:
     found = run(tmp_path, 3, DIES_AT)

@@ -124,6 +124,7 @@ def test_torchrun_starts_again_from_the_newest_checkpoint(tmp_path: Path) -> Non
     assert max(complete(tmp_path / "saved")) == 200
 
 
+@pytest.mark.thorough
 def test_nodes_come_and_go(tmp_path: Path) -> None:
     """Each time the run goes on from its newest checkpoint, on as many ranks as there are then."""
     job, store = write_job(tmp_path), TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

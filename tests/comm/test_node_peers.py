@@ -301,7 +301,7 @@ def counted() -> None:
     assert sent[0] == sent[1] > 0
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_the_same_bits_either_way(world: int) -> None:
     pool.run(world, both_ways)
 

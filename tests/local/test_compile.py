@@ -180,6 +180,7 @@ def test_compiled_as_eager(how: str, after: bool) -> None:
     pool.run(2, compiled, how, after, "aot_eager", timeout=120)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_compiled_by_inductor() -> None:
     pool.run(2, by_inductor, timeout=200)

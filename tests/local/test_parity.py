@@ -50,7 +50,7 @@ def test_training_agrees_with_ddp(name: str) -> None:
     assert {what: amount for what, amount in errors.items() if not amount <= TOLERANCE} == {}
 
 
-@pytest.mark.parametrize("name", ["decoder", "resnet"])
+@pytest.mark.parametrize("name", ["decoder", pytest.param("resnet", marks=pytest.mark.thorough)])
 def test_one_batch_cut_in_any_way_gives_the_same_curve(name: str) -> None:
     curves = parity.all_curves(name, ("1", "2", "3"), (1, 2, 4))
     assert len(curves) == 3 * 2 * (4 + 3 + 2)

@@ -111,6 +111,7 @@ print("FOUND", json.dumps({"losses": losses_of(trainer), "stage": prepared.engin
 """
 
 
+@pytest.mark.thorough
 def test_a_script_of_trls_with_one_line_before_it(tmp_path: Path) -> None:
     activated = found(run(FIRST_LINE + TRL_UNCHANGED, tmp_path))
     assert activated["stage"] == 3

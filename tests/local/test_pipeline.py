@@ -30,6 +30,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {},
     "gpipe": {"schedule": "gpipe"},
     "interleaved": {"schedule": "interleaved", "chunks": 2},
+    "zero_bubble": {"schedule": "zero_bubble"},
 }
 UNTIED = tuple(name for name in stages.BUILD if name not in stages.TIED)
 TOLERANCE = 1e-5

@@ -310,7 +310,6 @@ class Config(Section):
 # Documented settings of which this version has only some values, the default first. A value that arrives is added to
 # its line; when all are there, the line is deleted.
 AVAILABLE: dict[str, tuple[object, ...]] = {
-    "parallel.schedule": ("1f1b", "gpipe", "interleaved"),
     "activations.partition": (False,),
     "communication.gradients": ("full", "int8", "int4"),
     "communication.parameters": ("full", "int8"),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import partita
 from partita import ConfigError, PartitaError
+from partita.parallel.pipeline.weights import Left
 from partita.plan.traffic import TrafficCount
 from partita.planner.elsewhere import is_elsewhere
 from tests.local import pool
@@ -91,6 +92,72 @@ def test_every_order_of_work_has_the_same_bits(schedule: str, zero: str) -> None
     for one in pool.run(2, course, "llama", {"pipeline": 2, **SCHEDULES[schedule]}, ZERO[zero], timeout=240):
         assert (one.losses, one.norms) == (expected.losses, expected.norms)
         assert all(torch.equal(weight, expected.weights[key]) for key, weight in one.weights.items())
+
+
+@dataclass
+class Batch:
+    """Of a batch's course: what came with backward, and later, in elements; what was sent, and all weights."""
+
+    with_backward: int = 0
+    later: int = 0
+    sent: dict[Any, TrafficCount] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def batch_apart(config: Mapping[str, Any], schedule: str, monkeypatch: pytest.MonkeyPatch) -> Batch:
+    config = {**config, "parallel": {**config["parallel"], "schedule": schedule}, "batch": {"accumulate": MICROS}}
+    found = Batch()
+
+    def add_gradient(left: Left, param: nn.Parameter, gradient: Tensor) -> None:
+        found.with_backward += gradient.numel()
+        came(left, param, gradient)
+
+    def run(left: Left) -> None:
+        found.later += sum(param.numel() for param in left.params.values())
+        later(left)
+
+    came, later = Left.add_gradient, Left.run
+    monkeypatch.setattr(Left, "add_gradient", add_gradient)
+    monkeypatch.setattr(Left, "run", run)
+    model = stages.build("llama")
+    model.config.use_cache = False  # a block that runs again would add its keys again
+    with partita.initialize(model, config) as engine:
+        data = engine.mesh.coordinate("data")
+        for step in range(2):
+            engine.train_batch(stages.batch("llama", 100 * step + 10 * micro + data) for micro in range(MICROS))
+        found.sent = {key: count for key, count in engine.traffic_report().rows.items() if key.purpose != "control"}
+        with engine.gathered():
+            found.weights = {key: param.detach().clone() for key, param in engine.module.named_parameters()}
+    return found
+
+
+def both_orders(config: Mapping[str, Any]) -> tuple[Batch, Batch]:
+    with pytest.MonkeyPatch.context() as patch:
+        apart = batch_apart(config, "zero_bubble", patch)
+    with pytest.MonkeyPatch.context() as patch:
+        return apart, batch_apart(config, "1f1b", patch)
+
+
+UNDER_ZERO_BUBBLE: dict[str, dict[str, Any]] = {
+    "data, stage 2": {"parallel": {"pipeline": 2}, "zero": {"stage": 2}},
+    "data, stage 3": {"parallel": {"pipeline": 2}, "zero": {"stage": 3}},
+    "data, stage 3, recomputed": {
+        "parallel": {"pipeline": 2},
+        "zero": {"stage": 3},
+        "activations": {"checkpoint": "units"},
+    },
+    "tensor": {"parallel": {"pipeline": 2, "tensor": 2}, "zero": {"stage": 3}},
+    "four stages": {"parallel": {"pipeline": 4}, "zero": {"stage": 1}},
+}
+
+
+@matrix(case=UNDER_ZERO_BUBBLE)
+def test_weights_apart_are_nearly_all_and_change_no_bit_and_no_byte(case: str) -> None:
+    for apart, whole in pool.run(4, both_orders, UNDER_ZERO_BUBBLE[case], timeout=240):
+        assert apart.sent == whole.sent
+        assert [key for key, weight in apart.weights.items() if not torch.equal(weight, whole.weights[key])] == []
+        assert whole.later == whole.with_backward == 0
+        assert 0 < apart.with_backward < 0.02 * apart.later
 
 
 @matrix(name=stages.TIED, zero=ZERO, num_stages=(2, 3))

@@ -144,7 +144,8 @@ class MicroBatches:
         """A stage's backward; of a schedule that computes the weights' gradients apart, without those."""
         pipeline, reducer = self._parts.pipeline, self._parts.runtime.reducer
         if pipeline.weights is None:
-            return pipeline.backward(action, loss, self.backward)
+            pipeline.backward(action, loss, self.backward)
+            return
         with pipeline.weights.apart(action.micro) as left, reducer.aside(left.add_gradient):
             pipeline.backward(action, loss, self._run)
 

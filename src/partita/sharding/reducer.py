@@ -191,7 +191,8 @@ class GradientReducer:
         bucket = self._bucket_of[id(member)]
         if self._aside is not None and grad is not None and not bucket.in_place:
             member.param.grad = None
-            return self._aside(member.param, grad)
+            self._aside(member.param, grad)
+            return
         self._took_part = True
         self.scales.add(factor_under_way())
         in_wave = not bucket.in_place and (self._synchronizes or bucket.rests_whole)

@@ -5,7 +5,7 @@ its parameters, its forward makes a graph of its own. Backward goes through that
 and leaves the rest of it, with the gradient that came, for later: autograd computes both, so they have the same bits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from partita.parallel.applied import OwnForward, Parallel
 from partita.parallel.pipeline.absent import arrived, is_missing
-from partita.parallel.tensor.linear import is_linear
+from partita.parallel.tensor.linear import LinearForward, is_linear
 from partita.planner.elsewhere import is_elsewhere
 
 
@@ -107,37 +107,46 @@ class _Through(torch.autograd.Function):
 
 
 class Apart(OwnForward):
-    """The forward of a module that multiplies its input with its parameters, whose gradients are computed apart."""
+    """What multiplies a module's input with its parameters (its forward, unless given), whose gradients are computed
+    apart.
+    """
 
-    def __init__(self, module: nn.Module, weights: WeightGradients) -> None:
+    def __init__(
+        self, module: nn.Module, weights: WeightGradients, product: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         super().__init__(module)
-        self._weights = weights
+        self._weights, self._product = weights, self.own if product is None else product
         self._anchor = torch.zeros((), requires_grad=True)  # an input may have no gradient
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         params = [param for param in self.module.parameters(recurse=False) if param.requires_grad]
         x = arrived(args[0]) if len(args) == 1 and not kwargs else None
         if not params or not isinstance(x, Tensor) or is_missing(x) or not torch.is_grad_enabled():
-            return self.own(*args, **kwargs)
+            return self._product(*args, **kwargs)
         return self._through(x, params)
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _through(self, x: Tensor, params: Sequence[nn.Parameter]) -> Any:
         inner = x.detach().requires_grad_(x.requires_grad)
-        output = self.own(inner)
+        output = self._product(inner)
         graph = _OwnGraph(inner, get_gradient_edge(output), params, self._weights)
         return _Through.apply(self._anchor, x, [output.detach()], graph)  # type: ignore[no-untyped-call]
 
 
 def keep_apart(model: nn.Module, parallel: Parallel) -> WeightGradients:
-    """Have the modules that this rank runs leave their weights' gradients for later: linear layers and embeddings, the
-    parameters of which no other kind of module owns.
+    """Have the modules that this rank runs leave their weights' gradients for later: linear layers (those of which it
+    has a part, too) and embeddings, the parameters of which no other kind of module owns.
     """
     weights = WeightGradients()
     chosen = {id(module): module for module in model.modules() if _is_product(module)}
     others = {id(param) for module in model.modules() if id(module) not in chosen for param in _own(module)}
     for module in chosen.values():
-        if not any(id(param) in others or is_elsewhere(param) for param in _own(module)):
+        if any(id(param) in others or is_elsewhere(param) for param in _own(module)):
+            continue
+        forward = vars(module).get("forward")
+        if isinstance(forward, LinearForward):
+            forward.product = Apart(module, weights, forward.product)
+        else:
             parallel.changes.set(module, "forward", Apart(module, weights))
     return weights
 
@@ -148,7 +157,8 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
 
 def _is_product(module: nn.Module) -> bool:
     """Whether a module's output is a product with its weight, for the gradient of which the weight is not needed."""
-    is_embedding = type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
-    if is_embedding and isinstance(module, nn.Embedding):
-        return module.max_norm is None and not module.sparse
+    if "forward" in vars(module):
+        return isinstance(module.forward, LinearForward)
+    if isinstance(module, nn.Embedding):
+        return type(module).forward is nn.Embedding.forward and module.max_norm is None and not module.sparse
     return is_linear(module)

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from partita.parallel.applied import Parallel
 from partita.parallel.pipeline.weights import Left, WeightGradients, keep_apart
 from tests import seeds
+from tests.matrix import matrix
 
 WIDTH = 24
 
@@ -68,10 +69,14 @@ def aside(model: nn.Module, left: Left) -> None:
             param.grad = None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", MODELS)
-def test_the_same_bits_in_two_halves(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+CALLS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "kept": lambda model, x: model(x),
+    "recomputed": lambda model, x: checkpoint(model, x, use_reentrant=False),
+}
+
+
+@matrix(name=MODELS, shape=SHAPES, dtype=[torch.float32, torch.bfloat16], call=CALLS)
+def test_the_same_bits_in_two_halves(name: str, shape: tuple[int, ...], dtype: torch.dtype, call: str) -> None:
     plain, apart, weights = pair(name, dtype)
     products = {id(p) for m in apart.modules() if "forward" in vars(m) for p in m.parameters(recurse=False)}
     for number in range(2):  # gradients add up
@@ -79,7 +84,7 @@ def test_the_same_bits_in_two_halves(name: str, shape: tuple[int, ...], dtype: t
         one, two = x.clone().requires_grad_(), x.clone().requires_grad_()
         expected = plain(one).square().sum()
         expected.backward()
-        found = apart(two).square().sum()
+        found = CALLS[call](apart, two).square().sum()
         assert torch.equal(found, expected)
         with weights.apart(number) as left:
             found.backward()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from partita.parallel.applied import OwnForward, Parallel
 from partita.parallel.pipeline.absent import arrived, is_missing
@@ -47,6 +47,9 @@ class Left:
                 torch.autograd.backward(self.roots, self.gradients, inputs=params)
 
 
+Product = Callable[[Tensor], Tensor]
+
+
 class WeightGradients:
     """Where the backward under way leaves gradients of weights for later."""
 
@@ -79,31 +82,72 @@ class WeightGradients:
             self._left.add(root, gradient, params)
 
 
-@dataclass
 class _OwnGraph:
-    """A module's output by ``root``, computed from ``inner``, which is its input."""
+    """The graph from a module's input to its output. It does not hold the input: what backward has of it (where the
+    forward around is recomputed, that is another tensor) is put in its place.
+    """
 
-    inner: Tensor
-    root: GradientEdge
-    params: Sequence[nn.Parameter]
-    weights: WeightGradients
+    def __init__(self, weights: WeightGradients, params: Sequence[nn.Parameter], product: Product, x: Tensor) -> None:
+        self._weights, self._params, self._x = weights, params, x
+        inner, self._entrance = x.detach(), None
+        if x.requires_grad:
+            inner = _Enter.apply(_anchor(), [inner])  # type: ignore[no-untyped-call]
+            self._entrance = get_gradient_edge(inner)
+        with saved_tensors_hooks(self._pack, self._unpack):
+            self.output = product(inner)
+        self._root = get_gradient_edge(self.output)
+        del self._x
+
+    def _pack(self, tensor: Tensor) -> Tensor | tuple[Sequence[int], Sequence[int], int]:
+        """A view of the input as its sizes, strides, and offset in it."""
+        if tensor.untyped_storage().data_ptr() != self._x.untyped_storage().data_ptr():
+            return tensor
+        return tensor.shape, tensor.stride(), int(tensor.storage_offset() - self._x.storage_offset())
+
+    def _unpack(self, packed: Tensor | tuple[Sequence[int], Sequence[int], int]) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        shape, stride, offset = packed
+        return self._x.as_strided(shape, stride, self._x.storage_offset() + offset)
+
+    def back(self, x: Tensor, gradient: Tensor) -> Tensor | None:
+        """The gradient of the input ``x``, if it has one; the rest is left for later."""
+        self._x, found = x, None
+        if self._entrance is not None:
+            (found,) = torch.autograd.grad([self._root], [self._entrance], [gradient], retain_graph=True)
+        self._weights.leave(self._root, gradient, self._params)
+        return found
+
+
+def _anchor() -> Tensor:
+    """What makes a function's output have a gradient, whether its inputs do or not."""
+    return torch.zeros((), requires_grad=True)
+
+
+class _Enter(torch.autograd.Function):
+    """A value as one that was computed: no graph holds it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, passed: list[Tensor]) -> Tensor:
+        return passed.pop()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        return None, None
 
 
 class _Through(torch.autograd.Function):
-    """A module's output, as computed from its input ``x`` in a graph of its own."""
+    """The output that a module computed from ``x`` in a graph of its own."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, output: list[Tensor], graph: _OwnGraph) -> Tensor:
         ctx.graph = graph
+        ctx.save_for_backward(x)
         return output.pop()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
-        graph, back = ctx.graph, None
-        if graph.inner.requires_grad:
-            (back,) = torch.autograd.grad([graph.root], [graph.inner], [gradient], retain_graph=True)
-        graph.weights.leave(graph.root, gradient, graph.params)
-        return None, back, None, None
+        return None, ctx.graph.back(*ctx.saved_tensors, gradient), None, None
 
 
 class Apart(OwnForward):
@@ -111,12 +155,9 @@ class Apart(OwnForward):
     apart.
     """
 
-    def __init__(
-        self, module: nn.Module, weights: WeightGradients, product: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module, weights: WeightGradients, product: Product | None = None) -> None:
         super().__init__(module)
         self._weights, self._product = weights, self.own if product is None else product
-        self._anchor = torch.zeros((), requires_grad=True)  # an input may have no gradient
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         params = [param for param in self.module.parameters(recurse=False) if param.requires_grad]
@@ -127,10 +168,10 @@ class Apart(OwnForward):
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _through(self, x: Tensor, params: Sequence[nn.Parameter]) -> Any:
-        inner = x.detach().requires_grad_(x.requires_grad)
-        output = self._product(inner)
-        graph = _OwnGraph(inner, get_gradient_edge(output), params, self._weights)
-        return _Through.apply(self._anchor, x, [output.detach()], graph)  # type: ignore[no-untyped-call]
+        graph = _OwnGraph(self._weights, params, self._product, x)
+        output = [graph.output.detach()]
+        del graph.output
+        return _Through.apply(_anchor(), x, output, graph)  # type: ignore[no-untyped-call]
 
 
 def keep_apart(model: nn.Module, parallel: Parallel) -> WeightGradients:

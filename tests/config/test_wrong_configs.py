@@ -111,7 +111,6 @@ KEYS = [
 NOT_AVAILABLE = [
     Wrong({section: value}, (f"{key}: ", "is not available in this version; remove it or set it back to its default"))
     for section, value, key in [
-        ("parallel", {"schedule": "zero_bubble"}, "parallel.schedule"),
         ("activations", {"partition": True}, "activations.partition"),
         ("communication", {"gradients": "onebit"}, "communication.gradients"),
         ("communication", {"parameters": "int4"}, "communication.parameters"),
@@ -198,6 +197,10 @@ CROSS_FIELD = [
     Wrong(
         {"zero": {"stage": 2, "hierarchical": True}},
         ("zero.hierarchical belongs to stage 3", "2  config", "Fix: leave"),
+    ),
+    Wrong(
+        {"zero": {"stage": 3, "keep_gradients": True}},
+        ("zero.keep_gradients belongs to zero.keep_gathered", "Fix: leave"),
     ),
     Wrong(
         {"zero": {"stage": 3, "hierarchical": True, "keep_gathered": True}},

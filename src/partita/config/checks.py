@@ -13,6 +13,12 @@ Contradiction = tuple[tuple[str, ...], str, str]
 # A key that means something only where another one has certain values: those, also in words, and what is so elsewhere.
 _BELONGS: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ("zero.keep_gathered", "zero.stage", (3,), "stage 3; at stages 0 to 2 parameters are always whole"),
+    (
+        "zero.keep_gradients",
+        "zero.keep_gathered",
+        (True,),
+        "zero.keep_gathered; parameters that are gathered for each micro-batch do not go with gradients that stay",
+    ),
     ("zero.hierarchical", "zero.stage", (3,), "stage 3; at stages 0 to 2 nothing is gathered in backward"),
     ("zero.replicate", "zero.stage", (3,), "stage 3; at stages 0 to 2 every rank has the parameters"),
     ("zero.prefetch_bytes", "zero.stage", (3,), "stage 3; at stages 0 to 2 no parameters are gathered for forward"),

@@ -87,6 +87,10 @@ class Zero(Section):
         "auto", description="stage 3: bytes of parameters gathered ahead of use (0: none)"
     )
     keep_gathered: Flag = Field(False, description="stage 3: keep parameters whole between forward and backward")
+    keep_gradients: Flag = Field(
+        False,
+        description="with keep_gathered: keep gradients whole between micro-batches, and reduce them once a batch",
+    )
     hierarchical: Flag = Field(False, description="stage 3: backward gathers inside the node, from a second shard")
     replicate: Literal["none", "nodes"] = Field(
         "none", description="stage 3: nodes splits all states over the ranks of a node alone, so every node has them"

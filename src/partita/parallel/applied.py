@@ -102,7 +102,7 @@ class Parallel:
     """``shares``: what this rank has of each parameter that is not whole here alone. ``lines`` say how each module is
     split, and who decided; ``said`` is to be told at the start; ``streams`` are of its random numbers, if they have
     any of their own; ``cut`` is where the pipeline's stages begin, ``away`` are the parameters that only other stages
-    hold. ``passing``: of blocks, by id, what else is done where another stage runs them, around what stands in for each.
+    hold. ``passing``: of blocks, by id, what is done around their stand-ins where other stages run them.
     """
 
     shares: dict[int, Share] = field(default_factory=dict)

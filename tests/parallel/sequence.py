@@ -251,7 +251,7 @@ def logits_bytes(name: str) -> tuple[int, int, int]:
             nonlocal largest
             out = func(*args, **(kwargs or {}))
             for tensor in tree_leaves(out):
-                shape = tensor.shape[-2:] if isinstance(tensor, Tensor) else ()
+                shape = tensor.shape[-2:] if isinstance(tensor, Tensor) and not tensor.is_meta else ()
                 if shape[1:] == (VOCAB,) and shape[0] != WIDTH:  # no weight of the head, nor its gradient
                     largest = max(largest, tensor.numel())
             return out

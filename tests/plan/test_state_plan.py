@@ -178,6 +178,7 @@ def test_elements_sent_in_a_step() -> None:
             "zero2": 2 * once,
             "zero3": 3 * once,
             "zero3-kept": 2 * once,
+            "zero3-once": 2 * once,
             "hierarchical": 2 * once + in_node,
             "hsdp": 3 * in_node + 2 * (padded // local) * (mesh.node - 1) // mesh.node,
         }, mesh

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from partita.activation.offload import Call, Offload
+from partita.activation.inputs import Call, RestingInputs
 from partita.activation.replaced import ReplacedForward
 from partita.activation.tiles import InTiles
 from partita.errors import ConfigError, PartitaError
@@ -74,7 +74,7 @@ class Recomputation:
 
     Args:
         tiled: modules that do so for some positions at a time.
-        offload: moves the inputs of the others.
+        inputs: moves the inputs of the others.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class Recomputation:
         *,
         selective: bool,
         tiled: Mapping[str, nn.Module],
-        offload: Offload | None,
+        inputs: RestingInputs | None,
     ) -> None:
         self._repeated = ""
         self._forwards = [
-            ReplacedForward(module, InTiles(name, Recomputed(module, partial(self._note, name))))
+            ReplacedForward(module, InTiles(name, Recomputed(name, module, self._note)))
             for name, module in tiled.items()
         ]
         self._forwards += [
-            ReplacedForward(module, Recomputed(module, partial(self._note, name), selective, offload))
+            ReplacedForward(module, Recomputed(name, module, self._note, selective, inputs))
             for name, module in modules.items()
         ]
 
@@ -122,22 +122,24 @@ class Recomputation:
 
 
 class Recomputed:
-    """Runs a module's forward again in backward; ``repeats`` is called when it does."""
+    """Runs a module's forward again in backward; ``repeats`` is called with its name when it does."""
 
     def __init__(
         self,
+        name: str,
         module: nn.Module,
-        repeats: Callable[[], None],
+        repeats: Callable[[str], None],
         selective: bool = False,
-        offload: Offload | None = None,
+        inputs: RestingInputs | None = None,
     ) -> None:
-        self._module, self._selective, self._repeats, self._offload = module, selective, repeats, offload
+        self._name, self._module, self._repeats = name, module, partial(repeats, name)
+        self._selective, self._inputs = selective, inputs
 
     def __call__(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or checkpoints_itself(self._module):
             return own(*args, **kwargs)
-        if self._offload is not None and self._moves():
-            return self._called_with_moved(self._offload, own, args, kwargs)
+        if self._inputs is not None and self._moves():
+            return self._called_with_moved(self._inputs, own, args, kwargs)
         forward = partial(own, **kwargs)  # checkpoint would take keywords with names of its own for itself
         if torch.compiler.is_compiling():  # what a graph does to buffers comes after the part of it that is repeated
             if self._selective:
@@ -152,15 +154,15 @@ class Recomputed:
             return False
         return torch._C._current_graph_task_id() == -1
 
-    def _called_with_moved(self, offload: Offload, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        call = Call(offload, own, args, kwargs)
+    def _called_with_moved(self, inputs: RestingInputs, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        call = Call(inputs, own, self._name, args, kwargs)
         if not call.moved:
             forward = partial(own, **kwargs)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts)
         like = call.moved[0].get().new_empty(0)  # by which checkpoint knows the device, whose random state it keeps
         contexts = partial(self._contexts, call.bring)
         output = checkpoint(call.run, like, *call.others, use_reentrant=False, context_fn=contexts)
-        offload.forward_ended()
+        inputs.forward_ended()
         return output
 
     def _contexts(self, *begun: Callable[[], None]) -> Contexts:
@@ -206,7 +208,7 @@ class Repeating:
 def warn_of_compiled() -> None:
     """Once for each graph."""
     warnings.warn(
-        "activations.offload moves nothing out of compiled modules: their inputs stay on the device; set it to "
+        "activations.offload and activations.partition leave the inputs of compiled modules as they are; set them to "
         "none, or leave the modules that activations.checkpoint names uncompiled",
         stacklevel=2,
     )

@@ -169,7 +169,11 @@ class Activations(Section):
         description="what runs forward again in backward: units; selective: units, but for matrix products, "
         "convolutions and attention, whose results are kept; or modules, by class name or name pattern",
     )
-    partition: Flag = Field(False, description="split kept activations over the tensor axis")
+    partition: Flag = Field(
+        False,
+        description="split the inputs that recomputed modules keep over the tensor ranks, which have them alike, and "
+        "gather them ahead of backward",
+    )
     offload: Literal["none", "host", "disk"] = Field(
         "none", description="tier in which the inputs of recomputed modules rest between forward and backward"
     )
@@ -311,7 +315,6 @@ class Config(Section):
 # its line; when all are there, the line is deleted.
 AVAILABLE: dict[str, tuple[object, ...]] = {
     "parallel.schedule": ("1f1b", "gpipe", "interleaved"),
-    "activations.partition": (False,),
     "communication.gradients": ("full", "int8", "int4"),
     "communication.parameters": ("full", "int8"),
 }

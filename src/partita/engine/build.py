@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from partita.activation.apply import Activations, Chosen
+from partita.activation.apply import Activations, Chosen, open_tier
 from partita.attention.apply import SparseAttention
 from partita.checkpoint.checkpoints import Checkpoints
 from partita.comm.collectives import Collectives
@@ -140,12 +140,13 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
             whole = Whole(runtime, updater)
             gathered = Gathered(runtime, updater, whole, parallel.changes)
             checkpoints = Checkpoints(model, runtime, updater, scheduler, settings)
+            open_tier(settings, memory)
     except BaseException:
         memory.close()
         raise
     weights = source.folder if source is not None else None
     attention.apply()  # inside what runs again in backward
-    activations = Activations(chosen, settings, memory, mesh.device)
+    activations = Activations(model, chosen, settings, memory, collectives)
     samples = SameSamples(collectives.group(SAMPLE_AXES), mesh.coordinate("data"))
     return Parts(
         optimizer,

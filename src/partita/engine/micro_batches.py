@@ -67,6 +67,7 @@ class MicroBatches:
         done = self.done + 1
         if done == self._num_backwards:
             parts.runtime.residency.within_batch = False
+            parts.activations.check()
         parts.runtime.end_micro_batch()
         if done < self._num_backwards:
             result = StepResult(False, None, parts.updater.scale.value, False, parts.updater.rates)

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from partita.activation.inputs import RestingInputs
+from partita.activation.kept_whole import KeptWhole
 from partita.activation.partition import Partition
 from partita.activation.recompute import Recomputation, chosen_modules
 from partita.activation.tiled_loss import TiledHeads, find_heads
@@ -19,6 +20,7 @@ from partita.config.schema import Activations as ActivationsSection
 from partita.config.schema import Config
 from partita.memory import accelerator
 from partita.memory.tiers import StateMemory
+from partita.parallel.sequence.apply import SEQUENCE
 from partita.parallel.tensor.splitter import TENSOR
 from partita.plan.residence import Tier
 from partita.sharding.hooks import Hook
@@ -47,23 +49,38 @@ class Chosen:
 
 
 class Activations:
-    """Has the chosen modules keep less for backward, until it is removed."""
+    """Has the chosen modules keep less for backward, until it is removed.
+
+    Args:
+        under_way: forwards whose backward is to come, at the most.
+    """
 
     def __init__(
-        self, model: nn.Module, chosen: Chosen, config: Config, memory: StateMemory, collectives: Collectives
+        self,
+        model: nn.Module,
+        chosen: Chosen,
+        config: Config,
+        memory: StateMemory,
+        collectives: Collectives,
+        under_way: int,
     ) -> None:
         settings, device = config.activations, collectives.mesh.device
-        self._all_ranks = collectives.all_ranks
+        self._device, self._all_ranks = device, collectives.all_ranks
         self._inputs: RestingInputs | None = None
-        self._begun: RemovableHandle | None = None
+        self._kept: KeptWhole | None = None
         tier = inputs_tier(settings, device)
         if tier is not Tier.DEVICE or settings.partition:
             split = collectives.group((TENSOR,) if settings.partition else ())
             self._inputs = RestingInputs(memory, device, tier, Partition(split, collectives.group(())))
-            self._begun = model.register_forward_pre_hook(Hook(self._begin_forward))
+        if settings.keep_bytes != "none":
+            limit = None if isinstance(settings.keep_bytes, str) else settings.keep_bytes
+            alike = collectives.group((SEQUENCE,)), collectives.group((TENSOR,))
+            self._kept = KeptWhole(limit, under_way, alike, memory.ledger)
+        followers = [each for each in (self._inputs, self._kept) if each is not None]
+        self._begun = [model.register_forward_pre_hook(Hook(partial(_begin, each))) for each in followers]
         selective = settings.checkpoint == "selective"
         self._recomputation = Recomputation(
-            chosen.recomputed, selective=selective, tiled=chosen.tiled, inputs=self._inputs
+            chosen.recomputed, selective=selective, tiled=chosen.tiled, inputs=self._inputs, kept=self._kept
         )
         self._heads = TiledHeads(chosen.heads, config.loss)
 
@@ -81,18 +98,23 @@ class Activations:
             with together(self._all_ranks):
                 self._inputs.rooms.check()
 
+    def updated(self) -> None:
+        """A whole step is done. Called on all ranks."""
+        if self._kept is not None:
+            self._kept.find_limit(self._device, self._all_ranks)
+
     def remove(self) -> None:
         """Give the modules back what they had."""
         self._heads.remove()
         self._recomputation.remove()
-        if self._begun is not None:
-            self._begun.remove()
+        for handle in self._begun:
+            handle.remove()
         if self._inputs is not None:
             self._inputs.close()
 
-    def _begin_forward(self, module: nn.Module, args: object) -> None:
-        assert self._inputs is not None
-        self._inputs.begin_forward()
+
+def _begin(follower: RestingInputs | KeptWhole, module: nn.Module, args: object) -> None:
+    follower.begin_forward()
 
 
 def open_tier(config: Config, memory: StateMemory) -> None:

@@ -21,10 +21,12 @@ from torch.utils.checkpoint import (
 )
 
 from partita.activation.inputs import Call, RestingInputs
+from partita.activation.kept_whole import KeptWhole
 from partita.activation.replaced import ReplacedForward
 from partita.activation.tiles import InTiles
 from partita.errors import ConfigError, PartitaError
 from partita.planner.group_units import modules_like
+from partita.sharding.nested import tensors_in
 
 KEY = "activations.checkpoint"
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -75,6 +77,7 @@ class Recomputation:
     Args:
         tiled: modules that do so for some positions at a time.
         inputs: moves the inputs of the others.
+        kept: says which of their calls are not recomputed.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Recomputation:
         selective: bool,
         tiled: Mapping[str, nn.Module],
         inputs: RestingInputs | None,
+        kept: KeptWhole | None,
     ) -> None:
         self._repeated = ""
         self._forwards = [
@@ -91,7 +95,7 @@ class Recomputation:
             for name, module in tiled.items()
         ]
         self._forwards += [
-            ReplacedForward(module, Recomputed(name, module, self._note, selective, inputs))
+            ReplacedForward(module, Recomputed(name, module, self._note, selective, inputs, kept))
             for name, module in modules.items()
         ]
 
@@ -131,14 +135,21 @@ class Recomputed:
         repeats: Callable[[str], None],
         selective: bool = False,
         inputs: RestingInputs | None = None,
+        kept: KeptWhole | None = None,
     ) -> None:
         self._name, self._module, self._repeats = name, module, partial(repeats, name)
-        self._selective, self._inputs = selective, inputs
+        self._selective, self._inputs, self._kept = selective, inputs, kept
 
     def __call__(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or checkpoints_itself(self._module):
             return own(*args, **kwargs)
-        if self._inputs is not None and self._moves():
+        if self._kept is None or not self._is_first():
+            return self._recomputed(own, *args, **kwargs)
+        with self._kept.call(self._module, list(tensors_in((args, kwargs)))) as is_whole:
+            return own(*args, **kwargs) if is_whole else self._recomputed(own, *args, **kwargs)
+
+    def _recomputed(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._inputs is not None and self._is_first():
             return self._called_with_moved(self._inputs, own, args, kwargs)
         forward = partial(own, **kwargs)  # checkpoint would take keywords with names of its own for itself
         if torch.compiler.is_compiling():  # what a graph does to buffers comes after the part of it that is repeated
@@ -147,8 +158,8 @@ class Recomputed:
             return checkpoint(forward, *args, use_reentrant=False)
         return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts)
 
-    def _moves(self) -> bool:
-        """Whether inputs are moved at all: not where this forward is repeated itself, nor in a compiled graph."""
+    def _is_first(self) -> bool:
+        """Whether this is the forward itself, where it is known: no repetition of it, and not in a compiled graph."""
         if torch.compiler.is_compiling():
             warn_of_compiled()
             return False
@@ -168,7 +179,14 @@ class Recomputed:
     def _contexts(self, *begun: Callable[[], None]) -> Contexts:
         """Around the forward, and around its repetitions, of which ``begun`` are told first."""
         keeping: Contexts = selecting() if self._selective else (nullcontext(), nullcontext())
-        return keeping[0], Repeating(self._module, keeping[1], (self._repeats, *begun))
+        forward = keeping[0] if self._kept is None else _both(keeping[0], self._kept.measured())
+        return forward, Repeating(self._module, keeping[1], (self._repeats, *begun))
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 class Repeating:
@@ -208,8 +226,8 @@ class Repeating:
 def warn_of_compiled() -> None:
     """Once for each graph."""
     warnings.warn(
-        "activations.offload and activations.partition leave the inputs of compiled modules as they are; set them to "
-        "none, or leave the modules that activations.checkpoint names uncompiled",
+        "activations.offload, partition and keep_bytes leave compiled modules as they are: their inputs stay whole on "
+        "the device, and they are recomputed; set them to none, or do not compile what activations.checkpoint names",
         stacklevel=2,
     )
 

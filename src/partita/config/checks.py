@@ -145,6 +145,7 @@ def _activations(config: Config) -> Iterator[Contradiction]:
     for key, what in (
         ("offload", "moves the inputs of modules that are recomputed"),
         ("partition", "splits the inputs of modules that are recomputed"),
+        ("keep_bytes", "keeps modules whole that would be recomputed"),
     ):
         if settings.checkpoint == "none" and getattr(settings, key) != getattr(Config().activations, key):
             yield (

@@ -177,6 +177,11 @@ class Activations(Section):
     offload: Literal["none", "host", "disk"] = Field(
         "none", description="tier in which the inputs of recomputed modules rest between forward and backward"
     )
+    keep_bytes: Literal["none", "auto"] | Bytes = Field(
+        "none",
+        description="bytes for which modules at the end of forward are kept whole in place of being recomputed; auto: "
+        "what the first step left free",
+    )
 
 
 class AttentionSection(Section):

@@ -37,6 +37,7 @@ from partita.parallel.applied import Parallel
 from partita.parallel.apply import apply
 from partita.parallel.pipeline.apply import schedule_of
 from partita.parallel.pipeline.run import Pipeline
+from partita.parallel.pipeline.simulate import simulate
 from partita.parallel.random import agreed_seed
 from partita.parallel.samples import SAMPLE_AXES, SameSamples
 from partita.plan.mesh_shape import AXES, STATE_AXES
@@ -146,7 +147,9 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         raise
     weights = source.folder if source is not None else None
     attention.apply()  # inside what runs again in backward
-    activations = Activations(model, chosen, settings, memory, collectives)
+    schedule = schedule_of(resolved)
+    under_way = simulate(schedule).most_kept[mesh.coordinate("pipeline")]
+    activations = Activations(model, chosen, settings, memory, collectives, under_way)
     samples = SameSamples(collectives.group(SAMPLE_AXES), mesh.coordinate("data"))
     return Parts(
         optimizer,
@@ -163,5 +166,5 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         weights,
         parallel,
         samples,
-        Pipeline(model, parallel, schedule_of(resolved), collectives),
+        Pipeline(model, parallel, schedule, collectives),
     )

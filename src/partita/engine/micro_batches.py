@@ -75,6 +75,7 @@ class MicroBatches:
             result = parts.updater.update()
             if result.stepped:
                 parts.runtime.updated()
+                parts.activations.updated()
                 parts.scheduler.step()
             result = parts.checkpoints.after_update(result)
         self.begin(done % self._num_backwards)

@@ -111,13 +111,26 @@ KEYS = [
 NOT_AVAILABLE = [
     Wrong({section: value}, (f"{key}: ", "is not available in this version; remove it or set it back to its default"))
     for section, value, key in [
-        ("activations", {"partition": True}, "activations.partition"),
         ("communication", {"gradients": "onebit"}, "communication.gradients"),
         ("communication", {"parameters": "int4"}, "communication.parameters"),
     ]
 ]
 
 CROSS_FIELD = [
+    Wrong(
+        {"activations": {"partition": True, "checkpoint": "units"}},
+        (
+            "activations.partition splits kept inputs over the ranks that have them alike, which tensor ranks are, and",
+            "Fix: leave activations.partition out, or set parallel.tensor to the ranks that share each layer",
+        ),
+    ),
+    Wrong(
+        {"activations": {"partition": True}, "parallel": {"tensor": 2}},
+        (
+            "activations.partition splits the inputs of modules that are recomputed, and none are",
+            "Fix: set activations.checkpoint to units",
+        ),
+    ),
     Wrong(
         {"communication": {"parameters": "int8"}, "zero": {"stage": 2}},
         (

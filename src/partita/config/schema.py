@@ -173,9 +173,18 @@ class Activations(Section):
         description="what runs forward again in backward: units; selective: units, but for matrix products, "
         "convolutions and attention, whose results are kept; or modules, by class name or name pattern",
     )
-    partition: Flag = Field(False, description="split kept activations over the tensor axis")
+    partition: Flag = Field(
+        False,
+        description="split the inputs that recomputed modules keep over the tensor ranks, which have them alike, and "
+        "gather them ahead of backward",
+    )
     offload: Literal["none", "host", "disk"] = Field(
         "none", description="tier in which the inputs of recomputed modules rest between forward and backward"
+    )
+    keep_bytes: Literal["none", "auto"] | Bytes = Field(
+        "none",
+        description="bytes for which modules at the end of forward are kept whole in place of being recomputed; auto: "
+        "what the first step left free",
     )
 
 
@@ -314,7 +323,6 @@ class Config(Section):
 # Documented settings of which this version has only some values, the default first. A value that arrives is added to
 # its line; when all are there, the line is deleted.
 AVAILABLE: dict[str, tuple[object, ...]] = {
-    "activations.partition": (False,),
     "communication.gradients": ("full", "int8", "int4"),
     "communication.parameters": ("full", "int8"),
 }

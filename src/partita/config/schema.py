@@ -238,7 +238,8 @@ class Communication(Section):
     gradients: Text = Field(
         "full",
         description="encoding of gradients as they travel; full: precision.gradients; int8, int4: codes in blocks, "
-        "rounded at random, and summed in fp32; sums that go back do so as int8",
+        "rounded at random, and summed in fp32; 2bit, ternary, onebit, topk: coarser ones, to nearest, whose error is "
+        "held back and sent later; sums that go back do so as int8",
     )
     parameters: Text = Field(
         "full",
@@ -312,7 +313,7 @@ class Config(Section):
 AVAILABLE: dict[str, tuple[object, ...]] = {
     "parallel.schedule": ("1f1b", "gpipe", "interleaved"),
     "activations.partition": (False,),
-    "communication.gradients": ("full", "int8", "int4"),
+    "communication.gradients": ("full", "int8", "int4", "2bit", "ternary", "onebit", "topk"),
     "communication.parameters": ("full", "int8"),
 }
 

@@ -98,6 +98,7 @@ class StepUpdater(Updater):
             self._reducer.launch(agreed.leftovers)
         self._reducer.drain()
         self._reducer.complete_unreduced()
+        self._reducer.leave_out_unused(agreed.used)
         self._reducer.add_copies()
         squares = [part for bucket in self._reducer.buckets if bucket.is_first_copy for part in _squares(bucket)]
         norm, scale = self._consensus.norm(squares, agreed, self.steps + 1)
@@ -118,6 +119,7 @@ class StepUpdater(Updater):
             for bucket in self._updates.inline_buckets:
                 for grad in _owned(bucket):
                     grad.mul_(factor)
+        self._reducer.commit(used)
         self._reducer.spread()
         self._updates.run(used, factor, self._guard)
 

@@ -131,6 +131,22 @@ class PlannedSegment:
         return all(self.mesh.coordinate(rank, axis) == 0 for axis in (*self.row.replica_axes, *self.row.copies.axes))
 
     @property
+    def held_sizes(self) -> tuple[int, ...]:
+        """Elements of what codes of gradients hold back, in each sum over a group, one after the other."""
+        num_elements, sizes = self.layout.padded, list[int]()
+        for op in self.gradient_reductions:
+            for axes in hops(op.axes, self.mesh) if op.wire.feedback else ():
+                sizes.append(num_elements)
+                num_elements //= self.mesh.group_size(axes)
+        return tuple(sizes)
+
+    @property
+    def full_sums(self) -> tuple[Step, ...]:
+        """From values that all ranks add to, on the device in fp32, to the sums, with nothing lost on the way."""
+        held = replace(self.row.feedback, tier=Tier.DEVICE)
+        return in_phases(steps(held, replace(held, shard_axes=self.row.part_axes, partial_axes=()), self.mesh))
+
+    @property
     def received_bytes(self) -> int:
         """The most that one of the reductions receives from other ranks; of codes, their scratch memory."""
         itemsize = self.row.grad_step.encoding.itemsize

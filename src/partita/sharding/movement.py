@@ -18,15 +18,20 @@ class Movement:
 
     Args:
         seed: of random numbers, where codes are rounded by such.
+        held: what codes have held back so far, of each sum over a group; it changes with every sum.
     """
 
-    def __init__(self, collectives: Collectives, seed: int = 0) -> None:
-        self._collectives, self._seed = collectives, seed
+    def __init__(self, collectives: Collectives, seed: int = 0, held: Sequence[Tensor] = ()) -> None:
+        self._collectives, self._seed, self._held = collectives, seed, held
         self.device = collectives.mesh.device
 
     def seeded(self, seed: int) -> "Movement":
         """The same with other random numbers."""
-        return Movement(self._collectives, seed)
+        return Movement(self._collectives, seed, self._held)
+
+    def holding(self, held: Sequence[Tensor]) -> "Movement":
+        """The same with what was ``held`` back."""
+        return Movement(self._collectives, self._seed, held)
 
     def begin(
         self,
@@ -55,7 +60,7 @@ class Movement:
             finish_all(self.begin(ops, source, whole, purpose=purpose, tag=tag, received=received))
             target.copy_(whole)
             return []
-        handles = list[Work]()
+        handles, held = list[Work](), list(self._held)
         for op in ops:
             match op:
                 case AllGather(axes, wire):
@@ -77,7 +82,10 @@ class Movement:
                     part = _part(target, group) if target.numel() == source.numel() else target
                     if wire.is_coded:
                         room, groups = received.view(torch.uint8), self._hops(axes)
-                        reduce_scatter(groups, wire, source, part, room, seed=self._seed, accumulate=accumulate)
+                        kept, held = held[: len(groups)], held[len(groups) :]
+                        reduce_scatter(
+                            groups, wire, source, part, room, seed=self._seed, accumulate=accumulate, held=kept
+                        )
                     else:
                         room = received[: group.received_elements(source.numel(), source.itemsize)]
                         group.reduce_scatter(part, source, room, accumulate=accumulate)

@@ -7,6 +7,7 @@ the next wave; what is left when the step ends is agreed on by all ranks and red
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
@@ -30,9 +31,12 @@ from partita.sharding.unit import Member, Segment
 
 
 class GradientUser(Protocol):
-    """Who uses gradients up: the updater. ``steps``: so far."""
+    """Who uses gradients up: the updater. ``steps``: so far; ``loss_scale``: what losses are multiplied by."""
 
     steps: int
+
+    @property
+    def loss_scale(self) -> float: ...
 
     def begin(self) -> None:
         """A backward is about to bring its first gradient."""
@@ -277,7 +281,7 @@ class GradientReducer:
         receiving, received = self._room_to_receive(bucket)
         sums = None if bucket.sums_pass is None else self._summed[bucket.sums_pass]
         summed = None if sums is None else sums.borrow(bucket.shard_bytes)
-        reduce = bucket.launch(self._seeded(), received, summed)
+        reduce = bucket.launch(self._seeded(), received, summed, self._scale_of(bucket))
         awaited = [record(self._device), *(slot.last_use for slot in (receiving, summed) if slot is not None)]
 
         self._launched = self._stream.run(partial(_after, awaited, reduce))
@@ -294,6 +298,16 @@ class GradientReducer:
         assert self._user is not None
         self._num_seeds += 1
         return self._movement.seeded(seed_of(self._user.steps, self._num_seeds))
+
+    def _scale_of(self, bucket: Bucket) -> float:
+        """What the bucket's gradients are multiplied by. (Where they are so by several factors, the step is an error.)
+
+        A rank that has none sends what it has held back all the same: it says by what factor, too.
+        """
+        assert self._user is not None
+        if bucket.feedback is not None and not self.scales:
+            self.scales.add(self._user.loss_scale)
+        return next(iter(self.scales), 1.0)
 
     def _room_to_receive(self, bucket: Bucket) -> tuple[Slot | None, Tensor | None]:
         """Scratch memory for the bucket's reductions, if they need any."""
@@ -330,6 +344,22 @@ class GradientReducer:
                 bucket.divide()
             elif not bucket.moves:
                 bucket.fill_up()
+
+    def leave_out_unused(self, used: AbstractSet[int]) -> None:
+        """Once all else is reduced: gradients that no rank has (``used`` are the ids of the others) are zeros."""
+        for bucket in self.buckets:
+            bucket.leave_out_unused(used)
+
+    def commit(self, used: AbstractSet[int]) -> None:
+        """The step ends in an update of those that are ``used``."""
+        for bucket in self.buckets:
+            bucket.commit(used)
+
+    def flush(self) -> None:
+        """Bring what codes have held back to the ranks that sum it up, in full. A collective, between two steps."""
+        for bucket in self.buckets:
+            if bucket.feedback is not None:
+                bucket.feedback.flush(self._movement)
 
     def add_copies(self) -> None:
         """Once all else is reduced: the sums over the ranks that have copies. What other stages have comes first, by

@@ -113,12 +113,28 @@ NOT_AVAILABLE = [
     for section, value, key in [
         ("parallel", {"schedule": "zero_bubble"}, "parallel.schedule"),
         ("activations", {"partition": True}, "activations.partition"),
-        ("communication", {"gradients": "onebit"}, "communication.gradients"),
+        ("communication", {"gradients": "low_rank"}, "communication.gradients"),
         ("communication", {"parameters": "int4"}, "communication.parameters"),
     ]
 ]
 
 CROSS_FIELD = [
+    Wrong(
+        {"communication": {"gradients": "ternary"}, "precision": {"gradients": "in_backward"}},
+        ("holds back what codes lose once a step is known to be finite", "Fix: set communication.gradients to int8"),
+    ),
+    Wrong(
+        {"communication": {"gradients": "topk"}, "zero": {"offload": {"optimizer": "disk"}}},
+        ("rests on the device or on the host", "Fix: set zero.offload.optimizer to host"),
+    ),
+    Wrong(
+        {"communication": {"gradients": "2bit"}, "zero": {"offload": {"optimizer": "host", "gradients": "disk"}}},
+        ("rests on the device or on the host", "Fix: set zero.offload.gradients to host"),
+    ),
+    Wrong(
+        {"communication": {"gradients": "onebit"}, "optimizer": {"name": "sgd"}},
+        ("it takes a running average, and plain sgd keeps none", "Fix: set optimizer.momentum to 0.9"),
+    ),
     Wrong(
         {"communication": {"parameters": "int8"}, "zero": {"stage": 2}},
         (

@@ -132,12 +132,18 @@ class PlannedSegment:
 
     @property
     def held_sizes(self) -> tuple[int, ...]:
-        """Elements of what codes of gradients hold back, in each sum over a group, one after the other."""
+        """Elements of what codes of gradients hold back, in each sum over a group and in the gather of the sums, one
+        after the other.
+        """
         num_elements, sizes = self.layout.padded, list[int]()
-        for op in self.gradient_reductions:
-            for axes in hops(op.axes, self.mesh) if op.wire.feedback else ():
-                sizes.append(num_elements)
-                num_elements //= self.mesh.group_size(axes)
+        for op in (*self.gradient_phases[0], *self.gradient_phases[1]):
+            if isinstance(op, ReduceScatter):
+                for axes in hops(op.axes, self.mesh) if op.wire.is_coded else (op.axes,):
+                    sizes += [num_elements] if op.wire.feedback else []
+                    num_elements //= self.mesh.group_size(axes)
+            elif isinstance(op, AllGather):
+                sizes += [num_elements] if op.wire.feedback else []
+                num_elements *= self.mesh.group_size(op.axes)
         return tuple(sizes)
 
     @property

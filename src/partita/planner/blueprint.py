@@ -94,11 +94,13 @@ def _wires(asked: Communication, row: StatePlan) -> Wires:
     parameters = Wire(row.param_compute.encoding, gathered)
     if asked.gradients in HELD_BACK:
         summed = Wire(gradients, CODECS[HELD_BACK[asked.gradients]], feedback=True)
+        if not row.replica_axes:
+            return Wires(summed, summed, parameters)
     elif asked.gradients in AT_RANDOM:
         summed = Wire(gradients, CODECS[asked.gradients], unbiased=True)
     else:
         return Wires(parameters=parameters)
-    # Nothing evens out what the sums lose: they take the finer codes.
+    # Where nothing evens out what the sums lose, they take the finer codes.
     return Wires(summed, Wire(gradients, CODECS["int8"], unbiased=True), parameters)
 
 

@@ -307,8 +307,10 @@ class Bucket:
         assert self._whole is not None
         assert self._shard is not None
         row = self._shard.lend().tensor
-        begun = movement.begin(self.spreading, row, self._whole.view(-1), purpose="gradients", received=received)
-        finish_all(begun)
+        whole, feedback = self._whole.view(-1), self.feedback
+        with nullcontext(()) if feedback is None else feedback.lent(1.0, movement.device) as held:
+            moving = movement.holding(held[-1:])
+            finish_all(moving.begin(self.spreading, row, whole, purpose="gradients", received=received))
 
     def leave_out_unused(self, used: AbstractSet[int]) -> None:
         """Where nobody has a gradient, what codes brought of what was held back is no gradient either."""

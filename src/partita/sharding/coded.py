@@ -36,21 +36,30 @@ class Gather:
         kernels.decode(self.codec, self.codes, self.target, threads=torch.get_num_threads())
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """How values become codes: by random numbers that follow from ``seed`` (each rank adds its own place), where the
+    wire rounds so; with what was ``held`` back, fp32 ``[n]``, where it does that.
+    """
+
+    seed: int = 0
+    held: Tensor | None = None
+
+
 def begin_gather(
-    group: Group, wire: Wire, source: Tensor, target: Tensor, codes: Tensor, *, seed: int, purpose: str, tag: int
+    group: Group, wire: Wire, source: Tensor, target: Tensor, codes: Tensor, *, how: Rounding, purpose: str, tag: int
 ) -> Gather:
     """Begin to gather every rank's ``source`` ``[n]`` into ``target`` ``[size * n]``.
 
     Args:
         codes: uint8, memory for those of ``target``.
-        seed: of the random numbers, where values are rounded by such; each rank adds its own place.
     """
     codec = wire.codec
     assert codec is not None
     codes = codes[: codec.num_bytes(target.numel())]
     own = codes.view(group.size, -1)[group.index]
-    chosen = seed_of(seed, group.index) if wire.unbiased else None
-    kernels.encode(codec, source, own, seed=chosen, threads=torch.get_num_threads())
+    seed = seed_of(how.seed, group.index) if wire.unbiased else None
+    kernels.encode(codec, source, own, seed=seed, held=how.held, threads=torch.get_num_threads())
     return Gather(codec, codes, target, group.all_gather(codes, own, purpose, tag))
 
 

@@ -21,10 +21,12 @@ from partita.plan.planned import PlannedSegment
 from partita.planner.memory import HELD_COPIES
 from partita.sharding.bucket_layout import BucketLayout, Piece
 from partita.sharding.movement import Movement, finish_all
+from partita.sharding.unit import Segment
 
 
 class Feedback:
-    """Of one bucket: ``[num_rows, num_columns]`` of what is sent, and of each further sum its part of that.
+    """Of one bucket: ``[num_rows, num_columns]`` of what is sent, of each further sum its part of that, and of the sums
+    that are gathered this rank's.
 
     Args:
         row: this rank's.
@@ -83,7 +85,13 @@ class Feedback:
     @property
     def own(self) -> Tensor:
         """What is held of this rank's own part, ``[num_columns]``: all there is after :meth:`flush`."""
-        return self._levels(self._held)[0].view(self._layout.num_rows, -1)[self._row]
+        first: Tensor = self._levels(self._held)[0]
+        return first.view(self._layout.num_rows, -1)[self._row]
+
+    def own_of(self, segment: Segment) -> Tensor:
+        """What :attr:`own` has of one segment, ``[part_elements]``."""
+        parts = self.own.split([each.layout.part_elements for each in self._layout.segments])
+        return next(part for each, part in zip(self._layout.segments, parts, strict=True) if each is segment)
 
     def flush(self, movement: Movement) -> None:
         """Bring the sum over the ranks, in full, into each rank's :attr:`own`. A collective, between two steps."""
@@ -104,7 +112,8 @@ class Feedback:
         finish(movement.device)
 
     def _levels(self, values: Tensor) -> list[Tensor]:
-        return list(values.split(self._sizes))
+        parts: Sequence[Tensor] = values.split(self._sizes)
+        return list(parts)
 
     def _rows_of(self, num: int) -> slice:
         """Which rows a sum is of to which a rank gives ``num`` of them: its own, and every so many before and after."""

@@ -10,7 +10,7 @@ from partita.comm.exchange import Work
 from partita.comm.group import Group
 from partita.plan.steps import AllGather, Copy, Encode, Read, ReduceScatter, Slice, Step, Write, in_phases
 from partita.plan.wire import hops, scratch_bytes
-from partita.sharding.coded import begin_gather, reduce_scatter
+from partita.sharding.coded import Rounding, begin_gather, reduce_scatter
 
 
 class Movement:
@@ -18,7 +18,8 @@ class Movement:
 
     Args:
         seed: of random numbers, where codes are rounded by such.
-        held: what codes have held back so far, of each sum over a group; it changes with every sum.
+        held: what codes have held back so far, of each sum over a group and each gather of sums, one after the other;
+            it changes with each.
     """
 
     def __init__(self, collectives: Collectives, seed: int = 0, held: Sequence[Tensor] = ()) -> None:
@@ -69,9 +70,10 @@ class Movement:
                         source = _part(target, group).copy_(source, non_blocking=True)
                     if wire.is_coded:
                         assert received is not None
-                        room, seed = received.view(torch.uint8), self._seed
+                        how = Rounding(self._seed, held.pop(0) if wire.feedback else None)
+                        room = received.view(torch.uint8)
                         handles.append(
-                            begin_gather(group, wire, source, target, room, seed=seed, purpose=purpose, tag=tag)
+                            begin_gather(group, wire, source, target, room, how=how, purpose=purpose, tag=tag)
                         )
                     else:
                         handles.append(group.all_gather(target, source, purpose, tag))
@@ -82,7 +84,7 @@ class Movement:
                     part = _part(target, group) if target.numel() == source.numel() else target
                     if wire.is_coded:
                         room, groups = received.view(torch.uint8), self._hops(axes)
-                        kept, held = held[: len(groups)], held[len(groups) :]
+                        kept = [held.pop(0) for _ in groups] if wire.feedback else []
                         reduce_scatter(
                             groups, wire, source, part, room, seed=self._seed, accumulate=accumulate, held=kept
                         )

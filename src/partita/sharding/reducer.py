@@ -7,7 +7,6 @@ the next wave; what is left when the step ends is agreed on by all ranks and red
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
@@ -25,6 +24,7 @@ from partita.plan.residence import Tier
 from partita.plan.slots import RECEIVING, SENDING, SUMMED, PlannedPool
 from partita.sharding.buckets import Bucket
 from partita.sharding.coded import seed_of
+from partita.sharding.held_back import HeldBack
 from partita.sharding.movement import Movement
 from partita.sharding.scaled import factor_under_way
 from partita.sharding.unit import Member, Segment
@@ -52,12 +52,14 @@ class GradientReducer:
     """Collects and reduces the gradients of all buckets: their mean over the ranks and the micro-batches of a step.
 
     Attributes: ``scales``: what the losses of this rank's gradients since the last update were multiplied by;
-    ``covered``: members whose gradients of a complete batch were collected; ``waves``: how many have ended.
+    ``covered``: members whose gradients of a complete batch were collected; ``waves``: how many have ended;
+    ``held_back``: what codes have, of all buckets.
     """
 
     def __init__(self, buckets: list[Bucket], collectives: Collectives, ledger: Ledger) -> None:
         self.buckets = buckets
         self._movement = Movement(collectives)
+        self.held_back = HeldBack(buckets, self._movement)
         self._device = collectives.mesh.device
         self._bucket_of = {id(member): bucket for bucket in buckets for member in bucket.members}
         self._order = [bucket for bucket in buckets if bucket.moves]
@@ -344,22 +346,6 @@ class GradientReducer:
                 bucket.divide()
             elif not bucket.moves:
                 bucket.fill_up()
-
-    def leave_out_unused(self, used: AbstractSet[int]) -> None:
-        """Once all else is reduced: gradients that no rank has (``used`` are the ids of the others) are zeros."""
-        for bucket in self.buckets:
-            bucket.leave_out_unused(used)
-
-    def commit(self, used: AbstractSet[int]) -> None:
-        """The step ends in an update of those that are ``used``."""
-        for bucket in self.buckets:
-            bucket.commit(used)
-
-    def flush(self) -> None:
-        """Bring what codes have held back to the ranks that sum it up, in full. A collective, between two steps."""
-        for bucket in self.buckets:
-            if bucket.feedback is not None:
-                bucket.feedback.flush(self._movement)
 
     def add_copies(self) -> None:
         """Once all else is reduced: the sums over the ranks that have copies. What other stages have comes first, by

@@ -52,11 +52,11 @@ def begin_gather(
     """Begin to gather every rank's ``source`` ``[n]`` into ``target`` ``[size * n]``.
 
     Args:
-        codes: uint8, memory for those of ``target``.
+        codes: memory for those of ``target``.
     """
     codec = wire.codec
     assert codec is not None
-    codes = codes[: codec.num_bytes(target.numel())]
+    codes = codes.view(torch.uint8)[: codec.num_bytes(target.numel())]
     own = codes.view(group.size, -1)[group.index]
     seed = seed_of(how.seed, group.index) if wire.unbiased else None
     kernels.encode(codec, source, own, seed=seed, held=how.held, threads=torch.get_num_threads())
@@ -78,12 +78,12 @@ def reduce_scatter(
     Of several groups the last has the outermost axes: what is this rank's part lies as after one sum over all of them.
 
     Args:
-        scratch: uint8, of :func:`~partita.plan.wire.scratch_bytes`.
+        scratch: memory of :func:`~partita.plan.wire.scratch_bytes`.
         seed: of the random numbers; each rank adds its own place.
         held: of each group, fp32, as large as what this rank sums up in it: it is added to that, and holds afterwards
             what the codes do not give back. Of the rank's own part it is used up.
     """
-    values = sent
+    values, scratch = sent, scratch.view(torch.uint8)
     num_codes = wire.num_bytes(sent.numel())
     first_sum = 2 * num_codes
     assert scratch.numel() >= scratch_bytes(wire, sent.numel(), [group.size for group in groups])

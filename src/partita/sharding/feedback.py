@@ -90,7 +90,7 @@ class Feedback:
 
     def own_of(self, segment: Segment) -> Tensor:
         """What :attr:`own` has of one segment, ``[part_elements]``."""
-        parts = self.own.split([each.layout.part_elements for each in self._layout.segments])
+        parts: Sequence[Tensor] = self.own.split([each.layout.part_elements for each in self._layout.segments])
         return next(part for each, part in zip(self._layout.segments, parts, strict=True) if each is segment)
 
     def flush(self, movement: Movement) -> None:

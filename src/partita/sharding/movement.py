@@ -71,10 +71,8 @@ class Movement:
                     if wire.is_coded:
                         assert received is not None
                         how = Rounding(self._seed, held.pop(0) if wire.feedback else None)
-                        room = received.view(torch.uint8)
-                        handles.append(
-                            begin_gather(group, wire, source, target, room, how=how, purpose=purpose, tag=tag)
-                        )
+                        begun = begin_gather(group, wire, source, target, received, how=how, purpose=purpose, tag=tag)
+                        handles.append(begun)
                     else:
                         handles.append(group.all_gather(target, source, purpose, tag))
                     source = target
@@ -83,10 +81,10 @@ class Movement:
                     group = self._collectives.group(axes)
                     part = _part(target, group) if target.numel() == source.numel() else target
                     if wire.is_coded:
-                        room, groups = received.view(torch.uint8), self._hops(axes)
+                        groups = self._hops(axes)
                         kept = [held.pop(0) for _ in groups] if wire.feedback else []
                         reduce_scatter(
-                            groups, wire, source, part, room, seed=self._seed, accumulate=accumulate, held=kept
+                            groups, wire, source, part, received, seed=self._seed, accumulate=accumulate, held=kept
                         )
                     else:
                         room = received[: group.received_elements(source.numel(), source.itemsize)]

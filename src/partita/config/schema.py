@@ -251,7 +251,8 @@ class Communication(Section):
     gradients: Text = Field(
         "full",
         description="encoding of gradients as they travel; full: precision.gradients; int8, int4: codes in blocks, "
-        "rounded at random, and summed in fp32; sums that go back do so as int8",
+        "rounded at random, and summed in fp32; 2bit, ternary, onebit, topk: coarser ones, to nearest, whose error is "
+        "held back and sent later; sums that go back do so as int8",
     )
     parameters: Text = Field(
         "full",
@@ -323,7 +324,7 @@ class Config(Section):
 # Documented settings of which this version has only some values, the default first. A value that arrives is added to
 # its line; when all are there, the line is deleted.
 AVAILABLE: dict[str, tuple[object, ...]] = {
-    "communication.gradients": ("full", "int8", "int4"),
+    "communication.gradients": ("full", "int8", "int4", "2bit", "ternary", "onebit", "topk"),
     "communication.parameters": ("full", "int8"),
 }
 

@@ -45,7 +45,7 @@ class Activations:
     def __init__(self, chosen: Chosen, config: Config, memory: StateMemory, device: torch.device) -> None:
         settings = config.activations
         self._offload: Offload | None = None
-        if moves_inputs(config, accelerator.kind(device)):
+        if moves_inputs(config, accelerator.kind_of(device)):
             self._offload = Offload(memory, device, Tier(settings.offload))
         selective = settings.checkpoint == "selective"
         self._recomputation = Recomputation(

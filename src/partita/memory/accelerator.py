@@ -83,14 +83,14 @@ def is_simulated(device: torch.device) -> bool:
     return device.type == SIMULATED.type
 
 
-def kind(device: torch.device) -> str:
+def kind_of(device: torch.device) -> str:
     """The device's kind in PyTorch's words; of a simulated one, that which it stands for."""
     return _simulated_kind if is_simulated(device) else device.type
 
 
 def is_host(device: torch.device) -> bool:
     """Whether what is on the device is in the host's memory, and computed there."""
-    return kind(device) == HOST.type
+    return kind_of(device) == HOST.type
 
 
 def has_streams(device: torch.device) -> bool:

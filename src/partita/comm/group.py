@@ -17,6 +17,7 @@ from partita.comm.mesh import Mesh
 from partita.comm.transport import Transport
 from partita.comm.watchdog import Watchdog
 from partita.errors import PartitaError
+from partita.memory import timeline
 from partita.plan.traffic import TrafficKey, TrafficMeter
 
 T = TypeVar("T")
@@ -227,7 +228,9 @@ class Group:
     def _count(self, collective: str, purpose: str, sent_bytes: int) -> None:
         if self.size > 1:
             self._mesh.log.operation = f"{collective} of {purpose}"
-            self._meter.add(TrafficKey(collective, self.axes, purpose), sent_bytes)
+            key = TrafficKey(collective, self.axes, purpose)
+            self._meter.add(key, sent_bytes)
+            timeline.sent(key, sent_bytes)
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:

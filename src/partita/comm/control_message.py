@@ -81,8 +81,8 @@ class ControlMessage(Generic[T]):
             raise PartitaError(
                 f"the ranks are at different calls: {at}. Call the engine's methods on every rank, in the same order"
             )
-        rows = self._rows[:, HEADER.size :].unbind()
-        payloads = [row[:size] for row, size in zip(rows, sizes, strict=True)]
+        rows = self._rows[:, HEADER.size :][:, : max(sizes)].unbind()
+        payloads = [row if size >= len(row) else row[:size] for row, size in zip(rows, sizes, strict=True)]
         if max(sizes) > PAYLOAD_BYTES:
             rest = torch.zeros(max(sizes) - PAYLOAD_BYTES, dtype=torch.uint8, device="cpu")
             if self._payload.numel() > PAYLOAD_BYTES:

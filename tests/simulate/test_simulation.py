@@ -1,10 +1,11 @@
 """A simulated rank holds and sends what a real one does, and what the closed forms say."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import partita
@@ -38,6 +39,7 @@ WIDE: dict[str, dict[str, Any]] = {
     "hierarchical": {"zero": {"stage": 3, "hierarchical": True}},
     "replicated": {"zero": {"stage": 3, "replicate": "nodes"}},
 }
+SAMPLE = ("3", "disk", "sequence", "three axes")
 OF_STATES = ("parameters", "gradients", "control")
 WORLD = 4
 
@@ -65,14 +67,23 @@ def beside_staging(held: Mapping[tuple[str, str], int]) -> dict[tuple[str, str],
     return {key: num for key, num in held.items() if key[0] != "staging"}
 
 
-def test_a_simulated_rank_holds_and_sends_what_a_real_one_does() -> None:
-    measured = pool.run(WORLD, train, ROWS, timeout=120)
-    for name, config in ROWS.items():
+def compare(rows: Mapping[str, dict[str, Any]]) -> None:
+    measured = pool.run(WORLD, train, rows, timeout=120)
+    for name, config in rows.items():
         simulation = simulate(subject(), config, Cluster(WORLD, "cpu", WORLD), ranks=range(WORLD))
         for rank, report in enumerate(simulation.ranks):
             held, sent = measured[rank][name]
             assert beside_staging(report.memory.held) == held, (name, rank)
             assert report.traffic.rows == sent, (name, rank, str(report.traffic), str(TrafficReport(sent)))
+
+
+def test_a_simulated_rank_holds_and_sends_what_a_real_one_does() -> None:
+    compare({name: ROWS[name] for name in SAMPLE})
+
+
+@pytest.mark.thorough
+def test_simulated_ranks_hold_and_send_what_real_ones_do() -> None:
+    compare({name: config for name, config in ROWS.items() if name not in SAMPLE})
 
 
 # -- against the closed forms ------------------------------------------------------------------------------------------
@@ -82,11 +93,9 @@ def of_states(traffic: TrafficReport) -> dict[TrafficKey, TrafficCount]:
     return {key: count for key, count in traffic.rows.items() if key.purpose in OF_STATES}
 
 
-@pytest.mark.parametrize(("kind", "num_ranks"), [("cuda", 16), ("cuda", 512)])
-def test_the_closed_forms_are_the_simulated_run(kind: str, num_ranks: int) -> None:
-    rows = {**ROWS, **WIDE} if num_ranks < 512 else {name: ROWS[name] for name in ("3", "tensor", "pipeline")}
+def check_closed_forms(rows: Mapping[str, dict[str, Any]], num_ranks: int, ranks: Sequence[int] | None) -> None:
     for name, config in rows.items():
-        for report in simulate(subject(), config, Cluster(num_ranks, kind)).ranks:
+        for report in simulate(subject(), config, Cluster(num_ranks), ranks).ranks:
             held = {key: num for key, num in report.memory.held.items() if key[0] in STATES}
             assert held == report.planned_bytes, (name, report.role)
             assert of_states(report.traffic) == report.planned_traffic.rows, (name, report.role)
@@ -94,6 +103,17 @@ def test_the_closed_forms_are_the_simulated_run(kind: str, num_ranks: int) -> No
             for call in report.collectives:
                 counted[call.key] = counted.get(call.key, TrafficCount()) + TrafficCount(1, call.sent_bytes)
             assert counted == report.traffic.rows
+
+
+def test_the_closed_forms_are_a_simulated_run() -> None:
+    check_closed_forms({**WIDE, "lean": ROWS["lean"], "host": ROWS["host"]}, 16, [9])
+    check_closed_forms({"3": ROWS["3"]}, 512, [0, 511])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("num_ranks", [16, 512])
+def test_the_closed_forms_are_the_simulated_runs(num_ranks: int) -> None:
+    check_closed_forms({**ROWS, **WIDE}, num_ranks, None)
 
 
 # -- roles and errors --------------------------------------------------------------------------------------------------
@@ -105,7 +125,9 @@ def test_roles_are_the_ends_of_every_axis() -> None:
         tuple(mesh.coordinate(role.rank, axis) for axis in ("pipeline", "data", "sequence", "tensor"))
         for role in distinct_roles(mesh)
     }
-    assert found == {(stage, *share, part) for stage, share, part in itertools.product((0, 1), ((0, 0), (2, 1)), (0, 3))}
+    assert found == {
+        (stage, *share, part) for stage, share, part in itertools.product((0, 1), ((0, 0), (2, 1)), (0, 3))
+    }
     assert [role.place for role in distinct_roles(MeshShape())] == ["the only rank"]
 
 
@@ -130,7 +152,7 @@ class Asking(nn.Module):
 
 
 def test_what_cannot_be_simulated_is_refused() -> None:
-    asking = Subject(Asking, lambda samples: {"x": __import__("torch").ones(samples, 4)})
+    asking = Subject(Asking, lambda samples: {"x": torch.ones(samples, 4)})
     with pytest.raises(PartitaError, match="asks for the values of a tensor"):
         simulate(asking, {}, Cluster(4))
     with pytest.raises(ConfigError, match=r"zero.offload: auto .* name a tier"):

@@ -1,12 +1,12 @@
 """What autograd and the model's operators keep on a simulated device."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -48,16 +48,17 @@ def _storages(value: Any) -> Iterator[UntypedStorage]:
             yield tensor.untyped_storage()
 
 
-class FusedAttention(TorchFunctionMode):
-    """Attention as fused kernels compute it, which keep no matrix of scores. Without values torch would take the
-    mathematical definition, which does.
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """Have attention keep for backward what fused kernels keep, in all threads. Without values torch would take the
+    mathematical definition, which keeps whole matrices of scores.
     """
-
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.scaled_dot_product_attention and args and args[0].is_meta:
-            return _fused(*args, **kwargs)
-        return func(*args, **kwargs)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("scaled_dot_product_attention", _fused, "AutogradMeta")
+    try:
+        yield
+    finally:
+        library._destroy()
 
 
 def _fused(
@@ -67,6 +68,7 @@ def _fused(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:

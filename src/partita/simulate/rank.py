@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-
 from torch import Tensor, nn
 
 from partita.comm.mesh import Mesh
@@ -21,7 +20,7 @@ from partita.memory.timeline import Watcher, watched_by
 from partita.plan.residence import Tier
 from partita.plan.traffic import TrafficKey, TrafficReport
 from partita.planner.traffic import StepShape, step_traffic
-from partita.simulate.live_bytes import FusedAttention, LiveBytes
+from partita.simulate.live_bytes import LiveBytes, fused_attention
 from partita.simulate.roles import Role
 
 LossFn = Callable[[Any, Any], Tensor] | None
@@ -95,7 +94,7 @@ def simulate_rank(subject: Subject, resolved: Resolved, role: Role, kind: str, r
     Raises:
         PartitaError: what the engine raises; or the model asks for values.
     """
-    with accelerator.simulating(kind), _quietly(), _values_refused(), FusedAttention():
+    with accelerator.simulating(kind), _quietly(), _values_refused(), fused_attention():
         with accelerator.SIMULATED:
             model = subject.build()
         connections = SimulatedRanks(role.rank, resolved.mesh.num_ranks, requests)
@@ -117,9 +116,7 @@ def _train(engine: Engine, subject: Subject) -> None:
     engine.train().train_batch(drawn)
 
 
-def _report(
-    engine: Engine, role: Role, live_bytes: int, before: TrafficReport, heard: list[Collective]
-) -> RankReport:
+def _report(engine: Engine, role: Role, live_bytes: int, before: TrafficReport, heard: list[Collective]) -> RankReport:
     accumulate = engine.blueprint.resolved.batch.accumulate
     announced = not accelerator.is_host(engine.mesh.device)
     segments = [segment for unit in engine.units for segment in unit.segments]

@@ -87,7 +87,7 @@ class Processes(Connections):
 
     def _group(self, ranks: list[int], backend: str) -> dist.ProcessGroup | None:
         """A new one, on every rank; None where this one is not in it."""
-        group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_s), backend=backend)
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_s), backend=backend)
         if self.rank not in ranks:
             return None
         self._groups.append(group)

@@ -1,7 +1,9 @@
 """A cluster on paper: each role of its ranks, one after the other."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from partita.comm.simulated import Requests
 from partita.config.load import load_config
@@ -32,7 +34,12 @@ class Simulation:
     ranks: tuple[RankReport, ...]
 
 
-def simulate(subject: Subject, config: object, cluster: Cluster, ranks: Sequence[int] | None = None) -> Simulation:
+def simulate(
+    subject: Subject,
+    config: str | Path | Mapping[str, Any] | Config | None,
+    cluster: Cluster,
+    ranks: Sequence[int] | None = None,
+) -> Simulation:
     """Train as some ranks of a cluster with the real engine, on tensors without values.
 
     Args:

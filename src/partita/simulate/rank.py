@@ -150,6 +150,6 @@ def _values_refused() -> Iterator[None]:
         if isinstance(error, PartitaError) or "meta" not in str(error).lower():
             raise
         raise PartitaError(
-            "simulate: the model's forward asks for the values of a tensor (.item(), a branch on a tensor, a shape that "
-            f"depends on data), and there are none: {str(error).partition(chr(10))[0]}"
+            "simulate: the model's forward asks for the values of a tensor (.item(), a branch on a tensor, a shape "
+            f"that depends on data), and there are none: {str(error).partition(chr(10))[0]}"
         ) from error

@@ -145,7 +145,7 @@ def test_what_is_sent_is_counted_by_axes_and_purpose() -> None:
 
 
 def test_one_rank_has_the_same_calls() -> None:
-    mesh = Mesh(MeshShape(), torch.device("cpu"), Rendezvous(0, 1, 20.0))
+    mesh = Mesh(MeshShape(), HOST, Processes(HOST, Rendezvous(0, 1, 20.0)))
     group = Collectives(mesh).all_ranks
     value = torch.arange(3)
     assert group.exchange(value, "a call").wait().tolist() == [[0, 1, 2]]

@@ -39,7 +39,7 @@ WIDE: dict[str, dict[str, Any]] = {
     "hierarchical": {"zero": {"stage": 3, "hierarchical": True}},
     "replicated": {"zero": {"stage": 3, "replicate": "nodes"}},
 }
-SAMPLE = ("3", "disk", "sequence", "three axes")
+SAMPLE = ("disk", "sequence", "three axes")
 OF_STATES = ("parameters", "gradients", "control")
 WORLD = 4
 
@@ -121,13 +121,12 @@ def test_the_closed_forms_are_the_simulated_runs(num_ranks: int) -> None:
 
 def test_roles_are_the_ends_of_every_axis() -> None:
     mesh = MeshShape(pipeline=2, data=3, sequence=2, tensor=4)
+    every = itertools.product((0, 1), ((0, 0), (2, 1)), (0, 3))
     found = {
         tuple(mesh.coordinate(role.rank, axis) for axis in ("pipeline", "data", "sequence", "tensor"))
         for role in distinct_roles(mesh)
     }
-    assert found == {
-        (stage, *share, part) for stage, share, part in itertools.product((0, 1), ((0, 0), (2, 1)), (0, 3))
-    }
+    assert found == {(stage, *share, part) for stage, share, part in every}
     assert [role.place for role in distinct_roles(MeshShape())] == ["the only rank"]
 
 

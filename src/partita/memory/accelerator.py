@@ -19,6 +19,8 @@ from partita.errors import ConfigError, PartitaError
 
 HOST = torch.device("cpu")
 SIMULATED = torch.device("meta")
+# Of most clusters' devices, in PyTorch's words.
+USUAL_KIND = "cuda"
 # What a simulated device is, in PyTorch's words.
 _simulated_kind = HOST.type
 

@@ -10,6 +10,7 @@ from partita.config.load import load_config
 from partita.config.resolve import Resolved, resolve
 from partita.config.schema import Config
 from partita.errors import ConfigError
+from partita.memory import accelerator
 from partita.planner.placement import leaves_a_choice
 from partita.simulate.rank import RankReport, Subject, simulate_rank
 from partita.simulate.roles import Role, distinct_roles, role_of
@@ -22,7 +23,7 @@ class Cluster:
     """``num_ranks`` processes with a device of a ``kind`` each, ``ranks_per_node`` of them on a node."""
 
     num_ranks: int
-    kind: str = "cuda"
+    kind: str = accelerator.USUAL_KIND
     ranks_per_node: int = RANKS_PER_NODE
 
 

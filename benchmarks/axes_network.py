@@ -69,10 +69,10 @@ def main() -> int:
 
 
 _TEXT = """Per host and step. A layer of width H = {width} has 12 H^2 parameters, and T are the tokens of each of two
-replicas in a step. *Foretold*: of the layers alone, for each layer and rank 4 T H elements with tensor across and 12 H^2
-with data across (half of it where two tensor ranks share the layer), and T H on each edge of a pipeline. So tensor sends
-more than data alone above T = {crossing} H, and more than data beside tensor above half of that. Of {reps} repetitions the
-one whose median step is shortest."""
+replicas in a step. *Foretold*: of the layers alone, for each layer and rank 4 T H elements with tensor across and
+12 H^2 with data across (half of it where two tensor ranks share the layer), and T H on each edge of a pipeline. So
+tensor sends more than data alone above T = {crossing} H, and more than data beside tensor above half of that. Of {reps}
+repetitions the one whose median step is shortest."""
 
 
 def _rows(report: Report, line: str, work: Work, num_reps: int, quick: bool) -> Iterator[list[str]]:

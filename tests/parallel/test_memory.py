@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import pytest
+import torch
 
 import partita
-from partita.memory.ledger import STATES
 from partita.parallel.pipeline.schedule import Shape, make_schedule
 from partita.parallel.pipeline.simulate import simulate
 from partita.planner.elsewhere import is_elsewhere
@@ -20,6 +19,7 @@ from tests.local import pool
 from tests.parallel import stages
 
 MICROS, TIMEOUT_S = 6, 240
+ON_THE_WAY = 2  # gradients that a stage sends back, and that may not have arrived when the next forward comes
 NAME = "llama"
 
 
@@ -27,7 +27,7 @@ NAME = "llama"
 class Held:
     """On a rank: bytes of its model states, and of these by the plan; bytes of the parameters' memory, of which
     ``elsewhere`` those that other stages hold; and by order the most bytes that forwards had made and that were alive
-    when one ended.
+    when one ended, but for the gradients of the parameters; bytes that pass an edge for a micro-batch.
     """
 
     states: dict[tuple[str, str], int]
@@ -35,6 +35,7 @@ class Held:
     own: int
     elsewhere: int
     kept: dict[str, int]
+    payload: int
 
 
 def held(orders: tuple[str, ...]) -> Held:
@@ -47,11 +48,18 @@ def held(orders: tuple[str, ...]) -> Held:
             kept[order] = most_after_forwards(engine, lambda: engine.train_batch([batch] * micros))
             report = engine.memory_report().held
             params = list(engine.module.parameters())
-            bytes_of = [param.untyped_storage().nbytes() * is_elsewhere(param) for param in params]
+            away = sum(bytes_elsewhere(param) for param in params)
             own = sum(param.nbytes for param in params if not is_elsewhere(param))
             planned = model_state_bytes(engine.units, engine.mesh.rank)
-    states = {key: num for key, num in report.items() if key[0] in STATES and num}
-    return Held(states, {key: num for key, num in planned.items() if num}, own, sum(bytes_of), kept)
+    states = [key for key, num in planned.items() if num and key[0] != "gradients"]  # which a step has used up
+    payload = 4 * stages.WIDTH * batch["input_ids"].numel()
+    return Held({key: report[key] for key in states}, {key: planned[key] for key in states}, own, away, kept, payload)
+
+
+def bytes_elsewhere(param: torch.Tensor) -> int:
+    """What the memory of a parameter takes here that other stages hold."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return 0 if not is_elsewhere(param) or param.is_meta else param.untyped_storage().nbytes()
 
 
 def most_after_forwards(engine: partita.Engine, train: Callable[[], Any]) -> int:
@@ -61,7 +69,8 @@ def most_after_forwards(engine: partita.Engine, train: Callable[[], Any]) -> int
     def measured(*args: Any) -> Any:
         nonlocal most
         output = forward(*args)
-        most = max(most, live.total)
+        gradients = sum(param.grad.nbytes for param in engine.module.parameters() if param.grad is not None)
+        most = max(most, live.total - gradients)
         return output
 
     with LiveBytes() as live, mock.patch.object(pipeline, "forward", measured):
@@ -80,4 +89,5 @@ def test_a_stage_holds_its_own() -> None:
         assert one.states["parameters", "device"] < 0.6 * whole
         for order in ("1f1b", "gpipe"):
             most = simulate(make_schedule(order, Shape(3, MICROS))).most_kept[rank]
-            assert one.kept[order] == pytest.approx(most * one.kept["one"], rel=0.02), (rank, order)
+            assert abs(one.kept[order] - most * one.kept["one"]) <= ON_THE_WAY * one.payload, (rank, order)
+            assert one.kept["one"] > 10 * one.payload

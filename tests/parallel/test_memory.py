@@ -89,5 +89,6 @@ def test_a_stage_holds_its_own() -> None:
         assert one.states["parameters", "device"] < 0.6 * whole
         for order in ("1f1b", "gpipe"):
             most = simulate(make_schedule(order, Shape(3, MICROS))).most_kept[rank]
-            assert abs(one.kept[order] - most * one.kept["one"]) <= ON_THE_WAY * one.payload, (rank, order)
+            so_many = most * one.kept["one"]
+            assert 0.85 * so_many < one.kept[order] <= so_many + ON_THE_WAY * one.payload, (rank, order)
             assert one.kept["one"] > 10 * one.payload

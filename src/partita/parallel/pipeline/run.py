@@ -158,15 +158,14 @@ def _gradients_before(schedule: Schedule, stages: Sequence[int]) -> Iterator[tup
     """For each forward of these stages, of a rank's chunks: how many gradients of theirs the stage before has had when
     it sends what the forward receives.
     """
-    for chunk, stage in enumerate(stages):
-        if stage:
-            before, rank = divmod(stage - 1, schedule.shape.ranks)
-            num = 0
-            for action in schedule.orders[rank]:
-                if action.chunk == before:
-                    num += action.work is Work.BACKWARD
-                    if action.work is Work.FORWARD:
-                        yield Action(Work.FORWARD, action.micro, chunk), num
+    for chunk, number in enumerate(stages):
+        before, rank = divmod(number - 1, schedule.shape.ranks)
+        num = 0
+        for action in schedule.orders[rank] if number > 0 else ():
+            if action.chunk == before:
+                num += action.work is Work.BACKWARD
+                if action.work is Work.FORWARD:
+                    yield Action(Work.FORWARD, action.micro, chunk), num
 
 
 def _stand_in(parallel: Parallel, device: torch.device, module: nn.Module, name: str) -> StandsIn:

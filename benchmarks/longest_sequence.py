@@ -5,7 +5,7 @@
     python -m benchmarks.longest_sequence --save     # into benchmarks/results/longest_sequence.md
 
 Every length is a process of its own that trains one sample for two steps; lengths double until the resident memory
-above what the imports hold passes the limit, where the process is ended. It ends with status 1 where a target is missed.
+above what the imports hold passes the limit, where the process is ended. Its status is 1 where a target is missed.
 """
 
 import multiprocessing

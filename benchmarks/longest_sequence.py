@@ -4,8 +4,9 @@
     python -m benchmarks.longest_sequence --quick    # a small one in 100 MB: no targets
     python -m benchmarks.longest_sequence --save     # into benchmarks/results/longest_sequence.md
 
-Every length is a process of its own that trains on one such sample after a short one; lengths double until the resident
-memory above what the imports hold passes the limit, where the process is ended. Its status is 1 where a target is missed.
+Every length is a process of its own that trains on one such sample after a short one. Lengths double until resident
+memory, above what the imports hold, passes the limit, where the process is ended. It ends with status 1 where a target
+is missed.
 """
 
 import multiprocessing

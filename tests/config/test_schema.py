@@ -22,6 +22,7 @@ zero:
   units: auto
   prefetch_bytes: auto
   keep_gathered: false
+  keep_gradients: false
   hierarchical: false
   replicate: none
 precision:

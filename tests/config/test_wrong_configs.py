@@ -111,8 +111,7 @@ KEYS = [
 NOT_AVAILABLE = [
     Wrong({section: value}, (f"{key}: ", "is not available in this version; remove it or set it back to its default"))
     for section, value, key in [
-        ("parallel", {"schedule": "zero_bubble"}, "parallel.schedule"),
-        ("communication", {"gradients": "onebit"}, "communication.gradients"),
+        ("communication", {"gradients": "low_rank"}, "communication.gradients"),
         ("communication", {"parameters": "int4"}, "communication.parameters"),
     ]
 ]
@@ -131,6 +130,22 @@ CROSS_FIELD = [
             "activations.partition splits the inputs of modules that are recomputed, and none are",
             "Fix: set activations.checkpoint to units",
         ),
+    ),
+    Wrong(
+        {"communication": {"gradients": "ternary"}, "precision": {"gradients": "in_backward"}},
+        ("holds back what codes lose once a step is known to be finite", "Fix: set communication.gradients to int8"),
+    ),
+    Wrong(
+        {"communication": {"gradients": "topk"}, "zero": {"offload": {"optimizer": "disk"}}},
+        ("rests on the device or on the host", "Fix: set zero.offload.optimizer to host"),
+    ),
+    Wrong(
+        {"communication": {"gradients": "2bit"}, "zero": {"offload": {"optimizer": "host", "gradients": "disk"}}},
+        ("rests on the device or on the host", "Fix: set zero.offload.gradients to host"),
+    ),
+    Wrong(
+        {"communication": {"gradients": "onebit"}, "optimizer": {"name": "sgd"}},
+        ("it takes a running average, and plain sgd keeps none", "Fix: set optimizer.momentum to 0.9"),
     ),
     Wrong(
         {"communication": {"parameters": "int8"}, "zero": {"stage": 2}},
@@ -211,6 +226,10 @@ CROSS_FIELD = [
     Wrong(
         {"zero": {"stage": 2, "hierarchical": True}},
         ("zero.hierarchical belongs to stage 3", "2  config", "Fix: leave"),
+    ),
+    Wrong(
+        {"zero": {"stage": 3, "keep_gradients": True}},
+        ("zero.keep_gradients belongs to zero.keep_gathered", "Fix: leave"),
     ),
     Wrong(
         {"zero": {"stage": 3, "hierarchical": True, "keep_gathered": True}},

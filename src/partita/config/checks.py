@@ -7,12 +7,19 @@ from collections.abc import Iterator, Mapping
 
 from partita.config.messages import Row, conflict, row, setting
 from partita.config.schema import Config
+from partita.plan.wire import HELD_BACK
 
 # Settings that do not go together: the keys to show, what is wrong, and one fix.
 Contradiction = tuple[tuple[str, ...], str, str]
 # A key that means something only where another one has certain values: those, also in words, and what is so elsewhere.
 _BELONGS: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ("zero.keep_gathered", "zero.stage", (3,), "stage 3; at stages 0 to 2 parameters are always whole"),
+    (
+        "zero.keep_gradients",
+        "zero.keep_gathered",
+        (True,),
+        "zero.keep_gathered; parameters that are gathered for each micro-batch do not go with gradients that stay",
+    ),
     ("zero.hierarchical", "zero.stage", (3,), "stage 3; at stages 0 to 2 nothing is gathered in backward"),
     ("zero.replicate", "zero.stage", (3,), "stage 3; at stages 0 to 2 every rank has the parameters"),
     ("zero.prefetch_bytes", "zero.stage", (3,), "stage 3; at stages 0 to 2 no parameters are gathered for forward"),
@@ -84,6 +91,7 @@ def _states(config: Config, compute: str, accumulates: bool) -> Iterator[Contrad
             "precision.moments: int8 belongs to adam and adamw",
             "leave precision.moments out",
         )
+    yield from _feedback(config)
     if precision.gradients != "in_backward":
         return
     if compute == "fp16":
@@ -112,6 +120,35 @@ def _states(config: Config, compute: str, accumulates: bool) -> Iterator[Contrad
             "precision.gradients: in_backward updates the parameters in every backward: no gradient rests to which "
             "that of another micro-batch could be added",
             "set precision.gradients to fp32, or batch.accumulate to 1",
+        )
+
+
+def _feedback(config: Config) -> Iterator[Contradiction]:
+    """Of codes that hold back what they lose."""
+    codec, offload = config.communication.gradients, config.zero.offload
+    if codec not in HELD_BACK:
+        return
+    if config.precision.gradients == "in_backward":
+        yield (
+            ("communication.gradients", "precision.gradients"),
+            f"communication.gradients: {codec} holds back what codes lose once a step is known to be finite; "
+            "precision.gradients: in_backward updates before that",
+            "set communication.gradients to int8",
+        )
+    for key in ("optimizer", "gradients"):
+        if getattr(offload, key) in ("disk", "auto") and (key, offload.gradients) != ("gradients", "auto"):
+            yield (
+                ("communication.gradients", f"zero.offload.{key}"),
+                f"what communication.gradients: {codec} holds back rests on the device or on the host, as the "
+                "optimizer states do; gradients come there, too",
+                f"set zero.offload.{key} to host",
+            )
+    if codec == "onebit" and config.optimizer.name == "sgd" and config.optimizer.momentum == 0:
+        yield (
+            ("communication.gradients", "optimizer.name", "optimizer.momentum"),
+            "communication.gradients: onebit sends signs, which say nothing of a value's size: it takes a running "
+            "average, and plain sgd keeps none",
+            "set optimizer.momentum to 0.9, or communication.gradients to ternary",
         )
 
 

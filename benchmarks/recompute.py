@@ -58,8 +58,8 @@ def main() -> int:
 
 _TEXT = """A decoder in fp32 with AdamW, stage 1 on one rank; *torch's checkpoint*: the blocks' calls go through
 `torch.utils.checkpoint` (not reentrant); *torch's save_on_cpu*, around the forward, copies nothing where the CPU
-computes, and neither does `activations.offload: host`. Median over {num_reps} repetitions of a step's time and of its ratio in the
-same repetition."""
+computes, and neither does `activations.offload: host`. Median over {num_reps} repetitions of a step's time and of its
+ratio in the same repetition."""
 
 
 class Trained:

@@ -1,4 +1,4 @@
-"""What recomputed activations save and cost, beside torch's own checkpoint around the same blocks.
+"""What recomputed activations save and cost, beside torch's own checkpoint and save_on_cpu around the same blocks.
 
     python -m benchmarks.recompute            # 12 blocks of width 512, 2 x 512 positions, 7 repetitions: three minutes
     python -m benchmarks.recompute --quick    # a small model, once: no targets
@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,19 @@ from tests.live_bytes import LiveBytes
 
 WORK = Work(layers=12, width=512, heads=8, ffn_width=1376, batch=2, sequence=512)
 QUICK_WORK = Work(layers=3, width=64, heads=2, ffn_width=128, batch=2, sequence=64)
-NONE, TORCH = "none", "torch's checkpoint"
-MODES = (NONE, "units", "selective", TORCH)
+NONE, TORCH, TORCHS_OFFLOAD = "none", "torch's checkpoint", "torch's save_on_cpu"
+UNITS = {"checkpoint": "units"}
+# What the config says of activations.
+SETTINGS: dict[str, dict[str, str]] = {
+    NONE: {},
+    "units": UNITS,
+    "selective": {"checkpoint": "selective"},
+    "units, inputs on disk": {**UNITS, "offload": "disk"},
+    "units, kept where they fit": {**UNITS, "keep_bytes": "auto"},
+    TORCH: {},
+    TORCHS_OFFLOAD: {},
+}
+MODES = tuple(SETTINGS)
 # Times the step without: a third forward of three passes, the head and the update aside.
 TARGETS = {"units": 1.36, "selective": 1.36}
 
@@ -41,26 +53,27 @@ def main() -> int:
 
 
 _TEXT = """A decoder in fp32 with AdamW, stage 1 on one rank; *torch's checkpoint*: the blocks' calls go through
-`torch.utils.checkpoint` (not reentrant). Median over {num_reps} repetitions of a step's time and of its ratio in the
-same repetition."""
+`torch.utils.checkpoint` (not reentrant); *torch's save_on_cpu*, around the forward, copies nothing where the CPU
+computes, and neither does `activations.offload: host`. Median over {num_reps} repetitions of a step's time and of its
+ratio in the same repetition."""
 
 
 class Trained:
     """A model in one mode, and how its step goes."""
 
     def __init__(self, mode: str, work: Work) -> None:
-        self._work, model = work, work.build()
+        self._work, self._mode, model = work, mode, work.build()
         if mode == TORCH:
             for block in model.modules():
                 if type(block).__name__ == "Block":
                     _checkpoint_calls(block)
-        choice = "none" if mode == TORCH else mode
         optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIMIZER)
-        self._engine = partita.initialize(model, {"activations": {"checkpoint": choice}}, optimizer=optimizer)
+        self._engine = partita.initialize(model, {"activations": SETTINGS[mode]}, optimizer=optimizer)
 
     def _loss(self, number: int) -> Tensor:
         tokens, targets = self._work.part_of_batch(number, 0, 1)
-        return nn.functional.cross_entropy(self._engine(tokens).flatten(0, 1), targets.flatten())
+        with torch.autograd.graph.save_on_cpu() if self._mode == TORCHS_OFFLOAD else nullcontext():
+            return nn.functional.cross_entropy(self._engine(tokens).flatten(0, 1), targets.flatten())
 
     def kept_bytes(self) -> int:
         with LiveBytes() as live:

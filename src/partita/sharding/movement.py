@@ -8,6 +8,7 @@ from torch import Tensor
 from partita.comm.collectives import Collectives
 from partita.comm.exchange import Work
 from partita.comm.group import Group
+from partita.memory.timeline import span
 from partita.plan.steps import AllGather, Copy, Encode, Read, ReduceScatter, Slice, Step, Write, in_phases
 from partita.plan.wire import hops, scratch_bytes
 from partita.sharding.coded import begin_gather, reduce_scatter
@@ -93,8 +94,11 @@ class Movement:
         if source.data_ptr() != target.data_ptr():
             if accumulate:
                 target.add_(source.to(target.device))
+            elif target.device == source.device:
+                target.copy_(source)
             else:  # what the host has, it may use at once
-                target.copy_(source, non_blocking=target.device == self.device)
+                with span("copy", f"to {target.device.type}"):
+                    target.copy_(source, non_blocking=target.device == self.device)
         return handles
 
     def scratch_bytes(self, ops: Sequence[Step], num_elements: int, itemsize: int) -> int:

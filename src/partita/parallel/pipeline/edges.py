@@ -14,6 +14,7 @@ from torch import Tensor
 from partita.comm.group import Group, Handle
 from partita.errors import PartitaError
 from partita.memory.accelerator import readable
+from partita.memory.timeline import span
 from partita.parallel.pipeline.absent import Absent, arrived, is_missing
 from partita.parallel.pipeline.stage import Arguments, bypasses
 
@@ -83,7 +84,7 @@ class Edges:
         num = len(arguments.leaves)
         if form not in self._asked:
             request = torch.empty(num, dtype=torch.uint8, device=readable(self.device))
-            _wait(self.group.receive([request], self._behind, "request", PURPOSE))
+            _wait(self.group.receive([request], self._behind, "request", PURPOSE), "request")
             self._asked[form] = tuple(request.nonzero().view(-1).tolist())
         chosen = [arguments.leaves[at] for at in self._asked[form]]
         for leaf in chosen:
@@ -115,7 +116,7 @@ class Edges:
             )
         shapes = [arguments.leaves[at] for at in lacking]
         values = [torch.empty(tuple(shape.shape), dtype=shape.dtype, device=self.device) for shape in shapes]
-        _wait(self.group.receive(values, self._before, "forward", PURPOSE))
+        _wait(self.group.receive(values, self._before, "forward", PURPOSE), "forward")
         values = [_strided_as(value, shape) for value, shape in zip(values, shapes, strict=True)]
         if not torch.is_grad_enabled():
             return values, []
@@ -136,19 +137,20 @@ class Edges:
     def receive_back(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Receive the gradients of the floating-point values that were sent."""
         gradients = [torch.empty(value.shape, dtype=value.dtype, device=self.device) for value in values]
-        _wait(self.group.receive(gradients, self._behind, "backward", PURPOSE))
+        _wait(self.group.receive(gradients, self._behind, "backward", PURPOSE), "backward")
         return gradients
 
     def wait(self, most: int = 0) -> None:
         """Until no more than ``most`` of what was sent has not left."""
         done = max(len(self._sent) - most, 0)
-        _wait(self._sent[:done])
+        _wait(self._sent[:done], "what was sent")
         del self._sent[:done]
 
 
-def _wait(handles: Sequence[Handle]) -> None:
-    for handle in handles:
-        handle.wait()
+def _wait(handles: Sequence[Handle], what: str) -> None:
+    with span("wait for pipeline", what):
+        for handle in handles:
+            handle.wait()
 
 
 def _strided_as(value: Tensor, like: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from partita.comm.group import Group
+from partita.memory import accelerator
 
 KEY = "activations.partition"
 PURPOSE = "activations"

@@ -76,7 +76,7 @@ class Profile(Watcher):
         self._path, self._device, self._rank, self._steps = path, device, rank, steps
         self._spans = list[Span]()
         self._sent = Counter[str]()
-        self._stalls = list[tuple[str, torch.Event, torch.Event]]()
+        self._stalls = list[tuple[str, Any, Any]]()
         self._main = threading.get_ident()
         self._entered = ExitStack()
         self._torch: Any = None
@@ -121,7 +121,7 @@ class Profile(Watcher):
     @contextmanager
     def _timed(self, what: str, name: str) -> Iterator[None]:
         waits = what.startswith(WAIT) and accelerator.has_streams(self._device)
-        before = self._record() if waits else None
+        before = accelerator.timed_event(self._device) if waits else None
         start_ns = time.time_ns()
         with record_function(f"{what} {name}".rstrip()):
             try:
@@ -131,12 +131,7 @@ class Profile(Watcher):
                 lane = "main" if threading.get_ident() == self._main else thread.name.removeprefix("partita ")
                 self._spans.append(Span(what, name, lane, start_ns, time.time_ns()))
                 if before is not None:
-                    self._stalls.append((what, before, self._record()))
-
-    def _record(self) -> torch.Event:
-        event = accelerator.new_event(self._device, timed=True)
-        event.record()
-        return event
+                    self._stalls.append((what, before, accelerator.timed_event(self._device)))
 
     def sent(self, key: TrafficKey, num_bytes: int) -> None:
         self._sent[key.purpose] += num_bytes

@@ -143,9 +143,16 @@ def new_stream(device: torch.device) -> torch.Stream | None:
     return torch.Stream(device=device) if has_streams(device) else None
 
 
-def new_event(device: torch.device, *, timed: bool = False) -> torch.Event:
-    """Of an accelerator; between two that are ``timed`` milliseconds are counted."""
-    return torch.Event(device=device, enable_timing=timed)
+def new_event(device: torch.device) -> torch.Event:
+    """Of an accelerator."""
+    return torch.Event(device=device)
+
+
+def timed_event(device: torch.device) -> torch.Event:
+    """This point of an accelerator's current stream; ``elapsed_time`` to a later one is in milliseconds."""
+    event = torch.Event(device=device, enable_timing=True)
+    event.record()
+    return event
 
 
 def wait_for_stream(device: torch.device) -> None:

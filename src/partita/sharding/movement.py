@@ -102,12 +102,17 @@ class Movement:
         if source.data_ptr() != target.data_ptr():
             if accumulate:
                 target.add_(source.to(target.device))
-            elif target.device == source.device:
-                target.copy_(source)
-            else:  # what the host has, it may use at once
-                with span("copy", f"to {target.device.type}"):
-                    target.copy_(source, non_blocking=target.device == self.device)
+            else:
+                self._copy(source, target)
         return handles
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
+        """What the host has afterwards, it may use at once."""
+        if source.device == target.device:
+            target.copy_(source)
+        else:
+            with span("copy", f"to {target.device.type}"):
+                target.copy_(source, non_blocking=target.device == self.device)
 
     def scratch_bytes(self, ops: Sequence[Step], num_elements: int, itemsize: int) -> int:
         """Scratch memory that ``ops``, one after the other, need for what is received, and for codes."""

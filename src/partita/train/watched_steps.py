@@ -10,7 +10,7 @@ WARM_UP = 3
 
 
 class WatchedSteps:
-    """``num`` steps of those after ``start``, up to ``last``. Each rank's trace is ``out/trace-RANK.json.gz``."""
+    """``num`` steps of those after ``start``, up to ``last``. Each rank writes its trace into the folder ``out``."""
 
     def __init__(self, engine: Engine, out: Path, num: int, start: int, last: int) -> None:
         self._engine, self._path = engine, out / f"trace-{engine.mesh.rank}.json.gz"

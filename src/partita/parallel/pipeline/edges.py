@@ -14,6 +14,7 @@ from torch import Tensor
 from partita.comm.group import Group, Handle
 from partita.errors import PartitaError
 from partita.memory.accelerator import readable
+from partita.memory.timeline import span
 from partita.parallel.pipeline.absent import Absent, arrived, is_missing
 from partita.parallel.pipeline.stage import Arguments, bypasses
 
@@ -85,7 +86,7 @@ class Edges:
         num = len(arguments.leaves)
         if form not in self._asked:
             request = torch.empty(num, dtype=torch.uint8, device=readable(self.device))
-            _wait(self.group.receive([request], self._behind, "request", PURPOSE))
+            _wait(self.group.receive([request], self._behind, "request", PURPOSE), "request")
             self._asked[form] = tuple(request.nonzero().view(-1).tolist())
         chosen = [arguments.leaves[at] for at in self._asked[form]]
         for leaf in chosen:
@@ -109,7 +110,7 @@ class Edges:
             self._lacked[form] = tuple(lacking)
             request = torch.zeros(len(arguments.leaves), dtype=torch.uint8)
             request[list(lacking)] = 1
-            _wait(self.group.send([request.to(readable(self.device))], self._before, "request", PURPOSE))
+            _wait(self.group.send([request.to(readable(self.device))], self._before, "request", PURPOSE), "what was sent")
         if self._lacked[form] != tuple(lacking):
             raise PartitaError(
                 f"stage {self.stage} of the pipeline lacks the arguments {list(lacking)} of its first block, and "
@@ -118,7 +119,7 @@ class Edges:
             )
         shapes = [arguments.leaves[at] for at in lacking]
         values = [torch.empty(tuple(shape.shape), dtype=shape.dtype, device=self.device) for shape in shapes]
-        _wait(self.group.receive(values, self._before, "forward", PURPOSE))
+        _wait(self.group.receive(values, self._before, "forward", PURPOSE), "forward")
         values = [_strided_as(value, shape) for value, shape in zip(values, shapes, strict=True)]
         if not torch.is_grad_enabled():
             return values, []
@@ -140,19 +141,19 @@ class Edges:
     def receive_back(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Receive the gradients of the floating-point values that were sent, which have left since."""
         gradients = [torch.empty(value.shape, dtype=value.dtype, device=self.device) for value in values]
-        _wait(self.group.receive(gradients, self._behind, "backward", PURPOSE))
-        _wait(self._sent.pop(0))
+        _wait(self.group.receive(gradients, self._behind, "backward", PURPOSE), "backward")
+        _wait(self._sent.pop(0), "what was sent")
         return gradients
 
     def wait(self, most: int = 0) -> None:
         """Until what was sent forward has left, but for ``most`` micro-batches."""
         while len(self._sent) > most:
-            _wait(self._sent.pop(0))
+            _wait(self._sent.pop(0), "what was sent")
 
     def wait_back(self, num: int) -> None:
         """Until the gradients of the batch's first ``num`` micro-batches, which the stage before has had, have left."""
         while self._num_back < num:
-            _wait(self._sent_back.pop(0))
+            _wait(self._sent_back.pop(0), "what was sent")
             self._num_back += 1
 
     def end_batch(self) -> None:
@@ -162,9 +163,10 @@ class Edges:
         self._num_back = 0
 
 
-def _wait(handles: Sequence[Handle]) -> None:
-    for handle in handles:
-        handle.wait()
+def _wait(handles: Sequence[Handle], what: str) -> None:
+    with span("wait for pipeline", what):
+        for handle in handles:
+            handle.wait()
 
 
 def _strided_as(value: Tensor, like: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ repetitions the one whose median step is shortest."""
 
 def _rows(report: Report, line: str, work: Work, num_reps: int, quick: bool) -> Iterator[list[str]]:
     rate, bits_a_s, steps = LINES[line]
-    for widths in (BELOW, ABOVE):
+    for widths in (BELOW,) if quick else (BELOW, ABOVE):
         tokens = widths * work.width
         sized = replace(work, batch=2 * tokens // work.sequence, steps=4 if quick else steps, warmup=1)
         foretold = {name: cut.host_bytes(sized, tokens) for name, cut in CUTS.items()}

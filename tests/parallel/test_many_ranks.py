@@ -7,4 +7,4 @@ from tests.parallel import test_meshes
 
 @pytest.mark.thorough
 def test_thirty_two_ranks() -> None:
-    test_meshes.check("llama-4", 32, {"tensor": 4, "pipeline": 4}, [{"stage": 3}], num_steps=3)
+    test_meshes.check("llama-4", {"tensor": 4, "pipeline": 4}, [{"stage": 3}], num_steps=3, num_data=2)

@@ -95,12 +95,12 @@ def _checkpoint_calls(block: nn.Module) -> None:
 
 def _rows(report: Report, work: Work, num_reps: int, targets: dict[str, float]) -> Iterator[list[str]]:
     trained = {mode: Trained(mode, work) for mode in MODES}
-    kept = {mode: one.kept_bytes() for mode, one in trained.items()}
     times: dict[str, list[float]] = {mode: [] for mode in MODES}
     for rep, mode in in_turn(MODES, num_reps + 1):
         step_s = trained[mode].step_s(rep)
         if rep:  # the first is to warm up
             times[mode].append(step_s)
+    kept = {mode: one.kept_bytes() for mode, one in trained.items()}
     for mode in MODES:
         times_none, target = ratio(times[mode], times[NONE]), targets.get(mode)
         if target is not None:

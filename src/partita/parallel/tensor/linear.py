@@ -75,6 +75,7 @@ class Column(OwnForward):
 
     def __call__(self, x: Tensor) -> Tensor:
         y = product(self.module, self._entrance(x), bias_of(self.module), self._chosen)
+        self._entrance.in_part = self._sizes is None
         return y if self._sizes is None else gathered(y, self._entrance.group, self._sizes)
 
 
@@ -85,11 +86,12 @@ class Row(OwnForward):
 
     def __init__(self, module: nn.Module, entrance: Entrance, sizes: tuple[int, ...], *, splits: bool) -> None:
         super().__init__(module)
-        self._group, self._sizes, self._splits = entrance.group, sizes, splits
+        self._entrance, self._sizes, self._splits = entrance, sizes, splits
 
     def __call__(self, x: Tensor) -> Tensor:
+        group, self._entrance.in_part = self._entrance.group, False
         if self._splits:
-            x = own_slice(x, self._group, self._sizes)
-        y = leave(product(self.module, x, None), self._group)
+            x = own_slice(x, group, self._sizes)
+        y = leave(product(self.module, x, None), group)
         bias = bias_of(self.module)
         return y if bias is None else y + bias

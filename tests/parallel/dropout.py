@@ -16,11 +16,13 @@ _T5 = {"vocab_size": zoo.VOCAB, "d_model": zoo.WIDTH, "d_kv": 8, "d_ff": 96, "nu
 
 
 def build(name: str) -> nn.Module:
-    """Six heads; GPT-2 computes attention by hand, and drops out its weights, and T5 what feed-forward layers hold."""
+    """Six heads; T5 drops out what its feed-forward layers hold between them, too."""
     seeds.start()
     model: nn.Module
     if name == "t5":
-        config = transformers.T5Config(**_T5, num_heads=6, dropout_rate=_P, decoder_start_token_id=0)
+        config = transformers.T5Config(
+            **_T5, num_heads=6, dropout_rate=_P, decoder_start_token_id=0, attn_implementation="eager"
+        )
         model = transformers.T5ForConditionalGeneration(config)
     else:
         shares = {"resid_pdrop": _P, "embd_pdrop": _P, "attn_pdrop": _P}

@@ -12,7 +12,7 @@ from partita.parallel.applied import Parallel
 from partita.parallel.pipeline.apply import cut_model, leave_alone_elsewhere
 from partita.parallel.random import RandomStreams
 from partita.parallel.sequence.apply import SEQUENCE, SequenceParallel
-from partita.parallel.sequence.first_batch import FirstBatchCheck
+from partita.parallel.sequence.first_batch import check_block
 from partita.parallel.tensor.functions import Entrance
 from partita.parallel.tensor.rules import split_model
 from partita.parallel.tensor.splitter import TENSOR, Splitter
@@ -67,5 +67,4 @@ def _apply_sequence(model: nn.Module, mesh: Mesh, collectives: Collectives, para
     parallel.lines += applied.lines
     for stack in applied.stacks:
         parallel.passing |= {id(block): partial(stack.pass_by, block) for block in stack.blocks.values()}
-    if mesh.size("pipeline") == 1:  # elsewhere no rank has all blocks
-        parallel.changes.add(FirstBatchCheck(applied).remove)
+        stack.before_first = check_block

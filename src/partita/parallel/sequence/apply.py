@@ -1,7 +1,6 @@
 """Sequence parallelism on an unmodified model: what is put on its modules, and taken off again."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,17 +57,6 @@ class SequenceParallel:
                     f"{name} collects what each block computes, of which a rank has its slice under {KEY}: "
                     f"{self.group.size}; set {name} to False"
                 )
-
-    @contextmanager
-    def switched_off(self) -> Iterator[None]:
-        """Inside it every rank computes all positions, as the model by itself does."""
-        for stack in self.stacks:
-            stack.are_off = True
-        try:
-            yield
-        finally:
-            for stack in self.stacks:
-                stack.are_off = False
 
 
 class HeadOfSlices(OwnForward):

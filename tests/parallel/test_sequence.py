@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from partita import ConfigError, PartitaError
-from partita.config.load import load_config
-from partita.config.resolve import resolve
+from partita import PartitaError
 from tests.local import pool
 from tests.matrix import matrix
 from tests.parallel import sequence
@@ -96,12 +94,6 @@ ERRORS = {
 def test_what_is_refused(what: str) -> None:
     with pytest.raises(PartitaError, match=ERRORS[what]):
         pool.run(3, sequence.refused, what)
-
-
-def test_tiles_of_logits_are_refused_beside_slices() -> None:
-    config = load_config({"parallel": {"sequence": 2}, "loss": {"tiled": "auto"}})
-    with pytest.raises(ConfigError, match="loss.tiled has each rank compute the logits of all positions"):
-        resolve(config, 2, "cpu")
 
 
 HIDDEN = {

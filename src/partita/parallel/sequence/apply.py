@@ -64,11 +64,11 @@ class HeadOfSlices(OwnForward):
 
     def __init__(self, head: nn.Module, blocks: Blocks) -> None:
         super().__init__(head)
-        self._blocks = blocks
+        self.blocks = blocks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hidden, slices = args[0] if args else None, self._blocks.slices
-        if not self._blocks.are_on or slices is None or not isinstance(hidden, Tensor):
+        hidden, slices = args[0] if args else None, self.blocks.slices
+        if not self.blocks.are_on or slices is None or not isinstance(hidden, Tensor):
             return self.own(*args, **kwargs)
         if hidden.dim() != 3 or hidden.shape[1] != slices.length:
             return self.own(*args, **kwargs)

@@ -118,7 +118,7 @@ States = tuple[Tensor, Tensor | None]
 
 def _start(number: int, device: torch.device) -> States:
     """Have torch's generators begin anew; returns where they were."""
-    of_device = None if accelerator.is_host(device) else accelerator.random_state(device)
+    of_device = accelerator.random_state(device) if accelerator.has_streams(device) else None
     before = torch.get_rng_state(), of_device
     torch.default_generator.manual_seed(number)
     if of_device is not None:

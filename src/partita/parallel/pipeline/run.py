@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
+from partita.memory import accelerator
 from partita.parallel.applied import Parallel
 from partita.parallel.pipeline.absent import Absent, is_missing
 from partita.parallel.pipeline.cut import outside
@@ -143,7 +144,7 @@ class Pipeline:
 
     def share_loss(self, total: Tensor) -> Tensor:
         """The last stage's number, on all ranks of the pipeline."""
-        every = self._group.exchange(total.detach().float().cpu().view(1), "the loss of a batch").wait()
+        every = self._group.exchange(accelerator.read(total.float()).view(1), "the loss of a batch").wait()
         return every[-1, 0]
 
     def remove(self) -> None:

@@ -158,10 +158,6 @@ CROSS_FIELD = [
         {"precision": {"nonfinite": "rewind"}},
         ("goes back to a checkpoint, and none are made", "Fix: set checkpoint.dir and checkpoint.every_steps"),
     ),
-    Wrong(
-        {"parallel": {"tensor": 2}, "loss": {"tiled": "auto"}},
-        ("compute the loss from slices of the logits", "Fix: leave loss.tiled out"),
-    ),
     Wrong({"checkpoint": {"every_steps": 5}}, ("needs a folder to save into", "Fix: set checkpoint.dir")),
     Wrong(
         {"precision": {"gradients": "in_backward", "compute": "fp16"}},

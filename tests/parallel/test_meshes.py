@@ -20,7 +20,7 @@ ON_HOST = {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}}
 STAGES = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, ON_HOST]
 
 
-def course(name: str, parallel: dict[str, int], zero: dict[str, Any], num_steps: int) -> Trained:
+def course(name: str, parallel: dict[str, int], zero: dict[str, Any], num_steps: int, **sections: Any) -> Trained:
     """By ``train_batch``, in evaluation mode: there is no dropout."""
     config = {
         "parallel": parallel,
@@ -28,6 +28,7 @@ def course(name: str, parallel: dict[str, int], zero: dict[str, Any], num_steps:
         "batch": {"accumulate": MICROS},
         "clip_grad_norm": CLIP,
         "optimizer": {"name": "adamw", **ADAMW},
+        **sections,
     }
     found, model = Trained(), zoo.build(name)
     with partita.initialize(model, config, loss_fn=lambda output, batch: zoo.loss_of(output)) as engine:
@@ -85,6 +86,19 @@ def test_two_axes_beside_data(parallel: dict[str, int], name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_three_axes(name: str) -> None:
     check(name, {"pipeline": 2, "sequence": 2, "tensor": 2}, STAGES, num_steps=10)
+
+
+def tiled(name: str, parallel: dict[str, int], num_steps: int) -> Trained:
+    """Tiles of seven rows, which divide no number of them."""
+    return course(name, parallel, {"stage": 3}, num_steps, loss={"tiled": 7 * 4 * zoo.VOCAB})
+
+
+@matrix(parallel=({"tensor": 2}, {"sequence": 2}, {"tensor": 2, "sequence": 2}), name=("llama", "gpt2"))
+def test_tiled_losses(parallel: dict[str, int], name: str) -> None:
+    (alone,) = pool.run(1, training.train_alone, name, MICROS, 2)
+    for found in pool.run(math.prod(parallel.values()), tiled, name, parallel, 2, timeout=TIMEOUT_S):
+        assert found.losses == pytest.approx(alone.losses, abs=1e-5)
+        assert found.norms == pytest.approx(alone.norms, rel=1e-5)
 
 
 def sent_over_edges(sequence: int) -> tuple[int, int, int]:

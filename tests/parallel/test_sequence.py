@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from partita import ConfigError, PartitaError
-from partita.config.load import load_config
-from partita.config.resolve import resolve
+from partita import PartitaError
 from tests.local import pool
 from tests.matrix import matrix
 from tests.parallel import sequence
@@ -98,18 +96,12 @@ def test_what_is_refused(what: str) -> None:
         pool.run(3, sequence.refused, what)
 
 
-def test_tiles_of_logits_are_refused_beside_slices() -> None:
-    config = load_config({"parallel": {"sequence": 2}, "loss": {"tiled": "auto"}})
-    with pytest.raises(ConfigError, match="loss.tiled has each rank compute the logits of all positions"):
-        resolve(config, 2, "cpu")
-
-
 HIDDEN = {
     "by hand": "'blocks.0' computes something else on slices of the sequence .* Attention is seen where it is",
     "causal by hand": "'blocks.0' computes something else on slices of the sequence",
     "convolution": "'blocks.0' computes something else on slices of the sequence",
-    "table": "the model runs on whole sequences and not on slices: The size of tensor a .1[12]. must match",
-    "between": "'blocks.1' is called with 12 positions, where this rank has 11 of 22: between the blocks",
+    "table": "'blocks.0' runs on whole sequences and not on slices: The size of tensor a .1[12]. must match",
+    "between": "'blocks.1' is called with 1[23] positions, where this rank has 1[12] of 23: between the blocks",
 }
 
 
@@ -117,6 +109,12 @@ HIDDEN = {
 def test_what_slices_do_not_see_is_found_on_the_first_batch(how: str) -> None:
     with pytest.raises(PartitaError, match=HIDDEN[how]):
         pool.run(2, sequence.mixed, how)
+
+
+def test_it_is_found_in_the_stages_of_a_pipeline() -> None:
+    pool.run(4, sequence.mixed_in_stages, "nothing")
+    with pytest.raises(PartitaError, match="'blocks.0' computes something else on slices of the sequence"):
+        pool.run(4, sequence.mixed_in_stages, "convolution")
 
 
 def test_blocks_that_mix_nothing_train() -> None:

@@ -18,6 +18,17 @@ from partita.activation.logits import Logits, Origin
 from partita.activation.replaced import ReplacedForward
 from partita.config.schema import Loss
 from partita.errors import ConfigError, PartitaError
+from partita.parallel.applied import OwnForward
+from partita.parallel.logits import Split, Vocabulary, split_logits
+from partita.parallel.sequence.apply import HeadOfSlices
+from partita.parallel.sequence.blocks import Blocks
+from partita.parallel.sequence.exchange import enter as enter_slice
+from partita.parallel.sequence.exchange import sum_of_parts
+from partita.parallel.sequence.slices import Slices
+from partita.parallel.tensor.functions import enter
+from partita.parallel.tensor.linear import LinearForward
+from partita.parallel.tensor.vocabulary import Head
+from partita.plan.place import even
 from partita.planner.group_units import modules_like
 from partita.sharding.hooks import Hook
 
@@ -48,7 +59,8 @@ def find_heads(model: nn.Module, settings: Loss, units: Iterable[str]) -> dict[s
             last linear layer outside the units that has more outputs than inputs.
 
     Raises:
-        ConfigError: there are none, or one is no plain linear layer.
+        ConfigError: there are none, one is no plain linear layer, or tensor ranks have split it otherwise than by the
+            vocabulary.
     """
     if settings.tiled == "none":
         return {}
@@ -68,6 +80,7 @@ def find_heads(model: nn.Module, settings: Loss, units: Iterable[str]) -> dict[s
                 "to none"
             )
         heads[name] = module
+        ShareOfLoss.of(name, module)
     return heads
 
 
@@ -103,6 +116,7 @@ class TiledHead:
         self._own_call = module._compiled_call_impl
         self._warned = False
         self._loss: Callable[[Tensor], Tensor] | None = None
+        self.share = ShareOfLoss.of(name, module)
         self._forward = ReplacedForward(module, self._compute)
         # This is what a module's call goes to before anything else; copies of the module do not have it.
         module._compiled_call_impl = self._call
@@ -118,7 +132,8 @@ class TiledHead:
         trains = isinstance(hidden, Tensor) and (
             hidden.requires_grad or any(param.requires_grad for param in module.parameters())
         )
-        if not (trains and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+        is_replaced = vars(module).get("forward") is self._forward  # not so on a whole model, inside gathered
+        if not (trains and is_replaced and torch.is_grad_enabled()) or torch.compiler.is_compiling():
             return self._now(*args, **kwargs)
         if any(not isinstance(hook, Hook) for hook in module._forward_hooks.values()):
             self._warn("a forward hook on the layer")
@@ -191,6 +206,47 @@ class TiledHead:
             )
 
 
+@dataclass(frozen=True)
+class ShareOfLoss:
+    """What of a head's loss a rank computes: of its part of the ``vocabulary``, and some of the rows, of which those of
+    the ``blocks``' sequence ranks have as many each (None: all).
+    """
+
+    vocabulary: Vocabulary | None
+    blocks: Blocks | None
+
+    @staticmethod
+    def of(name: str, module: nn.Module) -> "ShareOfLoss":
+        """By what the parallel axes have put in the place of its forward.
+
+        Raises:
+            ConfigError: each tensor rank has another part of it than of the vocabulary.
+        """
+        vocabulary, blocks, forward = None, None, vars(module).get("forward")
+        while isinstance(forward, OwnForward):
+            if isinstance(forward, HeadOfSlices):
+                blocks = forward.blocks
+            elif isinstance(forward, Head):
+                vocabulary = forward.split.vocabulary
+            elif isinstance(forward, LinearForward):
+                raise ConfigError(
+                    f"loss.tiled: '{name}' makes the logits, and tensor ranks have split it as any linear layer; set "
+                    f"'vocabulary' for it in parallel.tensor_rules, or loss.tiled to none"
+                )
+            forward = forward.own
+        return ShareOfLoss(vocabulary, blocks)
+
+    def own(self, rows: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Slices | None]:
+        """This rank's rows, with their targets, and of which slices they are."""
+        if self.vocabulary is not None:
+            rows = enter(rows, self.vocabulary.group)
+        if self.blocks is None or not self.blocks.are_on or self.blocks.slices is None:
+            return rows, target, None
+        whole = self.blocks.slices
+        slices = Slices(tuple(even(len(rows), whole.group.size)), whole.group, whole.mesh)
+        return enter_slice(rows, 0, slices), slices.take(target, 0), slices
+
+
 class Call:
     """A call of a head with ``hidden`` [..., in] that is made when its output is asked for."""
 
@@ -204,14 +260,17 @@ class Call:
 
     def summed_loss(self, origin: Origin, target: Tensor, ignored: int, smoothing: float) -> Tensor:
         self._check_unchanged()
-        head = self._head
-        tiles = Tiles(origin, target, ignored, smoothing, head.rows_of_tile(origin.dtype.itemsize))
+        head, rows = self._head, origin.hidden.flatten(0, -2)
+        rows, target, slices = head.share.own(rows, target)
+        num = head.rows_of_tile(origin.dtype.itemsize)
+        tiles = Tiles(origin, target, ignored, smoothing, num, head.share.vocabulary)
 
         def loss(rows: Tensor) -> Tensor:
             summed: Tensor = TiledLoss.apply(rows, head.weight, head.bias, tiles)  # type: ignore[no-untyped-call]
             return summed
 
-        return head.compute(loss, origin.hidden.flatten(0, -2))
+        summed = head.compute(loss, rows)
+        return summed if slices is None else sum_of_parts(summed, slices)
 
     def _check_unchanged(self) -> None:
         if self._head.versions(self._hidden) != self._versions:
@@ -223,18 +282,23 @@ class Call:
 
 @dataclass(frozen=True)
 class Tiles:
-    """What the loss of logits of ``origin`` is to be, ``rows`` of them at a time: see ``F.cross_entropy``."""
+    """What the loss of logits of ``origin`` is to be, ``rows`` of them at a time: see ``F.cross_entropy``. The logits
+    are those of this rank's part of the ``vocabulary`` (None: all).
+    """
 
     origin: Origin
     target: Tensor
     ignored: int
     smoothing: float
     rows: int
+    vocabulary: Vocabulary | None
 
     def loss(self, logits: Tensor, start: int) -> Tensor:
         """Summed, of the head's output for the tile that begins at row ``start``."""
         target = self.target[start : start + self.rows]
-        changed = self.origin.changed(logits)
+        changed = self.origin.changed(
+            logits if self.vocabulary is None else split_logits(logits, Split(self.vocabulary))
+        )
         return F.cross_entropy(
             changed, target, ignore_index=self.ignored, label_smoothing=self.smoothing, reduction="sum"
         )

@@ -195,12 +195,6 @@ def _activations(config: Config) -> Iterator[Contradiction]:
 
 def _training(config: Config) -> Iterator[Contradiction]:
     optimizer = config.optimizer
-    if config.loss.tiled != "none" and config.parallel.sequence > 1:
-        yield (
-            ("loss.tiled", "parallel.sequence"),
-            "loss.tiled has each rank compute the logits of all positions, of which parallel.sequence gives it its own",
-            "leave loss.tiled out",
-        )
     if config.precision.nonfinite == "rewind" and config.checkpoint.dir is None:
         yield (
             ("precision.nonfinite", "checkpoint.dir"),
@@ -212,12 +206,6 @@ def _training(config: Config) -> Iterator[Contradiction]:
             ("checkpoint.every_steps", "checkpoint.dir"),
             "checkpoint.every_steps needs a folder to save into",
             "set checkpoint.dir",
-        )
-    if config.parallel.tensor > 1 and config.loss.tiled != "none":
-        yield (
-            ("parallel.tensor", "loss.tiled"),
-            "tensor ranks compute the loss from slices of the logits, and loss.tiled from tiles of whole ones",
-            "leave loss.tiled out",
         )
     if optimizer.name == "sgd" and optimizer.betas != Config().optimizer.betas:
         yield (

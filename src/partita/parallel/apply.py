@@ -13,7 +13,7 @@ from partita.parallel.applied import Parallel
 from partita.parallel.pipeline.apply import cut_model, leave_alone_elsewhere
 from partita.parallel.random import RandomStreams
 from partita.parallel.sequence.apply import SEQUENCE, SequenceParallel
-from partita.parallel.sequence.first_batch import FirstBatchCheck
+from partita.parallel.sequence.first_batch import check_block
 from partita.parallel.tensor.functions import Entrance
 from partita.parallel.tensor.rules import split_model
 from partita.parallel.tensor.splitter import TENSOR, Splitter
@@ -68,5 +68,5 @@ def _apply_sequence(model: nn.Module, mesh: Mesh, collectives: Collectives, para
     parallel.lines += applied.lines
     for stack in applied.stacks:
         parallel.passing |= {id(block): partial(stack.pass_by, block) for block in stack.blocks.values()}
-    if mesh.size("pipeline") == 1 and not is_simulated(mesh.device):  # elsewhere no rank has all blocks, or values
-        parallel.changes.add(FirstBatchCheck(applied).remove)
+        if not is_simulated(mesh.device):  # where nothing has values
+            stack.before_first = check_block

@@ -33,7 +33,7 @@ _CONVERSIONS = frozenset({"to", "type", "type_as"})
 _BY_ELEMENT = _CONVERSIONS | {
     *("float", "double", "half", "bfloat16", "contiguous", "clone", "detach", "neg", "__neg__", "tanh"),
     *("mul", "__mul__", "__rmul__", "div", "__truediv__", "true_divide", "add", "__add__", "__radd__"),
-    *("sub", "__sub__", "mul_", "div_", "__imul__", "__itruediv__"),
+    *("multiply", "divide", "sub", "__sub__", "mul_", "div_", "__imul__", "__itruediv__"),
 }
 # About the tensor, not its values: answered by the part.
 _ABOUT = frozenset(

@@ -12,6 +12,7 @@ the part is in the key, and masks are of the part's own. After each module torch
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class RandomStreams:
         self._calls = Counter[tuple[int, str]]()  # of modules, in the stream of a number
         self._task = -1  # the backward in which the calls are repeated ones
         self._root, self._repeated = 0, set[str]()  # the model's stream; what is called in it several times
-        self._before = list[tuple[nn.Module, Tensor, Tensor | None]]()  # the generators' states, of what runs
+        self._before = list[tuple[nn.Module, States]]()  # of what runs
         self._handles = list[RemovableHandle]()
         blocks = dict(find_blocks(model))
         for name, module in _with_streams(model, blocks):
@@ -104,18 +105,42 @@ class RandomStreams:
         return _hashed(around, name, call, part)
 
     def _begin(self, module: nn.Module, number: int) -> None:
-        of_device = accelerator.random_state(self._device) if accelerator.has_streams(self._device) else None
-        self._before.append((module, torch.get_rng_state(), of_device))
-        torch.default_generator.manual_seed(number)
-        if of_device is not None:
-            accelerator.seed(number, self._device)
+        self._before.append((module, _start(number, self._device)))
 
     def _end(self, module: nn.Module) -> None:
         if self._before and self._before[-1][0] is module:
-            _, of_host, of_device = self._before.pop()
-            torch.set_rng_state(of_host)
-            if of_device is not None:
-                accelerator.set_random_state(of_device, self._device)
+            _go_back(self._before.pop()[1], self._device)
+
+
+# Of the host's generator, and of the device's where it has one.
+States = tuple[Tensor, Tensor | None]
+
+
+def _start(number: int, device: torch.device) -> States:
+    """Have torch's generators begin anew; returns where they were."""
+    of_device = accelerator.random_state(device) if accelerator.has_streams(device) else None
+    before = torch.get_rng_state(), of_device
+    torch.default_generator.manual_seed(number)
+    if of_device is not None:
+        accelerator.seed(number, device)
+    return before
+
+
+def _go_back(states: States, device: torch.device) -> None:
+    of_host, of_device = states
+    torch.set_rng_state(of_host)
+    if of_device is not None:
+        accelerator.set_random_state(of_device, device)
+
+
+@contextmanager
+def drawn_apart(part: str, device: torch.device) -> Iterator[None]:
+    """Inside it torch's generators give other numbers for each ``part``, and after it the same for all."""
+    before = _start(_hashed(int(torch.randint(1 << 31, (), device="cpu")), part), device)
+    try:
+        yield
+    finally:
+        _go_back(before, device)
 
 
 def _hashed(*key: object) -> int:

@@ -1,7 +1,6 @@
 """Sequence parallelism on an unmodified model: what is put on its modules, and taken off again."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,28 +58,17 @@ class SequenceParallel:
                     f"{self.group.size}; set {name} to False"
                 )
 
-    @contextmanager
-    def switched_off(self) -> Iterator[None]:
-        """Inside it every rank computes all positions, as the model by itself does."""
-        for stack in self.stacks:
-            stack.are_off = True
-        try:
-            yield
-        finally:
-            for stack in self.stacks:
-                stack.are_off = False
-
 
 class HeadOfSlices(OwnForward):
     """The forward of the module that makes the logits, on the positions of this rank."""
 
     def __init__(self, head: nn.Module, blocks: Blocks) -> None:
         super().__init__(head)
-        self._blocks = blocks
+        self.blocks = blocks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hidden, slices = args[0] if args else None, self._blocks.slices
-        if not self._blocks.are_on or slices is None or not isinstance(hidden, Tensor):
+        hidden, slices = args[0] if args else None, self.blocks.slices
+        if not self.blocks.are_on or slices is None or not isinstance(hidden, Tensor):
             return self.own(*args, **kwargs)
         if hidden.dim() != 3 or hidden.shape[1] != slices.length:
             return self.own(*args, **kwargs)

@@ -25,6 +25,10 @@ _KEYWORD, _ON = "partita_slices", "partita_on_slices"
 _CHECKPOINT = "_gradient_checkpointing_func"
 
 
+# Told of a block's first call, before it: the blocks, this one, and its arguments.
+BeforeFirst = Callable[["Blocks", nn.Module, Any, Any], None]
+
+
 class Blocks:
     """Blocks that follow each other: the sequence is cut before the first one and gathered after the last one.
 
@@ -44,9 +48,10 @@ class Blocks:
         self._names = {id(block): name for name, block in blocks.items()}
         self._first, self._last = (list(blocks.values())[at] for at in (0, -1))
         self.slices: Slices | None = None  # of the last forward
-        self.are_off = False
+        self.before_first: BeforeFirst | None = None
+        self._called = set[int]()  # blocks, by id
         self._of_inputs: MutableMapping[Tensor, Slices] = WeakTensorKeyDictionary()
-        self._cut = dict[int, tuple[Tensor, Tensor]]()  # what this forward has cut: the tensor, and its slice
+        self._cut = dict[tuple[int, int], tuple[Tensor, Tensor]]()  # in this forward: the tensor, and its slice
         # Where it is suspended, all are off. Forwards stay, as those of recomputed blocks are in front of them.
         changes.set(self._first, _ON, True)
         for block in blocks.values():
@@ -58,19 +63,34 @@ class Blocks:
     @property
     def are_on(self) -> bool:
         """Whether blocks are given slices; otherwise every rank computes all positions, as they by themselves do."""
-        return not self.are_off and hasattr(self._first, _ON)
+        return hasattr(self._first, _ON)
+
+    def name(self, block: nn.Module) -> str:
+        return self._names[id(block)]
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if not self.are_on:
             return None
-        hidden = _hidden((args, kwargs))
-        name = self._names[id(module)]
+        hidden = hidden_in((args, kwargs))
+        name = self.name(module)
         if hidden is None:
             raise PartitaError(
                 f"parallel.sequence: '{name}' is called without a tensor [batch, positions, width], of which ranks "
                 "could have slices"
             )
-        slices, batch = self._slices_of_call(module, hidden, name), hidden.shape[0]
+        slices = self._slices_of_call(module, hidden, name)
+        if id(module) not in self._called:
+            self._called.add(id(module))
+            if self.before_first is not None:
+                self.before_first(self, module, args, kwargs)
+                self._cut.clear()  # what it cut has no gradient
+        return self.cut(module, (args, kwargs), slices)
+
+    def cut(self, module: nn.Module, arguments: tuple[Any, Any], slices: Slices) -> tuple[Any, Any]:
+        """A block's arguments as its forward takes them: the slices of those that have all positions."""
+        hidden, (args, kwargs) = hidden_in(arguments), arguments
+        assert hidden is not None
+        batch = hidden.shape[0]
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         passed = [
             argument if _is_mask(names[at : at + 1]) else self._slices_of(argument, slices, batch)
@@ -100,25 +120,32 @@ class Blocks:
         self._of_inputs[hidden] = self.slices
         return self.slices
 
+    def whole(self, value: Any) -> Any:
+        """All positions of hidden states of which this rank has slices, in a block's arguments or its output."""
+        slices = self.slices
+        assert slices is not None
+        return map_tensors(value, lambda x: gather(x, 1, slices) if _is_slice(x, slices) else x)
+
     def _slices_of(self, argument: Any, slices: Slices, batch: int) -> Any:
         return map_tensors(argument, lambda tensor: self._slice_of(tensor, slices, batch))
 
     def _slice_of(self, tensor: Tensor, slices: Slices, batch: int) -> Tensor:
-        dim = _sequence_dim(tensor, slices.length, batch)
+        dim = sequence_dim(tensor, slices.length, batch)
         if dim is None:
             return tensor
-        if id(tensor) not in self._cut:
-            self._cut[id(tensor)] = tensor, enter(tensor, dim, slices)
-        return self._cut[id(tensor)][1]
+        key = id(tensor), slices.length
+        if key not in self._cut:
+            self._cut[key] = tensor, enter(tensor, dim, slices)
+        return self._cut[key][1]
 
     def pass_by(self, block: nn.Module, stand_in: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a block returns here that another stage of a pipeline runs: ``stand_in(args, kwargs)`` is it without
         data, of all positions.
         """
-        hidden = _hidden((args, kwargs))
+        hidden = hidden_in((args, kwargs))
         if not self.are_on or hidden is None:
             return stand_in(args, kwargs)
-        slices = self._slices_of_call(block, hidden, self._names[id(block)])
+        slices = self._slices_of_call(block, hidden, self.name(block))
 
         def whole(tensor: Tensor) -> Tensor:
             shape = tensor.shape
@@ -136,7 +163,6 @@ class Blocks:
         if slices is None:
             return None
         self._cut.clear()
-
         return map_tensors(output, lambda x: gather(x, 1, slices) if _is_slice(x, slices) else x)
 
 
@@ -155,8 +181,8 @@ def _is_slice(tensor: Tensor, slices: Slices) -> bool:
     return _is_states(tensor) and tensor.shape[1] == slices.num_own
 
 
-def _hidden(arguments: Any) -> Tensor | None:
-    """A block's input."""
+def hidden_in(arguments: Any) -> Tensor | None:
+    """A block's input, of its arguments."""
     return next((tensor for tensor in tensors_in(arguments) if _is_states(tensor)), None)
 
 
@@ -164,7 +190,7 @@ def _is_mask(name: list[str]) -> bool:
     return bool(name) and "mask" in name[0]
 
 
-def _sequence_dim(tensor: Tensor, length: int, batch: int) -> int | None:
+def sequence_dim(tensor: Tensor, length: int, batch: int) -> int | None:
     """The dim of an argument along which it has the sequence's positions: ``[batch, positions, ...]`` or, of a table,
     ``[positions, ...]``; None where it has none, and where it has a place for each pair of them.
     """

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from partita.parallel.applied import OwnForward
+from partita.parallel.tensor.dropout import DropsParts
 from partita.parallel.tensor.heads import Heads
 from partita.parallel.tensor.linear import Ranges, is_linear, num_inputs, num_outputs
 from partita.parallel.tensor.splitter import Splitter, length, scaled
@@ -169,6 +170,8 @@ def _set_numbers(splitter: Splitter, module: nn.Module, heads: Heads, by: str, w
                 splitter.sum_copies(param)
             if any(True for _ in child.parameters()):
                 splitter.decide(child, "copies, on own heads; gradients summed", by)
+    own = heads.queries_of(rank)
+    changes.set(module, "forward", DropsParts(module, splitter.entrance, own, heads.queries, heads=True))
     counts = "+".join(str(length(heads.queries_of(rank))) for rank in range(heads.size))
     splitter.decide(module, f"{counts} of {heads.queries} query heads over {heads.keys} key heads", by)
 

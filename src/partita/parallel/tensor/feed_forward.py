@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from partita.parallel.tensor.dropout import DropsParts
 from partita.parallel.tensor.linear import Ranges, is_linear, num_inputs, num_outputs
 from partita.parallel.tensor.splitter import Splitter, scaled
 from partita.plan.place import even
@@ -30,10 +31,20 @@ class FeedForward:
             ranges = [self._outputs(cut, num_parts) for cut in cuts]
             splitter.column(module.get_submodule(name), by, ranges, gathers=False)
         splitter.row(module.get_submodule(self.down), by)
+        drop_parts(splitter, module, self.width)
 
     def _outputs(self, cut: tuple[int, int], num_parts: int) -> Ranges:
         """Of a layer of so many parts."""
         return tuple(place for part in range(num_parts) for place in scaled((cut,), 1, part * self.width))
+
+
+def drop_parts(splitter: Splitter, module: nn.Module, width: int) -> None:
+    """Have dropout between the layers of ``module``, of which each rank has a part of ``width`` features, be its part
+    of the whole's.
+    """
+    own = (even(width, splitter.size)[splitter.rank],)
+    forward = DropsParts(module, splitter.entrance, own, width, heads=False)
+    splitter.parallel.changes.set(module, "forward", forward)
 
 
 def like_feed_forward(module: nn.Module, size: int) -> Iterator[FeedForward]:

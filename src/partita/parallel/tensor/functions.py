@@ -103,10 +103,12 @@ def own_slice(x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
 class Entrance:
     """f, once for an input that several layers one after the other read (queries, keys and values; gate and value):
     their gradients are added up before they are summed over the ranks.
+
+    Attributes: ``in_part``: what runs now is between such a layer and the sum, where ranks have parts.
     """
 
     def __init__(self, group: Group) -> None:
-        self.group = group
+        self.group, self.in_part = group, False
         self._last: weakref.ref[Tensor] | None = None
         self._entered: tuple[int, Tensor] | None = None  # the input's version, and what f made of it
 

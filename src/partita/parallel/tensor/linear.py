@@ -92,6 +92,7 @@ class Column(LinearForward):
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self.product(self._entrance(x))
+        self._entrance.in_part = self._sizes is None
         return y if self._sizes is None else gathered(y, self._entrance.group, self._sizes)
 
 
@@ -102,11 +103,12 @@ class Row(LinearForward):
 
     def __init__(self, module: nn.Module, entrance: Entrance, sizes: tuple[int, ...], *, splits: bool) -> None:
         super().__init__(module, Product(module, biased=False))
-        self._group, self._sizes, self._splits = entrance.group, sizes, splits
+        self._entrance, self._sizes, self._splits = entrance, sizes, splits
 
     def __call__(self, x: Tensor) -> Tensor:
+        group, self._entrance.in_part = self._entrance.group, False
         if self._splits:
-            x = own_slice(x, self._group, self._sizes)
-        y = leave(self.product(x), self._group)
+            x = own_slice(x, group, self._sizes)
+        y = leave(self.product(x), group)
         bias = bias_of(self.module)
         return y if bias is None else y + bias

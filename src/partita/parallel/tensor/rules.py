@@ -15,7 +15,7 @@ from partita.config.schema import TensorRule
 from partita.errors import ConfigError
 from partita.parallel.tensor.attention import BY_CLASS, Way, head_width, separate, split_separate
 from partita.parallel.tensor.experts import are_experts, split_experts
-from partita.parallel.tensor.feed_forward import like_feed_forward
+from partita.parallel.tensor.feed_forward import drop_parts, like_feed_forward
 from partita.parallel.tensor.linear import is_linear, num_inputs, num_outputs
 from partita.parallel.tensor.proof import stands_proof
 from partita.parallel.tensor.splitter import Splitter
@@ -140,7 +140,7 @@ def _by_metadata(splitter: Splitter) -> None:
         if (names := separate(module)) is not None and {module.get_submodule(each) for each in names} <= layers.keys():
             _by_heads(splitter, module, split_separate, by)
         elif layers and "ttention" not in type(module).__name__ and all(map(splitter.is_free, layers)):
-            _split_layers(splitter, layers, by)
+            _split_layers(splitter, module, layers, by)
 
 
 def _style(plan: dict[str, str], name: str) -> str | None:
@@ -148,17 +148,18 @@ def _style(plan: dict[str, str], name: str) -> str | None:
     return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
 
-def _split_layers(splitter: Splitter, layers: Mapping[nn.Module, str], by: str) -> None:
-    """Linear layers next to each other, whose slices fit: what the first have as outputs the last have as inputs."""
+def _split_layers(splitter: Splitter, module: nn.Module, layers: Mapping[nn.Module, str], by: str) -> None:
+    """Linear layers in a module, whose slices fit: what the first have as outputs the last have as inputs."""
     columns = [layer for layer, style in layers.items() if style == "colwise"]
     rows = [layer for layer, style in layers.items() if style == "rowwise"]
     widths = {num_outputs(layer) for layer in columns} | {num_inputs(layer) for layer in rows}
-    if not (columns and rows) or len(widths) != 1 or widths.pop() < splitter.size:
+    if not (columns and rows) or len(widths) != 1 or (width := widths.pop()) < splitter.size:
         return
     for layer in columns:
         splitter.column(layer, by, gathers=False)
     for layer in rows:
         splitter.row(layer, by)
+    drop_parts(splitter, module, width)
 
 
 def _by_proof(splitter: Splitter) -> None:

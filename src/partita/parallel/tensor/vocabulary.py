@@ -94,7 +94,7 @@ class Head(LinearForward):
 
     def __init__(self, module: nn.Module, entrance: Entrance, vocabulary: Vocabulary) -> None:
         super().__init__(module, Product(module))
-        self._entrance, self._split = entrance, Split(vocabulary)
+        self._entrance, self.split = entrance, Split(vocabulary)
 
     def __call__(self, x: Tensor) -> SplitLogits:
-        return split_logits(self.product(self._entrance(x)), self._split)
+        return split_logits(self.product(self._entrance(x)), self.split)

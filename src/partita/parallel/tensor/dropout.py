@@ -1,0 +1,80 @@
+"""Dropout inside a module of which each rank computes a part: the rank's part of the mask that the whole module has.
+
+All tensor ranks draw from one stream (:mod:`partita.parallel.random`). Where they have parts of a tensor each draws the
+mask of the whole and takes its own part. Attention that drops out in its kernel draws there, for the heads that it is
+given: from a stream of this rank's, so that heads of different ranks have different masks.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
+
+from partita.parallel.applied import OwnForward
+from partita.parallel.random import drawn_apart
+from partita.parallel.tensor.functions import Entrance
+from partita.parallel.tensor.linear import Ranges
+
+
+class DropsParts(OwnForward):
+    """A split module's forward. Of ``num`` heads (dim 1 of four) or features (the last dim) this rank has ``own``."""
+
+    def __init__(self, module: nn.Module, entrance: Entrance, own: Ranges, num: int, *, heads: bool) -> None:
+        super().__init__(module)
+        self._entrance, self._num, self._heads = entrance, num, heads
+        ((self._start, self._stop),) = own
+        self._shares = [(inner, name) for inner in module.modules() for name in _shares_of(inner)]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        drops = self.module.training and any(getattr(inner, name) for inner, name in self._shares)
+        with _Dropouts(self) if drops else nullcontext():
+            return self.own(*args, **kwargs)
+
+    def dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        """``F.dropout`` of a whole tensor, or of this rank's part of one."""
+        if not (training and p > 0 and self._entrance.in_part):
+            return F.dropout(x, p, training, inplace)
+        dim = 1 if self._heads else x.dim() - 1
+        is_part = x.dim() == 4 or not self._heads
+        if not is_part or x.shape[dim] != self._stop - self._start:  # of some of its heads
+            with self.apart(x.device):
+                return F.dropout(x, p, training, inplace)
+        shape = [*x.shape[:dim], self._num, *x.shape[dim + 1 :]]
+        whole = F.dropout(torch.ones(shape, dtype=x.dtype, device=x.device), p)
+        mask = whole.narrow(dim, self._start, self._stop - self._start).contiguous()  # alone, not with the whole
+        return x.mul_(mask) if inplace else x * mask
+
+    def apart(self, device: torch.device) -> AbstractContextManager[None]:
+        """Inside it this rank draws other numbers than the other tensor ranks."""
+        return drawn_apart(f"tensor {self._entrance.group.index}", device)
+
+
+def _shares_of(module: nn.Module) -> list[str]:
+    """Attributes that are the share of what a module's forward drops out."""
+    names = ["p"] if isinstance(module, _DropoutNd) else [name for name in vars(module) if "drop" in name]
+    return [name for name in names if isinstance(getattr(module, name), float)]
+
+
+class _Dropouts(TorchFunctionMode):
+    """While it is on, dropout is that of a split module."""
+
+    def __init__(self, split: DropsParts) -> None:
+        super().__init__()
+        self._split = split
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            with torch._C.DisableTorchFunction():
+                return self._split.dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention and (kwargs.get("dropout_p") or args[4:5] > (0.0,)):
+            with self._split.apart(args[0].device):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)

@@ -147,9 +147,6 @@ def _feedback(config: Config) -> Iterator[Contradiction]:
 
 def _axes(config: Config) -> Iterator[Contradiction]:
     parallel = config.parallel
-    if parallel.sequence > 1 and parallel.tensor > 1:
-        problem = "logits in slices of the sequence and of the vocabulary at once are not available in this version"
-        yield ("parallel.sequence", "parallel.tensor"), problem, "leave one of them out"
     if parallel.pipeline == 1:
         return
     if config.precision.gradients == "in_backward":
@@ -159,9 +156,6 @@ def _axes(config: Config) -> Iterator[Contradiction]:
             "of the batch are on their way through the pipeline",
             "set precision.gradients to fp32",
         )
-    if parallel.sequence > 1:
-        problem = "slices of a sequence do not pass from stage to stage in this version"
-        yield ("parallel.sequence", "parallel.pipeline"), problem, "leave one of them out"
     is_interleaved = parallel.schedule == "interleaved"
     if is_interleaved != (parallel.chunks > 1):
         problem = "parallel.schedule: interleaved has several groups of layers on each pipeline rank, and other "

@@ -1,6 +1,7 @@
 """The parallel axes beside data, applied to an unmodified model: pipeline, then tensor, then sequence."""
 
 import logging
+from functools import partial
 
 from torch import nn
 
@@ -38,9 +39,9 @@ def apply(
             cut_model(model, resolved, mesh, parallel)
         if mesh.size(TENSOR) > 1:
             _apply_tensor(model, resolved, mesh, collectives, parallel)
+        leave_alone_elsewhere(model, parallel)
         if mesh.size(SEQUENCE) > 1:
             _apply_sequence(model, mesh, collectives, parallel)
-        leave_alone_elsewhere(model, parallel)
         if seed is not None:
             part = f"{SEQUENCE} {mesh.coordinate(SEQUENCE)}" if mesh.size(SEQUENCE) > 1 else ""
             parallel.streams = RandomStreams(model, seed, mesh.coordinate("data"), mesh.device, part)
@@ -64,5 +65,7 @@ def _apply_tensor(
 def _apply_sequence(model: nn.Module, mesh: Mesh, collectives: Collectives, parallel: Parallel) -> None:
     applied = SequenceParallel(model, mesh, collectives.group((SEQUENCE,)), parallel.changes)
     parallel.lines += applied.lines
+    for stack in applied.stacks:
+        parallel.passing |= {id(block): partial(stack.pass_by, block) for block in stack.blocks.values()}
     if mesh.size("pipeline") == 1:  # elsewhere no rank has all blocks
         parallel.changes.add(FirstBatchCheck(applied).remove)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from partita.parallel.pipeline.absent import Absent, is_missing
 from partita.parallel.pipeline.cut import outside
 from partita.parallel.pipeline.edges import Arrival, Edges
 from partita.parallel.pipeline.schedule import Action, Order, Schedule, Shape, Work, make_schedule
-from partita.parallel.pipeline.stage import Arguments, Stages, bypasses
+from partita.parallel.pipeline.stage import Arguments, Stages, StandsIn, bypasses
+from partita.parallel.pipeline.stand_in import StandIn
 from partita.plan.mesh_shape import PIPELINE_AXES
 from partita.planner.elsewhere import is_elsewhere
 
@@ -42,8 +44,8 @@ class Pipeline:
         self._stages: Stages | None = None
         if (cut := parallel.cut) is not None:
             held = {id(param) for param in model.parameters() if not is_elsewhere(param)}
-            around, plain = dict(outside(model, cut.blocks, held)), parallel.changes.suspended
-            self._stages = Stages(model, cut.blocks, around, device, plain)
+            around = dict(outside(model, cut.blocks, held))
+            self._stages = Stages(model, cut.blocks, around, partial(_stand_in, parallel, device))
             numbers = [shape.stage(self._group.index, chunk) for chunk in range(shape.chunks)]
             self._edges = [Edges(self._group, number, shape.num_stages, device) for number in numbers]
 
@@ -136,3 +138,9 @@ class Pipeline:
         """Give every module its own calls back."""
         if self._stages is not None:
             self._stages.remove()
+
+
+def _stand_in(parallel: Parallel, device: torch.device, module: nn.Module, name: str) -> StandsIn:
+    stand_in = StandIn(module, name, device, parallel.changes.suspended)
+    passing = parallel.passing.get(id(module))
+    return stand_in if passing is None else partial(passing, stand_in)

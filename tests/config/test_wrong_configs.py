@@ -114,7 +114,7 @@ NOT_AVAILABLE = [
         ("parallel", {"schedule": "zero_bubble"}, "parallel.schedule"),
         ("activations", {"partition": True}, "activations.partition"),
         ("communication", {"gradients": "low_rank"}, "communication.gradients"),
-        ("communication", {"parameters": "int4"}, "communication.parameters"),
+        ("communication", {"parameters": "low_rank"}, "communication.parameters"),
     ]
 ]
 
@@ -136,11 +136,23 @@ CROSS_FIELD = [
         ("it takes a running average, and plain sgd keeps none", "Fix: set optimizer.momentum to 0.9"),
     ),
     Wrong(
-        {"communication": {"parameters": "int8"}, "zero": {"stage": 2}},
+        {"communication": {"parameters": "int8"}, "zero": {"stage": 0}},
         (
-            "communication.parameters belongs to stage 3; at stages 0 to 2 none are gathered for forward",
+            "communication.parameters belongs to stages 1 to 3; at stage 0 every rank updates all of them",
             "Fix: leave communication.parameters out",
         ),
+    ),
+    Wrong(
+        {"communication": {"parameters": "ternary"}, "zero": {"stage": 3}},
+        ("is too coarse to compute with", "Fix: set communication.parameters to int8, or zero.stage to 2"),
+    ),
+    Wrong(
+        {"communication": {"parameters": "int4"}, "precision": {"compute": "bf16", "master": "split"}},
+        ("which changes in codes make other ones", "Fix: set precision.master to fp32"),
+    ),
+    Wrong(
+        {"communication": {"parameters": "int4"}, "zero": {"offload": {"parameters": "host"}}},
+        ("added to parameters on the device", "Fix: leave zero.offload.parameters out"),
     ),
     Wrong(
         {"precision": {"nonfinite": "rewind"}},

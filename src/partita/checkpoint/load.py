@@ -352,7 +352,7 @@ class Loading:
                 segment.rest.store(param)
             return
         lease = segment.master.lend()
-        executor.deliver(segment, lease.wait(), master)
+        executor.deliver(segment, lease.wait(), master, exact=True)
         lease.end(changed=False)
 
     def _tell_of_feedback(self) -> None:

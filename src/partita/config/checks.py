@@ -17,7 +17,7 @@ _BELONGS: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ("zero.hierarchical", "zero.stage", (3,), "stage 3; at stages 0 to 2 nothing is gathered in backward"),
     ("zero.replicate", "zero.stage", (3,), "stage 3; at stages 0 to 2 every rank has the parameters"),
     ("zero.prefetch_bytes", "zero.stage", (3,), "stage 3; at stages 0 to 2 no parameters are gathered for forward"),
-    ("communication.parameters", "zero.stage", (3,), "stage 3; at stages 0 to 2 none are gathered for forward"),
+    ("communication.parameters", "zero.stage", (1, 2, 3), "stages 1 to 3; at stage 0 every rank updates all of them"),
     ("precision.loss_scale", "precision.compute", ("fp16",), "fp16 compute; under {0} the loss is not scaled"),
     ("precision.initial_loss_scale", "precision.compute", ("fp16",), "fp16 compute; under {0} the loss is not scaled"),
     ("precision.loss_scale_window", "precision.compute", ("fp16",), "fp16 compute; under {0} the loss is not scaled"),
@@ -85,6 +85,7 @@ def _states(config: Config, compute: str, accumulates: bool) -> Iterator[Contrad
             "leave precision.moments out",
         )
     yield from _feedback(config)
+    yield from _changes(config, compute)
     if precision.gradients != "in_backward":
         return
     if compute == "fp16":
@@ -142,6 +143,34 @@ def _feedback(config: Config) -> Iterator[Contradiction]:
             "communication.gradients: onebit sends signs, which say nothing of a value's size: it takes a running "
             "average, and plain sgd keeps none",
             "set optimizer.momentum to 0.9, or communication.gradients to ternary",
+        )
+
+
+def _changes(config: Config, compute: str) -> Iterator[Contradiction]:
+    """Of parameters that travel as codes."""
+    codec, zero = config.communication.parameters, config.zero
+    if codec == "full":
+        return
+    if zero.stage == 3:
+        if codec != "int8":
+            yield (
+                ("communication.parameters", "zero.stage"),
+                f"communication.parameters: {codec} is too coarse to compute with: what travels at stage 3 are the "
+                "parameters themselves, at stages 1 and 2 their changes",
+                "set communication.parameters to int8, or zero.stage to 2",
+            )
+        return
+    if config.precision.master == "split" and compute == "bf16":
+        yield (
+            ("communication.parameters", "precision.master"),
+            "precision.master: split has its high halves in the parameters, which changes in codes make other ones",
+            "set precision.master to fp32",
+        )
+    if zero.offload.parameters != "none":
+        yield (
+            ("communication.parameters", "zero.offload.parameters"),
+            "changes in codes are added to parameters on the device",
+            "leave zero.offload.parameters out",
         )
 
 

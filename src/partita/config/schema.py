@@ -243,8 +243,8 @@ class Communication(Section):
     )
     parameters: Text = Field(
         "full",
-        description="stage 3: encoding of parameters as they are gathered; full: precision.compute; int8: codes in "
-        "blocks, to nearest",
+        description="encoding of parameters as they travel; full: precision.compute. Stage 3: as they are gathered, "
+        "int8. Stages 1 and 2: of their changes, int8, int4, 2bit, ternary, onebit or topk, whose error is in the next",
     )
     buffers: Literal["broadcast", "local"] = Field(
         "broadcast", description="buffers that change (BatchNorm) follow rank 0, or stay each rank's own"
@@ -314,7 +314,7 @@ AVAILABLE: dict[str, tuple[object, ...]] = {
     "parallel.schedule": ("1f1b", "gpipe", "interleaved"),
     "activations.partition": (False,),
     "communication.gradients": ("full", "int8", "int4", "2bit", "ternary", "onebit", "topk"),
-    "communication.parameters": ("full", "int8"),
+    "communication.parameters": ("full", "int8", "int4", "2bit", "ternary", "onebit", "topk"),
 }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from partita.plan.mesh_shape import MeshShape
-from partita.plan.residence import Residence, Tier
+from partita.plan.residence import FP32, Residence, Tier
 from partita.plan.span import SegmentLayout, Span
 from partita.plan.state_plan import StatePlan
 from partita.plan.steps import AllGather, ReduceScatter, Step, in_phases, on_wires, steps
@@ -50,7 +50,7 @@ class PlannedSegment:
     def master_is_parameter(self) -> bool:
         """Whether the master weights are the parameters at rest, or a part of them."""
         rest, master = self.row.param_rest, self.row.master
-        same = (rest.encoding, rest.tier) == (master.encoding, master.tier)
+        same = (rest.encoding, rest.tier) == (master.encoding, master.tier) and not self.sends_changes
         if same and rest.tier is Tier.DISK:  # what is read and written there is all of it
             same = self.num_shards(rest) == self.num_shards(master)
         return same
@@ -60,6 +60,17 @@ class PlannedSegment:
         """Whether bringing updated master weights into what rests takes the other ranks."""
         brought = steps(self.row.master, self.row.param_rest, self.mesh)
         return any(isinstance(op, AllGather) for op in brought)
+
+    @cached_property
+    def sends_changes(self) -> bool:
+        """Whether ranks tell each other how far updated values are from what all have, in codes."""
+        return self.update_is_gathered and self.row.wires.changes.is_coded
+
+    @cached_property
+    def publication(self) -> tuple[Step, ...]:
+        """From updated master weights to the parameters at rest."""
+        wire = self.row.wires.changes if self.sends_changes else FULL
+        return on_wires(steps(self.row.master, self.row.param_rest, self.mesh), FULL, wire)
 
     @cached_property
     def gathers(self) -> tuple[Step, ...]:
@@ -73,7 +84,10 @@ class PlannedSegment:
 
     @cached_property
     def gathered_code_bytes(self) -> int:
-        """Of the codes that all parameters come in."""
+        """Of the codes that all parameters come in, or their changes, with room for one rank's in fp32."""
+        if self.sends_changes:
+            room = FP32.num_bytes(self.row.master.num_elements(self.layout.padded, self.mesh))
+            return self.row.wires.changes.num_bytes(self.layout.padded) + room
         return self.row.wires.parameters.num_bytes(self.layout.padded) if self.gathers_codes else 0
 
     @cached_property

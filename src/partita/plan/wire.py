@@ -97,13 +97,15 @@ FULL = Wire()
 @dataclass(frozen=True)
 class Wires:
     """What travels on the edges of the table: ``gradients`` to where they are summed up, ``sums`` of them to where the
-    optimizer works on more than a rank has summed up, and ``parameters`` that rest split to where they are computed
-    with.
+    optimizer works on more than a rank has summed up, ``parameters`` that rest split to where they are computed with,
+    and ``changes`` of those that rest whole from where they are updated: what travels of one is how far the updated
+    value is from what all ranks have, which so is the wire's feedback.
     """
 
     gradients: Wire = FULL
     sums: Wire = FULL
     parameters: Wire = FULL
+    changes: Wire = FULL
 
 
 AS_THEY_ARE = Wires()

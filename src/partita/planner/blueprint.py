@@ -87,21 +87,25 @@ def _wires(asked: Communication, row: StatePlan) -> Wires:
     """Codes that are added up are right on average, or hold back what they lose; parameters come alike from each
     gather. What has no floating point of its own travels as it is.
     """
-    gathered = CODECS.get(asked.parameters)
-    if row.param_compute.encoding.name not in ENCODINGS:
-        gathered = None
-    gradients = row.grad_step.encoding
-    parameters = Wire(row.param_compute.encoding, gathered)
-    if asked.gradients in HELD_BACK:
-        summed = Wire(gradients, CODECS[HELD_BACK[asked.gradients]], feedback=True)
+    wires, name = _gradient_wires(asked.gradients, row), asked.parameters
+    gathered = CODECS.get(HELD_BACK.get(name, name)) if row.param_compute.encoding.name in ENCODINGS else None
+    if row.param_rest.shard_axes:
+        return replace(wires, parameters=Wire(row.param_compute.encoding, gathered))
+    return replace(wires, changes=Wire(FP32, gathered))
+
+
+def _gradient_wires(name: str, row: StatePlan) -> Wires:
+    encoding = row.grad_step.encoding
+    if name in HELD_BACK:
+        summed = Wire(encoding, CODECS[HELD_BACK[name]], feedback=True)
         if not row.replica_axes:
-            return Wires(summed, summed, parameters)
-    elif asked.gradients in AT_RANDOM:
-        summed = Wire(gradients, CODECS[asked.gradients], unbiased=True)
+            return Wires(summed, summed)
+    elif name in AT_RANDOM:
+        summed = Wire(encoding, CODECS[name], unbiased=True)
     else:
-        return Wires(parameters=parameters)
+        return Wires()
     # Where nothing evens out what the sums lose, they take the finer codes.
-    return Wires(summed, Wire(gradients, CODECS["int8"], unbiased=True), parameters)
+    return Wires(summed, Wire(encoding, CODECS["int8"], unbiased=True))
 
 
 def make_blueprint(

@@ -53,7 +53,7 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
     for bucket in buckets:
         sent.reductions(bucket, num_reduced)
     for segment in segments:
-        sent.move(segment.row.master, segment.row.param_rest, segment.layout.padded, "parameters")
+        sent.count(segment.publication, segment.row.master, segment.layout.padded, "parameters")
     if not all(unit.rests_whole for unit in units):
         sent.messages(units[0].row.summed_axes, WORD_BYTES, shape.accumulate)  # the end of a micro-batch
     num_members = sum(len(segment.layout.spans) for segment in segments)

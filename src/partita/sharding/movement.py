@@ -105,6 +105,10 @@ class Movement:
                 target.copy_(source, non_blocking=target.device == self.device)
         return handles
 
+    def group(self, axes: tuple[str, ...]) -> Group:
+        """The ranks along these axes."""
+        return self._collectives.group(axes)
+
     def scratch_bytes(self, ops: Sequence[Step], num_elements: int, itemsize: int) -> int:
         """Scratch memory that ``ops``, one after the other, need for what is received, and for codes."""
         most = 0

@@ -114,11 +114,38 @@ NOT_AVAILABLE = [
         ("parallel", {"schedule": "zero_bubble"}, "parallel.schedule"),
         ("activations", {"partition": True}, "activations.partition"),
         ("communication", {"gradients": "low_rank"}, "communication.gradients"),
+        ("optimizer", {"name": "zeroone_adam"}, "optimizer.name"),
+        ("optimizer", {"name": "onebit_lamb"}, "optimizer.name"),
         ("communication", {"parameters": "low_rank"}, "communication.parameters"),
     ]
 ]
 
+ONEBIT = {"name": "onebit_adam"}
 CROSS_FIELD = [
+    Wrong(
+        {"optimizer": ONEBIT},
+        ("measures its second moment in a warm-up", "Fix: set communication.warmup_steps, or schedule.total_steps"),
+    ),
+    Wrong(
+        {"communication": {"gradients": "ternary", "warmup_steps": 50}, "schedule": {"total_steps": 50}},
+        ("all of the training's steps would be before codes travel", "Fix: set communication.warmup_steps to less"),
+    ),
+    Wrong(
+        {"optimizer": ONEBIT, "communication": {"gradients": "int8", "warmup_steps": 5}},
+        ("has its running average travel", "Fix: set communication.gradients to onebit, ternary, 2bit or topk"),
+    ),
+    Wrong(
+        {"optimizer": ONEBIT, "communication": {"warmup_steps": 5}, "zero": {"stage": 3, "replicate": "nodes"}},
+        ("zero.replicate has one a node", "Fix: leave zero.replicate out"),
+    ),
+    Wrong(
+        {
+            "optimizer": ONEBIT,
+            "communication": {"warmup_steps": 5},
+            "precision": {"compute": "bf16", "master": "split"},
+        },
+        ("split belongs to adamw, adam, sgd and lion", "Fix: set precision.master to fp32"),
+    ),
     Wrong(
         {"communication": {"gradients": "ternary"}, "precision": {"gradients": "in_backward"}},
         ("holds back what codes lose once a step is known to be finite", "Fix: set communication.gradients to int8"),

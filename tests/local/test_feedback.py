@@ -149,7 +149,7 @@ def near(plan: str, wires: dict[str, str], precision: dict[str, Any]) -> list[fl
     config = {"zero": PLANS[plan], "optimizer": {"lr": 1e-2}, "precision": precision, "communication": wires}
     losses = []
     with partita.initialize(Stack(2), config) as engine:
-        for step in range(12):
+        for _ in range(12):
             loss = square_loss(engine, 0, 0)
             losses.append(loss.item())
             engine.backward(loss)
@@ -165,7 +165,6 @@ def near(plan: str, wires: dict[str, str], precision: dict[str, Any]) -> list[fl
                 own = segment.part(whole, segment.plan.master)
                 change = max(change, float((own - segment.master.lend().tensor).abs().max()))
         assert 0 < change < 0.05, change  # the steps are of 0.01
-        losses.append(change)
     return losses
 
 
@@ -274,7 +273,7 @@ def test_a_checkpoint_without_it_is_told(tmp_path: Path) -> None:
 def test_parameters_follow_by_their_changes(plan: str, wires: dict[str, str], precision: dict[str, Any]) -> None:
     first, *others = pool.run(2, near, plan, wires, precision)
     assert all(losses == first for losses in others)
-    assert first[-2] < 0.3 * first[0]
+    assert first[-1] < 0.3 * first[0]
 
 
 def test_it_rests_where_the_optimizer_does() -> None:

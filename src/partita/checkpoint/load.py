@@ -89,6 +89,7 @@ def load(content: Content, training: TrainingState, backend: Backend, folder: Pa
         if error is not None:
             raise error
         restored = loading.fill_others()
+    content.updater.loaded()
     content.runtime.updated()
     trim()
     return restored

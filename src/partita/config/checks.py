@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from partita.config.messages import Row, conflict, row, setting
 from partita.config.schema import Config
-from partita.plan.wire import HELD_BACK
+from partita.config.wires import gradient_codec, warmup_steps
+from partita.plan.wire import AT_RANDOM, HELD_BACK
 
 # Settings that do not go together: the keys to show, what is wrong, and one fix.
 Contradiction = tuple[tuple[str, ...], str, str]
@@ -23,7 +24,7 @@ _BELONGS: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ("precision.loss_scale_window", "precision.compute", ("fp16",), "fp16 compute; under {0} the loss is not scaled"),
     ("precision.initial_loss_scale", "precision.loss_scale", ("dynamic",), "a dynamic loss scale; {0} stays as it is"),
     ("precision.loss_scale_window", "precision.loss_scale", ("dynamic",), "a dynamic loss scale; {0} stays as it is"),
-    ("optimizer.eps", "optimizer.name", ("adam", "adamw"), "adam and adamw; {0} divides by nothing"),
+    ("optimizer.eps", "optimizer.name", ("adam", "adamw", "onebit_adam"), "adam and adamw; {0} divides by nothing"),
     ("optimizer.momentum", "optimizer.name", ("sgd",), "sgd; the momentum of {0} is betas[0]"),
 )
 
@@ -119,7 +120,8 @@ def _states(config: Config, compute: str, accumulates: bool) -> Iterator[Contrad
 
 def _feedback(config: Config) -> Iterator[Contradiction]:
     """Of codes that hold back what they lose."""
-    codec, offload = config.communication.gradients, config.zero.offload
+    codec, offload = gradient_codec(config), config.zero.offload
+    yield from _warm_up(config)
     if codec not in HELD_BACK:
         return
     if config.precision.gradients == "in_backward":
@@ -143,6 +145,49 @@ def _feedback(config: Config) -> Iterator[Contradiction]:
             "communication.gradients: onebit sends signs, which say nothing of a value's size: it takes a running "
             "average, and plain sgd keeps none",
             "set optimizer.momentum to 0.9, or communication.gradients to ternary",
+        )
+
+
+def _warm_up(config: Config) -> Iterator[Contradiction]:
+    """Of the steps before codes begin to travel."""
+    total, num = config.schedule.total_steps, warmup_steps(config)
+    if total is not None and num >= total:
+        yield (
+            ("communication.warmup_steps", "schedule.total_steps"),
+            "communication.warmup_steps: all of the training's steps would be before codes travel",
+            f"set communication.warmup_steps to less than {total}",
+        )
+    if num and config.precision.gradients == "in_backward":
+        yield (
+            ("communication.warmup_steps", "precision.gradients"),
+            "under precision.gradients: in_backward codes travel from the first step on",
+            "leave communication.warmup_steps out",
+        )
+    if config.optimizer.name != "onebit_adam":
+        return
+    if config.communication.gradients in AT_RANDOM:
+        yield (
+            ("optimizer.name", "communication.gradients"),
+            "optimizer.name: onebit_adam has its running average travel, in codes that hold back what they lose",
+            "set communication.gradients to onebit, ternary, 2bit or topk",
+        )
+    if not num:
+        yield (
+            ("optimizer.name", "communication.warmup_steps", "schedule.total_steps"),
+            "optimizer.name: onebit_adam measures its second moment in a warm-up",
+            "set communication.warmup_steps, or schedule.total_steps, of which it is 15 %",
+        )
+    if config.zero.replicate != "none":
+        yield (
+            ("optimizer.name", "zero.replicate"),
+            "optimizer.name: onebit_adam has all ranks know one running average; zero.replicate has one a node",
+            "leave zero.replicate out",
+        )
+    if config.precision.master == "split":
+        yield (
+            ("optimizer.name", "precision.master"),
+            "precision.master: split belongs to adamw, adam, sgd and lion",
+            "set precision.master to fp32",
         )
 
 
@@ -289,6 +334,9 @@ def _schedule(config: Config) -> Iterator[Contradiction]:
 
 def idle_settings(config: Config, compute: str) -> Iterator[str]:
     """One line ``ignored: key (reason)`` for each setting without effect."""
+    wires = {gradient_codec(config), config.communication.parameters}
+    if config.communication.warmup_steps != "auto" and wires == {"full"}:
+        yield "ignored: communication.warmup_steps (no codes travel)"
     offload, precision, schedule = config.zero.offload, config.precision, config.schedule
     may_use_disk = {"disk", "auto"} & {offload.parameters, offload.optimizer} or "disk" in (
         offload.gradients,

@@ -12,7 +12,7 @@ from partita.plan.residence import FP32, Residence, Tier
 from partita.plan.span import SegmentLayout, Span
 from partita.plan.state_plan import StatePlan
 from partita.plan.steps import AllGather, ReduceScatter, Step, in_phases, on_wires, steps
-from partita.plan.wire import FULL, hops, scratch_bytes
+from partita.plan.wire import AS_THEY_ARE, FULL, Wire, Wires, hops, scratch_bytes
 
 # Small segments share a bucket up to this size; it bounds the number of messages, not the memory.
 BUCKET_BYTES = 4 * 2**20
@@ -112,16 +112,34 @@ class PlannedSegment:
         """Whether gradients are collected in a slot of a buffer pool, and leave it before the next micro-batch."""
         return not (self.gradient_in_place or self.gradient_rests_whole)
 
+    @property
+    def carries(self) -> bool:
+        """Whether all ranks have the optimizer's running average, of which what they send is made."""
+        return self.row.wires.momentum > 0 and bool(self.gradient_reductions)
+
+    def carriage(self, wire: Wire) -> tuple[Step, ...]:
+        """From the sums, which a rank measures its part of, to those that all ranks have, in fp32 on the device."""
+        summed = replace(self.row.grad_step, shard_axes=self.row.part_axes, encoding=FP32, tier=Tier.DEVICE)
+        return on_wires(steps(summed, replace(summed, shard_axes=()), self.mesh), FULL, wire)
+
     @cached_property
     def gradient_phases(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
         """From gradients as they are collected (on the device, encoded as they rest) to the optimizer's: the steps to
         the sums, which every rank measures and scales its part of, and those that then bring the sums to where the
         optimizer works on more than this part.
         """
+        return self._phases(self.row.wires)
+
+    @cached_property
+    def full_gradient_phases(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+        """The same before codes begin to travel."""
+        return self._phases(AS_THEY_ARE)
+
+    def _phases(self, chosen: Wires) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
         collected = replace(self.row.grad_arrival, encoding=self.row.grad_step.encoding)
         summed = replace(self.row.grad_step, shard_axes=self.row.part_axes)
         to_sums, further = (steps(*ends, self.mesh) for ends in ((collected, summed), (summed, self.row.grad_step)))
-        wires = self.row.wires.gradients, self.row.wires.sums
+        wires = chosen.gradients, chosen.sums
         return in_phases(on_wires(to_sums, *wires)), in_phases(on_wires(further, *wires))
 
     @property
@@ -150,7 +168,8 @@ class PlannedSegment:
         after the other.
         """
         num_elements, sizes = self.layout.padded, list[int]()
-        for op in (*self.gradient_phases[0], *self.gradient_phases[1]):
+        further = self.carriage(self.row.wires.sums) if self.carries else self.gradient_phases[1]
+        for op in (*self.gradient_phases[0], *further):
             if isinstance(op, ReduceScatter):
                 for axes in hops(op.axes, self.mesh) if op.wire.is_coded else (op.axes,):
                     sizes += [num_elements] if op.wire.feedback else []

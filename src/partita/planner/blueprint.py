@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from partita.config.resolve import Resolved
-from partita.config.schema import Communication, Config
+from partita.config.schema import Config
+from partita.config.wires import gradient_codec, warmup_steps
 from partita.errors import ConfigError
 from partita.plan.place import Place
 from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
@@ -80,14 +81,17 @@ def row_of(
         zero.stage, keep_gathered=zero.keep_gathered, hierarchical=zero.hierarchical, replicated=replicated
     )
     row = preset(name, encodings, tiers, resolved.mesh, copies)
-    return replace(row, wires=_wires(resolved.config.communication, row))
+    return replace(row, wires=_wires(resolved.config, row))
 
 
-def _wires(asked: Communication, row: StatePlan) -> Wires:
+def _wires(config: Config, row: StatePlan) -> Wires:
     """Codes that are added up are right on average, or hold back what they lose; parameters come alike from each
     gather. What has no floating point of its own travels as it is.
     """
-    wires, name = _gradient_wires(asked.gradients, row), asked.parameters
+    wires, name = _gradient_wires(gradient_codec(config), row), config.communication.parameters
+    wires = replace(wires, starts_full=warmup_steps(config) > 0)
+    if config.optimizer.name == "onebit_adam":
+        wires = replace(wires, momentum=config.optimizer.betas[0])
     gathered = CODECS.get(HELD_BACK.get(name, name)) if row.param_compute.encoding.name in ENCODINGS else None
     if row.param_rest.shard_axes:
         return replace(wires, parameters=Wire(row.param_compute.encoding, gathered))

@@ -64,8 +64,8 @@ def begin_gather(
 
 
 def gather_changes(group: Group, wire: Wire, updated: Tensor, whole: Tensor, scratch: Tensor) -> None:
-    """Bring ``whole`` ``[size * n]``, which all ranks have alike, nearer to what each has ``updated`` ``[n]``. What codes
-    of the changes lose is in the next ones.
+    """Bring ``whole`` ``[size * n]``, which all ranks have alike, nearer to what each has ``updated`` ``[n]``. What is
+    lost of the changes is in the next ones.
 
     Args:
         scratch: memory for the codes of ``whole``, and for ``n`` values in fp32.

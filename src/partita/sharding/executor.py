@@ -34,6 +34,7 @@ class Executor:
         self._mesh = collectives.mesh.shape
         self._stream = collectives.mesh.stream("parameters")
         self.device = collectives.mesh.device
+        self.in_full = False  # codes of changes do not travel yet
 
     def can_gather(self, unit: Unit) -> bool:
         """Whether the pool has a slot left for this unit."""
@@ -129,7 +130,7 @@ class Executor:
             for segment in (segment for unit in units for segment in unit.trained):
                 assert segment.master is not None
                 master, plan = segment.master.lend().wait(), segment.plan
-                if segment.planned.sends_changes:
+                if segment.planned.sends_changes and not self.in_full:
                     self._send_changes(segment, master)
                     continue
                 end = self._begin_to_store(master, segment.rest, plan.master, plan.param_rest)
@@ -170,7 +171,7 @@ class Executor:
         """Bring one segment's ``updated`` weights, master or parameters, into what rests; ``exact``: as they are, also
         where codes of their changes travel.
         """
-        if segment.planned.sends_changes and not exact:
+        if segment.planned.sends_changes and not (exact or self.in_full):
             self._send_changes(segment, values)
         else:
             self._store(values, segment.rest, updated, segment.plan.param_rest)

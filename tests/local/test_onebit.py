@@ -1,4 +1,4 @@
-"""1-bit Adam: the running average travels, at every stage; with codes that lose nothing it is Adam with a frozen moment."""
+"""1-bit Adam: the running average travels, alike at every stage; with codes that lose nothing it is Adam."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

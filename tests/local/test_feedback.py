@@ -266,7 +266,7 @@ def test_a_checkpoint_without_it_is_told(tmp_path: Path) -> None:
     [
         ("1", {"parameters": "ternary", "gradients": "ternary"}, {}),
         ("2", {"parameters": "int4"}, {"compute": "bf16"}),
-        ("2", {"parameters": "2bit", "gradients": "int8"}, {}),
+        ("2", {"parameters": "int8", "gradients": "2bit"}, {}),
     ],
     ids=str,
 )

@@ -111,8 +111,6 @@ KEYS = [
 NOT_AVAILABLE = [
     Wrong({section: value}, (f"{key}: ", "is not available in this version; remove it or set it back to its default"))
     for section, value, key in [
-        ("parallel", {"schedule": "zero_bubble"}, "parallel.schedule"),
-        ("activations", {"partition": True}, "activations.partition"),
         ("communication", {"gradients": "low_rank"}, "communication.gradients"),
         ("optimizer", {"name": "zeroone_adam"}, "optimizer.name"),
         ("optimizer", {"name": "onebit_lamb"}, "optimizer.name"),
@@ -145,6 +143,20 @@ CROSS_FIELD = [
             "precision": {"compute": "bf16", "master": "split"},
         },
         ("split belongs to adamw, adam, sgd and lion", "Fix: set precision.master to fp32"),
+    ),
+    Wrong(
+        {"activations": {"partition": True, "checkpoint": "units"}},
+        (
+            "activations.partition splits kept inputs over the ranks that have them alike, which tensor ranks are, and",
+            "Fix: leave activations.partition out, or set parallel.tensor to the ranks that share each layer",
+        ),
+    ),
+    Wrong(
+        {"activations": {"partition": True}, "parallel": {"tensor": 2}},
+        (
+            "activations.partition splits the inputs of modules that are recomputed, and none are",
+            "Fix: set activations.checkpoint to units",
+        ),
     ),
     Wrong(
         {"communication": {"gradients": "ternary"}, "precision": {"gradients": "in_backward"}},
@@ -253,6 +265,10 @@ CROSS_FIELD = [
     Wrong(
         {"zero": {"stage": 2, "hierarchical": True}},
         ("zero.hierarchical belongs to stage 3", "2  config", "Fix: leave"),
+    ),
+    Wrong(
+        {"zero": {"stage": 3, "keep_gradients": True}},
+        ("zero.keep_gradients belongs to zero.keep_gathered", "Fix: leave"),
     ),
     Wrong(
         {"zero": {"stage": 3, "hierarchical": True, "keep_gathered": True}},

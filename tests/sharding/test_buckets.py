@@ -34,7 +34,7 @@ SHAPES: st.SearchStrategy[Shapes] = st.lists(
     st.lists(st.lists(st.integers(0, 30), max_size=2).map(tuple), min_size=1, max_size=4), min_size=1, max_size=3
 )
 PLAIN, ON_DEVICE = Encodings(), Tiers()
-WHOLE, SHARDED = ["ddp", "zero1"], ["zero2", "zero3", "zero3-kept", "hierarchical", "hsdp"]
+WHOLE, SHARDED = ["ddp", "zero1", "zero3-once"], ["zero2", "zero3", "zero3-kept", "hierarchical", "hsdp"]
 
 
 def segment_of(

@@ -66,16 +66,18 @@ class Group:
 
     # ------------------------------------------------------------------ flat tensors
 
-    def all_gather(self, whole: Tensor, part: Tensor, purpose: str = "parameters", tag: int = 0) -> Handle:
+    def all_gather(
+        self, whole: Tensor, part: Tensor, purpose: str = "parameters", tag: int = 0, *, connections: str = ""
+    ) -> Handle:
         """Start gathering every rank's ``part`` ``[n]`` into ``whole`` ``[size * n]``.
 
         Ranks that gather under different tags wait for each other, if the transport keeps tags apart, where the same
-        tag with other sizes would end them.
+        tag with other sizes would end them. ``connections``: those of another purpose, in which this is in order.
         """
         self._count("all_gather", purpose, (self.size - 1) * part.nbytes)
         explained = partial(self._explained, f"all-gather of {purpose}")
         with explained():
-            work = self.transport.all_gather(whole, part, purpose, tag)
+            work = self.transport.all_gather(whole, part, connections or purpose, tag)
         return Handle(work, explained)
 
     def reduce_scatter(self, out: Tensor, sent: Tensor, received: Tensor, *, accumulate: bool) -> None:

@@ -15,6 +15,12 @@ Contradiction = tuple[tuple[str, ...], str, str]
 # A key that means something only where another one has certain values: those, also in words, and what is so elsewhere.
 _BELONGS: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ("zero.keep_gathered", "zero.stage", (3,), "stage 3; at stages 0 to 2 parameters are always whole"),
+    (
+        "zero.keep_gradients",
+        "zero.keep_gathered",
+        (True,),
+        "zero.keep_gathered; parameters that are gathered for each micro-batch do not go with gradients that stay",
+    ),
     ("zero.hierarchical", "zero.stage", (3,), "stage 3; at stages 0 to 2 nothing is gathered in backward"),
     ("zero.replicate", "zero.stage", (3,), "stage 3; at stages 0 to 2 every rank has the parameters"),
     ("zero.prefetch_bytes", "zero.stage", (3,), "stage 3; at stages 0 to 2 no parameters are gathered for forward"),
@@ -50,6 +56,7 @@ def check_settings(config: Config, derived: Mapping[str, Row]) -> None:
     rules = (
         *_states(config, compute, accumulates),
         *_axes(config),
+        *_activations(config),
         *_training(config),
         *_attention(config),
     )
@@ -238,14 +245,30 @@ def _axes(config: Config) -> Iterator[Contradiction]:
         yield ("parallel.schedule", "parallel.chunks"), problem, fix
 
 
+def _activations(config: Config) -> Iterator[Contradiction]:
+    settings, parallel = config.activations, config.parallel
+    for key, what in (
+        ("offload", "moves the inputs of modules that are recomputed"),
+        ("partition", "splits the inputs of modules that are recomputed"),
+        ("keep_bytes", "keeps modules whole that would be recomputed"),
+    ):
+        if settings.checkpoint == "none" and getattr(settings, key) != getattr(Config().activations, key):
+            yield (
+                (f"activations.{key}", "activations.checkpoint"),
+                f"activations.{key} {what}, and none are",
+                "set activations.checkpoint to units",
+            )
+    if settings.partition and parallel.tensor == parallel.sequence == 1:
+        yield (
+            ("activations.partition", "parallel.tensor"),
+            "activations.partition splits kept inputs over the ranks that have them alike, which tensor ranks are, and "
+            "there is one",
+            "leave activations.partition out, or set parallel.tensor to the ranks that share each layer",
+        )
+
+
 def _training(config: Config) -> Iterator[Contradiction]:
     optimizer = config.optimizer
-    if config.activations.offload != "none" and config.activations.checkpoint == "none":
-        yield (
-            ("activations.offload", "activations.checkpoint"),
-            "activations.offload moves the inputs of modules that are recomputed, and none are",
-            "set activations.checkpoint to units",
-        )
     if config.loss.tiled != "none" and config.parallel.sequence > 1:
         yield (
             ("loss.tiled", "parallel.sequence"),
@@ -348,6 +371,8 @@ def idle_settings(config: Config, compute: str) -> Iterator[str]:
     for key in ("schedule", "chunks", "cut"):
         if config.parallel.pipeline == 1 and getattr(config.parallel, key) != getattr(Config().parallel, key):
             yield f"ignored: parallel.{key} (parallel.pipeline is 1)"
+    if config.activations.partition and config.parallel.tensor == 1:
+        yield "ignored: activations.partition (under parallel.sequence each rank keeps its own positions anyway)"
     if precision.master == "split" and compute == "fp32":
         yield "ignored: precision.master (fp32 parameters are their own master weights)"
     if precision.nonfinite != "skip" and finds_its_scale:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from partita.activation.apply import Activations, Chosen
+from partita.activation.apply import Activations, Chosen, open_tier
 from partita.attention.apply import SparseAttention
 from partita.checkpoint.checkpoints import Checkpoints
 from partita.comm.collectives import Collectives
@@ -38,6 +38,7 @@ from partita.parallel.applied import Parallel
 from partita.parallel.apply import apply
 from partita.parallel.pipeline.apply import schedule_of
 from partita.parallel.pipeline.run import Pipeline
+from partita.parallel.pipeline.simulate import simulate
 from partita.parallel.random import agreed_seed
 from partita.parallel.samples import SAMPLE_AXES, SameSamples
 from partita.plan.mesh_shape import AXES, STATE_AXES
@@ -141,12 +142,15 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
             whole = Whole(runtime, updater)
             gathered = Gathered(runtime, updater, whole, parallel.changes)
             checkpoints = Checkpoints(model, runtime, updater, scheduler, settings)
+            open_tier(settings, memory)
     except BaseException:
         memory.close()
         raise
     weights = source.folder if source is not None else None
     attention.apply()  # inside what runs again in backward
-    activations = Activations(chosen, settings, memory, mesh.device)
+    schedule = schedule_of(resolved)
+    under_way = simulate(schedule).most_kept[mesh.coordinate("pipeline")]
+    activations = Activations(model, chosen, settings, memory, collectives, under_way)
     samples = SameSamples(collectives.group(SAMPLE_AXES), mesh.coordinate("data"))
     return Parts(
         optimizer,
@@ -163,5 +167,5 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         weights,
         parallel,
         samples,
-        Pipeline(model, parallel, schedule_of(resolved), collectives),
+        Pipeline(model, parallel, schedule, collectives),
     )

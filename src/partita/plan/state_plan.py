@@ -131,6 +131,7 @@ PRESETS = {
     "zero2": _Row(grad_between=STATES, grad_step=STATES, states=STATES),
     "zero3": _Row(rest=STATES, between=STATES, grad_between=STATES, grad_step=STATES, states=STATES),
     "zero3-kept": _Row(rest=STATES, grad_between=STATES, grad_step=STATES, states=STATES),
+    "zero3-once": _Row(rest=STATES, partial=True, grad_step=STATES, states=STATES),
     "hierarchical": _Row(rest=STATES, between=LOCAL, grad_between=STATES, grad_step=STATES, states=STATES),
     "hsdp": _Row(rest=LOCAL, between=LOCAL, grad_between=LOCAL, grad_step=LOCAL, states=LOCAL),
 }
@@ -172,10 +173,20 @@ def preset(
 
 
 def preset_name(
-    stage: int, *, keep_gathered: bool = False, hierarchical: bool = False, replicated: bool = False
+    stage: int,
+    *,
+    keep_gathered: bool = False,
+    keep_gradients: bool = False,
+    hierarchical: bool = False,
+    replicated: bool = False,
 ) -> str:
     """The preset that a ZeRO stage and its variants stand for. ``replicated``: every node has all states."""
-    chosen = {"zero3-kept": keep_gathered, "hierarchical": hierarchical, "hsdp": replicated}
+    chosen = {
+        "zero3-once": keep_gradients,
+        "zero3-kept": keep_gathered,
+        "hierarchical": hierarchical,
+        "hsdp": replicated,
+    }
     return next((name for name, is_chosen in chosen.items() if is_chosen), _STAGES[stage])
 
 

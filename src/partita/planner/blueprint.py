@@ -78,7 +78,11 @@ def row_of(
     encodings = Encodings(compute, master, ENCODINGS.get(precision.gradients, FP32), moments)
     replicated = zero.replicate == "nodes"
     name = preset_name(
-        zero.stage, keep_gathered=zero.keep_gathered, hierarchical=zero.hierarchical, replicated=replicated
+        zero.stage,
+        keep_gathered=zero.keep_gathered,
+        keep_gradients=zero.keep_gradients,
+        hierarchical=zero.hierarchical,
+        replicated=replicated,
     )
     row = preset(name, encodings, tiers, resolved.mesh, copies)
     return replace(row, wires=_wires(resolved.config, row))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
 from partita.errors import PartitaError
@@ -65,6 +65,7 @@ class GradientReducer:
         self._synchronizes = True
         self._traces = False
         self._user: GradientUser | None = None
+        self._aside: Callable[[nn.Parameter, Tensor], None] | None = None
         self._finite: Tensor | None = None
         self._took_part = False
         self.scales = set[float]()
@@ -124,6 +125,15 @@ class GradientReducer:
         finally:
             self._synchronizes = before
 
+    @contextmanager
+    def aside(self, take: Callable[[nn.Parameter, Tensor], None]) -> Iterator[None]:
+        """A block in which gradients that are collected are given to ``take`` instead, which has them arrive later."""
+        self._aside = take
+        try:
+            yield
+        finally:
+            self._aside = None
+
     def _reducing(self, bucket: Bucket) -> bool:
         """Whether this backward reduces the bucket at all."""
         return bucket.moves and self._synchronizes and (self._is_last_micro_batch or bucket.passes)
@@ -169,9 +179,13 @@ class GradientReducer:
                 f"the gradient of '{member.fqn}' is sparse ({grad.layout}), and gradients are held dense: build the "
                 "module with sparse=False"
             )
+        bucket = self._bucket_of[id(member)]
+        if self._aside is not None and grad is not None and not bucket.in_place:
+            member.param.grad = None
+            self._aside(member.param, grad)
+            return
         self._took_part = True
         self.scales.add(factor_under_way())
-        bucket = self._bucket_of[id(member)]
         in_wave = not bucket.in_place and (self._synchronizes or bucket.rests_whole)
         if in_wave:
             self.backward_began()

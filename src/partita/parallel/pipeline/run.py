@@ -16,6 +16,7 @@ from partita.parallel.pipeline.edges import Arrival, Edges
 from partita.parallel.pipeline.schedule import Action, Order, Schedule, Shape, Work, make_schedule
 from partita.parallel.pipeline.stage import Arguments, Stages, StandsIn, bypasses
 from partita.parallel.pipeline.stand_in import StandIn
+from partita.parallel.pipeline.weights import WeightGradients, keep_apart
 from partita.plan.mesh_shape import PIPELINE_AXES
 from partita.planner.elsewhere import is_elsewhere
 
@@ -31,6 +32,8 @@ class _Kept:
 class Pipeline:
     """The stages of this rank. Without a pipeline there is one, which is the model.
 
+    Attributes: ``weights``: where backwards leave the weights' gradients, if the schedule computes them apart.
+
     Args:
         parallel: says where the model is cut, and what its modules are while they run.
         schedule: of a training batch.
@@ -42,6 +45,9 @@ class Pipeline:
         shape, device = schedule.shape, collectives.mesh.device
         self._kept = dict[tuple[int, int], _Kept]()
         self._stages: Stages | None = None
+        self.weights: WeightGradients | None = None
+        if schedule.splits_weights:
+            self.weights = keep_apart(model, parallel)
         if (cut := parallel.cut) is not None:
             held = {id(param) for param in model.parameters() if not is_elsewhere(param)}
             around = dict(outside(model, cut.blocks, held))
@@ -128,6 +134,12 @@ class Pipeline:
         """Until all that was sent has left."""
         for edges in self._edges if self.is_cut else ():
             edges.wait()
+
+    def forget(self) -> None:
+        """Let go of what a batch that failed has kept."""
+        self._kept.clear()
+        if self.weights is not None:
+            self.weights.forget()
 
     def share_loss(self, total: Tensor) -> Tensor:
         """The last stage's number, on all ranks of the pipeline."""

@@ -301,10 +301,8 @@ class GradientReducer:
         return self._movement.seeded(seed_of(self._user.steps, self._num_seeds))
 
     def _scale_of(self, bucket: Bucket) -> float | None:
-        """What the bucket's gradients are multiplied by; None where they travel in full for now. (Where they are
-        multiplied by several factors, the step is an error.)
-
-        A rank that has none sends what it has held back all the same: it says by what factor, too.
+        """What the bucket's gradients are multiplied by; None where they travel in full for now. A rank that has none
+        sends what it has held back all the same. (Where there are several factors, the step is an error.)
         """
         assert self._user is not None
         if self._user.in_full:
@@ -365,11 +363,8 @@ class GradientReducer:
         self.drain()
 
     def spread(self, used: AbstractSet[int], *, in_full: bool) -> None:
-        """Gather the sums where the optimizer works on whole gradients, and running averages where all ranks have them.
-
-        Args:
-            used: ids of the members that got a gradient on any rank.
-            in_full: codes did not travel in this step yet.
+        """Gather the sums where the optimizer works on whole gradients, and running averages where all ranks have them,
+        of what is ``used`` on any rank; ``in_full``: codes did not travel in this step yet.
         """
         chosen = [b for b in self.buckets if b.spreading or (b.carriage and not in_full)]
         room = max(map(self._received_bytes, chosen), default=0)

@@ -100,10 +100,9 @@ class GradientReducer:
     def _received_bytes(self, bucket: Bucket) -> int:
         """Scratch memory that the bucket's reductions need, and the way of the sums after them."""
         itemsize, scratch = bucket.dtype.itemsize, self._movement.scratch_bytes
-        further = (bucket.copies.steps, bucket.spreading, bucket.carriage)
-        of_sums = (scratch(ops, bucket.layout.num_columns, itemsize) for ops in further)
-        of_all = (scratch(ops, bucket.layout.num_elements, itemsize) for ops in bucket.ways)
-        return max(*of_all, *of_sums)
+        ways = [(ops, bucket.layout.num_elements) for ops in bucket.ways]
+        ways += [(ops, bucket.layout.num_columns) for ops in (bucket.copies.steps, bucket.spreading, bucket.carriage)]
+        return max(scratch(ops, num_elements, itemsize) for ops, num_elements in ways)
 
     # -------------------------------------------------------------- what a wave does
 

@@ -62,7 +62,10 @@ VALUES = [
     ),
     Wrong({"batch": {"micro": "4.5"}}, ("batch.micro: expected auto or a whole number of at least 1", "got '4.5'")),
     Wrong({"batch": {"total": -8}}, ("batch.total: expected auto or a whole number of at least 1", "got -8")),
-    Wrong({"optimizer": {"name": "AdamW"}}, ("optimizer.name: expected one of adamw, adam, sgd, lion; got 'AdamW'",)),
+    Wrong(
+        {"optimizer": {"name": "AdamW"}},
+        ("optimizer.name: expected one of adamw, adam, sgd, lion, onebit_adam, zeroone_adam, onebit_lamb; got",),
+    ),
     Wrong({"optimizer": {"lr": -0.1}}, ("optimizer.lr: expected a number of at least 0; got -0.1", "default 0.001")),
     Wrong({"optimizer": {"lr": math.inf}}, ("optimizer.lr: expected a number of at least 0; got inf",)),
     Wrong({"optimizer": {"lr": "1e999"}}, ("optimizer.lr: expected a number of at least 0; got '1e999'",)),

@@ -195,7 +195,8 @@ class PlannedSegment:
             received = (num_elements - kept) * itemsize
             if op.wire.is_coded:
                 sizes = [self.mesh.group_size(axes) for axes in hops(op.axes, self.mesh)]
-                received = scratch_bytes(op.wire, num_elements, sizes)
+                coded = scratch_bytes(op.wire, num_elements, sizes)
+                received = max(coded, received) if self.row.wires.starts_full else coded
             most, num_elements = max(most, received), kept
         for step in self.copy_steps:
             if isinstance(step, ReduceScatter):

@@ -23,8 +23,9 @@ from partita.huggingface.conversion import open_weights
 from partita.huggingface.weights import Weights
 from partita.inspection.gathered import Gathered
 from partita.inspection.whole import Whole
-from partita.memory.disk import open_disk
+from partita.memory.accelerator import is_simulated
 from partita.memory.ledger import Ledger
+from partita.memory.scratch import open_scratch
 from partita.memory.shortage import Shortages
 from partita.memory.tiers import StateMemory
 from partita.optim.build import Factory, build_optimizer, build_schedule, settings_of, wants_kernels
@@ -107,7 +108,8 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
 
 def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given: Given, parallel: Parallel) -> Parts:
     settings, mesh, all_ranks, ledger = resolved.config, collectives.mesh, collectives.all_ranks, Ledger()
-    memory = StateMemory(mesh.device, ledger, partial(open_disk, settings.zero.offload, mesh.rank))
+    disk = partial(open_scratch, settings.zero.offload, mesh.rank, simulated=is_simulated(mesh.device))
+    memory = StateMemory(mesh.device, ledger, disk)
     kernels = wants_kernels(settings, resolved.compute_dtype, mesh.device)
     with together(all_ranks):
         optimizer = build_optimizer(list(model.parameters()), settings, given.optimizer, kernels=kernels)

@@ -63,10 +63,10 @@ def _states(segment: PlannedSegment, rank: int | None, num_moments: int) -> Iter
         yield "momentum", row.feedback, FP32.num_bytes(segment.layout.padded)
     if not segment.master_is_parameter:
         yield "master", row.master, segment.held_bytes(row.master)
-    if row.moments.tier is Tier.DISK:  # there they are kept as the shard is, with its padding
-        yield "moments", row.moments, num_moments * segment.held_bytes(row.moments)
-    else:
-        yield "moments", row.moments, num_moments * _value_bytes(segment, row.moments, rank)
+    values = _value_bytes(segment, row.moments, rank)
+    if row.moments.tier is Tier.DISK and values:  # there they are kept as the shard is, with its padding
+        values = segment.held_bytes(row.moments)
+    yield "moments", row.moments, num_moments * values
 
 
 def _value_bytes(segment: PlannedSegment, residence: Residence, rank: int | None) -> int:

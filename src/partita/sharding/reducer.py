@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
 from partita.errors import PartitaError
+from partita.memory import accelerator
 from partita.memory.allocate import over
 from partita.memory.buffer_pool import BufferPool, Slot
 from partita.memory.ledger import Ledger
@@ -151,7 +152,7 @@ class GradientReducer:
     @property
     def suspect(self) -> bool:
         """Whether a number that was watched since the last update is not finite."""
-        return self._finite is not None and not bool(self._finite)
+        return self._finite is not None and not bool(accelerator.read(self._finite))
 
     # ---------------------------------------------------------------- in backward
 

@@ -363,9 +363,8 @@ class GradientReducer:
         self.drain()
 
     def spread(self, used: AbstractSet[int], *, in_full: bool) -> None:
-        """Gather the sums where the optimizer works on whole gradients, and running averages where all ranks have them,
-        of what is ``used`` on any rank; ``in_full``: codes did not travel in this step yet.
-        """
+        """Gather sums where the optimizer works on whole gradients, and running averages where all ranks have them, of
+        what any rank has ``used``; ``in_full``: codes did not travel in this step yet."""
         chosen = [b for b in self.buckets if b.spreading or (b.carriage and not in_full)]
         room = max(map(self._received_bytes, chosen), default=0)
         slot = self._receiving.borrow(room) if room else None

@@ -45,6 +45,29 @@ def ddp(build: Build) -> Trainer:
     return _with_optimizer(model, _adamw(model))
 
 
+def ddp_with_hook(build: Build, hook: str) -> Trainer:
+    """DistributedDataParallel whose gradients travel as low-rank factors (PowerSGD) or as bf16."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    # PowerSGD over gloo takes one bucket.
+    model = DistributedDataParallel(build("cpu"), gradient_as_bucket_view=True, bucket_cap_mb=1000)
+    if hook == "PowerSGD":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    else:
+        model.register_comm_hook(None, _as_bf16)
+    return _with_optimizer(model, _adamw(model))
+
+
+def _as_bf16(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """As torch's bf16_compress_hook, which refuses the CPU."""
+    sent = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
+    under_way = dist.all_reduce(sent, async_op=True).get_future()
+    return under_way.then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+
 def ddp_with_sharded_optimizer(build: Build) -> Trainer:
     """DistributedDataParallel and ZeroRedundancyOptimizer."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -76,13 +99,19 @@ def fsdp2(build: Build, *, kept: bool = False, device: str = "cpu") -> Trainer:
 
 
 def partita(
-    build: Build, zero: dict[str, Any], *, device: str = "cpu", from_files: bool = False, within_node: str = "auto"
+    build: Build,
+    zero: dict[str, Any],
+    *,
+    device: str = "cpu",
+    from_files: bool = False,
+    optimizer: str = "adamw",
+    **communication: Any,
 ) -> Trainer:
     """``from_files``: with the values of the safetensors files in the folder for temporary files."""
     import partita
 
     weights = tempfile.gettempdir() if from_files else None
-    config = {"zero": zero, "optimizer": OPTIMIZER, "communication": {"within_node": within_node}}
+    config = {"zero": zero, "optimizer": {**OPTIMIZER, "name": optimizer}, "communication": communication}
     engine = partita.initialize(build(device), config, weights=weights)
 
     def take_step(tokens: Tensor, targets: Tensor) -> float:
@@ -138,6 +167,14 @@ ON_HOST = {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}}
 ON_DISK = {"stage": 3, "offload": {"parameters": "disk", "optimizer": "disk"}}
 PARTITA["partita 3, kept"] = partial(partita, zero=KEPT)
 OVER_NETWORK = {f"{name}, over the network": partial(mode, within_node="network") for name, mode in PARTITA.items()}
+# What travels is less than what is trained with: the losses are other ones.
+LOSSY: dict[str, Callable[[Build], Trainer]] = {
+    "DDP + PowerSGD": partial(ddp_with_hook, hook="PowerSGD"),
+    "DDP, bf16 hook": partial(ddp_with_hook, hook="bf16"),
+    "partita 1, int4": partial(partita, zero={"stage": 1}, gradients="int4", parameters="int4"),
+    "partita 1, ternary": partial(partita, zero={"stage": 1}, gradients="ternary", parameters="ternary"),
+    "partita 0, 1-bit Adam": partial(partita, zero={"stage": 0}, optimizer="onebit_adam", warmup_steps=1),
+}
 DEEPSPEED = {f"DeepSpeed {stage}": partial(deepspeed, stage=stage) for stage in (1, 2, 3)}
 
 MODES: dict[str, Callable[[Build], Trainer]] = {
@@ -150,6 +187,7 @@ MODES: dict[str, Callable[[Build], Trainer]] = {
     **DEEPSPEED,
     **PARTITA,
     **OVER_NETWORK,
+    **LOSSY,
     "partita 3, from meta": partial(partita, zero={"stage": 3}, device="meta"),
     "partita 3, on host, from meta": partial(partita, zero=ON_HOST, device="meta"),
     "partita 3, on host, from files": partial(partita, zero=ON_HOST, device="meta", from_files=True),

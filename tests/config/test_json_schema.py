@@ -85,7 +85,7 @@ def test_an_unknown_key_fails_in_every_section(schema: Draft202012Validator) -> 
         {"zero": {"stage": True}},
         {"zero": {"prefetch_bytes": "many"}},
         {"parallel": {"tensor": 0}},
-        {"communication": {"parameters": "int4"}},
+        {"communication": {"parameters": "low_rank"}},
         {"communication": {"gradients": "low_rank"}},
         {"precision": {"compute": "int4"}},
         {"optimizer": {"lr": -1}},

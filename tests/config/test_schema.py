@@ -40,7 +40,8 @@ attention:
    packed: false}
 loss: {tiled: none, head: auto}
 tiled: {mlp: []}
-communication: {gradients: full, parameters: full, buffers: broadcast, within_node: auto, timeout_s: 600}
+communication:
+  {gradients: full, parameters: full, warmup_steps: auto, buffers: broadcast, within_node: auto, timeout_s: 600}
 checkpoint: {dir: null, every_steps: null, keep: 3, background: true}
 seed: null
 """

@@ -62,7 +62,10 @@ VALUES = [
     ),
     Wrong({"batch": {"micro": "4.5"}}, ("batch.micro: expected auto or a whole number of at least 1", "got '4.5'")),
     Wrong({"batch": {"total": -8}}, ("batch.total: expected auto or a whole number of at least 1", "got -8")),
-    Wrong({"optimizer": {"name": "AdamW"}}, ("optimizer.name: expected one of adamw, adam, sgd, lion; got 'AdamW'",)),
+    Wrong(
+        {"optimizer": {"name": "AdamW"}},
+        ("optimizer.name: expected one of adamw, adam, sgd, lion, onebit_adam, zeroone_adam, onebit_lamb; got",),
+    ),
     Wrong({"optimizer": {"lr": -0.1}}, ("optimizer.lr: expected a number of at least 0; got -0.1", "default 0.001")),
     Wrong({"optimizer": {"lr": math.inf}}, ("optimizer.lr: expected a number of at least 0; got inf",)),
     Wrong({"optimizer": {"lr": "1e999"}}, ("optimizer.lr: expected a number of at least 0; got '1e999'",)),
@@ -112,11 +115,38 @@ NOT_AVAILABLE = [
     Wrong({section: value}, (f"{key}: ", "is not available in this version; remove it or set it back to its default"))
     for section, value, key in [
         ("communication", {"gradients": "low_rank"}, "communication.gradients"),
-        ("communication", {"parameters": "int4"}, "communication.parameters"),
+        ("optimizer", {"name": "zeroone_adam"}, "optimizer.name"),
+        ("optimizer", {"name": "onebit_lamb"}, "optimizer.name"),
+        ("communication", {"parameters": "low_rank"}, "communication.parameters"),
     ]
 ]
 
+ONEBIT = {"name": "onebit_adam"}
 CROSS_FIELD = [
+    Wrong(
+        {"optimizer": ONEBIT},
+        ("measures its second moment in a warm-up", "Fix: set communication.warmup_steps, or schedule.total_steps"),
+    ),
+    Wrong(
+        {"communication": {"gradients": "ternary", "warmup_steps": 50}, "schedule": {"total_steps": 50}},
+        ("all of the training's steps would be before codes travel", "Fix: set communication.warmup_steps to less"),
+    ),
+    Wrong(
+        {"optimizer": ONEBIT, "communication": {"gradients": "int8", "warmup_steps": 5}},
+        ("has its running average travel", "Fix: set communication.gradients to onebit, ternary, 2bit or topk"),
+    ),
+    Wrong(
+        {"optimizer": ONEBIT, "communication": {"warmup_steps": 5}, "zero": {"stage": 3, "replicate": "nodes"}},
+        ("zero.replicate has one a node", "Fix: leave zero.replicate out"),
+    ),
+    Wrong(
+        {
+            "optimizer": ONEBIT,
+            "communication": {"warmup_steps": 5},
+            "precision": {"compute": "bf16", "master": "split"},
+        },
+        ("split belongs to adamw, adam, sgd and lion", "Fix: set precision.master to fp32"),
+    ),
     Wrong(
         {"activations": {"partition": True, "checkpoint": "units"}},
         (
@@ -148,11 +178,23 @@ CROSS_FIELD = [
         ("it takes a running average, and plain sgd keeps none", "Fix: set optimizer.momentum to 0.9"),
     ),
     Wrong(
-        {"communication": {"parameters": "int8"}, "zero": {"stage": 2}},
+        {"communication": {"parameters": "int8"}, "zero": {"stage": 0}},
         (
-            "communication.parameters belongs to stage 3; at stages 0 to 2 none are gathered for forward",
+            "communication.parameters belongs to stages 1 to 3; at stage 0 every rank updates all of them",
             "Fix: leave communication.parameters out",
         ),
+    ),
+    Wrong(
+        {"communication": {"parameters": "ternary"}, "zero": {"stage": 3}},
+        ("is too coarse to compute with", "Fix: set communication.parameters to int8, or zero.stage to 2"),
+    ),
+    Wrong(
+        {"communication": {"parameters": "int4"}, "precision": {"compute": "bf16", "master": "split"}},
+        ("which changes in codes make other ones", "Fix: set precision.master to fp32"),
+    ),
+    Wrong(
+        {"communication": {"parameters": "int4"}, "zero": {"offload": {"parameters": "host"}}},
+        ("added to parameters on the device", "Fix: leave zero.offload.parameters out"),
     ),
     Wrong(
         {"precision": {"nonfinite": "rewind"}},

@@ -169,6 +169,10 @@ def test_codes(row: str) -> None:
     both = {"gradients": "int8", "parameters": "int8"} if row.startswith("3") else {"gradients": "int8"}
     held_back = {"gradients": {"0": "onebit", "1": "ternary", "2": "2bit"}.get(row, "topk")}
     check(2, Run(ROWS[row], accumulate=2, communication=held_back))
+    onebit: dict[str, Any] = {"optimizer": {"name": "onebit_adam"}, "communication": {"warmup_steps": 1}}
+    check(2, Run(ROWS[row], **onebit), Run(ROWS[row], PRECISIONS["bf16-gradients"], **onebit))
+    if row in ("1", "2"):
+        check(2, *(Run(ROWS[row], p, communication={"parameters": "ternary"}) for p in PRECISIONS.values()))
     wires: list[dict[str, Any]] = [gradients, both]
     check(2, *(Run(ROWS[row], p, communication=c) for c in wires for p in PRECISIONS.values()))
     check(2, Run(ROWS[row], accumulate=3, frozen=("blocks.1.",), communication=both))

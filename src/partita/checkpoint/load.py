@@ -89,6 +89,7 @@ def load(content: Content, training: TrainingState, backend: Backend, folder: Pa
         if error is not None:
             raise error
         restored = loading.fill_others()
+    content.updater.loaded()
     content.runtime.updated()
     trim()
     return restored
@@ -352,7 +353,7 @@ class Loading:
                 segment.rest.store(param)
             return
         lease = segment.master.lend()
-        executor.deliver(segment, lease.wait(), master)
+        executor.deliver(segment, lease.wait(), master, exact=True)
         lease.end(changed=False)
 
     def _tell_of_feedback(self) -> None:

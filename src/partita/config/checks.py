@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from partita.config.messages import Row, conflict, row, setting
 from partita.config.schema import Config
-from partita.plan.wire import HELD_BACK
+from partita.config.wires import gradient_codec, warmup_steps
+from partita.plan.wire import AT_RANDOM, HELD_BACK
 
 # Settings that do not go together: the keys to show, what is wrong, and one fix.
 Contradiction = tuple[tuple[str, ...], str, str]
@@ -23,13 +24,13 @@ _BELONGS: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ("zero.hierarchical", "zero.stage", (3,), "stage 3; at stages 0 to 2 nothing is gathered in backward"),
     ("zero.replicate", "zero.stage", (3,), "stage 3; at stages 0 to 2 every rank has the parameters"),
     ("zero.prefetch_bytes", "zero.stage", (3,), "stage 3; at stages 0 to 2 no parameters are gathered for forward"),
-    ("communication.parameters", "zero.stage", (3,), "stage 3; at stages 0 to 2 none are gathered for forward"),
+    ("communication.parameters", "zero.stage", (1, 2, 3), "stages 1 to 3; at stage 0 every rank updates all of them"),
     ("precision.loss_scale", "precision.compute", ("fp16",), "fp16 compute; under {0} the loss is not scaled"),
     ("precision.initial_loss_scale", "precision.compute", ("fp16",), "fp16 compute; under {0} the loss is not scaled"),
     ("precision.loss_scale_window", "precision.compute", ("fp16",), "fp16 compute; under {0} the loss is not scaled"),
     ("precision.initial_loss_scale", "precision.loss_scale", ("dynamic",), "a dynamic loss scale; {0} stays as it is"),
     ("precision.loss_scale_window", "precision.loss_scale", ("dynamic",), "a dynamic loss scale; {0} stays as it is"),
-    ("optimizer.eps", "optimizer.name", ("adam", "adamw"), "adam and adamw; {0} divides by nothing"),
+    ("optimizer.eps", "optimizer.name", ("adam", "adamw", "onebit_adam"), "adam and adamw; {0} divides by nothing"),
     ("optimizer.momentum", "optimizer.name", ("sgd",), "sgd; the momentum of {0} is betas[0]"),
 )
 
@@ -92,6 +93,7 @@ def _states(config: Config, compute: str, accumulates: bool) -> Iterator[Contrad
             "leave precision.moments out",
         )
     yield from _feedback(config)
+    yield from _changes(config, compute)
     if precision.gradients != "in_backward":
         return
     if compute == "fp16":
@@ -125,7 +127,8 @@ def _states(config: Config, compute: str, accumulates: bool) -> Iterator[Contrad
 
 def _feedback(config: Config) -> Iterator[Contradiction]:
     """Of codes that hold back what they lose."""
-    codec, offload = config.communication.gradients, config.zero.offload
+    codec, offload = gradient_codec(config), config.zero.offload
+    yield from _warm_up(config)
     if codec not in HELD_BACK:
         return
     if config.precision.gradients == "in_backward":
@@ -149,6 +152,77 @@ def _feedback(config: Config) -> Iterator[Contradiction]:
             "communication.gradients: onebit sends signs, which say nothing of a value's size: it takes a running "
             "average, and plain sgd keeps none",
             "set optimizer.momentum to 0.9, or communication.gradients to ternary",
+        )
+
+
+def _warm_up(config: Config) -> Iterator[Contradiction]:
+    """Of the steps before codes begin to travel."""
+    total, num = config.schedule.total_steps, warmup_steps(config)
+    if total is not None and num >= total:
+        yield (
+            ("communication.warmup_steps", "schedule.total_steps"),
+            "communication.warmup_steps: all of the training's steps would be before codes travel",
+            f"set communication.warmup_steps to less than {total}",
+        )
+    if num and config.precision.gradients == "in_backward":
+        yield (
+            ("communication.warmup_steps", "precision.gradients"),
+            "under precision.gradients: in_backward codes travel from the first step on",
+            "leave communication.warmup_steps out",
+        )
+    if config.optimizer.name != "onebit_adam":
+        return
+    if config.communication.gradients in AT_RANDOM:
+        yield (
+            ("optimizer.name", "communication.gradients"),
+            "optimizer.name: onebit_adam has its running average travel, in codes that hold back what they lose",
+            "set communication.gradients to onebit, ternary, 2bit or topk",
+        )
+    if not num:
+        yield (
+            ("optimizer.name", "communication.warmup_steps", "schedule.total_steps"),
+            "optimizer.name: onebit_adam measures its second moment in a warm-up",
+            "set communication.warmup_steps, or schedule.total_steps, of which it is 15 %",
+        )
+    if config.zero.replicate != "none":
+        yield (
+            ("optimizer.name", "zero.replicate"),
+            "optimizer.name: onebit_adam has all ranks know one running average; zero.replicate has one a node",
+            "leave zero.replicate out",
+        )
+    if config.precision.master == "split":
+        yield (
+            ("optimizer.name", "precision.master"),
+            "precision.master: split belongs to adamw, adam, sgd and lion",
+            "set precision.master to fp32",
+        )
+
+
+def _changes(config: Config, compute: str) -> Iterator[Contradiction]:
+    """Of parameters that travel as codes."""
+    codec, zero = config.communication.parameters, config.zero
+    if codec == "full":
+        return
+    if zero.stage == 3:
+        if codec != "int8":
+            yield (
+                ("communication.parameters", "zero.stage"),
+                f"communication.parameters: {codec} is too coarse to compute with: what travels at stage 3 are the "
+                "parameters themselves, at stages 1 and 2 their changes",
+                "set communication.parameters to int8, or zero.stage to 2",
+            )
+        return
+    if config.precision.master == "split" and compute == "bf16":
+        yield (
+            ("communication.parameters", "precision.master"),
+            "precision.master: split has its high halves in the parameters, which changes in codes make other ones",
+            "set precision.master to fp32",
+        )
+    if zero.offload.parameters != "none":
+        yield (
+            ("communication.parameters", "zero.offload.parameters"),
+            "changes in codes are added to parameters on the device",
+            "leave zero.offload.parameters out",
         )
 
 
@@ -271,6 +345,9 @@ def _schedule(config: Config) -> Iterator[Contradiction]:
 
 def idle_settings(config: Config, compute: str) -> Iterator[str]:
     """One line ``ignored: key (reason)`` for each setting without effect."""
+    wires = {gradient_codec(config), config.communication.parameters}
+    if config.communication.warmup_steps != "auto" and wires == {"full"}:
+        yield "ignored: communication.warmup_steps (no codes travel)"
     offload, precision, schedule = config.zero.offload, config.precision, config.schedule
     may_use_disk = {"disk", "auto"} & {offload.parameters, offload.optimizer} or "disk" in (
         offload.gradients,

@@ -136,10 +136,12 @@ class Batch(Section):
 class Optimizer(Section):
     """The optimizer that is built where ``initialize`` is given none."""
 
-    name: Literal["adamw", "adam", "sgd", "lion"] = Field("adamw", description="adamw, adam, sgd or lion")
+    name: Literal["adamw", "adam", "sgd", "lion", "onebit_adam", "zeroone_adam", "onebit_lamb"] = Field(
+        "adamw", description="adamw, adam, sgd, lion; onebit_adam: its running average travels, as codes"
+    )
     lr: NotNegative = Field(1.0e-3, description="learning rate (the highest of the schedule)")
     betas: SharePair = Field((0.9, 0.999), description="decay of the two running averages (not of sgd's one)")
-    eps: Positive = Field(1.0e-8, description="added to the divisor (adamw and adam)")
+    eps: Positive = Field(1.0e-8, description="added to the divisor (adamw, adam and onebit_adam)")
     weight_decay: NotNegative = Field(0.01, description="decay of the weights: decoupled in adamw, L2 elsewhere")
     momentum: Share = Field(0.0, description="decay of the running average (sgd only)")
 
@@ -256,8 +258,12 @@ class Communication(Section):
     )
     parameters: Text = Field(
         "full",
-        description="stage 3: encoding of parameters as they are gathered; full: precision.compute; int8: codes in "
-        "blocks, to nearest",
+        description="encoding of parameters as they travel; full: precision.compute. Stage 3: as they are gathered, "
+        "int8. Stages 1 and 2: of their changes, int8, int4, 2bit, ternary, onebit or topk, whose error is in the next",
+    )
+    warmup_steps: Auto | CountOrZero = Field(
+        "auto",
+        description="optimizer steps before codes travel; auto: none, of onebit_adam 15 % of schedule.total_steps",
     )
     buffers: Literal["broadcast", "local"] = Field(
         "broadcast", description="buffers that change (BatchNorm) follow rank 0, or stay each rank's own"
@@ -324,8 +330,9 @@ class Config(Section):
 # Documented settings of which this version has only some values, the default first. A value that arrives is added to
 # its line; when all are there, the line is deleted.
 AVAILABLE: dict[str, tuple[object, ...]] = {
+    "optimizer.name": ("adamw", "adam", "sgd", "lion", "onebit_adam"),
     "communication.gradients": ("full", "int8", "int4", "2bit", "ternary", "onebit", "topk"),
-    "communication.parameters": ("full", "int8"),
+    "communication.parameters": ("full", "int8", "int4", "2bit", "ternary", "onebit", "topk"),
 }
 
 

@@ -17,6 +17,7 @@ from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
 from partita.comm.together import check_settings_alike, together
 from partita.config.resolve import Resolved
+from partita.config.wires import warmup_steps
 from partita.engine.budget import agreed_budget
 from partita.huggingface.conversion import open_weights
 from partita.huggingface.weights import Weights
@@ -139,7 +140,7 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         scale = LossScale(settings.precision, resolved.compute_dtype == "fp16")
         kind = BackwardUpdater if settings.precision.gradients == "in_backward" else StepUpdater
         with together(all_ranks, runtime.give_back):
-            updater = kind(runtime, optimizer, scale, settings.clip_grad_norm, counted)
+            updater = kind(runtime, optimizer, scale, settings.clip_grad_norm, counted, warmup_steps(settings))
             whole = Whole(runtime, updater)
             gathered = Gathered(runtime, updater, whole, parallel.changes)
             checkpoints = Checkpoints(model, runtime, updater, scheduler, settings)

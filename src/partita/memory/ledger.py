@@ -11,7 +11,7 @@ from partita.memory import accelerator
 from partita.memory.disk import DiskReport
 from partita.plan.residence import Tier
 
-STATES = ("parameters", "gradients", "feedback", "master", "moments")
+STATES = ("parameters", "gradients", "feedback", "momentum", "master", "moments")
 
 
 @dataclass(frozen=True)

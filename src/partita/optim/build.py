@@ -12,6 +12,7 @@ from partita.config import schema
 from partita.errors import ConfigError
 from partita.memory.accelerator import is_host
 from partita.optim.fused import FusedAdam, FusedLion, FusedSGD
+from partita.optim.onebit_adam import OnebitAdam
 from partita.optim.schedule import Schedule
 
 Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -32,6 +33,11 @@ def build_optimizer(
     """
     if given is not None:
         _check_states(config)
+        if config.optimizer.name == "onebit_adam":
+            raise ConfigError(
+                "optimizer.name: onebit_adam has running averages travel, and an optimizer was passed to "
+                "partita.initialize: leave one of the two out"
+            )
     if isinstance(given, Optimizer):
         return given
     if given is not None:
@@ -86,6 +92,10 @@ def _configured(params: list[nn.Parameter], config: schema.Config, kernels: bool
     betas = tuple(section.betas)
     if section.name == "lion":
         return FusedLion(params, lr=section.lr, betas=betas, weight_decay=section.weight_decay)
+    if section.name == "onebit_adam":
+        return OnebitAdam(
+            params, lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay
+        )
     decoupled = section.name == "adamw"
     adam = {"lr": section.lr, "betas": betas, "eps": section.eps, "weight_decay": section.weight_decay}
     if kernels:

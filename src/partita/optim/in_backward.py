@@ -47,6 +47,9 @@ class BackwardUpdater(Updater):
 
     _queued: tuple[_Queued, ...] = ()
 
+    def loaded(self) -> None:
+        pass  # nothing is held back here
+
     def update(self) -> StepResult:
         """Wait until every gradient of the batch is judged; updates may still go on."""
         agreed = self._consensus.before_update("engine.step")

@@ -18,6 +18,7 @@ from partita.optim.updater import StepResult, Updater, factor_of
 from partita.plan.residence import Tier
 from partita.sharding.buckets import Bucket
 from partita.sharding.squares import square
+from partita.sharding.unit import Member
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,16 @@ class StepUpdater(Updater):
         max_norm = self._clip_norm if self._clip_once is None else self._clip_once
         self.give_up()
         self._runtime.written.take()  # since it was measured
+        in_full = self.in_full
         self.steps += 1
         is_finite = math.isfinite(norm)
         result = StepResult(is_finite, norm, self.scale.value, not is_finite, self.rates)
         if not is_finite:
             self._skip(measured.scale)
             return result
-        self._run(measured.used, factor_of(norm, measured.scale, max_norm))
+        self._run(measured.used, factor_of(norm, measured.scale, max_norm), in_full=in_full)
+        if in_full and not self.in_full:
+            self.loaded()
         self._reducer.zero()
         if measured.scale == self.scale.value:
             self.scale.succeeded()
@@ -114,7 +118,25 @@ class StepUpdater(Updater):
                 "gradient is in a buffer, and would stay: to drop a batch call engine.zero_grad()"
             )
 
-    def _run(self, used: set[int], factor: float) -> None:
+    def loaded(self) -> None:
+        """Running averages that travel are those of all ranks: have all know them."""
+        if not self.in_full:
+            self.wait_for_updates()
+            self._reducer.held_back.take_averages(self._average_of)
+
+    def _average_of(self, member: Member) -> Tensor | None:
+        """What this rank has of a parameter's running average, flat."""
+        view = self.views.of(member.param)
+        state = self.optimizer.state.get(view.tensor, {}) if view is not None else {}
+        average: Tensor | None = state.get("exp_avg")
+        return member.flat(average) if average is not None and member.segment.holds_whole_master else average
+
+    def _run(self, used: set[int], factor: float, *, in_full: bool) -> None:
+        self._runtime.executor.in_full = in_full
+        for group in self.optimizer.param_groups:
+            if "frozen" in group:  # of OnebitAdam
+                group["frozen"] = not in_full
+                group["averaged"] = not in_full and self._reducer.held_back.has_averages
         # What is held back of sums that travel is of sums as the optimizer gets them.
         at_once = self._reducer.buckets if self._reducer.held_back else self._updates.inline_buckets
         if factor != 1.0:
@@ -122,7 +144,7 @@ class StepUpdater(Updater):
                 grad.mul_(factor)
         if self._reducer.held_back:
             factor = 1.0
-        self._reducer.spread()
+        self._reducer.spread(used, in_full=in_full)
         self._reducer.held_back.commit(used)
         self._updates.run(used, factor, self._guard)
 

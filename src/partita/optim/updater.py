@@ -56,6 +56,7 @@ class Updater(ABC):
     Args:
         clip_norm: the largest norm of what is clipped together; None leaves gradients as they are.
         counted: attributes that the optimizer counts in.
+        warmup_steps: steps before codes begin to travel.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Updater(ABC):
         scale: LossScale,
         clip_norm: float | None,
         counted: Sequence[str] = (),
+        warmup_steps: int = 0,
     ) -> None:
         self.optimizer = optimizer
         self.scale = scale
@@ -80,6 +82,7 @@ class Updater(ABC):
         self._updates = Updates(runtime, context, counted)
         self._consensus = Consensus(runtime, scale)
         self._counted = counted
+        self._warmup_steps = warmup_steps
         self._clip_norm = clip_norm
         self._runtime = runtime
         self._reducer = runtime.reducer
@@ -147,6 +150,15 @@ class Updater(ABC):
     def loss_scale(self) -> float:
         """What losses are multiplied by."""
         return self.scale.value
+
+    @property
+    def in_full(self) -> bool:
+        """Whether gradients and parameters travel as they are in the step that comes, and as codes later."""
+        return self.steps < self._warmup_steps
+
+    @abstractmethod
+    def loaded(self) -> None:
+        """States were replaced. A collective."""
 
     @property
     def rates(self) -> tuple[float, ...]:

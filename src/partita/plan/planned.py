@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from partita.plan.mesh_shape import MeshShape
-from partita.plan.residence import Residence, Tier
+from partita.plan.residence import FP32, Residence, Tier
 from partita.plan.span import SegmentLayout, Span
 from partita.plan.state_plan import StatePlan
 from partita.plan.steps import AllGather, ReduceScatter, Step, in_phases, on_wires, steps
-from partita.plan.wire import FULL, hops, scratch_bytes
+from partita.plan.wire import AS_THEY_ARE, FULL, Wire, Wires, hops, scratch_bytes
 
 # Small segments share a bucket up to this size; it bounds the number of messages, not the memory.
 BUCKET_BYTES = 4 * 2**20
@@ -50,7 +50,7 @@ class PlannedSegment:
     def master_is_parameter(self) -> bool:
         """Whether the master weights are the parameters at rest, or a part of them."""
         rest, master = self.row.param_rest, self.row.master
-        same = (rest.encoding, rest.tier) == (master.encoding, master.tier)
+        same = (rest.encoding, rest.tier) == (master.encoding, master.tier) and not self.sends_changes
         if same and rest.tier is Tier.DISK:  # what is read and written there is all of it
             same = self.num_shards(rest) == self.num_shards(master)
         return same
@@ -60,6 +60,17 @@ class PlannedSegment:
         """Whether bringing updated master weights into what rests takes the other ranks."""
         brought = steps(self.row.master, self.row.param_rest, self.mesh)
         return any(isinstance(op, AllGather) for op in brought)
+
+    @cached_property
+    def sends_changes(self) -> bool:
+        """Whether ranks tell each other how far updated values are from what all have, in codes."""
+        return self.update_is_gathered and self.row.wires.changes.is_coded
+
+    @cached_property
+    def publication(self) -> tuple[Step, ...]:
+        """From updated master weights to the parameters at rest."""
+        wire = self.row.wires.changes if self.sends_changes else FULL
+        return on_wires(steps(self.row.master, self.row.param_rest, self.mesh), FULL, wire)
 
     @cached_property
     def gathers(self) -> tuple[Step, ...]:
@@ -73,7 +84,10 @@ class PlannedSegment:
 
     @cached_property
     def gathered_code_bytes(self) -> int:
-        """Of the codes that all parameters come in."""
+        """Of the codes that all parameters come in, or their changes, with room for one rank's in fp32."""
+        if self.sends_changes:
+            room = FP32.num_bytes(self.row.master.num_elements(self.layout.padded, self.mesh))
+            return self.row.wires.changes.num_bytes(self.layout.padded) + room
         return self.row.wires.parameters.num_bytes(self.layout.padded) if self.gathers_codes else 0
 
     @cached_property
@@ -98,16 +112,34 @@ class PlannedSegment:
         """Whether gradients are collected in a slot of a buffer pool, and leave it before the next micro-batch."""
         return not (self.gradient_in_place or self.gradient_rests_whole)
 
+    @property
+    def carries(self) -> bool:
+        """Whether all ranks have the optimizer's running average, of which what they send is made."""
+        return self.row.wires.momentum > 0 and bool(self.gradient_reductions)
+
+    def carriage(self, wire: Wire) -> tuple[Step, ...]:
+        """From the sums, which a rank measures its part of, to those that all ranks have, in fp32 on the device."""
+        summed = replace(self.row.grad_step, shard_axes=self.row.part_axes, encoding=FP32, tier=Tier.DEVICE)
+        return on_wires(steps(summed, replace(summed, shard_axes=()), self.mesh), FULL, wire)
+
     @cached_property
     def gradient_phases(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
         """From gradients as they are collected (on the device, encoded as they rest) to the optimizer's: the steps to
         the sums, which every rank measures and scales its part of, and those that then bring the sums to where the
         optimizer works on more than this part.
         """
+        return self._phases(self.row.wires)
+
+    @cached_property
+    def full_gradient_phases(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+        """The same before codes begin to travel."""
+        return self._phases(AS_THEY_ARE)
+
+    def _phases(self, chosen: Wires) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
         collected = replace(self.row.grad_arrival, encoding=self.row.grad_step.encoding)
         summed = replace(self.row.grad_step, shard_axes=self.row.part_axes)
         to_sums, further = (steps(*ends, self.mesh) for ends in ((collected, summed), (summed, self.row.grad_step)))
-        wires = self.row.wires.gradients, self.row.wires.sums
+        wires = chosen.gradients, chosen.sums
         return in_phases(on_wires(to_sums, *wires)), in_phases(on_wires(further, *wires))
 
     @property
@@ -136,7 +168,8 @@ class PlannedSegment:
         after the other.
         """
         num_elements, sizes = self.layout.padded, list[int]()
-        for op in (*self.gradient_phases[0], *self.gradient_phases[1]):
+        further = self.carriage(self.row.wires.sums) if self.carries else self.gradient_phases[1]
+        for op in (*self.gradient_phases[0], *further):
             if isinstance(op, ReduceScatter):
                 for axes in hops(op.axes, self.mesh) if op.wire.is_coded else (op.axes,):
                     sizes += [num_elements] if op.wire.feedback else []
@@ -162,7 +195,8 @@ class PlannedSegment:
             received = (num_elements - kept) * itemsize
             if op.wire.is_coded:
                 sizes = [self.mesh.group_size(axes) for axes in hops(op.axes, self.mesh)]
-                received = scratch_bytes(op.wire, num_elements, sizes)
+                coded = scratch_bytes(op.wire, num_elements, sizes)
+                received = max(coded, received) if self.row.wires.starts_full else coded
             most, num_elements = max(most, received), kept
         for step in self.copy_steps:
             if isinstance(step, ReduceScatter):

@@ -97,13 +97,21 @@ FULL = Wire()
 @dataclass(frozen=True)
 class Wires:
     """What travels on the edges of the table: ``gradients`` to where they are summed up, ``sums`` of them to where the
-    optimizer works on more than a rank has summed up, and ``parameters`` that rest split to where they are computed
-    with.
+    optimizer works on more than a rank has summed up, ``parameters`` that rest split to where they are computed with,
+    and ``changes`` of those that rest whole from where they are updated: what travels of one is how far the updated
+    value is from what all ranks have, which so is the wire's feedback. ``starts_full``: codes travel from some step on.
+
+    ``momentum``: what ranks send is the optimizer's running average as it would be by their own gradients: so much of
+    the last one, which all of them have, and the rest of the gradient (Tang et al., "1-bit Adam", 2021). The average
+    of these is the next running average, which goes back to all. 0: they send gradients.
     """
 
     gradients: Wire = FULL
     sums: Wire = FULL
     parameters: Wire = FULL
+    changes: Wire = FULL
+    starts_full: bool = False
+    momentum: float = 0.0
 
 
 AS_THEY_ARE = Wires()

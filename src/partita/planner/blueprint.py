@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from partita.config.resolve import Resolved
-from partita.config.schema import Communication, Config
+from partita.config.schema import Config
+from partita.config.wires import gradient_codec, warmup_steps
 from partita.errors import ConfigError
 from partita.plan.place import Place
 from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
@@ -84,28 +85,35 @@ def row_of(
         replicated=replicated,
     )
     row = preset(name, encodings, tiers, resolved.mesh, copies)
-    return replace(row, wires=_wires(resolved.config.communication, row))
+    return replace(row, wires=_wires(resolved.config, row))
 
 
-def _wires(asked: Communication, row: StatePlan) -> Wires:
+def _wires(config: Config, row: StatePlan) -> Wires:
     """Codes that are added up are right on average, or hold back what they lose; parameters come alike from each
     gather. What has no floating point of its own travels as it is.
     """
-    gathered = CODECS.get(asked.parameters)
-    if row.param_compute.encoding.name not in ENCODINGS:
-        gathered = None
-    gradients = row.grad_step.encoding
-    parameters = Wire(row.param_compute.encoding, gathered)
-    if asked.gradients in HELD_BACK:
-        summed = Wire(gradients, CODECS[HELD_BACK[asked.gradients]], feedback=True)
+    wires, name = _gradient_wires(gradient_codec(config), row), config.communication.parameters
+    wires = replace(wires, starts_full=warmup_steps(config) > 0)
+    if config.optimizer.name == "onebit_adam":
+        wires = replace(wires, momentum=config.optimizer.betas[0])
+    gathered = CODECS.get(HELD_BACK.get(name, name)) if row.param_compute.encoding.name in ENCODINGS else None
+    if row.param_rest.shard_axes:
+        return replace(wires, parameters=Wire(row.param_compute.encoding, gathered))
+    return replace(wires, changes=Wire(FP32, gathered))
+
+
+def _gradient_wires(name: str, row: StatePlan) -> Wires:
+    encoding = row.grad_step.encoding
+    if name in HELD_BACK:
+        summed = Wire(encoding, CODECS[HELD_BACK[name]], feedback=True)
         if not row.replica_axes:
-            return Wires(summed, summed, parameters)
-    elif asked.gradients in AT_RANDOM:
-        summed = Wire(gradients, CODECS[asked.gradients], unbiased=True)
+            return Wires(summed, summed)
+    elif name in AT_RANDOM:
+        summed = Wire(encoding, CODECS[name], unbiased=True)
     else:
-        return Wires(parameters=parameters)
+        return Wires()
     # Where nothing evens out what the sums lose, they take the finer codes.
-    return Wires(summed, Wire(gradients, CODECS["int8"], unbiased=True), parameters)
+    return Wires(summed, Wire(encoding, CODECS["int8"], unbiased=True))
 
 
 def make_blueprint(

@@ -41,7 +41,8 @@ class StepShape:
 
 
 def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -> TrafficReport:
-    """What one rank sends in a step in which every parameter that trains gets a gradient. The ranks send the same.
+    """What one rank sends in a step in which every parameter that trains gets a gradient, once codes travel. The ranks
+    send the same.
 
     Buffers that the forward changes (running statistics) come on top: they are no part of the plan.
     """
@@ -55,7 +56,7 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
     for bucket in buckets:
         sent.reductions(bucket, num_reduced)
     for segment in segments:
-        sent.move(segment.row.master, segment.row.param_rest, segment.layout.padded, "parameters")
+        sent.count(segment.publication, segment.row.master, segment.layout.padded, "parameters")
     if not all(unit.rests_whole for unit in units):
         sent.messages(units[0].row.summed_axes, WORD_BYTES, shape.accumulate)  # the end of a micro-batch
     num_members = sum(len(segment.layout.spans) for segment in segments)
@@ -108,6 +109,8 @@ class _Sent:
         self.count(remaining, row.grad_between, num_elements, "gradients")
         summed = replace(row.grad_step, shard_axes=row.part_axes)
         self.move(replace(summed, partial_axes=row.copies.axes), summed, num_elements, "gradients")
+        if bucket[0].carries and not bucket[0].gradient_phases[1]:
+            self.count(bucket[0].carriage(row.wires.sums), summed, num_elements, "gradients")
         axes = self._mesh.named(AXES)
         if not row.gradients_rest and axes:
             num, num_words = self._mesh.group_size(axes), sum(1 + len(segment.layout.spans) for segment in bucket)

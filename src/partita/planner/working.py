@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from partita.plan.planned import BUCKET_BYTES, PlannedSegment, PlannedUnit
-from partita.plan.residence import Tier
+from partita.plan.residence import FP32, Tier
 from partita.plan.slots import CLASS_SHARE, RECEIVING, SENDING, SUMMED, PlannedPool, code_bytes, unit_pool
 
 # Tensors of one kind that are on their way between disk and host at a time: of a unit that is updated, of the one that
@@ -23,7 +23,7 @@ def working_bytes(units: Sequence[PlannedUnit], prefetch: int | str, num_moments
     trained = [segment for unit in units for segment in unit.segments if segment.trains]
     device = unit_pool(units, prefetch).num_bytes + _bucket_bytes(trained) + _arriving_bytes(units)
     host = _staging_bytes(units, num_moments) + _update_bytes(units) + _sum_bytes(trained, Tier.HOST)
-    device += _publish_bytes(trained) + _sum_bytes(trained, Tier.DEVICE) + code_bytes(units)
+    device += _held_bytes(trained) + _publish_bytes(trained) + _sum_bytes(trained, Tier.DEVICE) + code_bytes(units)
     return Counter({Tier.DEVICE: device, Tier.HOST: host})
 
 
@@ -36,6 +36,12 @@ def _bucket_bytes(trained: Sequence[PlannedSegment]) -> int:
         if segment.gradient_reductions:
             received.append(segment.received_bytes)
     return _shared_slots(sent, SENDING) + _shared_slots(received, RECEIVING)
+
+
+def _held_bytes(trained: Sequence[PlannedSegment]) -> int:
+    """What codes of a bucket hold back, on the device, where it rests elsewhere."""
+    away = (segment for segment in trained if segment.row.feedback.tier is not Tier.DEVICE)
+    return max((sum(map(FP32.num_bytes, segment.held_sizes)) for segment in away), default=0)
 
 
 def _arriving_bytes(units: Sequence[PlannedUnit]) -> int:

@@ -1,6 +1,7 @@
 """Where each element of some gradients lies in the bucket that they share; nothing in it ever changes."""
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -39,6 +40,10 @@ class BucketLayout:
         self.num_elements = self.num_rows * self.num_columns
         self.pieces = {id(member): _pieces(member, first_column[id(member.segment)]) for member in members}
         self.gaps = self._gaps()
+
+    def pieces_of_unused(self, used: AbstractSet[int]) -> list[tuple[Piece, ...]]:
+        """Where those members lie that are not ``used`` (by id)."""
+        return [pieces for member, pieces in self.pieces.items() if member not in used]
 
     def clear_gaps(self, whole: Tensor, only: int | None = None) -> None:
         """Padding of ``[num_rows, num_columns]`` becomes zeros, which add nothing to norms. ``only``: ``whole`` is that

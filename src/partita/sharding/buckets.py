@@ -42,7 +42,8 @@ class Bucket:
     Attributes: ``in_place``, ``rests_whole``, ``passes`` as the plan says
     (:class:`~partita.plan.planned.PlannedSegment`); ``moves``: gradients leave where they are collected, for other
     ranks or another memory; ``sums_pass``: the tier of the buffer pool that sums go through (None: they rest);
-    ``steps`` to the sums, ``copies`` to those over all copies, and ``spreading`` what follows at the step; ``divisor``:
+    ``steps`` to the sums (``ways``: also before codes travel), ``copies`` to those over all copies, ``spreading`` what
+    follows at the step, and ``carriage`` of running averages to all ranks; ``divisor``:
     ranks times micro-batches; ``has_all_copies``: those are made; ``is_first_copy``: this rank's shard counts;
     ``feedback``: what codes have held back, where they do.
     """
@@ -60,6 +61,9 @@ class Bucket:
         self.moves = self.passes or bool(planned.gradient_reductions)
         self.sums_pass = None if self.plan.gradients_rest else self.plan.grad_step.tier
         self.steps, self.spreading = planned.gradient_phases
+        self._full_phases = planned.full_gradient_phases
+        self.ways = (self.steps, self._full_phases[0]) if planned.row.wires.starts_full else (self.steps,)
+        self.carriage = planned.carriage(planned.row.wires.sums) if planned.carries else ()
         self.copies = SumOfCopies(planned)
         self.is_first_copy = layout.segments[0].is_first_copy
         self.has_all_copies = not self.copies.steps
@@ -225,14 +229,14 @@ class Bucket:
         return self._whole.sum(dtype=torch.float32)
 
     def launch(
-        self, movement: Movement, received: Tensor | None, sums: Slot | None, scale: float
+        self, movement: Movement, received: Tensor | None, sums: Slot | None, scale: float | None
     ) -> Callable[[], None]:
         """The work that brings the sum of what is collected now into ``shard``, to be run beside the caller's.
 
         Args:
             received: scratch memory that ``steps`` need.
             sums: where the sum is, if it rests nowhere.
-            scale: what the gradients are multiplied by.
+            scale: what the gradients are multiplied by; None: all travels in full.
         """
         if sums is not None:
             row = over(sums.storage, self.dtype, self.layout.num_columns)
@@ -242,7 +246,8 @@ class Bucket:
         sent, kept, carry, used = self._whole.view(-1), self._shard, self._carry, frozenset(self._used)
         adds = self._state is BucketState.REDUCED and sums is None
         self._squares = squares = list[Tensor]()
-        feedback = self.feedback
+        ops = self._full_phases[0] if scale is None else self.steps
+        feedback = None if scale is None else self.feedback
 
         def reduce() -> None:
             replaces = received is None and not adds and carry is None
@@ -256,9 +261,11 @@ class Bucket:
             # A second reduction of what was added to the sums before would count these again.
             apart = adds and self._reduces_twice
             summed = sent.view(self.layout.num_rows, -1)[self._row] if apart else shard
-            with nullcontext(()) if feedback is None else feedback.lent(scale, movement.device) as held:
+            if feedback is not None:
+                feedback.weigh(sent)
+            with nullcontext(()) if feedback is None else feedback.lent(scale or 1.0, movement.device) as held:
                 begun = movement.holding(held).begin(
-                    self.steps, sent, summed, purpose="gradients", accumulate=adds and not apart, received=received
+                    ops, sent, summed, purpose="gradients", accumulate=adds and not apart, received=received
                 )
                 finish_all(begun)
             if feedback is not None:
@@ -298,32 +305,25 @@ class Bucket:
         """What comes from now on is of another backward."""
         self._fresh.clear()
 
-    def spread(self, movement: Movement, received: Tensor | None) -> None:
+    def spread(self, movement: Movement, received: Tensor | None, used: AbstractSet[int], in_full: bool) -> None:
         """Bring the sums to where the optimizer works on more than this rank's row.
 
         Args:
-            received: scratch memory that ``spreading`` needs.
+            received: scratch memory that it takes.
+            used: ids of the members that got a gradient on any rank.
         """
-        assert self._whole is not None
         assert self._shard is not None
-        row = self._shard.lend().tensor
-        whole, feedback = self._whole.view(-1), self.feedback
-        with nullcontext(()) if feedback is None else feedback.lent(1.0, movement.device) as held:
-            moving = movement.holding(held[-1:])
-            finish_all(moving.begin(self.spreading, row, whole, purpose="gradients", received=received))
-
-    def leave_out_unused(self, used: AbstractSet[int]) -> None:
-        """Where nobody has a gradient, what codes brought of what was held back is no gradient either."""
-        if self.feedback is not None and self._shard is not None:
-            shard = self._shard.lend().tensor
-            for member in self.members:
-                if id(member) not in used and (part := self.owned_of(member, self._row, shard)) is not None:
-                    part.zero_()
-
-    def commit(self, used: AbstractSet[int]) -> None:
-        """The step ends in an update of those that are ``used``."""
-        if self.feedback is not None:
-            self.feedback.commit(self.layout.pieces[id(m)] for m in self.members if id(m) not in used)
+        row, feedback = self._shard.lend().tensor, None if in_full else self.feedback
+        if feedback is not None and feedback.average is not None:
+            feedback.carry(row, movement, received, self.layout.pieces_of_unused(used))
+            if self._sees_whole and self._whole is not None:
+                self._whole.view(-1).copy_(feedback.average)
+        elif self.spreading:
+            assert self._whole is not None
+            ops = self._full_phases[1] if in_full else self.spreading
+            with nullcontext(()) if feedback is None else feedback.lent(1.0, movement.device) as held:
+                moving, whole = movement.holding(held[-1:]), self._whole.view(-1)
+                finish_all(moving.begin(ops, row, whole, purpose="gradients", received=received))
 
     def clear(self) -> Slot | None:
         """To OPEN: drop all gradients. Returns the slot that is free now, where a backward did not end."""

@@ -63,6 +63,27 @@ def begin_gather(
     return Gather(codec, codes, target, group.all_gather(codes, own, purpose, tag))
 
 
+def gather_changes(group: Group, wire: Wire, updated: Tensor, whole: Tensor, scratch: Tensor) -> None:
+    """Bring ``whole`` ``[size * n]``, which all ranks have alike, nearer to what each has ``updated`` ``[n]``. What is
+    lost of the changes is in the next ones.
+
+    Args:
+        scratch: memory for the codes of ``whole``, and for ``n`` values in fp32.
+    """
+    assert wire.codec is not None
+    decode = partial(kernels.decode, wire.codec, threads=torch.get_num_threads())
+    parts, num_codes = whole.view(group.size, -1), wire.codec.num_bytes(whole.numel())
+    scratch = scratch.view(torch.uint8)
+    codes = scratch[:num_codes].view(group.size, -1)
+    change = scratch[num_codes : num_codes + updated.numel() * 4].view(torch.float32)
+    torch.sub(updated, parts[group.index], out=change)
+    kernels.encode(wire.codec, change, codes[group.index], threads=torch.get_num_threads())
+    group.all_gather(codes.view(-1), codes[group.index], "parameters").wait()
+    for rank, part in enumerate(parts):
+        decode(codes[rank], change)
+        part.add_(change)
+
+
 def reduce_scatter(
     groups: Sequence[Group],
     wire: Wire,

@@ -13,7 +13,8 @@ from partita.memory.streams import Event, finish, record
 from partita.memory.tiers import Kept, Lease
 from partita.memory.timeline import told
 from partita.plan.residence import Residence, Tier
-from partita.plan.steps import Copy, Read, steps
+from partita.plan.steps import AllGather, Copy, Read, steps
+from partita.sharding.coded import gather_changes
 from partita.sharding.movement import Movement, finish_all
 from partita.sharding.unit import Segment, Unit, UnitState
 
@@ -25,7 +26,8 @@ class Executor:
     written only after the event of its last use; a GATHERING unit's parameters are still of class ``Resting``.
 
     Args:
-        codes: memory for those that a unit's parameters come in, where any do. Units are gathered one after the other.
+        codes: memory for those that a unit's parameters come in, or their changes, where any do. Units are gathered
+            one after the other.
     """
 
     def __init__(self, collectives: Collectives, pool: BufferPool, loan: Loan, codes: Tensor | None = None) -> None:
@@ -33,6 +35,7 @@ class Executor:
         self._mesh = collectives.mesh.shape
         self._stream = collectives.mesh.stream("parameters")
         self.device = collectives.mesh.device
+        self.in_full = False  # codes of changes do not travel yet
 
     def can_gather(self, unit: Unit) -> bool:
         """Whether the pool has a slot left for this unit."""
@@ -128,6 +131,9 @@ class Executor:
             for segment in (segment for unit in units for segment in unit.trained):
                 assert segment.master is not None
                 master, plan = segment.master.lend().wait(), segment.plan
+                if segment.planned.sends_changes and not self.in_full:
+                    self._send_changes(segment, master)
+                    continue
                 end = self._begin_to_store(master, segment.rest, plan.master, plan.param_rest)
                 if segment.rest.tier is Tier.DEVICE:
                     under_way.append(end)
@@ -162,9 +168,21 @@ class Executor:
         if unit.rests_whole and unit.state is UnitState.GATHERING:
             self.finish_gather(unit)
 
-    def deliver(self, segment: Segment, values: Tensor, updated: Residence) -> None:
-        """Bring one segment's ``updated`` weights, master or parameters, into what rests."""
-        self._store(values, segment.rest, updated, segment.plan.param_rest)
+    def deliver(self, segment: Segment, values: Tensor, updated: Residence, *, exact: bool = False) -> None:
+        """Bring one segment's ``updated`` weights, master or parameters, into what rests; ``exact``: as they are, also
+        where codes of their changes travel.
+        """
+        if segment.planned.sends_changes and not (exact or self.in_full):
+            self._send_changes(segment, values)
+        else:
+            self._store(values, segment.rest, updated, segment.plan.param_rest)
+
+    def _send_changes(self, segment: Segment, values: Tensor) -> None:
+        (step,) = (op for op in segment.planned.publication if isinstance(op, AllGather))
+        assert self._codes is not None
+        group, rest = self._movement.group(step.axes), segment.rest.lend()
+        gather_changes(group, step.wire, values.to(self.device), rest.wait(), self._codes)
+        rest.end(changed=True)
 
     def _store(self, source: Tensor, target: Kept, src: Residence, dst: Residence) -> None:
         self._begin_to_store(source, target, src, dst)()

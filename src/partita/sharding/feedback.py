@@ -9,7 +9,7 @@ Sources: Seide et al., "1-bit stochastic gradient descent", 2014; Karimireddy et
 2019.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,10 +18,11 @@ from torch import Tensor
 from partita.memory.streams import finish
 from partita.memory.tiers import StateMemory
 from partita.plan.planned import PlannedSegment
+from partita.plan.wire import FULL
 from partita.planner.memory import HELD_COPIES
 from partita.sharding.bucket_layout import BucketLayout, Piece
 from partita.sharding.movement import Movement, finish_all
-from partita.sharding.unit import Segment
+from partita.sharding.unit import Member, Segment
 
 
 class Feedback:
@@ -43,6 +44,19 @@ class Feedback:
             for _ in range(HELD_COPIES)
         )
         self._is_open = False  # codes were sent since the last update
+        # The optimizer's running average that all ranks have, of which what they send is made.
+        self.average: Tensor | None = None
+        self._momentum, wires = planned.row.wires.momentum, planned.row.wires
+        self._num_summed = planned.mesh.group_size(planned.row.summed_axes)
+        if planned.carries:
+            self._carriage, self._full_carriage = planned.carriage(wires.sums), planned.carriage(FULL)
+            room = memory.keep("momentum", layout.num_elements, torch.float32, self._tier)
+            self.average = room.lend().tensor
+
+    def weigh(self, sent: Tensor) -> None:
+        """Where a running average travels: gradients count in it for what the last average does not."""
+        if self.average is not None:
+            sent.mul_(1.0 - self._momentum)
 
     @contextmanager
     def lent(self, scale: float, device: torch.device) -> Iterator[list[Tensor]]:
@@ -50,10 +64,12 @@ class Feedback:
         it is afterwards becomes valid with the update.
         """
         values = self._next
-        if values.device != device:
-            values = (self._next if self._is_open else self._held).to(device)
-        elif not self._is_open:
+        if not self._is_open:
             values.copy_(self._held)
+            if self.average is not None:
+                first = self._levels(values)[0]
+                first.add_(self.average, alpha=self._momentum / self._num_summed)
+        values = values.to(device)
         self._is_open = True
         if scale != 1.0:
             values.mul_(scale)
@@ -63,6 +79,42 @@ class Feedback:
         self._layout.clear_gaps(self._levels(values)[0].view(self._layout.num_rows, -1))
         if values is not self._next:
             self._next.copy_(values)
+
+    def leave_out(self, shard: Tensor, unused: Iterable[Sequence[Piece]]) -> None:
+        """Where nobody has a gradient, what codes brought of what was held back is no gradient either."""
+        for piece in (piece for pieces in unused for piece in pieces if piece.row == self._row):
+            piece.of(shard).zero_()
+
+    def carry(
+        self, row: Tensor, movement: Movement, received: Tensor | None, unused: Iterable[Sequence[Piece]]
+    ) -> None:
+        """Bring the running averages that the ranks have summed up, each its ``row``, to all of them, as codes: what is
+        decoded is the average, also where it was summed up. Of the ``unused`` it stays.
+        """
+        assert self.average is not None
+        rows = self.average.view(self._layout.num_rows, -1)
+        kept = [(piece.of(rows[piece.row]), piece.of(rows[piece.row]).clone()) for ps in unused for piece in ps]
+        with self.lent(1.0, movement.device) as held:
+            moving = movement.holding(held[-1:])
+            begun = moving.begin(self._carriage, row.float(), self.average, purpose="gradients", received=received)
+            finish_all(begun)
+        self._layout.clear_gaps(rows)
+        for values, before in kept:
+            values.copy_(before)
+        row.copy_(rows[self._row])
+
+    def take_averages(
+        self, members: Iterable[Member], average_of: Callable[[Member], Tensor | None], movement: Movement
+    ) -> None:
+        """See :meth:`~partita.sharding.held_back.HeldBack.take_averages`."""
+        assert self.average is not None
+        row = torch.zeros(self._layout.num_columns, device=movement.device)
+        for member in members:
+            if (values := average_of(member)) is not None:
+                for piece in (piece for piece in self._layout.pieces[id(member)] if piece.row == self._row):
+                    begin = piece.start if values.numel() == member.span.num_elements else 0
+                    piece.of(row).copy_(values[begin : begin + piece.stop - piece.start])
+        finish_all(movement.begin(self._full_carriage, row, self.average, purpose="gradients"))
 
     def commit(self, unused: Iterable[Sequence[Piece]]) -> None:
         """The step ends in an update, of all but ``unused`` gradients: what was held of those still is."""

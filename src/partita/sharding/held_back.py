@@ -1,12 +1,13 @@
 """What codes of all gradients have held back, for who ends steps, saves and loads."""
 
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
 from torch import Tensor
 
 from partita.sharding.buckets import Bucket
 from partita.sharding.movement import Movement
-from partita.sharding.unit import Segment
+from partita.sharding.unit import Member, Segment
 
 
 class HeldBack:
@@ -19,15 +20,22 @@ class HeldBack:
         """Whether codes hold back what they lose."""
         return any(bucket.feedback is not None for bucket in self._buckets)
 
+    @property
+    def has_averages(self) -> bool:
+        """Whether what travels are running averages."""
+        return any(bucket.feedback is not None and bucket.feedback.average is not None for bucket in self._buckets)
+
     def leave_out_unused(self, used: AbstractSet[int]) -> None:
         """Once all is reduced: gradients that no rank has (``used`` are the ids of the others) are zeros."""
         for bucket in self._buckets:
-            bucket.leave_out_unused(used)
+            if bucket.feedback is not None and bucket.shard is not None:
+                bucket.feedback.leave_out(bucket.shard.lend().tensor, bucket.layout.pieces_of_unused(used))
 
     def commit(self, used: AbstractSet[int]) -> None:
         """The step ends in an update of those that are ``used``."""
         for bucket in self._buckets:
-            bucket.commit(used)
+            if bucket.feedback is not None:
+                bucket.feedback.commit(bucket.layout.pieces_of_unused(used))
 
     def flush(self) -> None:
         """Bring the sums to the ranks that gradients are summed up on, in full. A collective, between two steps."""
@@ -41,6 +49,16 @@ class HeldBack:
             if bucket.feedback is not None and any(each is segment for each in bucket.segments):
                 return bucket.feedback.own_of(segment)
         return None
+
+    def take_averages(self, average_of: Callable[[Member], Tensor | None]) -> None:
+        """Have all ranks know the optimizer's running averages. A collective, between two steps.
+
+        Args:
+            average_of: what this rank has of a member's, flat, from its first element on.
+        """
+        for bucket in self._buckets:
+            if bucket.feedback is not None and bucket.feedback.average is not None:
+                bucket.feedback.take_averages(bucket.members, average_of, self._movement)
 
     def clear(self) -> None:
         """Hold nothing any more."""

@@ -106,6 +106,10 @@ class Movement:
                 self._copy(source, target)
         return handles
 
+    def group(self, axes: tuple[str, ...]) -> Group:
+        """The ranks along these axes."""
+        return self._collectives.group(axes)
+
     def _copy(self, source: Tensor, target: Tensor) -> None:
         """What the host has afterwards, it may use at once."""
         if source.device == target.device:

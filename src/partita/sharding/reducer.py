@@ -7,9 +7,9 @@ the next wave; what is left when the step ends is agreed on by all ranks and red
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,28 +26,11 @@ from partita.plan.residence import Tier
 from partita.plan.slots import RECEIVING, SENDING, SUMMED, PlannedPool
 from partita.sharding.buckets import Bucket
 from partita.sharding.coded import seed_of
+from partita.sharding.gradient_user import GradientUser
 from partita.sharding.held_back import HeldBack
 from partita.sharding.movement import Movement
 from partita.sharding.scaled import factor_under_way
-from partita.sharding.unit import Member, Segment
-
-
-class GradientUser(Protocol):
-    """Who uses gradients up: the updater. ``steps``: so far; ``loss_scale``: what losses are multiplied by."""
-
-    steps: int
-
-    @property
-    def loss_scale(self) -> float: ...
-
-    def begin(self) -> None:
-        """A backward is about to bring its first gradient."""
-
-    def use(self, bucket: Bucket) -> Event:
-        """The reduction of gradients that rest nowhere is queued. The event passes when the sums are used up."""
-
-    def unfreeze(self, segment: Segment) -> None:
-        """A segment begins to train."""
+from partita.sharding.unit import Member
 
 
 class GradientReducer:
@@ -119,8 +102,9 @@ class GradientReducer:
     def _received_bytes(self, bucket: Bucket) -> int:
         """Scratch memory that the bucket's reductions need, and the way of the sums after them."""
         itemsize, scratch = bucket.dtype.itemsize, self._movement.scratch_bytes
-        of_sums = (scratch(ops, bucket.layout.num_columns, itemsize) for ops in (bucket.copies.steps, bucket.spreading))
-        return max(scratch(bucket.steps, bucket.layout.num_elements, itemsize), *of_sums)
+        ways = [(ops, bucket.layout.num_elements) for ops in bucket.ways]
+        ways += [(ops, bucket.layout.num_columns) for ops in (bucket.copies.steps, bucket.spreading, bucket.carriage)]
+        return max(scratch(ops, num_elements, itemsize) for ops, num_elements in ways)
 
     # -------------------------------------------------------------- what a wave does
 
@@ -317,12 +301,13 @@ class GradientReducer:
         self._num_seeds += 1
         return self._movement.seeded(seed_of(self._user.steps, self._num_seeds))
 
-    def _scale_of(self, bucket: Bucket) -> float:
-        """What the bucket's gradients are multiplied by. (Where they are so by several factors, the step is an error.)
-
-        A rank that has none sends what it has held back all the same: it says by what factor, too.
+    def _scale_of(self, bucket: Bucket) -> float | None:
+        """What the bucket's gradients are multiplied by; None where they travel in full for now. A rank that has none
+        sends what it has held back all the same. (Where there are several factors, the step is an error.)
         """
         assert self._user is not None
+        if self._user.in_full:
+            return None
         if bucket.feedback is not None and not self.scales:
             self.scales.add(self._user.loss_scale)
         return next(iter(self.scales), 1.0)
@@ -379,9 +364,10 @@ class GradientReducer:
                 self._receiving.give_back(slot, self._launched)
         self.drain()
 
-    def spread(self) -> None:
-        """Gather the sums where the optimizer works on whole gradients."""
-        chosen = [bucket for bucket in self.buckets if bucket.spreading]
+    def spread(self, used: AbstractSet[int], *, in_full: bool) -> None:
+        """Gather sums where the optimizer works on whole gradients, and running averages where all ranks have them, of
+        what any rank has ``used``; ``in_full``: codes did not travel in this step yet."""
+        chosen = [b for b in self.buckets if b.spreading or (b.carriage and not in_full)]
         room = max(map(self._received_bytes, chosen), default=0)
         slot = self._receiving.borrow(room) if room else None
         awaited = [record(self._device)] + ([] if slot is None else [slot.last_use])
@@ -389,7 +375,7 @@ class GradientReducer:
         def gather() -> None:
             for bucket in chosen:
                 received = None if slot is None else over(slot.storage, torch.uint8, room)
-                bucket.spread(self._seeded(), received)
+                bucket.spread(self._seeded(), received, used, in_full)
 
         if chosen:
             spread = self._stream.run(partial(_after, awaited, gather))

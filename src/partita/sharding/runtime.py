@@ -252,6 +252,20 @@ class Runtime:
         self.residency.end_micro_batch()
         self._buffers.end_micro_batch()
 
+    def settle(self) -> None:
+        """Bring what codes have not told yet to where it belongs, in full: so a run goes on from what is saved of it. A
+        collective, between two steps.
+        """
+        self.reducer.held_back.flush()
+        segments = [s for unit in self.units for s in unit.trained if s.planned.sends_changes]
+        for segment in segments:
+            assert segment.master is not None
+            lease = segment.master.lend()
+            self.executor.deliver(segment, lease.wait(), segment.plan.master, exact=True)
+            lease.end(changed=False)
+        if segments:
+            self.updated()
+
     def updated(self) -> None:
         """Parameters were changed: graphs made before are void, as autograd finds out by the version counters."""
         self.residency.updated()

@@ -1,0 +1,65 @@
+"""1-bit Adam: the second moment is measured in a warm-up and frozen after it, so that all that the ranks have to tell
+each other from then on is the running average of gradients, which a few bits and error feedback can carry.
+
+Source: Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", 2021,
+algorithm 1. Two guards are not in it: after the warm-up an element whose second moment is zero stays as it is (codes
+of signs cannot say zero), and no element moves by more than the learning rate. Weight decay is decoupled.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from partita.optim.traits import elementwise
+
+
+@elementwise
+class OnebitAdam(Optimizer):
+    """Adam, whose second moment is left alone while a group is ``frozen``. Where it is also ``averaged``, what comes as
+    gradients are the new running averages.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**settings, "frozen": False, "averaged": False})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient."""
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, param.grad, group)
+        return loss
+
+    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state, (beta1, beta2) = self.state[param], group["betas"]
+        if not state:
+            state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+        average, second = state["exp_avg"], state["exp_avg_sq"]
+        if group["averaged"]:
+            average.copy_(grad)
+        else:
+            average.lerp_(grad, 1 - beta1)
+        if not group["frozen"]:
+            state["step"] += 1
+            second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        num = max(float(state["step"]), 1.0)
+        change = average / ((second / (1 - beta2**num)).sqrt() + group["eps"])
+        if group["frozen"]:
+            change = torch.where(second > 0, change.clamp(-1, 1), 0)
+        else:
+            change /= 1 - beta1**num
+        param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(change, alpha=group["lr"])

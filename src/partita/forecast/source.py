@@ -66,7 +66,9 @@ def read_source(text: str, tokens: int | None = None) -> Source:
         return _of_code(text, tokens)
     near = difflib.get_close_matches(text, presets(), n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(near)}?" if near else f"; the presets are {', '.join(presets())}"
-    raise ConfigError(f"model '{text}': no preset, file or folder is called so (looked in {Path.cwd()}): name {_WAYS}{hint}")
+    raise ConfigError(
+        f"model '{text}': no preset, file or folder is called so (looked in {Path.cwd()}): name {_WAYS}{hint}"
+    )
 
 
 @cache
@@ -143,7 +145,9 @@ def _of_huggingface(path: Path, tokens: int | None) -> Source:
         return Source(str(path), model, _like(dict(model.dummy_inputs), path))
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     if tokens is not None and isinstance(most, int) and tokens > most:
-        raise ConfigError(f"--tokens: {tokens} are more than the {most} positions of the model (max_position_embeddings)")
+        raise ConfigError(
+            f"--tokens: {tokens} are more than the {most} positions of the model (max_position_embeddings)"
+        )
     length = tokens or min(most or 2048, 2048)
 
     def batch(samples: int, device: torch.device | str) -> dict[str, Tensor]:

@@ -30,7 +30,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         heads = self.qkv(x).view(batch, length, 3 * self.heads, self.head_dim).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(*heads.chunk(3, dim=1), is_causal=True)
+        queries, keys, values = heads.chunk(3, dim=1)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         merged: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
         return merged
 

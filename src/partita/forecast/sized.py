@@ -9,9 +9,12 @@ from torch import nn
 
 from partita.activation.recompute import Recomputation, chosen_modules
 from partita.config.resolve import Resolved
+from partita.config.schema import Config
 from partita.errors import ConfigError
+from partita.forecast.pieces import Sends, Trace
+from partita.forecast.shortened import shortened
 from partita.forecast.source import Source
-from partita.forecast.trace import Sends, Trace, shortened, trace
+from partita.forecast.trace import trace
 from partita.parallel.applied import Parallel
 from partita.parallel.tensor.functions import Entrance
 from partita.parallel.tensor.rules import split_model
@@ -46,7 +49,14 @@ class Sized:
     traces: dict[str, Trace]
     samples: int
     _planned: dict[Any, PlannedUnit] = field(default_factory=dict)
-    _rows: dict[Any, StatePlan] = field(default_factory=dict)
+    _rows: dict[Any, tuple[Config, StatePlan]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        numbers = dict[object, int]()
+        self._kinds = list[int]()  # of units: those of one kind are laid out alike
+        for spec, entries in zip(self.specs, self.entries, strict=True):
+            alike = tuple((entry.place, entry.encoding, entry.trainable, entry.copies) for entry in entries)
+            self._kinds.append(numbers.setdefault((alike, bool(spec.name), tuple(spec.inside)), len(numbers)))
 
     @property
     def num_blocks(self) -> int:
@@ -60,7 +70,7 @@ class Sized:
             ConfigError: there are fewer blocks.
         """
         names = next(iter(self.traces.values())).names
-        if num > len(names):
+        if num > max(1, len(names)):
             raise ConfigError(f"pipeline {num}: the model has {len(names)} blocks")
         at = {name: number for number, name in enumerate(names)}
         position, seen = list[int | None](), 0
@@ -83,10 +93,9 @@ class Sized:
     def _unit(self, number: int, resolved: Resolved, tiers: Tiers) -> PlannedUnit:
         """Units that are laid out alike are one object."""
         spec, entries = self.specs[number], self.entries[number]
-        kind = tuple((entry.place, entry.encoding, entry.trainable, entry.copies) for entry in entries)
-        row = self._row(resolved, tiers, None, Copies())
-        key = (kind, bool(spec.name), tuple(spec.inside), row, resolved.mesh)
+        key = (self._kinds[number], id(resolved.config), resolved.mesh, tiers)
         if key not in self._planned:
+            row = self._row(resolved, tiers, None, Copies())
             size = resolved.mesh.group_size
 
             def num_copies(copies: Copies) -> int:
@@ -99,10 +108,10 @@ class Sized:
         return self._planned[key]
 
     def _row(self, resolved: Resolved, tiers: Tiers, encoding: Encoding | None, copies: Copies) -> StatePlan:
-        key = (id(resolved), tiers, encoding, copies)
+        key = (id(resolved.config), resolved.mesh, tiers, encoding, copies)
         if key not in self._rows:
-            self._rows[key] = row_of(resolved, tiers, encoding, copies)
-        return self._rows[key]
+            self._rows[key] = resolved.config, row_of(resolved, tiers, encoding, copies)
+        return self._rows[key][1]
 
 
 def size_model(

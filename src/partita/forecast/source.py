@@ -142,7 +142,7 @@ def _of_huggingface(path: Path, tokens: int | None) -> Source:
     model.train()
     ids = "input_ids" if model.main_input_name == "input_ids" else None
     if ids is None:
-        return Source(str(path), model, _like(dict(model.dummy_inputs), path))
+        return Source(str(path), model, _like(getattr(model, "dummy_inputs", {}), path))
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     if tokens is not None and isinstance(most, int) and tokens > most:
         raise ConfigError(
@@ -206,11 +206,12 @@ def _module(place: str, text: str) -> Any:
 def _like(batch: Batch, name: object) -> Callable[[int, torch.device | str], Batch]:
     """Batches like this one, whose tensors have their samples as first dim, of any number of samples."""
     values = batch if isinstance(batch, Mapping | tuple) else (batch,)
-    tensors = [value for value in (values.values() if isinstance(values, Mapping) else values)]
+    tensors = list(values.values() if isinstance(values, Mapping) else values)
     sizes = {len(tensor) for tensor in tensors if isinstance(tensor, Tensor) and tensor.dim()}
     if len(sizes) != 1 or 0 in sizes:
         raise ConfigError(
-            f"model '{name}': the tensors of its batch have {sorted(sizes)} samples in their first dims; expected one number"
+            f"model '{name}': the tensors of its batch have {sorted(sizes)} samples in their first dims; expected one "
+            "number, above 0"
         )
     own = sizes.pop()
 

@@ -26,9 +26,9 @@ class Machine:
     """A node of ``gpus`` GPUs, of as many as there are. Bytes, and bytes per second of one direction.
 
     ``memory`` of a GPU; ``host_memory`` and ``disk`` of a node. ``tflops`` of a GPU's 16-bit products (``tflops_fp32``:
-    of 32-bit ones), ``memory_rate`` of its memory, ``node_link`` between GPUs of a node, ``host_link`` between a GPU and
-    its host; ``network``, ``host_rate`` (memory) and ``disk_rate`` are of the node. ``reached``: the share of all rates
-    that training reaches. ``one_memory``: the device is the host's own processor.
+    of 32-bit ones), ``memory_rate`` of its memory, ``node_link`` between GPUs of a node, ``host_link`` between a GPU
+    and its host; ``network``, ``host_rate`` (memory) and ``disk_rate`` are of the node. ``reached``: the share of all
+    rates that training reaches. ``one_memory``: the device is the host's own processor.
     """
 
     name: str
@@ -52,11 +52,11 @@ class Machine:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if isinstance(value, int | float) and not isinstance(value, bool) and not value >= 0:
-                raise ConfigError(f"machine '{self.name}': {each.name}: expected a number of at least 0; got {value}")
+            if isinstance(value, int | float) and not 0 <= value < float("inf"):
+                raise ConfigError(f"machine '{self.name}': {each.name}: expected a number of at least 0; got {value:g}")
         for name in ("gpus", "memory", "tflops", "tflops_fp32", "memory_rate", "node_link", "network", "host_rate"):
             if not getattr(self, name) > 0:
-                raise ConfigError(f"machine '{self.name}': {name}: expected more than 0; got {getattr(self, name)}")
+                raise ConfigError(f"machine '{self.name}': {name}: expected more than 0; got {getattr(self, name):g}")
 
     @property
     def compute_dtype(self) -> str:

@@ -5,7 +5,7 @@ the host, the host's cores, the disk. Updates of a step are made in the order of
 unit's; in the long run a step takes as long as that forward, all other forwards and backwards, and the last sum.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,8 +18,8 @@ FOLLOWED = 3
 class UnitTimes:
     """Of one unit, seconds of each job. ``forward`` and ``backward`` on the device; ``gather`` from other ranks, before
     each (0: it stays whole in between: ``gather_again``); ``fetch`` from the host, before each, ``read`` from disk;
-    ``reduce`` among the ranks and ``stow`` on the host of a gradient; the ``update`` by the resource ``updated_by``, with
-    ``swap`` on disk.
+    ``reduce`` among the ranks and ``stow`` on the host of a gradient; the ``update`` by the resource ``updated_by``,
+    with ``swap`` on disk, and the new parameters' way to the device (``bring``) and to all ranks (``publish``).
     """
 
     forward: float
@@ -33,6 +33,8 @@ class UnitTimes:
     update: float = 0.0
     updated_by: str = DEVICE
     swap: float = 0.0
+    bring: float = 0.0
+    publish: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class _Clocks:
     """When each resource is free; what the device waited for."""
 
     def __init__(self) -> None:
-        self.free, self.waits = Counter[str](), Counter[str]()
+        self.free, self.waits = defaultdict[str, float](float), defaultdict[str, float](float)
         self.busy = 0.0
 
     def run(self, resource: str, seconds: float, after: float = 0.0) -> float:
@@ -82,21 +84,20 @@ def step_time(units: Sequence[UnitTimes], num_micros: int, *, reduces_each: bool
         reduces_each: gradients are summed after each micro-batch; otherwise after the last.
     """
     clocks = _Clocks()
-    updated = [clocks.run(DISK, unit.swap, clocks.run(unit.updated_by, unit.update)) for unit in units]
-    updaters = [DISK if unit.swap else unit.updated_by for unit in units]
+    updated = [_update(clocks, unit) for unit in units]
     followed = min(num_micros, FOLLOWED)
-    ends, end = list[float](), 0.0
+    ends, end = list[dict[str, float]](), 0.0
     for micro in range(followed):
         is_last = micro == followed - 1
-        _pass(clocks, units, [*zip(updaters, updated, strict=True)] if micro == 0 else None, backward=False)
+        _pass(clocks, units, updated if micro == 0 else None, backward=False)
         end = _pass(clocks, units, None, backward=True, reduces=reduces_each or is_last)
-        ends.append(clocks.free[DEVICE])
+        ends.append(dict(clocks.free))
     total = max(end, clocks.free[DEVICE])
     if total > clocks.free[DEVICE]:
         clocks.waits[RANKS] += total - clocks.free[DEVICE]
     more = num_micros - followed
     if more:
-        middle = ends[1] - ends[0]
+        middle = max(ends[1][who] - ends[0].get(who, 0.0) for who in ends[1])  # of whoever is the slowest
         busy = sum(unit.forward + unit.backward for unit in units)
         total += more * middle
         clocks.busy += more * busy
@@ -104,6 +105,16 @@ def step_time(units: Sequence[UnitTimes], num_micros: int, *, reduces_each: bool
         for who in clocks.waits if waited else ():
             clocks.waits[who] *= 1 + more * max(0.0, middle - busy) / waited
     return StepTime(total, clocks.busy, dict(clocks.waits))
+
+
+def _update(clocks: _Clocks, unit: UnitTimes) -> tuple[str, float]:
+    """Who makes the unit's parameters new, the last of all, and when they are."""
+    jobs = ((unit.updated_by, unit.update), (DISK, unit.swap), (HOST_LINK, unit.bring), (RANKS, unit.publish))
+    who, end = unit.updated_by, 0.0
+    for resource, seconds in jobs:
+        if seconds:
+            who, end = resource, clocks.run(resource, seconds, end)
+    return who, end
 
 
 def _pass(
@@ -116,7 +127,7 @@ def _pass(
 ) -> float:
     """One forward or backward; when the last gradient is where it rests. One unit is brought ahead of its use."""
     order = range(len(units) - 1, -1, -1) if backward else range(len(units))
-    begun, ends, end = [clocks.free[DEVICE]] * 2, 0.0, 0.0
+    begun, end = [clocks.free[DEVICE]] * 2, 0.0
     for at in order:
         unit = units[at]
         needed = list[tuple[str, float]]()

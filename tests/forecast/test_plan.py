@@ -149,7 +149,7 @@ def test_code_of_the_user_s_is_a_model_and_its_plan_trains_here() -> None:
         ([SMALL, "--host-memory", "-1GB"], "host_memory: expected a number of at least 0; got -1e+09"),
         ([SMALL, "--network", "0"], "network: expected more than 0; got 0"),
         ([SMALL, "--tokens", "0"], "--tokens: expected at least 1"),
-        ([SMALL, "--samples", "0"], "--samples: expected at least 1"),
+        ([SMALL, "--json", "no/such/folder/plan.json"], "cannot be written"),
         ([f"{__name__}:no_batch"], "expected (model, batch)"),
         ([f"{__name__}:nothing"], "has no function 'nothing'"),
         (["no.such.module:model"], "cannot be imported"),

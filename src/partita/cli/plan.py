@@ -48,9 +48,15 @@ Rate = Annotated[
     str | None, typer.Option(help="Bytes per second of a node, such as 1.25GB.", show_default="the machine's")
 ]
 Tokens = Annotated[int | None, typer.Option(help="Of a sample.", show_default="the model's, 2048 at the most")]
-Samples = Annotated[int | None, typer.Option(help="Of an optimizer step.", show_default="about half a million tokens")]
-Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write all figures there; - for the output.")]
-Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the config of the best plan there.")]
+Files = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--json",
+        "--out",
+        metavar="FILE",
+        help="Write all figures there, or, to a .yaml file, the config of the best plan; - is the output. May be repeated.",
+    ),
+]
 
 
 def plan(
@@ -61,9 +67,7 @@ def plan(
     disk: Size = None,
     network: Rate = None,
     tokens: Tokens = None,
-    samples: Samples = None,
-    out: Out = None,
-    json_file: Json = None,
+    files: Files = None,
 ) -> None:
     """Find out whether a model fits, in which memory, and how fast it trains; exit code 1 where nothing fits."""
     with user_errors():
@@ -73,21 +77,27 @@ def plan(
             disk=_bytes("--disk", disk),
             network=_bytes("--network", network),
         )
-        found = make_plan(model, gpus=gpus, gpu=machine, tokens=tokens, samples=samples)
-        if out is not None and found.best is not None:
-            found.write(out)
-    if json_file is not None:
-        text = json.dumps(found.data(), indent=2)
-        if json_file == "-":
-            typer.echo(text)
-            return
-        Path(json_file).write_text(text + "\n", encoding="utf-8")
-    show(found, Console())
+        found = make_plan(model, gpus=gpus, gpu=machine, tokens=tokens)
+        for file in files or ():
+            _write(found, file)
+    if "-" not in (files or ()):
+        show(found, Console())
     if found.best is None:
         show_error(Console(stderr=True), found.why_not())
         raise typer.Exit(FAILURE)
-    if out is not None:
-        typer.echo(f"the config is in {out}")
+
+
+def _write(found: Plan, file: str) -> None:
+    try:
+        if file == "-":
+            typer.echo(json.dumps(found.data(), indent=2))
+        elif Path(file).suffix in (".yaml", ".yml"):
+            if found.best is not None:
+                found.write(file)
+        else:
+            Path(file).write_text(json.dumps(found.data(), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"'{file}' cannot be written: {error.strerror}; name another file") from None
 
 
 def show(found: Plan, console: Console) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from partita.plan.mesh_shape import MeshShape
+from partita.plan.state_plan import further_stages
 
 Sections = dict[str, dict[str, Any]]
 CHECKPOINTS = ("none", "selective", "units")
@@ -93,6 +94,8 @@ def meshes(num_gpus: int, on_node: int, most_stages: int) -> Iterator[MeshShape]
                 yield MeshShape(pipeline, num_gpus // (tensor * pipeline), 1, tensor)
 
 
+# The stages that split something, as updates in backward need.
+_SPLIT = tuple(stage for stage, _ in further_stages("ddp"))
 # Each list is tried where nothing of those before it fits.
 _TIERS = (
     (("none", "none"),),
@@ -111,8 +114,7 @@ def restings(compute: str, one_memory: bool) -> list[list[Resting]]:
             Resting(stage, parameters, optimizer, form)
             for parameters, optimizer in tiers
             for form in forms(compute)
-            for stage in (0, 1, 2, 3)
-            if not (form.once and stage == 0)
+            for stage in (_SPLIT if form.once else (0, *_SPLIT))
         ]
         for tiers in levels
     ]

@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from partita.forecast.pieces import Piece, Sends, Trace, Work
-
 
 @dataclass
 class Work:

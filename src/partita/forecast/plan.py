@@ -120,7 +120,7 @@ def plan(
         per_step = STEP_TOKENS // source.context if source.context else STEP_SAMPLES
         samples = gpus * 2 ** max(0, round(math.log2(max(1.0, per_step / gpus))))
     if samples < 1:
-        raise ConfigError(f"--samples: expected at least 1 sample in a step; got {samples}")
+        raise ConfigError(f"samples: expected at least 1 sample in a step; got {samples}")
     search = Search(source, machine, gpus, samples, load_config(config))
     return Plan(source, machine, gpus, samples, tuple(search.run()))
 

@@ -13,7 +13,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from partita.errors import ConfigError
 from partita.forecast.pieces import Piece, Sends, Trace, Work
-from partita.forecast.recorder import Recorder
 from partita.forecast.shortened import Stand
 
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from partita.forecast.shortened import Stand, shortened
 from partita.planner.group_units import find_blocks
 
 # For every block of a model, its name and the block that stands for it.

@@ -82,7 +82,11 @@ class Sized:
         found = []
         for number, (start, stop) in enumerate(even(len(names), num)):
             ends = number in (0, num - 1)
-            held = [u for u, place in enumerate(position) if (ends if place is None else start <= place < stop)]
+            held = [
+                u
+                for u, place in enumerate(position)
+                if (ends if place is None else start <= place < max(stop, start + 1))
+            ]
             found.append(Stage(tuple(held), (start, stop)))
         return found
 

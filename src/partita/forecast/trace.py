@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from partita.errors import ConfigError, PartitaError
 from partita.forecast.pieces import Sends, Trace
+from partita.forecast.recorder import Recorder
 from partita.forecast.shortened import Stand
 from partita.plan.share import NO_SHARES, Shares
 
@@ -41,7 +42,7 @@ def trace(
         ConfigError: the forward cannot be run without data.
     """
     with _on_paper(model, dtypes, shares):
-        recorder = _Recorder(list(dict.fromkeys(block for _, block in stand)), sends or Sends(1))
+        recorder = Recorder(list(dict.fromkeys(block for _, block in stand)), sends or Sends(1))
         compute = next(iter(dtypes.values()), torch.float32)
         given = tree_map_only(Tensor, lambda x: x.to(compute) if x.is_floating_point() else x, batch)
         try:

@@ -54,7 +54,7 @@ Files = Annotated[
         "--json",
         "--out",
         metavar="FILE",
-        help="Write all figures there, or, to a .yaml file, the config of the best plan; - is the output. May be repeated.",
+        help="Write all figures there, or the config of the best plan where it ends in .yaml; -: the output. Repeatable.",
     ),
 ]
 

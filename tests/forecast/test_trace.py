@@ -76,7 +76,9 @@ def measured(model: nn.Module, batch: dict[str, Tensor], choice: str) -> tuple[i
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     units = [spec.name for spec in group_units(model)]
-    recomputation = Recomputation(chosen_modules(model, units, choice), selective=False, tiled={}, offload=None)
+    recomputation = Recomputation(
+        chosen_modules(model, units, choice), selective=False, tiled={}, inputs=None, kept=None
+    )
     with LiveBytes() as live:
         loss = loss_of(model(**batch))
         loss.backward()

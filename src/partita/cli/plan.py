@@ -54,7 +54,7 @@ Files = Annotated[
         "--json",
         "--out",
         metavar="FILE",
-        help="Write all figures there, or the config of the best plan where it ends in .yaml; -: the output. Repeatable.",
+        help="Write all figures there, or the config of the best plan where it ends in .yaml; -: the output.",
     ),
 ]
 

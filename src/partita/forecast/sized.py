@@ -171,7 +171,7 @@ def _split(model: nn.Module, resolved: Resolved, sends: Sends) -> Iterator[Paral
 @contextmanager
 def _recomputed(model: nn.Module, units: Sequence[str], choice: str) -> Iterator[None]:
     modules = chosen_modules(model, units, choice)
-    recomputation = Recomputation(modules, selective=choice == "selective", tiled={}, offload=None)
+    recomputation = Recomputation(modules, selective=choice == "selective", tiled={}, inputs=None, kept=None)
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from partita.comm.group import Group, Handle
 from partita.errors import PartitaError
+from partita.memory.accelerator import readable
 from partita.parallel.pipeline.absent import Absent, arrived, is_missing
 from partita.parallel.pipeline.stage import Arguments, bypasses
 
@@ -81,7 +82,7 @@ class Edges:
         form = arguments.form, training
         num = len(arguments.leaves)
         if form not in self._asked:
-            request = torch.empty(num, dtype=torch.uint8, device=self.device)
+            request = torch.empty(num, dtype=torch.uint8, device=readable(self.device))
             _wait(self.group.receive([request], self._behind, "request", PURPOSE))
             self._asked[form] = tuple(request.nonzero().view(-1).tolist())
         chosen = [arguments.leaves[at] for at in self._asked[form]]
@@ -105,7 +106,7 @@ class Edges:
             self._lacked[form] = tuple(lacking)
             request = torch.zeros(len(arguments.leaves), dtype=torch.uint8)
             request[list(lacking)] = 1
-            self._sent += self.group.send([request.to(self.device)], self._before, "request", PURPOSE)
+            self._sent += self.group.send([request.to(readable(self.device))], self._before, "request", PURPOSE)
         if self._lacked[form] != tuple(lacking):
             raise PartitaError(
                 f"stage {self.stage} of the pipeline lacks the arguments {list(lacking)} of its first block, and "

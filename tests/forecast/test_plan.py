@@ -73,6 +73,7 @@ def test_states_are_the_blueprint_s(stage: int, optimizer: str) -> None:
     assert working_bytes(units, "auto", 2) == working_bytes(expected, "auto", 2)
 
 
+@pytest.mark.thorough
 def test_offload_is_for_what_does_not_fit_without_it() -> None:
     with_host = partita.plan("gpt-13b", gpu="v100-32").best
     assert with_host is not None
@@ -83,6 +84,7 @@ def test_offload_is_for_what_does_not_fit_without_it() -> None:
         without.config()
 
 
+@pytest.mark.thorough
 def test_more_memory_is_never_slower() -> None:
     times = []
     for gpu in ("a100-40", "a100-80"):

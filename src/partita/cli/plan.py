@@ -14,6 +14,7 @@ from rich.text import Text
 
 from partita.cli.console import FAILURE, show_error, user_errors
 from partita.errors import ConfigError
+from partita.forecast.papers import reach_rows, state_rows
 from partita.forecast.plan import Plan, lacks
 from partita.forecast.plan import plan as make_plan
 from partita.forecast.search import Forecast
@@ -32,13 +33,14 @@ _COLORS = {
     "activations": "green",
 }
 _MOST_ROWS = 10
+PAPERS = "papers"
 
 Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
         help="A preset (llama-3-70b, gpt-1t, ...), sizes (layers=24,hidden=2048), a folder or config.json of Hugging "
-        "Face, or module:function, which returns (model, batch).",
+        "Face, or module:function, which returns (model, batch). papers: the ZeRO papers' figures beside ours.",
     ),
 ]
 Gpus = Annotated[int, typer.Option(help="How many GPUs.")]
@@ -70,6 +72,9 @@ def plan(
     files: Files = None,
 ) -> None:
     """Find out whether a model fits, in which memory, and how fast it trains; exit code 1 where nothing fits."""
+    if model == PAPERS:
+        show_papers(Console())
+        return
     with user_errors():
         machine = machine_named(
             gpu,
@@ -85,6 +90,18 @@ def plan(
     if found.best is None:
         show_error(Console(stderr=True), found.why_not())
         raise typer.Exit(FAILURE)
+
+
+def show_papers(console: Console) -> None:
+    """What the papers claim, and what is found here."""
+    for title, rows in (("model states of a GPU, 16 bytes a parameter", state_rows()), ("what fits", reach_rows())):
+        table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold")
+        for name in ("case", "claimed", "ours", "with lean states", "why it differs"):
+            table.add_column(name)
+        for row in rows:
+            table.add_row(row.case, row.claimed, row.ours, row.lean, row.why)
+        console.print(table)
+        console.print()
 
 
 def _write(found: Plan, file: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from partita.comm.exchange import Work
 from partita.errors import PartitaError
+from partita.memory.timeline import span
 
 # What precedes a message: the call that it belongs to, as text, and its bytes.
 HEADER = struct.Struct("<40sq")
@@ -46,6 +47,7 @@ class ControlMessage(Generic[T]):
         explained: Explained,
     ) -> None:
         self._payload, self._gather, self._read, self._explained = payload, gather, read, explained
+        self._call = call
         if gather is not None:
             row = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
             head = HEADER.pack(call.encode()[:40], payload.numel())
@@ -69,7 +71,7 @@ class ControlMessage(Generic[T]):
         Raises:
             PartitaError: the ranks are at different calls, or one of them does not send in time.
         """
-        with self._explained():
+        with self._explained(), span("wait for ranks", self._call):
             return self._read([self._payload] if self._gather is None else self._payloads(self._gather))
 
     def _payloads(self, gather: Gather) -> list[Tensor]:

@@ -16,6 +16,7 @@ from partita.config.resolve import Resolved
 from partita.engine.batches import draw, draw_for_evaluation, is_scalar
 from partita.engine.build import Given, Parts, build
 from partita.engine.micro_batches import MicroBatches
+from partita.engine.profile import Profile
 from partita.errors import PartitaError
 from partita.huggingface.export import export
 from partita.memory import accelerator
@@ -323,6 +324,10 @@ class Engine:
         """Bytes sent by this rank and calls so far, by collective, axis and purpose."""
         self._parts.updater.wait_for_updates()
         return self._parts.runtime.collectives.meter.report()
+
+    def profile(self, path: str | Path) -> Profile:
+        """Watch the steps inside a ``with`` block: see :class:`Profile`. May be called on one rank alone."""
+        return Profile(Path(path), self.mesh.device, self.mesh.rank, lambda: self._parts.updater.steps)
 
     # ----------------------------------------------------------------------- end
 

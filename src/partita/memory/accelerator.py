@@ -148,6 +148,13 @@ def new_event(device: torch.device) -> torch.Event:
     return torch.Event(device=device)
 
 
+def timed_event(device: torch.device) -> torch.Event:
+    """This point of an accelerator's current stream; ``elapsed_time`` to a later one is in milliseconds."""
+    event = torch.Event(device=device, enable_timing=True)
+    event.record()
+    return event
+
+
 def wait_for_stream(device: torch.device) -> None:
     """Hold the caller until all is done that the current stream has been given."""
     if has_streams(device):

@@ -30,6 +30,7 @@ from partita.config.schema import Offload
 from partita.errors import PartitaError
 from partita.memory.accelerator import is_host
 from partita.memory.streams import Event, Workers
+from partita.memory.timeline import span
 
 # O_DIRECT asks for offsets, sizes and memory in multiples of the device's block: 512 or 4096 bytes.
 ALIGNMENT = 4096
@@ -196,7 +197,7 @@ class Disk:
         """Repeated for as long as the system does less than it is asked for."""
         num_bytes, done = sum(map(len, views)), 0
         try:
-            with self._meter.busy():
+            with self._meter.busy(), span("disk", what):
                 while views := [view for view in views if view]:
                     moved = call(self._file, views, offset + done)
                     if not moved:

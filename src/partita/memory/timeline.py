@@ -5,7 +5,7 @@ Spans are named by what is done (``gather``, ``reduce``, ``update``, ``copy``, `
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from partita.plan.traffic import TrafficKey
@@ -41,6 +41,18 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
 def span(what: str, name: str = "") -> AbstractContextManager[None]:
     """See :meth:`Watcher.span`."""
     return _NOTHING if _watcher is None else _watcher.span(what, name)
+
+
+def told(work: Callable[[], object], what: str, name: str) -> Callable[[], object]:
+    """``work`` inside a span, if anybody watches."""
+    if _watcher is None:
+        return work
+
+    def watched() -> object:
+        with span(what, name):
+            return work()
+
+    return watched
 
 
 def sent(key: TrafficKey, num_bytes: int) -> None:

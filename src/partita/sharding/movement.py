@@ -8,6 +8,7 @@ from torch import Tensor
 from partita.comm.collectives import Collectives
 from partita.comm.exchange import Work
 from partita.comm.group import Group
+from partita.memory.timeline import span
 from partita.plan.steps import AllGather, Copy, Encode, Read, ReduceScatter, Slice, Step, Write, in_phases
 from partita.plan.wire import hops, scratch_bytes
 from partita.sharding.coded import Rounding, begin_gather, reduce_scatter
@@ -101,9 +102,17 @@ class Movement:
         if source.data_ptr() != target.data_ptr():
             if accumulate:
                 target.add_(source.to(target.device))
-            else:  # what the host has, it may use at once
-                target.copy_(source, non_blocking=target.device == self.device)
+            else:
+                self._copy(source, target)
         return handles
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
+        """What the host has afterwards, it may use at once."""
+        if source.device == target.device:
+            target.copy_(source)
+        else:
+            with span("copy", f"to {target.device.type}"):
+                target.copy_(source, non_blocking=target.device == self.device)
 
     def scratch_bytes(self, ops: Sequence[Step], num_elements: int, itemsize: int) -> int:
         """Scratch memory that ``ops``, one after the other, need for what is received, and for codes."""

@@ -21,6 +21,7 @@ from partita.memory.allocate import over
 from partita.memory.buffer_pool import BufferPool, Slot
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event, record
+from partita.memory.timeline import span, told
 from partita.plan.residence import Tier
 from partita.plan.slots import RECEIVING, SENDING, SUMMED, PlannedPool
 from partita.sharding.buckets import Bucket
@@ -301,7 +302,7 @@ class GradientReducer:
         reduce = bucket.launch(self._seeded(), received, summed, self._scale_of(bucket))
         awaited = [record(self._device), *(slot.last_use for slot in (receiving, summed) if slot is not None)]
 
-        self._launched = self._stream.run(partial(_after, awaited, reduce))
+        self._launched = self._stream.run(told(partial(_after, awaited, reduce), "reduce", bucket.members[0].fqn))
         if receiving is not None:
             self._receiving.give_back(receiving, self._launched)
         if (sent := bucket.launched(self._launched)) is not None:
@@ -337,7 +338,8 @@ class GradientReducer:
 
     def drain(self) -> None:
         """Wait for every reduction under way; the current stream may read the shards afterwards."""
-        self._launched.wait()
+        with span("wait for reduce"):
+            self._launched.wait()
 
     def leftovers(self) -> list[bool]:
         """For each bucket, whether this rank holds gradients that no wave has taken."""

@@ -71,3 +71,8 @@ def _check_placed(settings: Config) -> None:
             "zero.offload: auto follows from what is free where training runs, which is not here: name a tier (none, "
             "host, disk) for each state to simulate it"
         )
+    if settings.activations.keep_bytes == "auto":
+        raise ConfigError(
+            "activations.keep_bytes: auto follows from what is free where training runs, which is not here: name a "
+            "number of bytes, or none, to simulate it"
+        )

@@ -47,6 +47,19 @@ def drop_parts(splitter: Splitter, module: nn.Module, width: int) -> None:
     splitter.parallel.changes.set(module, "forward", forward)
 
 
+# Feed-forward layers of these classes, whose last linear layer leads back, need no proof: it would take all their weights.
+KNOWN = ("GPT2MLP", "partita.train.decoder.FeedForward", "partita.forecast.gpt.FeedForward")
+
+
+def known_feed_forward(module: nn.Module, size: int) -> FeedForward | None:
+    """How a layer of one of the classes :data:`KNOWN` is split."""
+    kind = type(module)
+    if kind.__name__ not in KNOWN and f"{kind.__module__}.{kind.__qualname__}" not in KNOWN:
+        return None
+    last = [child for child in module.children() if is_linear(child)][-1]
+    return next((way for way in like_feed_forward(module, size) if module.get_submodule(way.down) is last), None)
+
+
 def like_feed_forward(module: nn.Module, size: int) -> Iterator[FeedForward]:
     """The ways to take a module for a feed-forward layer on ``size`` ranks, by shapes alone."""
     children = {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}

@@ -14,8 +14,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "partita"
 # A file imports only from its own layer and from those before it. "" is the package root, which re-exports.
 LAYERS = (
     *("errors", "plan", "config", "planner", "memory", "comm", "kernels", "sharding", "parallel", "activation"),
-    *("attention", "optim", "inspection", "checkpoint", "huggingface", "engine", "observe", "train", "simulate"),
-    *("integrations", "", "cli"),
+    *("attention", "optim", "inspection", "checkpoint", "huggingface", "engine", "observe", "train", "forecast"),
+    *("simulate", "integrations", "", "cli"),
 )
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70

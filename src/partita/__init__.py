@@ -4,8 +4,9 @@ from partita.config.schema import Config
 from partita.engine.engine import Engine
 from partita.engine.start import initialize
 from partita.errors import ConfigError, PartitaError
+from partita.forecast.plan import plan
 from partita.optim.traits import elementwise
 from partita.optim.updater import StepResult
 
 __version__ = "0.1.0"
-__all__ = ["Config", "ConfigError", "Engine", "PartitaError", "StepResult", "elementwise", "initialize"]
+__all__ = ["Config", "ConfigError", "Engine", "PartitaError", "StepResult", "elementwise", "initialize", "plan"]

@@ -8,6 +8,7 @@ from partita.cli.attention import attention
 from partita.cli.checkpoint import checkpoint
 from partita.cli.convert import convert
 from partita.cli.doctor import doctor
+from partita.cli.plan import plan
 from partita.cli.run import run
 from partita.cli.schema import schema
 from partita.cli.train import train
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.command()(train)
 # What follows SCRIPT is the script's.
 app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command()(plan)
 app.command()(doctor)
 app.command()(schema)
 app.add_typer(attention)

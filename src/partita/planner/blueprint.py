@@ -126,17 +126,12 @@ def make_blueprint(
             fit into the memory that there is.
     """
     zero = resolved.config.zero
-    kept = keep_fp32_modules(model, resolved.config.precision.keep_fp32)
-    if not (holdings := find_holdings(model)):
-        raise ConfigError(f"model: all parameters of {type(model).__name__} are quantized and frozen: none can train")
-    _check(holdings, resolved)
-    specs = group_units(model, zero.units)
+    specs, entries = unit_entries(model, resolved, shares)
     row, size = row_of(resolved), resolved.mesh.group_size
 
     def num_copies(copies: Copies) -> int:
         return size(row.replica_axes) * size(copies.axes)
 
-    entries = [list(_entries(spec, resolved, kept, shares)) for spec in specs]
     layouts = [lay_out(of_unit, size(row.part_axes), num_copies) for of_unit in entries]
 
     def planned(number: int, tiers: Tiers) -> PlannedUnit:
@@ -151,6 +146,22 @@ def make_blueprint(
         tiers = Placement(names, planned, zero.offload, zero.prefetch_bytes, num_moments).tiers(budget)
     units = tuple(planned(number, chosen) for number, chosen in enumerate(tiers))
     return Blueprint(resolved, units, num_moments)
+
+
+def unit_entries(
+    model: nn.Module, resolved: Resolved, shares: Shares = NO_SHARES
+) -> tuple[list[UnitSpec], list[list[Entry]]]:
+    """The model's units, and the parameters of each as a layout sees them.
+
+    Raises:
+        ConfigError: as :func:`make_blueprint`.
+    """
+    kept = keep_fp32_modules(model, resolved.config.precision.keep_fp32)
+    if not (holdings := find_holdings(model)):
+        raise ConfigError(f"model: all parameters of {type(model).__name__} are quantized and frozen: none can train")
+    _check(holdings, resolved)
+    specs = group_units(model, resolved.config.zero.units)
+    return specs, [list(_entries(spec, resolved, kept, shares)) for spec in specs]
 
 
 def _check(holdings: list[Holding], resolved: Resolved) -> None:

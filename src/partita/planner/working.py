@@ -21,7 +21,7 @@ STAGED_GRADIENTS = 2
 def working_bytes(units: Sequence[PlannedUnit], prefetch: int | str, num_moments: int) -> Counter[Tier]:
     """Bytes by tier. ``prefetch`` is ``zero.prefetch_bytes``."""
     trained = [segment for unit in units for segment in unit.segments if segment.trains]
-    device = unit_pool(units, prefetch).num_bytes + _bucket_bytes(trained) + _arriving_bytes(units)
+    device = unit_pool(units, prefetch).num_bytes + _bucket_bytes(trained) + arriving_bytes(units)
     host = _staging_bytes(units, num_moments) + _update_bytes(units) + _sum_bytes(trained, Tier.HOST)
     device += _publish_bytes(trained) + _sum_bytes(trained, Tier.DEVICE) + code_bytes(units)
     return Counter({Tier.DEVICE: device, Tier.HOST: host})
@@ -38,7 +38,7 @@ def _bucket_bytes(trained: Sequence[PlannedSegment]) -> int:
     return _shared_slots(sent, SENDING) + _shared_slots(received, RECEIVING)
 
 
-def _arriving_bytes(units: Sequence[PlannedUnit]) -> int:
+def arriving_bytes(units: Sequence[PlannedUnit]) -> int:
     """The gradients of one unit as autograd leaves them, where they do not stay there."""
     moved = (
         sum(

@@ -15,7 +15,7 @@ from partita.config.schema import TensorRule
 from partita.errors import ConfigError
 from partita.parallel.tensor.attention import BY_CLASS, Way, head_width, separate, split_separate
 from partita.parallel.tensor.experts import are_experts, split_experts
-from partita.parallel.tensor.feed_forward import like_feed_forward
+from partita.parallel.tensor.feed_forward import known_feed_forward, like_feed_forward
 from partita.parallel.tensor.linear import is_linear, num_inputs, num_outputs
 from partita.parallel.tensor.proof import stands_proof
 from partita.parallel.tensor.splitter import Splitter
@@ -106,6 +106,9 @@ def _by_class(splitter: Splitter, mesh: Mesh) -> None:
         way = BY_CLASS.get(kind.__name__) or BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
         if way is not None:
             _by_heads(splitter, module, way, f"class {kind.__name__}")
+        elif (layer := known_feed_forward(module, splitter.size)) is not None:
+            if all(map(splitter.is_free, module.children())) and splitter.is_free(module):
+                layer.split(splitter, module, f"class {kind.__name__}")
         elif are_experts(module) and "Experts" in kind.__name__ and splitter.is_free(module):
             split_experts(splitter, module, f"class {kind.__name__}")
 

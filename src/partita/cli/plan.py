@@ -1,0 +1,176 @@
+"""``partita plan``: will it fit, and how fast. What is found is shown; the config of the best plan is written."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from partita.cli.console import FAILURE, show_error, user_errors
+from partita.errors import ConfigError
+from partita.forecast.plan import Plan, lacks
+from partita.forecast.plan import plan as make_plan
+from partita.forecast.search import Forecast
+from partita.plan.residence import Tier
+from partita.planner.figures import format_bytes
+from partita.planner.machine import machine_named
+
+_UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_BAR = 48
+_COLORS = {
+    "parameters": "blue",
+    "gradients": "cyan",
+    "master": "magenta",
+    "moments": "red",
+    "working": "yellow",
+    "activations": "green",
+}
+_MOST_ROWS = 10
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A preset (llama-3-70b, gpt-1t, ...), sizes (layers=24,hidden=2048), a folder or config.json of Hugging "
+        "Face, or module:function, which returns (model, batch).",
+    ),
+]
+Gpus = Annotated[int, typer.Option(help="How many GPUs.")]
+Gpu = Annotated[str, typer.Option(help="Which: h200, h100, a100-80, v100-32, ...")]
+Size = Annotated[str | None, typer.Option(help="Of each node, such as 128GiB.", show_default="the machine's")]
+Rate = Annotated[
+    str | None, typer.Option(help="Bytes per second of a node, such as 1.25GB.", show_default="the machine's")
+]
+Tokens = Annotated[int | None, typer.Option(help="Of a sample.", show_default="the model's, 2048 at the most")]
+Files = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--json",
+        "--out",
+        metavar="FILE",
+        help="Write all figures there, or the config of the best plan where it ends in .yaml; -: the output.",
+    ),
+]
+
+
+def plan(
+    model: Model,
+    gpus: Gpus = 1,
+    gpu: Gpu = "h100",
+    host_memory: Size = None,
+    disk: Size = None,
+    network: Rate = None,
+    tokens: Tokens = None,
+    files: Files = None,
+) -> None:
+    """Find out whether a model fits, in which memory, and how fast it trains; exit code 1 where nothing fits."""
+    with user_errors():
+        machine = machine_named(
+            gpu,
+            host_memory=_bytes("--host-memory", host_memory),
+            disk=_bytes("--disk", disk),
+            network=_bytes("--network", network),
+        )
+        found = make_plan(model, gpus=gpus, gpu=machine, tokens=tokens)
+        for file in files or ():
+            _write(found, file)
+    if "-" not in (files or ()):
+        show(found, Console())
+    if found.best is None:
+        show_error(Console(stderr=True), found.why_not())
+        raise typer.Exit(FAILURE)
+
+
+def _write(found: Plan, file: str) -> None:
+    try:
+        if file == "-":
+            typer.echo(json.dumps(found.data(), indent=2))
+        elif Path(file).suffix in (".yaml", ".yml"):
+            if found.best is not None:
+                found.write(file)
+        else:
+            Path(file).write_text(json.dumps(found.data(), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"'{file}' cannot be written: {error.strerror}; name another file") from None
+
+
+def show(found: Plan, console: Console) -> None:
+    """The plans as a table; of the best, each memory's contents and the config."""
+    params = (
+        f"{found.source.num_params / 1e9:.3g}B" if found.source.num_params > 1e8 else f"{found.source.num_params:,}"
+    )
+    tokens = f" of {found.source.context} tokens" if found.source.context else ""
+    console.print(
+        f"[bold]{found.source.name}[/]: {params} parameters, on {found.num_gpus} x {found.machine.name}, "
+        f"{found.samples} samples{tokens} a step",
+        highlight=False,
+    )
+    console.print(_table(found, found.ways[:_MOST_ROWS]))
+    if len(found.ways) > _MOST_ROWS:
+        console.print(f"and {len(found.ways) - _MOST_ROWS} more (--json has all)", highlight=False)
+    if found.best is None:
+        return
+    console.print(f"\n[bold]{found.best.choice.resting.name}[/], on the rank that holds most:", highlight=False)
+    for line in _bars(found.best):
+        console.print(line)
+    console.print("\n[bold]config[/]")
+    console.print(yaml.safe_dump(found.config(), sort_keys=False).rstrip(), highlight=False)
+
+
+def _table(found: Plan, rows: Sequence[Forecast]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("states", "data x tensor x pipeline", "micro", "recomputed"):
+        table.add_column(name)
+    for name in ("GPU", "host", "disk", "step", "tokens/s" if found.source.context else "samples/s"):
+        table.add_column(name, justify="right")
+    for each in rows:
+        choice, used = each.choice, each.by_tier
+        mesh = f"{choice.mesh.data} x {choice.mesh.tensor} x {choice.mesh.pipeline}"
+        memory = [format_bytes(used[tier]) if used[tier] else "" for tier in Tier]
+        if each.time is None:
+            ends = f"[red]{lacks(each)}[/]", ""
+        else:
+            rate = found.samples * (found.source.context or 1) / each.time.total_s
+            ends = f"{each.time.total_s:.3g} s", f"{rate:,.0f}"
+        shown = "" if choice.checkpoint == "none" else choice.checkpoint
+        table.add_row(choice.resting.name, mesh, f"{choice.micro} x {choice.accumulate}", shown, *memory, *ends)
+    return table
+
+
+def _bars(forecast: Forecast) -> list[Text]:
+    """A bar for each memory that is used: as long as what may be used of it."""
+    lines = list[Text]()
+    for tier in Tier:
+        parts = Counter({what: num for (what, where), num in forecast.held.items() if where == tier.value})
+        if not parts:
+            continue
+        most = max(forecast.budget.of(tier), sum(parts.values()), 1)
+        line, filled = Text(f"{'GPU' if tier is Tier.DEVICE else tier.value:<7}"), 0
+        for what, num in parts.items():
+            cells = round(_BAR * num / most)
+            line.append("█" * cells, style=_COLORS.get(what, "white"))
+            filled += cells
+        line.append("░" * max(0, _BAR - filled), style="dim")
+        line.append(f"  {format_bytes(sum(parts.values()))} of {format_bytes(forecast.budget.of(tier))}: ")
+        for at, (what, num) in enumerate(parts.most_common()):
+            line.append(", " * bool(at) + f"{what} {format_bytes(num)}", style=_COLORS.get(what, "white"))
+        lines.append(line)
+    return lines
+
+
+def _bytes(option: str, text: str | None) -> float | None:
+    """``128GiB``, ``1.5TB``, ``1e12``."""
+    if text is None:
+        return None
+    number = text.strip().lower().removesuffix("/s").removesuffix("b")
+    unit = next((unit for unit in sorted(_UNITS, key=len, reverse=True) if unit and number.endswith(unit)), "")
+    try:
+        return float(number.removesuffix(unit)) * _UNITS[unit]
+    except ValueError:
+        raise ConfigError(f"{option}: expected bytes such as 128GiB or 1.5TB; got '{text}'") from None

@@ -1,0 +1,124 @@
+"""The plans that are weighed: how many ranks along each axis, what is split, where states rest and in what form."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.state_plan import further_stages
+
+Sections = dict[str, dict[str, Any]]
+CHECKPOINTS = ("none", "selective", "units")
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of the states: a name, and what ``precision`` says of it. ``once``: only with one micro-batch a step."""
+
+    name: str
+    precision: tuple[tuple[str, str], ...] = ()
+    once: bool = False
+
+
+def forms(compute: str) -> tuple[Form, ...]:
+    """From the most exact to the leanest that this compute dtype can have."""
+    if compute == "fp32":
+        return (Form("fp32"), Form("8-bit moments", (("moments", "int8"),)))
+    half = Form(f"{compute} gradients", (("gradients", compute),))
+    master = (("master", "split"),) if compute == "bf16" else ()
+    lean = Form("lean", (*master, ("moments", "int8"), ("gradients", compute)))
+    if compute == "fp16":
+        return (Form("exact"), half, lean)
+    return (
+        Form("exact"),
+        half,
+        lean,
+        Form("leanest", (*master, ("moments", "int8"), ("gradients", "in_backward")), once=True),
+    )
+
+
+@dataclass(frozen=True)
+class Resting:
+    """What is split over ranks that compute the same, and the memories of parameters and of the optimizer's states."""
+
+    stage: int
+    parameters: str = "none"
+    optimizer: str = "none"
+    form: Form = Form("exact")
+
+    @property
+    def name(self) -> str:
+        away = f", optimizer on {self.optimizer}" if self.optimizer != "none" else ""
+        away += f", parameters on {self.parameters}" if self.parameters != "none" else ""
+        return f"stage {self.stage}{away}, {self.form.name}"
+
+    def sections(self) -> Sections:
+        """What a config says of it."""
+        offload = {"parameters": self.parameters, "optimizer": self.optimizer}
+        offload = {state: tier for state, tier in offload.items() if tier != "none"}
+        zero = {"stage": self.stage, **({"offload": offload} if offload else {})}
+        return {"zero": zero, **({"precision": dict(self.form.precision)} if self.form.precision else {})}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan: ranks, states, micro-batches of ``micro`` samples (``accumulate`` of them), what is computed again."""
+
+    mesh: MeshShape
+    resting: Resting
+    micro: int
+    accumulate: int
+    checkpoint: str
+
+    @property
+    def samples(self) -> int:
+        """Of a step, over all ranks."""
+        return self.micro * self.accumulate * self.mesh.data
+
+    def sections(self) -> Sections:
+        """The config that asks for it."""
+        axes = {axis: self.mesh.size(axis) for axis in ("tensor", "pipeline", "sequence")}
+        parallel = {axis: size for axis, size in axes.items() if size > 1}
+        found = {**({"parallel": parallel} if parallel else {}), **self.resting.sections()}
+        found["batch"] = {"micro": self.micro, "accumulate": self.accumulate}
+        if self.checkpoint != "none":
+            found["activations"] = {"checkpoint": self.checkpoint}
+        return found
+
+
+def meshes(num_gpus: int, on_node: int, most_stages: int) -> Iterator[MeshShape]:
+    """Tensor within a node, pipeline over as many stages as there are blocks for, data over the rest."""
+    for tensor in _powers(on_node):
+        for pipeline in _powers(most_stages):
+            if num_gpus % (tensor * pipeline) == 0 and on_node % tensor == 0:
+                yield MeshShape(pipeline, num_gpus // (tensor * pipeline), 1, tensor)
+
+
+# The stages that split something, as updates in backward need.
+_SPLIT = tuple(stage for stage, _ in further_stages("ddp"))
+# Each list is tried where nothing of those before it fits.
+_TIERS = (
+    (("none", "none"),),
+    (("none", "host"), ("host", "host")),
+    (("none", "disk"), ("host", "disk"), ("disk", "disk")),
+)
+
+
+def restings(compute: str, one_memory: bool) -> list[list[Resting]]:
+    """Lists of ways to rest, from those in the fastest memory on; where the device's memory is the host's, on disk."""
+    levels = [tiers for tiers in _TIERS if not (one_memory and "host" in {tier for pair in tiers for tier in pair})]
+    if one_memory:
+        levels = [_TIERS[0], (("none", "disk"), ("disk", "disk"))]
+    return [
+        [
+            Resting(stage, parameters, optimizer, form)
+            for parameters, optimizer in tiers
+            for form in forms(compute)
+            for stage in (_SPLIT if form.once else (0, *_SPLIT))
+        ]
+        for tiers in levels
+    ]
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << power for power in range(most.bit_length()) if 1 << power <= most]

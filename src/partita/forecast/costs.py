@@ -1,0 +1,138 @@
+"""Seconds of each unit's jobs on a machine, from the table's steps and a trace."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from partita.forecast.pieces import Piece, Trace, Work
+from partita.forecast.sized import Sized, Stage
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.planned import PlannedUnit
+from partita.plan.residence import Residence, Tier
+from partita.plan.steps import steps
+from partita.planner.machine import LATENCY_S, LAUNCH_S, Machine
+from partita.planner.timeline import DEVICE, HOST, StepTime, UnitTimes, step_time
+from partita.planner.traffic import sent_by_steps
+
+NO_WORK = Work()
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Of one unit, whatever is computed: the jobs of :class:`~partita.planner.timeline.UnitTimes` but the device's."""
+
+    gather: float
+    gather_again: float
+    fetch: float
+    read: float
+    reduce: float
+    stow: float
+    update: float
+    updated_by: str
+    swap: float
+    bring: float
+    publish: float
+
+
+@dataclass
+class Rates:
+    """A ``machine`` of which ``num_gpus`` train."""
+
+    machine: Machine
+    num_gpus: int
+    dtype: str
+    num_moments: int = 2
+    _moves: dict[int, tuple[PlannedUnit, Moves]] = field(default_factory=dict)
+    _links: dict[tuple[tuple[str, ...], MeshShape], float] = field(default_factory=dict)
+
+    def seconds(self, work: Work, mesh: MeshShape) -> float:
+        """Of work on the device, and of what is sent while it waits."""
+        machine = self.machine
+        moved_s = work.moved_bytes / (machine.reached * machine.memory_rate)
+        computed = max(work.num_ops * LAUNCH_S, work.flops / machine.flops_per_s(self.dtype) + moved_s)
+        if not work.sent_bytes:
+            return computed
+        return computed + work.sent_bytes / self.link(("tensor",), mesh) + 2 * LATENCY_S * mesh.tensor
+
+    def link(self, axes: tuple[str, ...], mesh: MeshShape) -> float:
+        if (axes, mesh) not in self._links:
+            self._links[axes, mesh] = self.machine.group_rate(axes, mesh, self.num_gpus)
+        return self._links[axes, mesh]
+
+    def moves(self, unit: PlannedUnit) -> Moves:
+        if id(unit) not in self._moves:
+            self._moves[id(unit)] = unit, self._of(unit)
+        return self._moves[id(unit)][1]
+
+    def _of(self, unit: PlannedUnit) -> Moves:
+        machine, row, mesh = self.machine, unit.row, unit.segments[0].mesh
+        on_node = machine.gpus_on_node(self.num_gpus)
+        host_link, disk = machine.reached * max(machine.host_link, 1.0), machine.reached * machine.disk_rate / on_node
+        trained = [segment for segment in unit.segments if segment.trains]
+
+        def held(name: str) -> int:
+            return sum(segment.held_bytes(getattr(segment.row, name)) for segment in trained)
+
+        def way(src: str, dst: str) -> float:
+            return sum(self._sent(getattr(s.row, src), getattr(s.row, dst), s.layout.padded, mesh) for s in trained)
+
+        parameters = sum(segment.held_bytes(segment.row.param_rest) for segment in unit.segments)
+        gather = sum(self._sent(s.row.param_rest, s.row.param_compute, s.layout.padded, mesh) for s in unit.segments)
+        states = held("master") + self.num_moments * held("moments")
+        touched = 2 * states + held("grad_step") + held("master")
+        away = row.param_rest.tier is not Tier.DEVICE and not machine.one_memory
+        on_host = not row.updates_on_device and row.master.tier is not Tier.DEVICE
+        rate = machine.host_rate / on_node if on_host or machine.one_memory else machine.memory_rate
+        uses_disk = row.master.tier is Tier.DISK
+        return Moves(
+            gather,
+            0.0 if unit.stays_whole else gather,
+            parameters / host_link if away else 0.0,
+            parameters / max(disk, 1.0) if row.param_rest.tier is Tier.DISK else 0.0,
+            way("grad_arrival", "grad_step"),
+            held("grad_step") / host_link if row.grad_step.tier is not Tier.DEVICE and not machine.one_memory else 0.0,
+            touched / (machine.reached * rate),
+            HOST if on_host else DEVICE,
+            2 * states / max(disk, 1.0) if uses_disk else 0.0,
+            held("param_compute") / host_link if on_host and not (away or machine.one_memory) else 0.0,
+            way("master", "param_rest"),
+        )
+
+    def _sent(self, src: Residence, dst: Residence, padded: int, mesh: MeshShape) -> float:
+        sent = sent_by_steps(steps(src, dst, mesh), src, padded, mesh)
+        return sum(num / self.link(axes, mesh) + LATENCY_S for _, axes, num in sent)
+
+    def computing(self, trace: Trace, stage: Stage, mesh: MeshShape) -> float:
+        """Seconds of one micro-batch on a stage's device."""
+        start, stop = stage.blocks
+        pieces = [*trace.blocks[start:stop], *([trace.before] if start == 0 else [])]
+        pieces += [trace.after] if stop == len(trace.blocks) else []
+        each = {id(piece): self.seconds(piece.forward, mesh) + self.seconds(piece.backward, mesh) for piece in pieces}
+        return sum(each[id(piece)] for piece in pieces)
+
+    def step(self, sized: Sized, stage: Stage, units: Sequence[PlannedUnit], trace: Trace, num_micros: int) -> StepTime:
+        """A step of one pipeline stage, with what it waits for the others."""
+        mesh, start, stop = units[0].segments[0].mesh, *stage.blocks
+        blocks = dict(zip(trace.names[start:stop], trace.blocks[start:stop], strict=True))
+        times = list[UnitTimes]()
+        for unit, number in zip(units, stage.units, strict=True):
+            piece = blocks.get(sized.specs[number].name)
+            forward, backward = (piece.forward, piece.backward) if piece else (NO_WORK, NO_WORK)
+            times.append(self._times(forward, backward, self.moves(unit), mesh))
+        if start == 0:
+            times[0] = self._times(trace.before.forward, trace.before.backward, self.moves(units[0]), mesh)
+        if stop == len(trace.blocks):
+            times.append(UnitTimes(self.seconds(trace.after.forward, mesh), 0.0))
+        row = units[0].row
+        found = step_time(times, num_micros, reduces_each=not row.grad_between.partial_axes)
+        if mesh.pipeline == 1:
+            return found
+        edges = self._edge_seconds(trace.blocks[stop - 1], mesh) * num_micros
+        waits = {**found.waits_s, "edges": edges}
+        return StepTime(found.total_s + edges, found.compute_s, waits).with_bubble(num_micros, mesh.pipeline)
+
+    def _edge_seconds(self, piece: Piece, mesh: MeshShape) -> float:
+        """Sending one micro-batch's activations on, and their gradients back."""
+        return 2 * (piece.output_bytes / self.link(("pipeline",), mesh) + LATENCY_S)
+
+    def _times(self, forward: Work, backward: Work, moves: Moves, mesh: MeshShape) -> UnitTimes:
+        return UnitTimes(self.seconds(forward, mesh), self.seconds(backward, mesh), **vars(moves))

@@ -1,0 +1,106 @@
+"""What a forward and a backward keep, compute and send, block by block."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass
+class Work:
+    """``flops`` of matrix products; ``moved_bytes`` that all other operators read and write; ``sent_bytes`` to other
+    ranks, while the caller waits.
+    """
+
+    flops: int = 0
+    moved_bytes: int = 0
+    sent_bytes: int = 0
+    num_ops: int = 0
+
+
+@dataclass
+class Piece:
+    """Of a block, or of what runs before or after all blocks.
+
+    ``kept_bytes`` stay from its forward to its backward, its output among them; the peaks are above what was there when
+    its forward began, and above what all forwards up to its own have kept. ``output_bytes``: of what it returns.
+    """
+
+    kept_bytes: int = 0
+    forward_peak: int = 0
+    backward_peak: int = 0
+    output_bytes: int = 0
+    forward: Work = field(default_factory=Work)
+    backward: Work = field(default_factory=Work)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """``names`` are all blocks, in order, ``blocks`` what is of each (alike ones have the same). ``before`` and
+    ``after`` run around them: embeddings; output layer and loss, whose backward counts as ``after.backward`` and whose
+    ``forward_peak`` is of both.
+    """
+
+    before: Piece
+    names: tuple[str, ...]
+    blocks: tuple[Piece, ...]
+    after: Piece
+
+    def peak(self, start: int = 0, stop: int | None = None, kept_forwards: int = 1) -> int:
+        """Bytes of activations at their most, of the blocks ``[start, stop)``, with what runs before the first and
+        after the last if it is among them.
+
+        Args:
+            kept_forwards: micro-batches whose forwards are kept at once.
+        """
+        stop = len(self.blocks) if stop is None else stop
+        live = self.before.kept_bytes if start == 0 else 0
+        most = self.before.forward_peak if start == 0 else 0
+        kept = [live]
+        for piece in self.blocks[start:stop]:
+            most = max(most, live + piece.forward_peak)
+            live += piece.kept_bytes
+            kept.append(live)
+        if stop == len(self.blocks):
+            most = max(most, live + self.after.forward_peak)
+        for piece, below in zip(reversed(self.blocks[start:stop]), reversed(kept), strict=False):
+            most = max(most, below + piece.backward_peak)
+        if start == 0:
+            most = max(most, self.before.backward_peak)
+        return most + (kept_forwards - 1) * live
+
+    def scaled(self, factor: float) -> "Trace":
+        """As many samples more, or fewer: what a trace of one of them says of several."""
+        made = dict[int, Piece]()
+
+        def times(piece: Piece) -> Piece:
+            if id(piece) not in made:
+                sizes = (piece.kept_bytes, piece.forward_peak, piece.backward_peak, piece.output_bytes)
+                kept, forward, backward, output = (int(size * factor) for size in sizes)
+                work = _times(piece.forward, factor), _times(piece.backward, factor)
+                made[id(piece)] = Piece(kept, forward, backward, output, *work)
+            return made[id(piece)]
+
+        return Trace(times(self.before), self.names, tuple(map(times, self.blocks)), times(self.after))
+
+
+def _times(work: Work, factor: float) -> Work:
+    flops, moved, sent = (int(size * factor) for size in (work.flops, work.moved_bytes, work.sent_bytes))
+    return Work(flops, moved, sent, work.num_ops)
+
+
+class Sends:
+    """A group of ``size`` ranks on paper: this rank's part stands for every other's, and what it sends is counted."""
+
+    def __init__(self, size: int, index: int = 0) -> None:
+        self.size, self.index = size, index
+        self.sent_bytes = 0
+
+    def sum(self, tensor: Tensor, purpose: str) -> Tensor:
+        self.sent_bytes += 2 * (self.size - 1) * tensor.nbytes // self.size
+        return tensor.clone()
+
+    def gather(self, part: Tensor, shapes: Sequence[Sequence[int]], purpose: str) -> list[Tensor]:
+        part = part.contiguous()
+        self.sent_bytes += (self.size - 1) * part.nbytes
+        return [part if at == self.index else part.new_empty(tuple(shape)) for at, shape in enumerate(shapes)]

@@ -1,0 +1,153 @@
+"""``partita.plan``: will it fit, and how fast: the plans for a model on a machine, and the config of the best."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from partita.config.load import load_config
+from partita.config.resolve import resolve
+from partita.config.schema import Config
+from partita.errors import ConfigError
+from partita.forecast.choice import Sections
+from partita.forecast.search import Forecast, Search
+from partita.forecast.source import Source, read_source
+from partita.plan.residence import Tier
+from partita.planner.figures import format_bytes
+from partita.planner.machine import Machine, machine_named
+
+# Tokens of a step where nothing is said of it.
+STEP_TOKENS = 2**19
+STEP_SAMPLES = 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The ``forecasts`` for a model: those that fit by their time, then what each of the others lacks."""
+
+    source: Source
+    machine: Machine
+    num_gpus: int
+    samples: int
+    forecasts: tuple[Forecast, ...]
+
+    @property
+    def best(self) -> Forecast | None:
+        """The fastest that fits, or None."""
+        return next((each for each in self.forecasts if each.fits), None)
+
+    @cached_property
+    def ways(self) -> list[Forecast]:
+        """Of each way for states to rest the fastest plan, or what lacks least; in the order of ``forecasts``."""
+        found = dict[str, Forecast]()
+        for each in self.forecasts:
+            found.setdefault(each.choice.resting.name, each)
+        return list(found.values())
+
+    def config(self) -> dict[str, Any]:
+        """What :func:`partita.initialize` takes, of the best plan.
+
+        Raises:
+            ConfigError: nothing fits; with what is nearest.
+        """
+        if self.best is None:
+            raise ConfigError(self.why_not())
+        sections: Sections = self.best.choice.sections()
+        sections.setdefault("precision", {})["compute"] = self.machine.compute_dtype
+        resolve(Config(**sections), self.num_gpus, "cpu" if self.machine.one_memory else "gpu", self.on_node)
+        return dict(sections)
+
+    def write(self, path: str | Path) -> None:
+        """Write :meth:`config` as YAML."""
+        Path(path).write_text(yaml.safe_dump(self.config(), sort_keys=False), encoding="utf-8")
+
+    @property
+    def on_node(self) -> int:
+        return self.machine.gpus_on_node(self.num_gpus)
+
+    def why_not(self) -> str:
+        """That nothing fits, and what the nearest plans lack."""
+        lines = [f"{self.source.name} does not fit on {self.num_gpus} x {self.machine.name}, in any of these ways:"]
+        lines += [f"  {each.choice.resting.name}: {lacks(each)}" for each in self.ways[:4]]
+        return "\n".join([*lines, "More GPUs, more host memory or a disk would help: --gpus, --host-memory, --disk."])
+
+    def data(self) -> dict[str, Any]:
+        """All of it as plain values: bytes and seconds."""
+        best = self.best
+        return {
+            "model": {"name": self.source.name, "parameters": self.source.num_params, "tokens": self.source.context},
+            "machine": {**asdict(self.machine), "num_gpus": self.num_gpus},
+            "samples": self.samples,
+            "config": None if best is None else self.config(),
+            "plans": [_data(each) for each in self.ways],
+        }
+
+
+def plan(
+    model: str | Source,
+    *,
+    gpus: int = 1,
+    gpu: str | Machine = "h100",
+    tokens: int | None = None,
+    samples: int | None = None,
+    config: str | Path | Mapping[str, Any] | Config | None = None,
+) -> Plan:
+    """Find the plans for a model, without weights and without a GPU.
+
+    Args:
+        model: a preset, sizes (``layers=24,hidden=2048``), a folder or config.json of Hugging Face, or
+            ``module:function``, which returns (model, batch).
+        gpus: how many; ``gpu``: which, by name, or a :class:`~partita.planner.machine.Machine` (``machine_named`` there
+            makes one of a name with other figures: ``host_memory=``, ``disk=``, ``network=``).
+        tokens: positions of a sample; None: as many as the model is made for, 2048 at the most.
+        samples: of an optimizer step, over all ranks; None: about half a million tokens, at least one a GPU.
+        config: what holds for every plan: units, what computes in fp32, the optimizer.
+
+    Raises:
+        ConfigError: no such model or machine, a figure that is none, or a forward that cannot be traced.
+    """
+    if gpus < 1 or gpus != int(gpus):
+        raise ConfigError(f"--gpus: expected at least 1 GPU; got {gpus}")
+    source = read_source(model, tokens) if isinstance(model, str) else model
+    machine = machine_named(gpu) if isinstance(gpu, str) else gpu
+    if machine.one_memory and gpus > machine.gpus:
+        raise ConfigError(f"--gpus: {gpus} on {machine.name}, which has {machine.gpus}")
+    if samples is None:
+        per_step = STEP_TOKENS // source.context if source.context else STEP_SAMPLES
+        samples = gpus * 2 ** max(0, round(math.log2(max(1.0, per_step / gpus))))
+    if samples < 1:
+        raise ConfigError(f"samples: expected at least 1 sample in a step; got {samples}")
+    search = Search(source, machine, gpus, samples, load_config(config))
+    return Plan(source, machine, gpus, samples, tuple(search.run()))
+
+
+def lacks(forecast: Forecast) -> str:
+    """What of which memory is missing, on the rank that holds most."""
+    names = {Tier.DEVICE: "GPU", Tier.HOST: "host", Tier.DISK: "disk"}
+    if forecast.budget.one_memory:
+        names[Tier.DEVICE] = "memory"
+    return ", ".join(
+        f"{names[tier]} lacks {format_bytes(num)} of {format_bytes(forecast.budget.of(tier) + num)}"
+        for tier, num in forecast.lacking.items()
+    )
+
+
+def _data(forecast: Forecast) -> dict[str, Any]:
+    choice, time = forecast.choice, forecast.time
+    return {
+        "way": choice.resting.name,
+        "mesh": asdict(choice.mesh),
+        "micro": choice.micro,
+        "accumulate": choice.accumulate,
+        "checkpoint": choice.checkpoint,
+        "fits": forecast.fits,
+        "bytes": [{"what": what, "tier": tier, "bytes": num} for (what, tier), num in forecast.held.items()],
+        "lacking_bytes": {tier.value: num for tier, num in forecast.lacking.items()},
+        "step_s": None if time is None else time.total_s,
+        "compute_s": None if time is None else time.compute_s,
+        "waits_s": None if time is None else time.waits_s,
+    }

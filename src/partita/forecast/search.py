@@ -1,0 +1,218 @@
+"""The plans for a model on a machine: which fit, how long a step of each takes, and what the others lack."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from partita.config.resolve import Resolved, ResolvedBatch
+from partita.config.schema import Config
+from partita.forecast.choice import CHECKPOINTS, Choice, Resting, meshes, restings
+from partita.forecast.costs import Rates
+from partita.forecast.sized import Sized, Stage, size_model
+from partita.forecast.source import Source
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.planned import PlannedUnit
+from partita.plan.residence import Tier
+from partita.plan.state_plan import Tiers
+from partita.planner.budget import MemoryBudget
+from partita.planner.group_units import group_units
+from partita.planner.machine import Machine
+from partita.planner.memory import ADAM_MOMENTS, model_state_bytes
+from partita.planner.placement import chosen_tiers
+from partita.planner.timeline import StepTime
+from partita.planner.working import arriving_bytes, working_bytes
+
+# By (what, tier): states, ``working`` memory (gathered units, buckets, staging), ``activations``.
+Held = Mapping[tuple[str, str], int]
+# In a pipeline a larger micro-batch costs more waiting: so many sizes, from the largest that fits, are weighed.
+PIPELINE_MICROS = 4
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a plan comes to, on the rank that holds most: bytes by (what, tier), and a step. ``budget`` is of a rank."""
+
+    choice: Choice
+    held: Held
+    budget: MemoryBudget
+    time: StepTime | None = None
+
+    @cached_property
+    def by_tier(self) -> Counter[Tier]:
+        sums = Counter[Tier]()
+        for (_, tier), num in self.held.items():
+            sums[Tier(tier)] += num
+        return sums
+
+    @property
+    def lacking(self) -> dict[Tier, int]:
+        """Bytes that are missing of each memory that is too small."""
+        used = self.by_tier
+        if self.budget.one_memory:
+            used = Counter({Tier.DEVICE: used[Tier.DEVICE] + used[Tier.HOST], Tier.DISK: used[Tier.DISK]})
+        return {tier: used[tier] - self.budget.of(tier) for tier in self.budget.lacking(self.by_tier)}
+
+    @property
+    def fits(self) -> bool:
+        return not self.lacking
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """What comes first is better: those that fit by their time, then the others by what they lack."""
+        if self.time is None:
+            return True, float(sum(self.lacking.values()))
+        return False, self.time.total_s
+
+
+@dataclass
+class Search:
+    """Weighs plans for ``source`` on ``num_gpus`` of ``machine``, with ``samples`` in a step.
+
+    ``config`` says what holds for every plan: units, what computes in fp32, optimizer.
+    """
+
+    source: Source
+    machine: Machine
+    num_gpus: int
+    samples: int
+    config: Config = field(default_factory=Config)
+    num_moments: int = ADAM_MOMENTS
+    _sized: dict[int, Sized] = field(default_factory=dict)
+    _configs: dict[Resting, Config] = field(default_factory=dict)
+    _peaks: dict[tuple[int, tuple[int, int], int], int] = field(default_factory=dict)
+    _best: dict[Resting, float] = field(default_factory=dict)
+    _computing: dict[tuple[int, int, str, int], float] = field(default_factory=dict)
+    _states: dict[int, tuple[PlannedUnit, dict[tuple[str, str], int]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.budget = self.machine.budget(self.num_gpus)
+        self.dtype = self.machine.compute_dtype
+        self.rates = Rates(self.machine, self.num_gpus, self.dtype, self.num_moments)
+        self._specs = group_units(self.source.model, self.config.zero.units)
+
+    def run(self) -> list[Forecast]:
+        """Every plan that was weighed: those that fit by their time, then the others by what they lack."""
+        found = list[Forecast]()
+        shapes = list(self._shapes())
+        for level in restings(self.dtype, self.machine.one_memory):
+            for mesh in shapes:
+                for resting in level:
+                    # On one rank every stage is the same.
+                    if mesh.data > 1 or resting == replace(resting, stage=Config().zero.stage):
+                        found += self._weighed(mesh, resting)
+            if any(each.fits for each in found):
+                break
+        return sorted(found, key=lambda each: each.rank)
+
+    def _shapes(self) -> Iterator[MeshShape]:
+        num_blocks = self.sized(1).num_blocks
+        for mesh in meshes(self.num_gpus, self.machine.gpus_on_node(self.num_gpus), max(1, num_blocks)):
+            if self.samples % mesh.data == 0:
+                yield mesh
+
+    def sized(self, tensor: int) -> Sized:
+        if tensor not in self._sized:
+            resolved = self._resolved(MeshShape(tensor=tensor), Resting(1))
+            choices = CHECKPOINTS if self._recomputes else CHECKPOINTS[:1]
+            self._sized[tensor] = size_model(self.source, self._specs, resolved, choices)
+        return self._sized[tensor]
+
+    @cached_property
+    def _recomputes(self) -> bool:
+        """Whether there are units inside the model that could run again."""
+        return any(spec.name and any(True for _ in spec.module.children()) for spec in self._specs)
+
+    def _resolved(self, mesh: MeshShape, resting: Resting) -> Resolved:
+        """Without the checks of a whole config: it is of states and units alone."""
+        if resting not in self._configs:
+            given = self.config.model_dump(exclude_unset=True)
+            sections = resting.sections()
+            merged = {name: {**given.get(name, {}), **sections.get(name, {})} for name in {*given, *sections}}
+            self._configs[resting] = Config(**merged)
+        return Resolved(self._configs[resting], mesh, ResolvedBatch(1, 1, mesh.data), self.dtype)
+
+    # ------------------------------------------------------------------------------------------------------ weighing
+
+    def _weighed(self, mesh: MeshShape, resting: Resting) -> Iterator[Forecast]:
+        """The largest micro-batch that fits, for each way to keep activations; if none does, what one sample lacks."""
+        sized, per_rank = self.sized(mesh.tensor), self.samples // mesh.data
+        stages = sized.stages(mesh.pipeline)
+        ends = list(dict.fromkeys((stages[0], stages[-1])))
+        resolved = self._resolved(mesh, resting)
+        tiers = chosen_tiers(resolved.config.zero.offload, Tiers())
+        units = {stage: sized.planned(resolved, tiers, stage) for stage in ends}
+        fixed = {stage: self._fixed(of_stage) for stage, of_stage in units.items()}
+
+        def worst(choice: Choice) -> Forecast:
+            every = (self._with_activations(choice, stage, fixed[stage]) for stage in ends)
+            return max(every, key=lambda each: (sum(each.lacking.values()), each.by_tier[Tier.DEVICE]))
+
+        checkpoints = list(sized.traces)
+        least = worst(Choice(mesh, resting, 1, per_rank, checkpoints[-1]))
+        if resting.form.once and mesh.pipeline > 1:
+            return
+        if not least.fits:
+            yield least
+            return
+        for checkpoint in checkpoints:
+            taken = 0
+            for micro in _divisors(per_rank):
+                choice = Choice(mesh, resting, micro, per_rank // micro, checkpoint)
+                found = worst(choice)
+                if found.fits and not (resting.form.once and choice.accumulate > 1):
+                    taken += 1
+                    if self._computing_s(choice, ends) < self._best.get(resting, float("inf")):
+                        time = self._time(choice, units)
+                        self._best[resting] = min(time.total_s, self._best.get(resting, float("inf")))
+                        yield replace(found, time=time)
+                if taken == (1 if mesh.pipeline == 1 else PIPELINE_MICROS):
+                    break
+
+    def _fixed(self, units: Sequence[PlannedUnit]) -> dict[tuple[str, str], int]:
+        """What does not depend on the batch: states and working memory."""
+        held = Counter[tuple[str, str]]()
+        for unit in units:
+            if id(unit) not in self._states:
+                self._states[id(unit)] = unit, model_state_bytes([unit], None, self.num_moments)
+            held.update(self._states[id(unit)][1])
+        working = working_bytes(units, self.config.zero.prefetch_bytes, self.num_moments)
+        working[Tier.DEVICE] -= arriving_bytes(units)  # the trace has those
+        held.update({("working", tier.value): num for tier, num in working.items() if num})
+        return dict(held)
+
+    def _with_activations(self, choice: Choice, stage: Stage, fixed: Mapping[tuple[str, str], int]) -> Forecast:
+        trace = self.sized(choice.mesh.tensor).traces[choice.checkpoint]
+        kept = min(choice.mesh.pipeline, choice.accumulate) if stage.blocks[0] == 0 else 1
+        key = (id(trace), stage.blocks, kept)
+        if key not in self._peaks:
+            self._peaks[key] = trace.peak(*stage.blocks, kept_forwards=kept)
+        num = self._peaks[key] * choice.micro
+        return Forecast(choice, {**fixed, ("activations", "device"): num}, self.budget)
+
+    def _computing_s(self, choice: Choice, stages: Sequence[Stage]) -> float:
+        """Of a step, if the device waited for nothing but the pipeline."""
+        mesh, micros = choice.mesh, choice.accumulate
+        key = (mesh.tensor, mesh.pipeline, choice.checkpoint, choice.micro)
+        if key not in self._computing:
+            trace = self.sized(mesh.tensor).traces[choice.checkpoint].scaled(choice.micro)
+            self._computing[key] = max(self.rates.computing(trace, stage, mesh) for stage in stages)
+        return self._computing[key] * (micros + mesh.pipeline - 1)
+
+    def _time(self, choice: Choice, units: Mapping[Stage, Sequence[PlannedUnit]]) -> StepTime:
+        """Of the slower end of the pipeline."""
+        sized = self.sized(choice.mesh.tensor)
+        trace = sized.traces[choice.checkpoint].scaled(choice.micro)
+        times = (self.rates.step(sized, stage, own, trace, choice.accumulate) for stage, own in units.items())
+        return max(times, key=lambda time: time.total_s)
+
+
+def _divisors(num: int) -> list[int]:
+    """From the largest on, but no more than halve and halve again."""
+    found, size = list[int](), num
+    while size:
+        found.append(size)
+        if size % 2:
+            break
+        size //= 2
+    return found if 1 in found else [*found, 1]

@@ -1,0 +1,57 @@
+"""A model with fewer blocks: of those in a row that are alike, a few stand for the others."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from partita.planner.group_units import find_blocks
+
+# For every block of a model, its name and the block that stands for it.
+Stand = list[tuple[str, nn.Module]]
+# Of blocks in a row that are alike, how many are left.
+LEFT = 2
+
+
+@contextmanager
+def shortened(model: nn.Module) -> Iterator[Stand]:
+    """Inside it, :data:`LEFT` are left of each row of blocks that are alike. Gives, for every block of the whole model,
+    its name and the block that stands for it.
+    """
+    rows = list[list[tuple[str, nn.Module]]]()
+    for name, block in find_blocks(model):
+        if rows and _parent(rows[-1][0][0]) == _parent(name) and _alike(rows[-1][-1][1], block):
+            rows[-1].append((name, block))
+        else:
+            rows.append([(name, block)])
+    before = dict[int, tuple[nn.Module, dict[str, nn.Module | None]]]()
+    stand: Stand = []
+    try:
+        for row in rows:
+            container = model.get_submodule(_parent(row[0][0]))
+            left = row[:LEFT] if isinstance(container, nn.ModuleList | nn.Sequential) else row
+            before.setdefault(id(container), (container, dict(container._modules)))
+            for _, block in row[len(left) :]:
+                container._modules = {key: child for key, child in container._modules.items() if child is not block}
+            stand += [(name, left[min(at, len(left) - 1)][1]) for at, (name, _) in enumerate(row)]
+        for container, _ in before.values():
+            if isinstance(container, nn.ModuleList):  # which is indexed by position
+                container._modules = {str(at): child for at, child in enumerate(container._modules.values())}
+        yield stand
+    finally:
+        for container, modules in before.values():
+            container._modules = modules
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _alike(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two blocks are of one class and have parameters of the same shapes, that train alike."""
+    if type(one) is not type(other):
+        return False
+    first, second = (
+        [(name, tuple(p.shape), p.requires_grad) for name, p in block.named_parameters()] for block in (one, other)
+    )
+    return first == second

@@ -1,0 +1,229 @@
+"""A model without weights, from what a user names: a preset, sizes, a Hugging Face config, or Python code."""
+
+import difflib
+import importlib
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from partita.config.messages import shown
+from partita.errors import ConfigError
+from partita.forecast.gpt import Gpt, GptShape
+from partita.train.decoder import Decoder, DecoderShape
+
+Batch = Any
+_SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "context", "tied")
+_WAYS = (
+    "a preset, sizes such as layers=24,hidden=2048, a folder or config.json of Hugging Face, or module:function, which "
+    "returns (model, batch)"
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A ``model`` on the ``meta`` device. ``batch(samples, device)`` is what its forward takes for so many samples: a
+    mapping or a tuple of arguments. ``context``: positions of a sample; None where samples have none.
+    """
+
+    name: str
+    model: nn.Module
+    batch: Callable[[int, torch.device | str], Batch]
+    context: int | None = None
+
+    @property
+    def num_params(self) -> int:
+        return sum(param.numel() for param in self.model.parameters())
+
+
+def read_source(text: str, tokens: int | None = None) -> Source:
+    """The model that ``text`` names: see the module's first line.
+
+    Args:
+        tokens: positions of a sample; None: as many as the model is made for, 2048 at the most.
+
+    Raises:
+        ConfigError: there is no such model, or it cannot be built.
+    """
+    if tokens is not None and tokens < 1:
+        raise ConfigError(f"--tokens: expected at least 1 token in a sample; got {tokens}")
+    if text in presets():
+        return _of_sizes(text, {name: value for name, value in presets()[text].items() if name != "from"}, tokens)
+    if "=" in text and not Path(text).exists():
+        return _of_sizes(text, _parsed(text), tokens)
+    if Path(text).exists():
+        return _of_huggingface(Path(text), tokens)
+    if ":" in text:
+        return _of_code(text, tokens)
+    near = difflib.get_close_matches(text, presets(), n=3, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(near)}?" if near else f"; the presets are {', '.join(presets())}"
+    raise ConfigError(
+        f"model '{text}': no preset, file or folder is called so (looked in {Path.cwd()}): name {_WAYS}{hint}"
+    )
+
+
+@cache
+def presets() -> Mapping[str, Mapping[str, Any]]:
+    """Shapes by name, each with where it comes from."""
+    found: dict[str, dict[str, Any]] = yaml.safe_load(files("partita.forecast").joinpath("presets.yaml").read_text())
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- sizes
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    sizes = dict[str, Any]()
+    for part in text.split(","):
+        name, _, value = (each.strip() for each in part.partition("="))
+        if name == "family" and value in ("gpt", "llama"):
+            sizes[name] = value
+        elif name not in _SIZES or not value.isdecimal() or not int(value):
+            raise ConfigError(
+                f"model '{text}': '{part.strip()}' is not understood; expected sizes above 0, each once: "
+                f"{', '.join(f'{size}=..' for size in _SIZES)}, family=gpt or family=llama"
+            )
+        else:
+            sizes[name] = int(value)
+    for name in ("layers", "hidden"):
+        if name not in sizes:
+            raise ConfigError(f"model '{text}': {name}=.. is missing: a shape has at least layers=..,hidden=..")
+    return sizes
+
+
+def _of_sizes(name: str, sizes: Mapping[str, Any], tokens: int | None) -> Source:
+    hidden, family = sizes["hidden"], sizes.get("family", "gpt")
+    heads = sizes.get("heads") or max(num for num in range(1, hidden // 64 + 2) if hidden % num == 0)
+    if hidden % heads:
+        raise ConfigError(f"model '{name}': hidden={hidden} cannot be divided over heads={heads}; choose a divisor")
+    context = tokens or sizes.get("context", 1024 if family == "gpt" else 2048)
+    tokens = tokens or min(context, 2048)
+    with torch.device("meta"):
+        if family == "gpt":
+            model: nn.Module = Gpt(GptShape(sizes["layers"], hidden, heads, sizes.get("vocab", 50257), context))
+        else:
+            kv_heads, ffn = sizes.get("kv_heads", heads), sizes.get("ffn", -(-8 * hidden // 3 // 256) * 256)
+            vocab, tied = sizes.get("vocab", 32000), bool(sizes.get("tied"))
+            model = Decoder(DecoderShape(sizes["layers"], hidden, heads, kv_heads, ffn, vocab, tied))
+
+    def batch(samples: int, device: torch.device | str) -> dict[str, Tensor]:
+        ids = torch.zeros(samples, tokens, dtype=torch.long, device=device)
+        return {"tokens": ids, "targets": ids.clone()}
+
+    return Source(name, model, batch, tokens)
+
+
+# ------------------------------------------------------------------------------------------------------ Hugging Face
+
+
+def _of_huggingface(path: Path, tokens: int | None) -> Source:
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError(f"model '{path}' needs the package transformers: pip install 'partita[hf]'") from None
+    library: Any = transformers
+    try:
+        config = library.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        named = [getattr(library, name) for name in config.architectures or () if hasattr(library, name)]
+        with torch.device("meta"):
+            model: nn.Module = named[0](config) if named else library.AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # transformers raises whatever its many parts raise
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(f"model '{path}': transformers cannot build it: {lines[0]}; name {_WAYS}") from error
+    model.train()
+    ids = "input_ids" if model.main_input_name == "input_ids" else None
+    if ids is None:
+        return Source(str(path), model, _like(getattr(model, "dummy_inputs", {}), path))
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if tokens is not None and isinstance(most, int) and tokens > most:
+        raise ConfigError(
+            f"--tokens: {tokens} are more than the {most} positions of the model (max_position_embeddings)"
+        )
+    length = tokens or min(most or 2048, 2048)
+
+    def batch(samples: int, device: torch.device | str) -> dict[str, Tensor]:
+        whole = torch.zeros(samples, length, dtype=torch.long, device=device)
+        return {"input_ids": whole, "labels": whole.clone()}
+
+    return Source(str(path), model, batch, length)
+
+
+# -------------------------------------------------------------------------------------------------------------- code
+
+
+def _of_code(text: str, tokens: int | None) -> Source:
+    place, _, name = text.rpartition(":")
+    if tokens is not None:
+        raise ConfigError(f"--tokens: the batch of '{text}' has the samples of its own; leave it out")
+    function = getattr(_module(place, text), name, None)
+    if not callable(function):
+        raise ConfigError(f"model '{text}': '{place}' has no function '{name}'")
+    try:
+        with torch.device("meta"):
+            made = function()
+    except Exception as error:
+        raise ConfigError(f"model '{text}': the function ended in {type(error).__name__}: {error}") from error
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise ConfigError(
+            f"model '{text}': expected (model, batch), a module and what its forward takes for one sample (a mapping, "
+            f"or a tuple of arguments; samples are the first dim); got {shown(type(made).__name__)}"
+        )
+    model, batch = made
+    params = list(model.parameters())
+    if not params:
+        raise ConfigError(f"model '{text}': {type(model).__name__} has no parameters to train")
+    return Source(text, model.to("meta"), _like(batch, text))
+
+
+def _module(place: str, text: str) -> Any:
+    path = Path(place)
+    try:
+        if path.suffix == ".py":
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            if spec is None or spec.loader is None or not path.exists():
+                raise ConfigError(f"model '{text}': there is no file '{path}' (looked in {Path.cwd()})")
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            return module
+        if (here := str(Path.cwd())) not in sys.path:
+            sys.path.insert(0, here)
+        return importlib.import_module(place)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"model '{text}': '{place}' cannot be imported: {error}; name {_WAYS}") from error
+
+
+def _like(batch: Batch, name: object) -> Callable[[int, torch.device | str], Batch]:
+    """Batches like this one, whose tensors have their samples as first dim, of any number of samples."""
+    values = batch if isinstance(batch, Mapping | tuple) else (batch,)
+    tensors = list(values.values() if isinstance(values, Mapping) else values)
+    sizes = {len(tensor) for tensor in tensors if isinstance(tensor, Tensor) and tensor.dim()}
+    if len(sizes) != 1 or 0 in sizes:
+        raise ConfigError(
+            f"model '{name}': the tensors of its batch have {sorted(sizes)} samples in their first dims; expected one "
+            "number, above 0"
+        )
+    own = sizes.pop()
+
+    def repeated(value: Any, samples: int, device: torch.device | str) -> Any:
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        shape = (math.ceil(samples * len(value) / own), *value.shape[1:])
+        return torch.zeros(shape, dtype=value.dtype, device=device)
+
+    def make(samples: int, device: torch.device | str) -> Batch:
+        if isinstance(values, Mapping):
+            return {key: repeated(value, samples, device) for key, value in values.items()}
+        return tuple(repeated(value, samples, device) for value in values)
+
+    return make

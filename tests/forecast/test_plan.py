@@ -1,0 +1,179 @@
+"""``partita plan``: what fits is found, the rest says what it lacks, and the config is one that trains."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+import partita
+from partita import ConfigError
+from partita.cli.main import app
+from partita.config.resolve import resolve
+from partita.forecast.choice import Resting
+from partita.forecast.plan import Plan
+from partita.forecast.search import Search
+from partita.forecast.source import presets, read_source
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.residence import Tier
+from partita.plan.state_plan import Tiers
+from partita.planner.blueprint import make_blueprint
+from partita.planner.machine import machine_named, machines
+from partita.planner.memory import model_state_bytes
+from partita.planner.working import working_bytes
+
+SMALL = "layers=6,hidden=512,heads=8,vocab=1000,context=256"
+run = CliRunner().invoke
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return partita.plan("llama-3-8b", gpus=8, gpu="h100")
+
+
+def test_the_best_plan_fits_and_its_config_is_one(plan: Plan) -> None:
+    best = plan.best
+    assert best is not None
+    assert best.time is not None
+    config = partita.Config(**plan.config())
+    resolved = resolve(config, 8, "cuda", 8)
+    assert (resolved.mesh, resolved.batch.micro) == (best.choice.mesh, best.choice.micro)
+    assert resolved.batch.total == plan.samples
+    assert best.by_tier[Tier.DEVICE] <= 80e9
+    assert best.time.compute_s <= best.time.total_s
+    times = [each.time.total_s for each in plan.forecasts if each.time is not None]
+    assert times == sorted(times)
+
+
+def test_what_does_not_fit_says_which_memory_and_by_how_much(plan: Plan) -> None:
+    whole = next(each for each in plan.forecasts if each.choice.resting == Resting(0) and each.choice.mesh.data == 8)
+    num = plan.source.num_params
+    assert not whole.fits
+    states = sum(whole.held[state, "device"] for state in ("parameters", "gradients", "master", "moments"))
+    assert states == pytest.approx(18 * num, rel=1e-3)
+    assert whole.lacking[Tier.DEVICE] == whole.by_tier[Tier.DEVICE] - whole.budget.device
+
+
+@pytest.mark.parametrize(("stage", "optimizer"), [(1, "none"), (3, "none"), (2, "host"), (3, "disk")])
+def test_states_are_the_blueprint_s(stage: int, optimizer: str) -> None:
+    """The search lays each kind of unit out once; the engine's blueprint does so for every unit."""
+    source = read_source(SMALL)
+    search = Search(source, machine_named("h100"), 4, 64)
+    mesh = MeshShape(data=4)
+    resolved = search._resolved(mesh, Resting(stage, optimizer=optimizer))
+    tier = {"none": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}[optimizer]
+    found = search.sized(1)
+    units = found.planned(resolved, Tiers(Tier.DEVICE, tier, tier), found.stages(1)[0])
+    expected = make_blueprint(source.model, resolved).units
+    assert model_state_bytes(units, None) == model_state_bytes(expected, None)
+    assert working_bytes(units, "auto", 2) == working_bytes(expected, "auto", 2)
+
+
+def test_offload_is_for_what_does_not_fit_without_it() -> None:
+    with_host = partita.plan("gpt-13b", gpu="v100-32").best
+    assert with_host is not None
+    assert with_host.choice.resting.optimizer == "host"
+    without = partita.plan("gpt-13b", gpu=machine_named("v100-32", host_memory=0, disk=0))
+    assert without.best is None
+    with pytest.raises(ConfigError, match="does not fit on 1 x v100-32.*\n.*GPU lacks"):
+        without.config()
+
+
+def test_more_memory_is_never_slower() -> None:
+    times = []
+    for gpu in ("a100-40", "a100-80"):
+        best = partita.plan("layers=24,hidden=2048", gpus=2, gpu=gpu, samples=32).best
+        assert best is not None
+        assert best.time is not None
+        times.append(best.time.total_s)
+    assert times[1] <= times[0]
+
+
+def test_every_preset_has_the_size_of_its_name_and_a_source() -> None:
+    for name, shape in presets().items():
+        assert shape["from"]
+        text = name.rpartition("-")[2]
+        size = float(text[:-1]) * {"b": 1e9, "t": 1e12}[text[-1]]
+        tolerance = 0.25 if size < 4e9 else 0.07  # small ones are named without their embeddings
+        assert read_source(name).num_params == pytest.approx(size, rel=tolerance), name
+
+
+def test_machines_say_where_their_figures_are_from() -> None:
+    assert all(machine.source for machine in machines().values())
+
+
+def test_a_folder_s_config_is_a_model(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, intermediate_size=96, vocab_size=300, max_position_embeddings=64)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    source = read_source(str(tmp_path))
+    assert source.context == 64
+    assert all(param.is_meta for param in source.model.parameters())
+    with pytest.raises(ConfigError, match="--tokens: 65 are more than the 64 positions"):
+        read_source(str(tmp_path), tokens=65)
+
+
+def own() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)]
+    return nn.Sequential(*layers, nn.Linear(64, 8)), (torch.zeros(2, 64),)
+
+
+def no_batch() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def test_code_of_the_user_s_is_a_model_and_its_plan_trains_here() -> None:
+    found = partita.plan(f"{__name__}:own", gpu="rtx-4090")
+    config = found.config()
+    del config["precision"]["compute"]  # this machine has another device
+    model, (x,) = own()
+    with partita.initialize(model.to_empty(device="cpu"), config) as engine:
+        engine.backward(engine(x).square().sum())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lama-3-8b"], "did you mean llama-3-8b"),
+        (["layers=4"], "hidden=.. is missing"),
+        (["layers=4,hidden=-1"], "'hidden=-1' is not understood"),
+        (["layers=4,hidden=100,heads=7"], "cannot be divided over heads=7"),
+        ([SMALL, "--gpus", "0"], "at least 1 GPU; got 0"),
+        ([SMALL, "--gpu", "h1000"], "there is no machine 'h1000'; did you mean h100"),
+        ([SMALL, "--host-memory", "much"], "--host-memory: expected bytes such as 128GiB"),
+        ([SMALL, "--host-memory", "-1GB"], "host_memory: expected a number of at least 0; got -1e+09"),
+        ([SMALL, "--network", "0"], "network: expected more than 0; got 0"),
+        ([SMALL, "--tokens", "0"], "--tokens: expected at least 1"),
+        ([SMALL, "--json", "no/such/folder/plan.json"], "cannot be written"),
+        ([f"{__name__}:no_batch"], "expected (model, batch)"),
+        ([f"{__name__}:nothing"], "has no function 'nothing'"),
+        (["no.such.module:model"], "cannot be imported"),
+        ([f"{__name__}:own", "--tokens", "8"], "leave it out"),
+    ],
+)
+def test_bad_input_is_one_message(arguments: list[str], message: str) -> None:
+    result = run(app, ["plan", *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr.replace("\n", "")
+
+
+def test_the_command_shows_and_writes(tmp_path: Path) -> None:
+    out, figures = tmp_path / "config.yaml", tmp_path / "plan.json"
+    result = run(app, ["plan", SMALL, "--gpus", "2", "--out", str(out), "--json", str(figures)])
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.output.split())
+    assert "2 x h100" in shown
+    assert "activations" in shown
+    data = json.loads(figures.read_text())
+    assert yaml.safe_load(out.read_text()) == data["config"]
+    best = data["plans"][0]
+    assert best["fits"]
+    assert best["step_s"] > 0
+    result = run(app, ["plan", "gpt-1t", "--gpu", "rtx-4090"])
+    assert result.exit_code == 1
+    assert "does not fit" in result.stderr

@@ -1,0 +1,161 @@
+"""What a run without data finds is what a run with data takes: activations to the byte, the products of matrices."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, ResNetConfig
+from transformers import ResNetForImageClassification as ResNet
+
+from partita.activation.recompute import Recomputation, chosen_modules
+from partita.config.resolve import resolve
+from partita.config.schema import Config
+from partita.errors import ConfigError
+from partita.forecast.shortened import shortened
+from partita.forecast.sized import size_model
+from partita.forecast.source import Source, read_source
+from partita.forecast.trace import loss_of
+from partita.planner.group_units import group_units
+from tests.live_bytes import LiveBytes
+
+SAMPLES = 2
+
+
+def gpt() -> nn.Module:
+    return read_source("layers=5,hidden=64,heads=4,vocab=300,context=48").model.to_empty(device="cpu")
+
+
+def decoder() -> nn.Module:
+    sizes = "family=llama,layers=4,hidden=64,heads=4,kv_heads=2,vocab=300,ffn=96"
+    return read_source(sizes).model.to_empty(device="cpu")
+
+
+def llama() -> nn.Module:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=96, vocab_size=300, use_cache=False))
+
+
+def bert() -> nn.Module:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 96}
+    return BertForMaskedLM(BertConfig(**sizes, vocab_size=300, hidden_dropout_prob=0, attention_probs_dropout_prob=0))
+
+
+def resnet() -> nn.Module:
+    return ResNet(ResNetConfig(hidden_sizes=[16, 32], depths=[4, 3], embedding_size=8, layer_type="basic"))
+
+
+def text(samples: int, device: Any) -> dict[str, Tensor]:
+    tokens = torch.zeros(samples, 48, dtype=torch.long, device=device)
+    return {"tokens": tokens, "targets": tokens.clone()}
+
+
+def ids(samples: int, device: Any) -> dict[str, Tensor]:
+    tokens = torch.zeros(samples, 48, dtype=torch.long, device=device)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def images(samples: int, device: Any) -> dict[str, Tensor]:
+    labels = torch.zeros(samples, dtype=torch.long, device=device)
+    return {"pixel_values": torch.zeros(samples, 3, 64, 64, device=device), "labels": labels}
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., dict[str, Tensor]]]] = {
+    "gpt": (gpt, text),
+    "decoder": (decoder, text),
+    "llama": (llama, ids),
+    "bert": (bert, ids),
+    "resnet": (resnet, images),
+}
+
+
+def measured(model: nn.Module, batch: dict[str, Tensor], choice: str) -> tuple[int, int]:
+    """Bytes of activations at their peak, FLOPs of forward and backward; gradients are given away as they come."""
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    units = [spec.name for spec in group_units(model)]
+    recomputation = Recomputation(
+        chosen_modules(model, units, choice), selective=False, tiled={}, inputs=None, kept=None
+    )
+    with LiveBytes() as live:
+        loss = loss_of(model(**batch))
+        loss.backward()
+        del loss
+    with FlopCounterMode(display=False) as flops:  # holds on to tensors
+        loss_of(model(**batch)).backward()
+    recomputation.remove()
+    return live.peak, flops.get_total_flops()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_activations_on_paper_are_those_of_a_run(name: str) -> None:
+    make, batch = MODELS[name]
+    model = make()
+    source = Source(name, model, batch)
+    specs, resolved = group_units(model), resolve(Config(), 1, "cpu")
+    choices = ("none",) if name == "resnet" else ("none", "units")  # batch norm's statistics move in place
+    sized = size_model(source, specs, resolved, choices, SAMPLES)
+    for choice in choices:
+        trace = sized.traces[choice]
+        peak, flops = measured(make(), batch(SAMPLES, "cpu"), choice)
+        assert trace.peak() == peak, choice
+        products = sum(piece.forward.flops + piece.backward.flops for piece in trace.blocks)
+        around = (trace.before.forward, trace.before.backward, trace.after.forward)
+        attention = 1.35 if name != "resnet" else 1.0  # of the CPU's kernel torch counts nothing
+        assert flops <= products + sum(work.flops for work in around) <= attention * flops
+
+
+def test_blocks_that_are_alike_stand_for_each_other_and_come_back() -> None:
+    model = gpt()
+    names, modules = [name for name, _ in model.named_modules()], list(model.modules())
+    with shortened(model) as stand:
+        shorter = list(model.modules())
+        assert len(shorter) < len(modules)
+        assert {id(block) for _, block in stand} <= {id(module) for module in shorter}
+        assert [name for name, _ in stand] == [f"blocks.{at}" for at in range(5)]
+    assert [name for name, _ in model.named_modules()] == names
+    assert all(one is other for one, other in zip(model.modules(), modules, strict=True))
+
+
+def test_two_tensor_ranks_have_half_the_products_and_say_what_they_send() -> None:
+    source = read_source("layers=3,hidden=64,heads=4,vocab=300,context=48")
+    specs = group_units(source.model)
+    one, two = (
+        size_model(source, specs, resolve(Config(parallel={"tensor": num}), num, "cpu"), ("none",)) for num in (1, 2)
+    )
+    whole, half = one.traces["none"].blocks[0], two.traces["none"].blocks[0]
+    assert 2 * half.forward.flops == whole.forward.flops
+    assert whole.forward.sent_bytes == 0
+    # Two sums of [samples, length, hidden] in a forward, two in a backward: (N - 1) / N of them twice.
+    assert half.forward.sent_bytes == half.backward.sent_bytes == 2 * 48 * 64 * 4
+    params = [sum(entry.place.num_elements for unit in each.entries for entry in unit) for each in (one, two)]
+    assert 0.5 < params[1] / params[0] < 0.55
+
+
+class ReadsValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x[: int(x.sum())].sum()
+
+
+class Twice(ReadsValues):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](self.blocks[0](x)).sum()
+
+
+@pytest.mark.parametrize(("model", "message"), [(ReadsValues, "cannot be traced without data"), (Twice, "runs twice")])
+def test_a_forward_that_cannot_be_traced_is_said_so(model: type[nn.Module], message: str) -> None:
+    made = model()
+    source = Source("own", made, lambda samples, device: (torch.zeros(samples, 4, device=device),))
+    params = list(made.parameters())
+    with pytest.raises(ConfigError, match=message):
+        size_model(source, group_units(made), resolve(Config(), 1, "cpu"), ("none",))
+    assert all(one is other for one, other in zip(made.parameters(), params, strict=True))  # it is what it was
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in made.modules())

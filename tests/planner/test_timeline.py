@@ -1,0 +1,63 @@
+"""A step's time: what overlaps, what is waited for."""
+
+import pytest
+
+from partita.plan.mesh_shape import MeshShape
+from partita.planner.machine import REACHED, machine_named
+from partita.planner.timeline import HOST, UnitTimes, step_time
+
+
+def units(num: int, **jobs: float) -> list[UnitTimes]:
+    return [UnitTimes(1.0, 2.0, **jobs)] * num  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_micros", [1, 2, 3, 10])
+def test_a_step_that_waits_for_nothing_computes(num_micros: int) -> None:
+    time = step_time(units(5), num_micros, reduces_each=False)
+    assert time.total_s == time.compute_s == pytest.approx(15.0 * num_micros)
+    assert not time.waits_s
+
+
+def test_gathers_hide_behind_computing_but_the_first_of_each_pass_does_not() -> None:
+    time = step_time(units(5, gather=0.5, gather_again=0.5), 1, reduces_each=False)
+    assert time.total_s == pytest.approx(16.0)
+    assert time.waits_s == {"ranks": pytest.approx(1.0)}
+
+
+def test_gathers_that_are_slower_than_computing_are_what_a_forward_takes() -> None:
+    time = step_time(units(5, gather=3.0), 1, reduces_each=False)
+    assert time.total_s == pytest.approx(5 * 3.0 + 1.0 + 10.0)
+
+
+def test_the_last_sum_is_waited_for() -> None:
+    time = step_time(units(5, reduce=1.5), 1, reduces_each=True)
+    assert time.total_s == pytest.approx(16.5)
+    slow = step_time(units(5, reduce=4.0), 1, reduces_each=True)
+    assert slow.total_s == pytest.approx(5.0 + 2.0 + 5 * 4.0)
+
+
+def test_sums_after_each_micro_batch_take_longer_than_one() -> None:
+    each, once = (step_time(units(5, reduce=4.0), 8, reduces_each=each).total_s for each in (True, False))
+    assert each > 1.2 * once
+
+
+def test_updates_on_the_host_hide_behind_the_forward() -> None:
+    quick, slow = (step_time(units(5, update=s, updated_by=HOST), 1, reduces_each=False) for s in (0.5, 2.0))
+    assert quick.total_s == pytest.approx(15.5)
+    assert slow.total_s == pytest.approx(5 * 2.0 + 1.0 + 10.0)
+    assert slow.waits_s[HOST] == pytest.approx(6.0)
+
+
+def test_a_pipeline_waits_for_its_first_and_last_micro_batches() -> None:
+    alone = step_time(units(4), 8, reduces_each=False)
+    assert alone.with_bubble(8, 4).total_s == pytest.approx(alone.total_s * (8 + 3) / 8)
+
+
+def test_a_group_within_a_node_has_its_links_and_one_across_shares_the_network() -> None:
+    machine = machine_named("h100")
+    mesh = MeshShape(pipeline=2, data=8, tensor=4)  # 64 GPUs, 8 on a node
+    assert machine.group_rate(("tensor",), mesh, 64) == REACHED * machine.node_link
+    assert machine.group_rate(("data",), mesh, 64) == REACHED * machine.network / 4  # of the 4 groups on a node
+    assert machine.group_rate(("pipeline",), mesh, 64) == REACHED * machine.network / 8
+    assert machine.group_rate(("data",), MeshShape(data=64), 64) == REACHED * machine.network
+    assert machine.group_rate(("data",), MeshShape(data=8), 8) == REACHED * machine.node_link

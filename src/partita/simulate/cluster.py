@@ -73,7 +73,7 @@ def _check_kind(kind: str) -> None:
         torch.device(kind)
     except RuntimeError:
         raise ConfigError(
-            f"device: expected a kind of device in PyTorch's words, such as cpu or {accelerator.USUAL_KIND}; got '{kind}'"
+            f"device: expected a kind of device in PyTorch's words (cpu, {accelerator.USUAL_KIND}); got '{kind}'"
         ) from None
 
 

@@ -119,15 +119,6 @@ def test_split_inputs_have_the_bits_of_whole_ones() -> None:
         assert all(numbers == found[stage, "none"] for (stage, _), numbers in found.items())
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("build", [gpt2, llama])
-@pytest.mark.parametrize("world", [2, 4])
-def test_split_inputs_at_every_stage(world: int, build: Callable[[], nn.Module]) -> None:
-    for found in pool.run(world, courses, build, (0, 1, 2, 3), timeout=400):
-        for (stage, way), numbers in found.items():
-            assert numbers == found[stage, "none"], (stage, way)
-
-
 def test_parts_are_kept_and_gathered() -> None:
     pool.run(2, kept_and_gathered)
 

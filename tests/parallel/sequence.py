@@ -230,7 +230,7 @@ def recomputed(name: str, by: str) -> tuple[float, float]:
                     block.__class__ = Checkpointing
             elif again:
                 blocks = dict(parallel.stacks[0].blocks)
-                recomputation = Recomputation(blocks, selective=False, tiled={}, offload=None)
+                recomputation = Recomputation(blocks, selective=False, tiled={})
             losses = [zoo.loss_of(model(**batch_of(name, step, length=length))) for step, length in enumerate((23, 14))]
             for loss in losses:
                 loss.backward()

@@ -4,6 +4,7 @@ T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", section 4. Sele
 compute are kept, too: V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 5.
 """
 
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,6 +30,7 @@ from partita.planner.group_units import modules_like
 from partita.sharding.nested import tensors_in
 
 KEY = "activations.checkpoint"
+_DIFFERS = re.compile(r"tensor at position (\d+):\nsaved metadata: (.*)\nrecomputed metadata: (.*)")
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 # Operators whose results `selective` keeps: they take more time to compute than their results take to be kept.
@@ -86,8 +88,8 @@ class Recomputation:
         *,
         selective: bool,
         tiled: Mapping[str, nn.Module],
-        inputs: RestingInputs | None,
-        kept: KeptWhole | None,
+        inputs: RestingInputs | None = None,
+        kept: KeptWhole | None = None,
     ) -> None:
         self._repeated = ""
         self._forwards = [
@@ -115,7 +117,7 @@ class Recomputation:
             raise PartitaError(
                 f"'{self._repeated}' computed something else when its forward was repeated in backward: a forward that "
                 "depends on more than its inputs and torch's random numbers cannot be recomputed; leave it out of "
-                f"{KEY}. {str(error).partition('.' + chr(10) + chr(10))[0]}"
+                f"{KEY}. {_difference(str(error))}"
             ) from error
 
     def remove(self) -> None:
@@ -123,6 +125,14 @@ class Recomputation:
         for forward in reversed(self._forwards):
             forward.remove()
         self._forwards.clear()
+
+
+def _difference(said: str) -> str:
+    """What torch's checkpoint says of the first tensor that differs, or else of their number."""
+    if found := _DIFFERS.search(said):
+        place, saved, repeated = found.groups()
+        return f"Of the tensors that it saves, the first that differs is number {place}: {saved}, then {repeated}"
+    return said.partition(".\n\n")[0]
 
 
 class Recomputed:

@@ -11,6 +11,7 @@ from partita.cli.doctor import doctor
 from partita.cli.plan import plan
 from partita.cli.run import run
 from partita.cli.schema import schema
+from partita.cli.simulate import simulate
 from partita.cli.train import train
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app.command()(train)
 # What follows SCRIPT is the script's.
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(plan)
+app.command()(simulate)
 app.command()(doctor)
 app.command()(schema)
 app.add_typer(attention)

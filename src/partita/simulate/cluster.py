@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from partita.comm.simulated import Requests
 from partita.config.load import load_config
 from partita.config.resolve import Resolved, resolve
@@ -52,6 +54,7 @@ def simulate(
         PartitaError: the model's forward asks for values.
     """
     settings = load_config(config)
+    _check_kind(cluster.kind)
     resolved = resolve(settings, cluster.num_ranks, cluster.kind, min(cluster.ranks_per_node, cluster.num_ranks))
     _check_placed(settings)
     mesh = resolved.mesh
@@ -63,6 +66,15 @@ def simulate(
     for role in sorted(roles, key=lambda role: -mesh.coordinate(role.rank, "pipeline")):
         found[role] = simulate_rank(subject, resolved, role, cluster.kind, requests)
     return Simulation(resolved, tuple(found[role] for role in roles))
+
+
+def _check_kind(kind: str) -> None:
+    try:
+        torch.device(kind)
+    except RuntimeError:
+        raise ConfigError(
+            f"device: expected a kind of device in PyTorch's words (cpu, {accelerator.USUAL_KIND}); got '{kind}'"
+        ) from None
 
 
 def _check_placed(settings: Config) -> None:

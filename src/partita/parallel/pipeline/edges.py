@@ -110,8 +110,8 @@ class Edges:
             self._lacked[form] = tuple(lacking)
             request = torch.zeros(len(arguments.leaves), dtype=torch.uint8)
             request[list(lacking)] = 1
-            request = request.to(readable(self.device))
-            _wait(self.group.send([request], self._before, "request", PURPOSE), "what was sent")
+            asked = request.to(readable(self.device))
+            _wait(self.group.send([asked], self._before, "request", PURPOSE), "what was sent")
         if self._lacked[form] != tuple(lacking):
             raise PartitaError(
                 f"stage {self.stage} of the pipeline lacks the arguments {list(lacking)} of its first block, and "

@@ -47,7 +47,8 @@ def drop_parts(splitter: Splitter, module: nn.Module, width: int) -> None:
     splitter.parallel.changes.set(module, "forward", forward)
 
 
-# Feed-forward layers of these classes, whose last linear layer leads back, need no proof: it would take all their weights.
+# Feed-forward layers of these classes, whose last linear layer leads back, need no proof (which would take all their
+# weights).
 KNOWN = ("GPT2MLP", "partita.train.decoder.FeedForward", "partita.forecast.gpt.FeedForward")
 
 

@@ -1,0 +1,115 @@
+"""``partita simulate``: what each rank of a cluster holds and sends, by the real engine on tensors without values."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from partita.cli.console import user_errors
+from partita.config.load import load_config
+from partita.errors import ConfigError
+from partita.forecast.source import read_source
+from partita.memory import accelerator
+from partita.planner.figures import format_bytes
+from partita.simulate.cluster import RANKS_PER_NODE, Cluster, Simulation
+from partita.simulate.cluster import simulate as run
+from partita.simulate.rank import Collective, RankReport, Subject
+from partita.simulate.summary import bytes_rows, plain, sequence, state_rows
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The engine's config, a YAML or JSON file.")]
+Model = Annotated[
+    str,
+    typer.Option(
+        help="A preset, sizes (layers=24,hidden=2048), a folder or config.json of Hugging Face, or module:function, "
+        "which returns (model, batch)."
+    ),
+]
+World = Annotated[int, typer.Option(min=1, help="How many ranks.")]
+Ranks = Annotated[
+    list[int] | None,
+    typer.Option("--rank", help="Simulate this one. May be repeated.", show_default="one of each role"),
+]
+Tokens = Annotated[int | None, typer.Option(help="Of a sample.", show_default="the model's, 2048 at the most")]
+Device = Annotated[str, typer.Option(help="What each rank computes on: cpu, cuda, ...")]
+PerNode = Annotated[int, typer.Option("--ranks-per-node", min=1, help="Ranks on a node.")]
+JsonFile = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write all figures there; - is the standard output.")
+]
+
+
+def simulate(
+    config: ConfigFile,
+    model: Model,
+    world: World,
+    ranks: Ranks = None,
+    tokens: Tokens = None,
+    device: Device = accelerator.USUAL_KIND,
+    ranks_per_node: PerNode = RANKS_PER_NODE,
+    json_file: JsonFile = None,
+) -> None:
+    """Show what each rank of a cluster would hold and send, without the cluster."""
+    with user_errors():
+        settings = load_config(config)
+        batch = read_source(model, tokens).batch
+        subject = Subject(
+            lambda: read_source(model, tokens).model, lambda samples: batch(samples, accelerator.SIMULATED)
+        )
+        found = run(subject, settings, Cluster(world, device, ranks_per_node), ranks)
+        if json_file is not None:
+            _write(found, json_file)
+    if json_file != "-":
+        show(found, Console())
+
+
+def _write(found: Simulation, file: str) -> None:
+    text = json.dumps(plain(found), indent=2)
+    if file == "-":
+        typer.echo(text)
+        return
+    try:
+        Path(file).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json: cannot write '{file}': {error.strerror}; name another file") from None
+
+
+def show(found: Simulation, console: Console) -> None:
+    """A row for each role; of the rank that holds most on its device, its memory and its calls in their order."""
+    table = _table("rank", "place", right=("device", "host", "disk", "of it activations", "sent in a step"))
+    for names, numbers in bytes_rows(found):
+        table.add_row(*names, *(format_bytes(num) if num else "" for num in numbers))
+    console.print(table)
+    most = max(found.ranks, key=lambda rank: max(rank.bytes_by_tier.values(), default=0))
+    console.print(f"\n[bold]rank {most.role.rank}[/] ({most.role.place}), at the most:", highlight=False)
+    _show_rank(most, console)
+
+
+def _show_rank(rank: RankReport, console: Console) -> None:
+    states = _table("state", "tier", right=("bytes",))
+    for (state, tier), num in state_rows(rank):
+        states.add_row(state, tier, format_bytes(num))
+    console.print(states)
+    if not rank.collectives:
+        console.print("\nit sends nothing")
+        return
+    console.print("\nwhat it sends in a step, in this order:")
+    calls = _table("times", "collective", "over", "for", right=("bytes",))
+    for times, cycle in sequence(rank.collectives):
+        for place, call in enumerate(cycle):
+            calls.add_row(f"{times} x" if place == 0 else "", *_call(call), format_bytes(call.sent_bytes))
+    console.print(calls)
+
+
+def _call(call: Collective) -> tuple[str, str, str]:
+    return call.key.collective, ", ".join(call.key.axes), call.key.purpose
+
+
+def _table(*left: str, right: tuple[str, ...]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in left:
+        table.add_column(name)
+    for name in right:
+        table.add_column(name, justify="right")
+    return table

@@ -266,6 +266,11 @@ def test_learning_rates_are_those_of_deepspeeds_classes(case: dict[str, Any]) ->
     assert rates == pytest.approx(case["rates"], rel=1e-12, abs=1e-12)
 
 
+def test_a_warm_up_of_fewer_than_no_steps_is_refused() -> None:
+    with pytest.raises(ConfigError, match="scheduler.params.warmup_num_steps: expected at least 0; got -5"):
+        deepspeed.read(with_key(BASE | DECAY, "scheduler.params.warmup_num_steps", -5), 1)
+
+
 def test_there_are_rates_of_every_schedule() -> None:
     found = {(case["scheduler"]["type"], case["scheduler"]["params"].get("warmup_type")) for case in RATES}
     kinds = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")

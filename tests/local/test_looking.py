@@ -76,6 +76,7 @@ class WithBuffers(Stack):
         super().__init__(2)
         self.register_buffer("seen", torch.arange(3))
         self.register_buffer("scratch", torch.ones(2), persistent=False)
+        self.norms = nn.ModuleList([nn.BatchNorm1d(WIDTH, affine=False)] * 2)  # one module at two places
 
 
 def state_dicts() -> None:
@@ -111,9 +112,17 @@ def trained_states() -> None:
             assert all(torch.equal(value, expected[key]) for key, value in state.items())
             model.blocks[1].requires_grad_(False)
             model.last.requires_grad_(False)
+            chosen = ["seen", "blocks.0.up.weight", "norms.1.running_mean"]
+            state = engine.state_dict(names=chosen)
+            assert state.keys() == (set(chosen) if rank() == 0 else set())
+            assert all(torch.equal(value, expected[key]) for key, value in state.items())
+            before = engine.traffic_report()
+            assert list(engine.state_dict(names=names[:1])) == (names[:1] if rank() == 0 else [])
+            sent_by_name = engine.traffic_report().since(before).sent_bytes("parameters")
             before = engine.traffic_report()
             assert list(engine.state_dict(trainable=True)) == (names[:1] if rank() == 0 else [])
             sent = engine.traffic_report().since(before).sent_bytes("parameters")
+            assert sent == sent_by_name
             block = next(unit for unit in engine.units if unit.name == "blocks.0")
             masters = [s.layout.padded * 4 for s in block.segments if s.trains]  # fp32
             assert sent * num_ranks() == (num_ranks() - 1) * (

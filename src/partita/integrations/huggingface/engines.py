@@ -33,13 +33,13 @@ class Prepared:
     trains: bool
     dtypes: Mapping[str, torch.dtype]
 
-    def state_dict(self, *, trainable: bool = False) -> dict[str, Any]:
+    def state_dict(self, names: Iterable[str] | None = None) -> dict[str, Any]:
         """The model's state dict in the dtypes in which it came, whole, on rank 0; empty on the others.
 
         Args:
-            trainable: only the parameters that train.
+            names: only what these stand for (None: all).
         """
-        values = self.engine.state_dict(trainable=trainable)
+        values = self.engine.state_dict(names=names)
         return {name: value.to(self.dtypes[name]) if name in self.dtypes else value for name, value in values.items()}
 
 

@@ -1,7 +1,7 @@
 """transformers' Trainer, and every trainer derived from it, with an engine behind its accelerator."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -156,9 +156,10 @@ class Trainer(transformers.Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Gathered on all ranks, written by rank 0."""
         prepared = self._prepared
-        if prepared is not None and state_dict is None:
-            state_dict = saved_weights(prepared)
-        super()._save(output_dir, state_dict)
+        with (
+            saved_weights(prepared) if prepared is not None and state_dict is None else nullcontext(state_dict) as found
+        ):
+            super()._save(output_dir, found)
         if prepared is not None and self.args.should_save:
             keep_dtype(Path(output_dir or self.args.output_dir), prepared.dtypes)
 

@@ -76,13 +76,18 @@ class WithBuffers(Stack):
         super().__init__(2)
         self.register_buffer("seen", torch.arange(3))
         self.register_buffer("scratch", torch.ones(2), persistent=False)
-        self.norms = nn.ModuleList([nn.BatchNorm1d(WIDTH, affine=False)] * 2)  # one module at two places
+
+
+class AtTwoPlaces(WithBuffers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.BatchNorm1d(WIDTH, affine=False)] * 2)
 
 
 def state_dicts() -> None:
     for zero in PLANS.values():
         seeds.start()
-        model = WithBuffers()
+        model = AtTwoPlaces()
         expected = {name: value.clone() for name, value in model.state_dict().items()}
         with partita.initialize(model, {"zero": zero, "precision": {"compute": "bf16"}}) as engine:
             state = engine.state_dict()
@@ -94,7 +99,7 @@ def state_dicts() -> None:
             assert value.dtype == expected[name].dtype
             assert value.is_contiguous()
             torch.testing.assert_close(value, expected[name], rtol=1e-2, atol=0)
-        WithBuffers().load_state_dict(state)
+        AtTwoPlaces().load_state_dict(state)
 
 
 def trained_states() -> None:
@@ -102,7 +107,7 @@ def trained_states() -> None:
     names = ["blocks.0.up.weight", "blocks.1.norm.bias", "last.bias"]
     for name, zero in PLANS.items():
         seeds.start()
-        model = freeze(WithBuffers(), names.__contains__)
+        model = freeze(AtTwoPlaces(), names.__contains__)
         with partita.initialize(model, {"zero": zero, "precision": {"compute": "bf16"}}) as engine:
             engine.backward(square_loss(engine, rank(), 0))
             engine.step()

@@ -168,7 +168,7 @@ MORE_ADAPTERS = {
     "norms": Adapter("LNTuningConfig", {"target_modules": ["input_layernorm"], "task_type": "CAUSAL_LM"}),
     "prompts": Adapter("PromptTuningConfig", PROMPTS),
     "prefixes": Adapter("PrefixTuningConfig", PROMPTS),
-    "tokens": Adapter("TrainableTokensConfig", {"token_indices": [3, 4], "task_type": "CAUSAL_LM"}),
+    "tokens": Adapter("TrainableTokensConfig", {"token_indices": list(range(3, 50)), "task_type": "CAUSAL_LM"}),
     "MiSS": Adapter("MissConfig", ON | {"r": 4}),
     "SHiRA": Adapter("ShiraConfig", ON | {"r": 2}),
     "RoAd": Adapter("RoadConfig", ON | {"group_size": 8}),
@@ -209,7 +209,7 @@ def test_adapters_of_all_kinds_are_saved_without_the_frozen_model(name: str, tmp
         loaded = PeftModel.from_pretrained(llama(), tmp_path / "final")
         logits, found, alike = every[0]
         assert torch.allclose(logits_of(loaded), logits, atol=1e-5)
-        assert not torch.allclose(logits_of(llama()), logits, atol=1e-5)
+        assert not torch.allclose(logits_of(llama()), logits[:, -LENGTH:], atol=1e-5)  # prompts come first
     assert alike
     assert not every[1][1]
     frozen = [name for name in found if "mlp" in name and not any(part in name for part in ("bias", "adapt"))]

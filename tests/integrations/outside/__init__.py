@@ -1,1 +1,1 @@
-"""pytest plugins with which other libraries' own tests run unmodified on partita (``benchmarks/results/outside.md``)."""
+"""Plugins of pytest's: other libraries' own tests on partita (``benchmarks/results/outside.md``)."""

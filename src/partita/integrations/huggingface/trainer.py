@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import transformers
 import transformers.trainer
-from accelerate.utils import broadcast_object_list
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -21,7 +20,7 @@ from partita.engine.engine import Engine
 from partita.errors import ConfigError, PartitaError
 from partita.integrations.huggingface.accelerator import CHECKPOINT, Accelerator, Source
 from partita.integrations.huggingface.arguments import check_training_arguments, given, has_schedule
-from partita.integrations.huggingface.checkpoints import newest_complete, what_lacks
+from partita.integrations.huggingface.checkpoints import newest_on_rank_0, what_lacks
 from partita.integrations.huggingface.engines import Prepared
 from partita.integrations.huggingface.saving import keep_dtype, saved_weights
 from partita.integrations.huggingface.training_arguments import SETTINGS
@@ -123,10 +122,9 @@ class Trainer(transformers.Trainer):
         """See ``transformers.Trainer.train``; True resumes from the newest complete checkpoint."""
         if resume_from_checkpoint is True:
             folder = Path(self.args.output_dir)
-            found = [newest_complete(folder) if self.args.process_index == 0 else None]
-            resume_from_checkpoint = str(broadcast_object_list(found)[0])
+            resume_from_checkpoint = str(newest_on_rank_0(folder, self.args.process_index))
         elif resume_from_checkpoint and (reason := what_lacks(Path(resume_from_checkpoint))):
-            raise PartitaError(f"resume_from_checkpoint: '{resume_from_checkpoint}': {reason}")
+            raise PartitaError(f"Can't find a valid checkpoint at '{resume_from_checkpoint}': {reason}")
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._engine.wait_for_checkpoint()
         return output

@@ -1,4 +1,4 @@
-"""What recomputed activations save and cost, beside torch's own checkpoint around the same blocks.
+"""What recomputed activations save and cost, beside torch's own checkpoint and save_on_cpu around the same blocks.
 
     python -m benchmarks.recompute            # 12 blocks of width 512, 2 x 512 positions, 7 repetitions: three minutes
     python -m benchmarks.recompute --quick    # a small model, once: no targets
@@ -12,59 +12,68 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import partita
-from benchmarks._common import Report, megabytes, parser
+from benchmarks._common import Report, in_turn, megabytes, opened, ratio
 from benchmarks._work import OPTIMIZER, Work
 from tests.live_bytes import LiveBytes
 
 WORK = Work(layers=12, width=512, heads=8, ffn_width=1376, batch=2, sequence=512)
 QUICK_WORK = Work(layers=3, width=64, heads=2, ffn_width=128, batch=2, sequence=64)
-NONE, TORCH = "none", "torch's checkpoint"
-MODES = (NONE, "units", "selective", TORCH)
+NONE, TORCH, TORCHS_OFFLOAD = "none", "torch's checkpoint", "torch's save_on_cpu"
+UNITS = {"checkpoint": "units"}
+# What the config says of activations.
+SETTINGS: dict[str, dict[str, str]] = {
+    NONE: {},
+    "units": UNITS,
+    "selective": {"checkpoint": "selective"},
+    "units, inputs on disk": {**UNITS, "offload": "disk"},
+    "units, kept where they fit": {**UNITS, "keep_bytes": "auto"},
+    TORCH: {},
+    TORCHS_OFFLOAD: {},
+}
+MODES = tuple(SETTINGS)
 # Times the step without: a third forward of three passes, the head and the update aside.
 TARGETS = {"units": 1.36, "selective": 1.36}
 
 
 def main() -> int:
-    made = parser("Recomputed activations", ())
-    made.add_argument("--reps", type=int, default=7, help="repetitions")
-    options = made.parse_args()
-    work, num_reps = (QUICK_WORK, 1) if options.quick else (WORK, options.reps)
-    report = Report("Recomputed activations")
-    report.begin()
-    report.write(_TEXT.format(num_reps=num_reps))
+    report, options = opened("Recomputed activations", reps=7)
+    report.write(_TEXT.format(num_reps=options.reps))
     report.write()
     header = ["activations", "kept MB", "x none", "ms a step", "x none", "target"]
-    report.table(header, _rows(report, work, num_reps, {} if options.quick else TARGETS))
+    work, targets = (QUICK_WORK, {}) if options.quick else (WORK, TARGETS)
+    report.table(header, _rows(report, work, options.reps, targets))
     return report.end(options.save)
 
 
 _TEXT = """A decoder in fp32 with AdamW, stage 1 on one rank; *torch's checkpoint*: the blocks' calls go through
-`torch.utils.checkpoint` (not reentrant). Median over {num_reps} repetitions of a step's time and of its ratio in the
-same repetition."""
+`torch.utils.checkpoint` (not reentrant); *torch's save_on_cpu*, around the forward, copies nothing where the CPU
+computes, and neither does `activations.offload: host`. Median over {num_reps} repetitions of a step's time and of its
+ratio in the same repetition."""
 
 
 class Trained:
     """A model in one mode, and how its step goes."""
 
     def __init__(self, mode: str, work: Work) -> None:
-        self._work, model = work, work.build()
+        self._work, self._mode, model = work, mode, work.build()
         if mode == TORCH:
             for block in model.modules():
                 if type(block).__name__ == "Block":
                     _checkpoint_calls(block)
-        choice = "none" if mode == TORCH else mode
         optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIMIZER)
-        self._engine = partita.initialize(model, {"activations": {"checkpoint": choice}}, optimizer=optimizer)
+        self._engine = partita.initialize(model, {"activations": SETTINGS[mode]}, optimizer=optimizer)
 
     def _loss(self, number: int) -> Tensor:
         tokens, targets = self._work.part_of_batch(number, 0, 1)
-        return nn.functional.cross_entropy(self._engine(tokens).flatten(0, 1), targets.flatten())
+        with torch.autograd.graph.save_on_cpu() if self._mode == TORCHS_OFFLOAD else nullcontext():
+            return nn.functional.cross_entropy(self._engine(tokens).flatten(0, 1), targets.flatten())
 
     def kept_bytes(self) -> int:
         with LiveBytes() as live:
@@ -88,22 +97,20 @@ def _rows(report: Report, work: Work, num_reps: int, targets: dict[str, float]) 
     trained = {mode: Trained(mode, work) for mode in MODES}
     kept = {mode: one.kept_bytes() for mode, one in trained.items()}
     times: dict[str, list[float]] = {mode: [] for mode in MODES}
-    for rep in range(num_reps + 1):
-        for mode in reversed(MODES) if rep % 2 else MODES:
-            step_s = trained[mode].step_s(rep)
-            if rep:  # the first is to warm up
-                times[mode].append(step_s)
+    for rep, mode in in_turn(MODES, num_reps + 1):
+        step_s = trained[mode].step_s(rep)
+        if rep:  # the first is to warm up
+            times[mode].append(step_s)
     for mode in MODES:
-        ratio = statistics.median(mine / none for mine, none in zip(times[mode], times[NONE], strict=True))
-        target = targets.get(mode)
+        times_none, target = ratio(times[mode], times[NONE]), targets.get(mode)
         if target is not None:
-            report.expect(round(ratio, 2) <= target, f"{mode}: {ratio:.2f} x none, target {target:.2f}")
+            report.expect(round(times_none, 2) <= target, f"{mode}: {times_none:.2f} x none, target {target:.2f}")
         yield [
             mode,
             megabytes(kept[mode]),
             f"{kept[mode] / kept[NONE]:.2f}",
             f"{statistics.median(times[mode]) * 1e3:.0f}",
-            f"{ratio:.2f}",
+            f"{times_none:.2f}",
             "" if target is None else f"<= {target}",
         ]
 

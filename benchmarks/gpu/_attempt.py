@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu._common import Job, model_flops, num_params
-from benchmarks.gpu._modes import MODES, Setting, TakeStep
+from benchmarks.gpu._modes import LONG_MODES, MODES, Setting, TakeStep
 from partita.errors import PartitaError
 
 # What an error says of what was missing.
@@ -68,7 +68,7 @@ def _synchronize(device: torch.device) -> None:
 
 def run(job: Job, out: TextIO) -> str:
     """What stopped it."""
-    mode = MODES[job.mode]
+    mode = (MODES | LONG_MODES)[job.mode]
     if mode.needs and importlib.util.find_spec(mode.needs) is None:
         print(f"{mode.needs} is not installed")
         return "absent"

@@ -47,8 +47,10 @@ class Mode:
     config: dict[str, Any] = field(default_factory=dict)
 
 
-def build(shape: DecoderShape, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Decoder:
-    """The decoder, seeded; its blocks are recomputed in backward."""
+def build(
+    shape: DecoderShape, device: torch.device | str, dtype: torch.dtype = torch.float32, *, recomputed: bool = True
+) -> Decoder:
+    """The decoder, seeded; its blocks are recomputed in backward, by torch's checkpoint."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -57,7 +59,7 @@ def build(shape: DecoderShape, device: torch.device | str, dtype: torch.dtype = 
             model = Decoder(shape)
     finally:
         torch.set_default_dtype(before)
-    for block in model.blocks:
+    for block in model.blocks if recomputed else ():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
     return model
 
@@ -154,6 +156,24 @@ def partita_step(setting: Setting, offload: dict[str, str], precision: dict[str,
     return take_step
 
 
+def long_step(setting: Setting, kept: dict[str, Any]) -> TakeStep:
+    """Lean states on the host, and what ``kept`` says of activations, loss and attention."""
+    import partita
+
+    path = {"path": setting.path} if setting.path else {}
+    zero = {"stage": 3, "offload": {**ALL_ON_HOST, **path}}
+    config = {"zero": zero, "precision": LEAN, "optimizer": OPTIMIZER, **kept}
+    engine = partita.initialize(build(setting.shape, "meta", recomputed=not kept), config)
+
+    def take_step(tokens: Tensor, targets: Tensor) -> float:
+        loss = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return take_step
+
+
 def _with_optimizer(model: nn.Module) -> TakeStep:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIMIZER)
 
@@ -190,5 +210,23 @@ MODES = {
     "lean, everything on host": _partita(ALL_ON_HOST, LEAN, 0.1, 6.2),
     "lean, optimizer on disk": _partita(ON_DISK, LEAN, 0.1, 2.3, 4.1),
     "lean, auto": _partita(AUTO, LEAN, 1, 4, 1),
+}
+
+
+def _long(kept: dict[str, Any]) -> Mode:
+    return Mode(partial(long_step, kept=kept), 0.1, 6.2, config=kept)
+
+
+_INPUTS_ON_HOST = {"activations": {"checkpoint": "units", "offload": "host"}}
+_TILED = {**_INPUTS_ON_HOST, "loss": {"tiled": "auto"}, "tiled": {"mlp": ["FeedForward"]}}
+# The ways to train long sequences, with states of the leanest kind; each adds to the one before.
+LONG_MODES = {
+    "torch's checkpoint": _long({}),
+    "recomputed": _long({"activations": {"checkpoint": "units"}}),
+    "inputs on host": _long(_INPUTS_ON_HOST),
+    "tiled loss and feed-forward": _long(_TILED),
+    "sparse attention": _long(
+        {**_TILED, "attention": {"pattern": "longformer", "window": 4096, "block": 128, "global": 1}}
+    ),
 }
 PARTITA = [name for name, mode in MODES.items() if mode.config]

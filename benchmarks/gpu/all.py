@@ -20,6 +20,7 @@ PLAN: list[tuple[str, list[str], float]] = [
     ("largest_model", ["--mode", "lean, everything on host"], 0.5),
     ("timeline", [], 0.4),
     ("sparse_attention", [], 0.4),
+    ("longest_sequence", [], 0.4),
     ("check", [], 0.4),
     ("largest_model", [], 0.6),
     ("model_tflops", [], 1.0),

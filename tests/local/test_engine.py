@@ -301,8 +301,6 @@ def chosen_units() -> None:
 
 def not_available() -> None:
     later: list[dict[str, Any]] = [
-        {"parallel": {"schedule": "zero_bubble"}},
-        {"activations": {"partition": True}},
         {"communication": {"gradients": "1bit"}},
     ]
     for config in later:

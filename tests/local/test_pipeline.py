@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import partita
 from partita import ConfigError, PartitaError
+from partita.parallel.pipeline.weights import Left
 from partita.plan.traffic import TrafficCount
 from partita.planner.elsewhere import is_elsewhere
 from tests.local import pool
@@ -24,12 +25,14 @@ ZERO: dict[str, dict[str, Any]] = {
     "2": {"stage": 2},
     "3": {"stage": 3},
     "3-kept": {"stage": 3, "keep_gathered": True},
+    "3-once": {"stage": 3, "keep_gathered": True, "keep_gradients": True},
     "3-host": {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}},
 }
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {},
     "gpipe": {"schedule": "gpipe"},
     "interleaved": {"schedule": "interleaved", "chunks": 2},
+    "zero_bubble": {"schedule": "zero_bubble"},
 }
 UNTIED = tuple(name for name in stages.BUILD if name not in stages.TIED)
 TOLERANCE = 1e-5
@@ -92,6 +95,72 @@ def test_every_order_of_work_has_the_same_bits(schedule: str, zero: str) -> None
         assert all(torch.equal(weight, expected.weights[key]) for key, weight in one.weights.items())
 
 
+@dataclass
+class Batch:
+    """Of a batch's course: what came with backward, and later, in elements; what was sent, and all weights."""
+
+    with_backward: int = 0
+    later: int = 0
+    sent: dict[Any, TrafficCount] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def batch_apart(config: Mapping[str, Any], schedule: str, monkeypatch: pytest.MonkeyPatch) -> Batch:
+    config = {**config, "parallel": {**config["parallel"], "schedule": schedule}, "batch": {"accumulate": MICROS}}
+    found = Batch()
+
+    def add_gradient(left: Left, param: nn.Parameter, gradient: Tensor) -> None:
+        found.with_backward += gradient.numel()
+        came(left, param, gradient)
+
+    def run(left: Left) -> None:
+        found.later += sum(param.numel() for param in left.params.values())
+        later(left)
+
+    came, later = Left.add_gradient, Left.run
+    monkeypatch.setattr(Left, "add_gradient", add_gradient)
+    monkeypatch.setattr(Left, "run", run)
+    model = stages.build("llama")
+    model.config.use_cache = False  # a block that runs again would add its keys again
+    with partita.initialize(model, config) as engine:
+        data = engine.mesh.coordinate("data")
+        for step in range(2):
+            engine.train_batch(stages.batch("llama", 100 * step + 10 * micro + data) for micro in range(MICROS))
+        found.sent = {key: count for key, count in engine.traffic_report().rows.items() if key.purpose != "control"}
+        with engine.gathered():
+            found.weights = {key: param.detach().clone() for key, param in engine.module.named_parameters()}
+    return found
+
+
+def both_orders(config: Mapping[str, Any]) -> tuple[Batch, Batch]:
+    with pytest.MonkeyPatch.context() as patch:
+        apart = batch_apart(config, "zero_bubble", patch)
+    with pytest.MonkeyPatch.context() as patch:
+        return apart, batch_apart(config, "1f1b", patch)
+
+
+UNDER_ZERO_BUBBLE: dict[str, dict[str, Any]] = {
+    "data, stage 2": {"parallel": {"pipeline": 2}, "zero": {"stage": 2}},
+    "data, stage 3": {"parallel": {"pipeline": 2}, "zero": {"stage": 3}},
+    "data, stage 3, recomputed": {
+        "parallel": {"pipeline": 2},
+        "zero": {"stage": 3},
+        "activations": {"checkpoint": "units"},
+    },
+    "tensor": {"parallel": {"pipeline": 2, "tensor": 2}, "zero": {"stage": 3}},
+    "four stages": {"parallel": {"pipeline": 4}, "zero": {"stage": 1}},
+}
+
+
+@matrix(case=UNDER_ZERO_BUBBLE)
+def test_weights_apart_are_nearly_all_and_change_no_bit_and_no_byte(case: str) -> None:
+    for apart, whole in pool.run(4, both_orders, UNDER_ZERO_BUBBLE[case], timeout=240):
+        assert apart.sent == whole.sent
+        assert [key for key, weight in apart.weights.items() if not torch.equal(weight, whole.weights[key])] == []
+        assert whole.later == whole.with_backward == 0
+        assert apart.with_backward < 0.02 * apart.later
+
+
 @matrix(name=stages.TIED, zero=ZERO, num_stages=(2, 3))
 def test_tied_parameters_are_alike_on_all_their_stages(name: str, zero: str, num_stages: int) -> None:
     expected = pool.run(1, course, name, {}, ZERO[zero], timeout=240)[0]
@@ -108,29 +177,35 @@ def test_tied_parameters_are_alike_on_all_their_stages(name: str, zero: str, num
             assert torch.equal(copies.setdefault(key, weight), weight), key
 
 
-def sent(keep_gathered: bool) -> tuple[dict[str, TrafficCount], int, int]:
+def sent(zero: str) -> tuple[dict[str, TrafficCount], int, int]:
     """What a batch sends, by purpose; elements of a payload; units."""
-    config = {
-        "parallel": {"pipeline": 2},
-        "zero": {"stage": 3, "keep_gathered": keep_gathered},
-        "batch": {"accumulate": MICROS},
-    }
+    config = {"parallel": {"pipeline": 2}, "zero": ZERO[zero], "batch": {"accumulate": MICROS}}
     with partita.initialize(stages.build("llama"), config) as engine:
         batch = stages.batch("llama", 0)
         engine.train_batch([batch] * MICROS)
         before = engine.traffic_report()
         engine.train_batch([batch] * MICROS)
         rows = engine.traffic_report().since(before).rows
-    found = {key.purpose: count for key, count in rows.items() if key.purpose in ("pipeline", "parameters")}
+    found = {key.purpose: count for key, count in rows.items() if key.purpose != "control"}
     return found, batch["input_ids"].numel() * stages.WIDTH, len(engine.units)
 
 
-@pytest.mark.parametrize("keep_gathered", [True, False])
-def test_bytes_sent(keep_gathered: bool) -> None:
-    """A payload each way for each micro-batch; what is kept gathered is gathered once a batch."""
-    for found, elements, num_units in pool.run(4, sent, keep_gathered):
-        assert found["pipeline"] == TrafficCount(MICROS, MICROS * elements * 4)
-        assert found["parameters"].calls == num_units * (1 if keep_gathered else 2 * MICROS)
+def sent_by_all() -> dict[str, tuple[dict[str, TrafficCount], int, int]]:
+    return {zero: sent(zero) for zero in ("3", "3-kept", "3-once")}
+
+
+def test_bytes_sent() -> None:
+    """A payload each way for each micro-batch; what is kept gathered is gathered once a batch, and gradients that are
+    kept whole are reduced once.
+    """
+    for by_row in pool.run(4, sent_by_all):
+        once = by_row["3-once"][0]["gradients"]
+        for zero, gathers, reductions in (("3", 2 * MICROS, MICROS), ("3-kept", 1, MICROS), ("3-once", 1, 1)):
+            found, elements, num_units = by_row[zero]
+            assert found["pipeline"] == TrafficCount(MICROS, MICROS * elements * 4)
+            assert found["parameters"].calls == num_units * gathers
+            assert found["gradients"].sent_bytes == reductions * once.sent_bytes
+            assert found["gradients"].calls == reductions * once.calls
 
 
 def only_by_batches() -> None:

@@ -1,14 +1,13 @@
 """Meshes of several axes: training is one process's, and the stages of ZeRO agree bit for bit."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
 import partita
-from partita import ConfigError
-from partita.config.load import load_config
-from partita.config.resolve import resolve
+from partita.plan.place import even
 from tests.local import pool
 from tests.matrix import matrix
 from tests.parallel import training, zoo
@@ -16,8 +15,9 @@ from tests.parallel.training import ADAMW, CLIP, Trained
 
 MICROS = 2
 TIMEOUT_S = 400
-TENSOR_AND_PIPELINE = {"tensor": 2, "pipeline": 2}
+PAIRS = ({"tensor": 2, "pipeline": 2}, {"tensor": 2, "sequence": 2}, {"pipeline": 2, "sequence": 2})
 ON_HOST = {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}}
+STAGES = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, ON_HOST]
 
 
 def course(name: str, parallel: dict[str, int], zero: dict[str, Any], num_steps: int) -> Trained:
@@ -34,7 +34,9 @@ def course(name: str, parallel: dict[str, int], zero: dict[str, Any], num_steps:
         first, num = engine.mesh.coordinate("data") * MICROS, engine.mesh.size("data") * MICROS
         for step in range(num_steps):
             micros = [training.part(name, step, first + micro, num) for micro in range(MICROS)]
+            evaluated = engine.eval_batch(micros).item() if step == 0 else None
             found.losses.append(engine.train_batch(micros).item())
+            assert evaluated is None or evaluated == pytest.approx(found.losses[0], abs=1e-5)
             assert engine.last_step.grad_norm is not None
             found.norms.append(engine.last_step.grad_norm)
         with engine.gathered():
@@ -42,36 +44,65 @@ def course(name: str, parallel: dict[str, int], zero: dict[str, Any], num_steps:
     return found
 
 
-def check(name: str, world: int, parallel: dict[str, int], rows: list[dict[str, Any]], num_steps: int) -> None:
-    num_data = world
-    for size in parallel.values():
-        num_data //= size
+def check(name: str, parallel: dict[str, int], rows: list[dict[str, Any]], num_steps: int, num_data: int = 1) -> None:
+    """Stages that add up a batch's gradients before they are reduced have the same bits, and so have the others."""
+    world = num_data * math.prod(parallel.values())
     (alone,) = pool.run(1, training.train_alone, name, num_data * MICROS, num_steps, timeout=TIMEOUT_S)
-    before: Trained | None = None
+    before = dict[bool, Trained]()
     for zero in rows:
         first, *others = pool.run(world, course, name, parallel, zero, num_steps, timeout=TIMEOUT_S)
         assert first.losses == pytest.approx(alone.losses, abs=1e-5)
         assert first.norms == pytest.approx(alone.norms, rel=1e-5)
-        for other in [*others, *([before] if before else [])]:
+        reference = before.setdefault(zero["stage"] < 2, first)
+        for other in [*others, reference]:
             assert (other.losses, other.norms) == (first.losses, first.norms)
             assert all(torch.equal(other.weights[key], weight) for key, weight in first.weights.items())
-        before = first
 
 
-@matrix(name=("llama", "decoder", "gpt2"))
-def test_two_axes(name: str) -> None:
-    check(name, 4, TENSOR_AND_PIPELINE, [{"stage": 0}, {"stage": 3}], num_steps=3)
+@matrix(parallel=PAIRS, name=("llama", "decoder", "gpt2"))
+def test_two_axes(parallel: dict[str, int], name: str) -> None:
+    check(name, parallel, [{"stage": 0}, {"stage": 3}], num_steps=3)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["llama", "qwen3moe"])
+@pytest.mark.parametrize(
+    "parallel", [{"tensor": 3, "sequence": 2}, {"tensor": 2, "sequence": 3}, {"pipeline": 2, "sequence": 3}]
+)
+def test_three_along_an_axis(parallel: dict[str, int], name: str) -> None:
+    """Which divides neither lengths nor key heads nor vocabulary."""
+    check(name, parallel, [{"stage": 1}, {"stage": 3}], num_steps=10)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3moe"])
+@pytest.mark.parametrize("parallel", PAIRS)
+def test_two_axes_beside_data(parallel: dict[str, int], name: str) -> None:
+    check(name, parallel, STAGES, num_steps=10, num_data=2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_three_axes(name: str) -> None:
-    """Tensor 2 x pipeline 2 x data 2 on eight ranks."""
-    rows = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, ON_HOST]
-    check(name, 8, TENSOR_AND_PIPELINE, rows, num_steps=10)
+    check(name, {"pipeline": 2, "sequence": 2, "tensor": 2}, STAGES, num_steps=10)
 
 
-@pytest.mark.parametrize("other", ["tensor", "pipeline"])
-def test_slices_beside_other_axes_are_not_available(other: str) -> None:
-    with pytest.raises(ConfigError, match=r"in this version\n(.*\n)*.*leave one of them out"):
-        resolve(load_config({"parallel": {"sequence": 2, other: 2}}), 4, "cpu")
+def sent_over_edges(sequence: int) -> tuple[int, int, int]:
+    """This rank's stage and positions, and the bytes that it sent to other stages for a batch of one length."""
+    config = {"parallel": {"pipeline": 2, "sequence": sequence}, "batch": {"accumulate": MICROS}}
+    batch = zoo.batch("llama", 0)
+    with partita.initialize(zoo.build("llama"), config) as engine:
+        engine.train_batch([batch] * MICROS)  # for the first of a form, what is lacked is asked for
+        before = engine.traffic_report().sent_bytes("pipeline")
+        engine.train_batch([batch] * MICROS)
+        sent = engine.traffic_report().sent_bytes("pipeline") - before
+        start, stop = even(zoo.LENGTH, sequence)[engine.mesh.coordinate("sequence")]
+        return engine.mesh.coordinate("pipeline"), stop - start, sent
+
+
+def test_slices_pass_the_edges() -> None:
+    """One payload each way for each micro-batch: two samples' own positions."""
+    found = pool.run(4, sent_over_edges, 2)
+    assert {(stage, positions) for stage, positions, _ in found} == {(0, 6), (0, 5), (1, 6), (1, 5)}
+    for _, positions, sent in found:
+        assert sent == MICROS * 2 * positions * zoo.WIDTH * 4

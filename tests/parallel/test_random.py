@@ -113,7 +113,7 @@ def gradients(model: nn.Module, recomputed: str) -> list[Tensor]:
     recomputation = None
     if recomputed == "by the config":
         blocks = {f"blocks.{at}": block for at, block in enumerate(model.blocks)}
-        recomputation = Recomputation(blocks, selective=False, tiled={}, offload=None)
+        recomputation = Recomputation(blocks, selective=False, tiled={})
     losses = [model(torch.full((4, WIDTH), value)).square().mean() for value in (1.0, 2.0)]
     for loss in losses:
         loss.backward()

@@ -88,7 +88,7 @@ ERRORS = {
     "flash": "attention by 'flash_attention_2' does not take a mask .* attn_implementation='sdpa'",
     "short": "a sequence of 2 positions cannot be cut over parallel.sequence: 3 ranks; use longer sequences",
     "collected": "output_hidden_states collects what each block computes, of which a rank has its slice",
-    "alone": "'argmax' reads logits of which each of 3 ranks has a slice of the sequence, and not all of them do",
+    "alone": "'argmax' reads logits that are split over 3 sequence ranks, and not all of them do",
 }
 
 

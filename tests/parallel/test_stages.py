@@ -13,6 +13,7 @@ from partita import ConfigError, PartitaError
 from partita.parallel.pipeline.absent import arrived, send_away
 from partita.parallel.pipeline.cut import Cut, cut, outside
 from partita.parallel.pipeline.stage import Arguments, Stages, bypasses
+from partita.parallel.pipeline.stand_in import StandIn
 from partita.planner.elsewhere import is_elsewhere
 from partita.planner.parameters import find_everywhere
 from tests.matrix import matrix
@@ -20,6 +21,10 @@ from tests.parallel import stages
 
 CPU = torch.device("cpu")
 ROUNDING = 1e-6  # of a gradient's largest: sums over branches that a cut takes apart
+
+
+def _stand_in(module: nn.Module, name: str) -> StandIn:
+    return StandIn(module, name, CPU, lambda _: nullcontext())
 
 
 class Stage:
@@ -35,7 +40,7 @@ class Stage:
                     holding.param.untyped_storage().resize_(0)
         held = {id(param) for param in self.model.parameters() if not is_elsewhere(param)}
         around = dict(outside(self.model, self.cut.blocks, held))
-        self.stages = Stages(self.model, self.cut.blocks, around, CPU, lambda _: nullcontext())
+        self.stages = Stages(self.model, self.cut.blocks, around, _stand_in)
         self.start, self.stop = self.cut.bounds[number : number + 2]
         self.leaves, self.places = list[Tensor](), list[int]()
 

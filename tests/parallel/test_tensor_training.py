@@ -74,7 +74,7 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = [x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)]
+        made = [x.numel() for x in tree_leaves(result) if isinstance(x, Tensor) and not x.is_meta]
         self.elements = max([self.elements, *made])
         return result
 

@@ -16,7 +16,7 @@ from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
 from partita.plan.steps import Copy, ReduceScatter
 
 TWO, NODES = MeshShape(data=2), MeshShape(data=4, node=2)
-WHOLE, KEPT = ("ddp", "zero1", "zero2"), ("ddp", "zero1", "zero2", "zero3-kept")
+WHOLE, GATHERED_ONCE = ("ddp", "zero1", "zero2"), ("zero3-kept", "zero3-once")
 PLAIN, MIXED, ON_DEVICE = Encodings(), Encodings(compute=BF16), Tiers()
 
 
@@ -40,7 +40,7 @@ def planned(
 def test_parameters(name: str) -> None:
     for mesh in (TWO, NODES):
         segment = planned(2048, mesh, name)
-        assert (segment.rests_whole, segment.stays_whole) == (name in WHOLE, name in KEPT)
+        assert (segment.rests_whole, segment.stays_whole) == (name in WHOLE, name in WHOLE + GATHERED_ONCE)
         assert segment.has_second == (name == "hierarchical" and mesh is NODES)
         assert segment.update_is_gathered == (name in ("zero1", "zero2"))
         sizes = {"ddp": 1, "hsdp": mesh.size("local")}
@@ -51,14 +51,14 @@ def test_parameters(name: str) -> None:
     assert (alone.rests_whole, alone.stays_whole, alone.has_second) == (True, True, False)
     for tier in (Tier.HOST, Tier.DISK):
         away = planned(2048, MeshShape(), name, tiers=Tiers(parameters=tier))
-        assert (away.rests_whole, away.stays_whole) == (False, name == "zero3-kept")
+        assert (away.rests_whole, away.stays_whole) == (False, name in GATHERED_ONCE)
         assert not away.master_is_parameter
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_gradients(name: str) -> None:
     """They stay where autograd puts them, are collected whole where they rest, or pass through a slot."""
-    rests_whole = name in ("ddp", "zero1")
+    rests_whole = name in ("ddp", "zero1", "zero3-once")
     for mesh in (TWO, NODES):
         for tiers, encodings in ((ON_DEVICE, PLAIN), (Tiers(gradients=Tier.HOST), PLAIN), (ON_DEVICE, MIXED)):
             segment = planned(2048, mesh, name, encodings, tiers)

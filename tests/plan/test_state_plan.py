@@ -18,6 +18,7 @@ zero1        | whole | whole | whole         | partial | shard | shard
 zero2        | whole | whole | whole         | shard   | shard | shard
 zero3        | shard | whole | shard         | shard   | shard | shard
 zero3-kept   | shard | whole | whole         | shard   | shard | shard
+zero3-once   | shard | whole | whole         | partial | shard | shard
 hierarchical | shard | whole | shard in node | shard   | shard | shard
 hsdp | shard in node | whole | shard in node | shard in node | shard in node | shard in node
 """
@@ -71,6 +72,7 @@ def test_everything_is_fp32_on_the_device_by_default(name: str) -> None:
         ({"stage": 2}, "zero2"),
         ({"stage": 3}, "zero3"),
         ({"stage": 3, "keep_gathered": True}, "zero3-kept"),
+        ({"stage": 3, "keep_gathered": True, "keep_gradients": True}, "zero3-once"),
         ({"stage": 3, "hierarchical": True}, "hierarchical"),
         ({"stage": 3, "replicated": True}, "hsdp"),
     ],
@@ -99,6 +101,7 @@ def test_bytes_of_the_papers(num_ranks: int) -> None:
         "zero2": 2 * psi + 14 * psi // n,
         "zero3": 16 * psi // n,
         "zero3-kept": 16 * psi // n,
+        "zero3-once": 2 * psi + 14 * psi // n,
         "hierarchical": 16 * psi // n,
         "hsdp": 16 * psi // n,  # all ranks are on one node
     }
@@ -175,6 +178,7 @@ def test_elements_sent_in_a_step() -> None:
             "zero2": 2 * once,
             "zero3": 3 * once,
             "zero3-kept": 2 * once,
+            "zero3-once": 2 * once,
             "hierarchical": 2 * once + in_node,
             "hsdp": 3 * in_node + 2 * (padded // local) * (mesh.node - 1) // mesh.node,
         }, mesh

@@ -48,6 +48,7 @@ def resolved(zero: dict[str, Any], precision: dict[str, Any] | None = None, num_
         ({"stage": 2}, 2, 14, 2),
         ({"stage": 3}, 0, 16, 3),
         ({"stage": 3, "keep_gathered": True}, 0, 16, 2),
+        ({"stage": 3, "keep_gathered": True, "keep_gradients": True}, 2, 14, 2),
     ],
 )
 def test_of_512_ranks(build: Any, zero: dict[str, Any], whole: int, split: int, sent: int) -> None:

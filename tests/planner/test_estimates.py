@@ -19,7 +19,7 @@ from partita.planner.traffic import StepShape, sent_by_steps, step_traffic
 
 MIXED = Encodings(compute=BF16, gradients=BF16)
 DATA = ("data",)
-MULTIPLES = {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 3, "zero3-kept": 2}
+MULTIPLES = {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 3, "zero3-kept": 2, "zero3-once": 2}
 
 presets = st.sampled_from(sorted(PRESETS))
 encodings = st.builds(Encodings, st.sampled_from([FP32, BF16]), st.just(FP32), st.sampled_from([FP32, BF16]))
@@ -62,7 +62,14 @@ def total(held: dict[tuple[str, str], int]) -> int:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 64])
 @pytest.mark.parametrize(
     ("name", "whole", "split"),
-    [("ddp", 16, 0), ("zero1", 4, 12), ("zero2", 2, 14), ("zero3", 0, 16), ("zero3-kept", 0, 16)],
+    [
+        ("ddp", 16, 0),
+        ("zero1", 4, 12),
+        ("zero2", 2, 14),
+        ("zero3", 0, 16),
+        ("zero3-kept", 0, 16),
+        ("zero3-once", 2, 14),
+    ],
 )
 def test_bytes_of_adam_in_mixed_precision_are_the_papers(name: str, whole: int, split: int, num_ranks: int) -> None:
     mesh = MeshShape(data=num_ranks)

@@ -64,7 +64,7 @@ placements = st.builds(
     placement,
     st.lists(shapes, min_size=1, max_size=6),
     offloads,
-    st.sampled_from(["ddp", "zero1", "zero2", "zero3", "zero3-kept", "hierarchical"]),
+    st.sampled_from(["ddp", "zero1", "zero2", "zero3", "zero3-kept", "zero3-once", "hierarchical"]),
     st.sampled_from([MeshShape(), MeshShape(data=2), MeshShape(data=4, node=2)]),
     used_encodings,
     st.lists(st.integers(0, 5), max_size=2),

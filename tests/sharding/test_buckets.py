@@ -22,7 +22,8 @@ from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
 from partita.plan.steps import AllGather, Copy, ReduceScatter
 from partita.planner.parameters import Holding
 from partita.sharding.bucket_layout import BucketLayout
-from partita.sharding.buckets import Bucket, make_buckets
+from partita.sharding.buckets import Bucket
+from partita.sharding.runtime import make_buckets
 from partita.sharding.unit import Member, Segment, Unit
 from tests import seeds
 
@@ -33,7 +34,7 @@ SHAPES: st.SearchStrategy[Shapes] = st.lists(
     st.lists(st.lists(st.integers(0, 30), max_size=2).map(tuple), min_size=1, max_size=4), min_size=1, max_size=3
 )
 PLAIN, ON_DEVICE = Encodings(), Tiers()
-WHOLE, SHARDED = ["ddp", "zero1"], ["zero2", "zero3", "zero3-kept", "hierarchical", "hsdp"]
+WHOLE, SHARDED = ["ddp", "zero1", "zero3-once"], ["zero2", "zero3", "zero3-kept", "hierarchical", "hsdp"]
 
 
 def segment_of(

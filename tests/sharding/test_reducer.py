@@ -167,7 +167,7 @@ def test_micro_batches_add_up(name: str, tiers: Tiers) -> None:
             assert reducer.holds_batch == (number == 1)
             reducer.end_wave()
             reducer.end_micro_batch()
-        assert reducer.waves == (1 if name in ("ddp", "zero1") else 2)
+        assert reducer.waves == (1 if name in ("ddp", "zero1", "zero3-once") else 2)
         for member in parts.members:
             assert torch.equal(summed_over_ranks(parts, reduced(parts, reducer, member)), mean(member))
         reducer.zero()

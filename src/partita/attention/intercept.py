@@ -3,17 +3,15 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
-from types import FunctionType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from partita.attention.functional import block_sparse
 from partita.attention.layout import Layout
 from partita.errors import PartitaError
+from partita.parallel.dot_product import DotProduct, InPlaceOfDotProducts
 
 # The layout where it is causal, or not.
 Layouts = Callable[[bool], Layout]
@@ -56,24 +54,14 @@ class Interception:
             out: Tensor = block_sparse(q, k, v, layout, **given)
         return out
 
-    def dot_product(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,  # grouped heads are told by their numbers
-    ) -> Tensor:
-        """In place of ``torch.nn.functional.scaled_dot_product_attention``."""
-        q, k, v = (x.unsqueeze(1) if x.ndim == 3 else x for x in (query, key, value))
-        seen = None if attn_mask is None else self._padding(attn_mask, q.shape[0], k.shape[2])
-        if is_causal and q.shape[2] != k.shape[2]:  # torch counts from the first position of both
+    def dot_product(self, asked: DotProduct) -> Tensor:
+        """The attention of one that has no batch or no heads, too."""
+        q, k, v = (x.unsqueeze(1) if x.ndim == 3 else x for x in (asked.query, asked.key, asked.value))
+        seen = None if asked.attn_mask is None else self._padding(asked.attn_mask, q.shape[0], k.shape[2])
+        if asked.is_causal and q.shape[2] != k.shape[2]:  # torch counts from the first position of both
             raise self.refuse(f"is causal from {q.shape[2]} positions to {k.shape[2]} others")
-        out = self.attend(q, k, v, is_causal, seen=seen, dropout=dropout_p, scale=scale)
-        return out.reshape(*query.shape[:-1], value.shape[-1])
+        out = self.attend(q, k, v, asked.is_causal, seen=seen, dropout=asked.dropout_p, scale=asked.scale)
+        return out.reshape(*asked.query.shape[:-1], asked.value.shape[-1])
 
     def _padding(self, mask: Tensor, num_samples: int, num_keys: int) -> Tensor:
         """[samples, keys] of a mask that says the same to all heads and queries."""
@@ -85,22 +73,6 @@ class Interception:
                 raise self.refuse("adds numbers to its scores")
             mask = mask == 0
         return mask.view(shape)[:, 0, 0].expand(num_samples, num_keys)
-
-
-class _DotProducts(TorchFunctionMode):
-    """While it is on, scaled dot products are the interception's, however they are called."""
-
-    def __init__(self, interception: Interception) -> None:
-        super().__init__()
-        self._interception = interception
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            func = self._interception.dot_product
-        elif func is F.multi_head_attention_forward:  # what it calls does not come here
-            names = func.__globals__ | {"scaled_dot_product_attention": self._interception.dot_product}
-            func = FunctionType(func.__code__, names, func.__name__, func.__defaults__)
-        return func(*args, **(kwargs or {}))
 
 
 class Intercepting:
@@ -120,7 +92,7 @@ class Intercepting:
         interception = Interception(self._name, self._layouts, self._causal)
         token = _current.set(interception)
         try:
-            with _DotProducts(interception) if self._dot_products else nullcontext():
+            with InPlaceOfDotProducts(interception.dot_product) if self._dot_products else nullcontext():
                 result = forward(*args, **kwargs)
         finally:
             _current.reset(token)

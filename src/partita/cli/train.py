@@ -17,6 +17,9 @@ from partita.train.job import Job, load_job
 from partita.train.loop import explain as explain_job
 from partita.train.loop import train as run_job
 
+# Steps that --profile watches, unless the job says how many.
+WATCHED = 3
+
 JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="The job, a YAML or JSON file.")]
 Overrides = Annotated[
     list[str] | None,
@@ -32,16 +35,27 @@ Explain = Annotated[
     bool,
     typer.Option("--explain", help="Show how each module is split over the processes, and by which rule; then end."),
 ]
+Profile = Annotated[
+    bool,
+    typer.Option("--profile", help=f"Write the timeline of {WATCHED} steps, and show what they waited for."),
+]
 
 
-def train(job: JobFile, overrides: Overrides = None, processes: Processes = None, explain: Explain = False) -> None:
+def train(
+    job: JobFile,
+    overrides: Overrides = None,
+    processes: Processes = None,
+    explain: Explain = False,
+    profile: Profile = False,
+) -> None:
     """Train a model: metrics, a loss plot, a sample and the weights (safetensors) are in the job's folder.
 
     Under torchrun or srun, this process is one of theirs. Ctrl-C finishes the step in progress, writes the weights and
     the plot, and exits with 130; a second Ctrl-C ends at once.
     """
+    overrides = [*([f"train.profile={WATCHED}"] if profile else ()), *(overrides or ())]
     with user_errors():
-        loaded = load_job(job, overrides or ())
+        loaded = load_job(job, overrides)
         environment = launch_environment()
         num_processes = num_to_start(environment, processes)
         if environment.world_size == 1:
@@ -49,7 +63,7 @@ def train(job: JobFile, overrides: Overrides = None, processes: Processes = None
     if num_processes > 1:
         from partita.cli.launch import launch  # torch's agent takes a second to import
 
-        arguments = [*([EXPLAIN] if explain else ()), str(job), *(overrides or ())]
+        arguments = [*([EXPLAIN] if explain else ()), str(job), *overrides]
         raise typer.Exit(launch(num_processes, "partita.cli.worker", arguments, Console(stderr=True)))
     with user_errors(f"rank {environment.rank}: " if environment.world_size > 1 else ""):
         if explain:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from partita.comm.exchange import Work
 from partita.errors import PartitaError
+from partita.memory.timeline import span
 
 # What precedes a message: the call that it belongs to, as text, and its bytes.
 HEADER = struct.Struct("<40sq")
@@ -46,6 +47,7 @@ class ControlMessage(Generic[T]):
         explained: Explained,
     ) -> None:
         self._payload, self._gather, self._read, self._explained = payload, gather, read, explained
+        self._call = call
         if gather is not None:
             row = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
             head = HEADER.pack(call.encode()[:40], payload.numel())
@@ -69,19 +71,20 @@ class ControlMessage(Generic[T]):
         Raises:
             PartitaError: the ranks are at different calls, or one of them does not send in time.
         """
-        with self._explained():
+        with self._explained(), span("wait for ranks", self._call):
             return self._read([self._payload] if self._gather is None else self._payloads(self._gather))
 
     def _payloads(self, gather: Gather) -> list[Tensor]:
         self._first.wait()
-        heads = [HEADER.unpack(bytes(row[: HEADER.size].tolist())) for row in self._rows]
+        heads = [HEADER.unpack_from(row) for row in self._rows.numpy()]
         calls, sizes = [head[0].rstrip(b"\0").decode() for head in heads], [head[1] for head in heads]
         if len(set(calls)) > 1:
             at = "; ".join(f"rank {rank} is at {call}" for rank, call in enumerate(calls))
             raise PartitaError(
                 f"the ranks are at different calls: {at}. Call the engine's methods on every rank, in the same order"
             )
-        payloads = [row[HEADER.size :][:size] for row, size in zip(self._rows, sizes, strict=True)]
+        rows = self._rows[:, HEADER.size :][:, : max(sizes)].unbind()
+        payloads = [row if size >= len(row) else row[:size] for row, size in zip(rows, sizes, strict=True)]
         if max(sizes) > PAYLOAD_BYTES:
             rest = torch.zeros(max(sizes) - PAYLOAD_BYTES, dtype=torch.uint8, device="cpu")
             if self._payload.numel() > PAYLOAD_BYTES:

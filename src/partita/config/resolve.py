@@ -102,7 +102,8 @@ def describe(resolved: Resolved) -> str:
     config, mesh, batch = resolved.config, resolved.mesh, resolved.batch
     sources = {r.key: r.source for r in resolved.values}
     zero, precision, schedule = config.zero, config.precision, config.schedule
-    kept = ", kept whole after forward" * zero.keep_gathered + ", hierarchical" * zero.hierarchical
+    kept = ", kept whole after forward" * zero.keep_gathered + ", gradients too" * zero.keep_gradients
+    kept += ", hierarchical" * zero.hierarchical
     kept += ", within each node" * (mesh.node > 1 and zero.replicate == "nodes")
     of_each = " of each unit" * (precision.gradients == "in_backward")
     clipped = f", gradients{of_each} clipped to norm {config.clip_grad_norm:g}" if config.clip_grad_norm else ""

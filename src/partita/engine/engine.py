@@ -16,8 +16,10 @@ from partita.config.resolve import Resolved
 from partita.engine.batches import draw, draw_for_evaluation, is_scalar
 from partita.engine.build import Given, Parts, build
 from partita.engine.micro_batches import MicroBatches
+from partita.engine.profile import Profile
 from partita.errors import PartitaError
 from partita.huggingface.export import export
+from partita.memory import accelerator
 from partita.memory.ledger import MemoryReport
 from partita.memory.shortage import explained
 from partita.optim.step import StepUpdater
@@ -291,7 +293,7 @@ class Engine:
         return torch.tensor(sum(every) / len(every))
 
     def _numbers(self, value: Tensor | float, axes: tuple[str, ...]) -> list[float]:
-        mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().view(1)
+        mine = accelerator.read(torch.as_tensor(value, dtype=torch.float64)).view(1)
         every = self._open().runtime.collectives.group(axes).exchange(mine, "a number of every rank").wait()
         return [float(number) for number in every.view(-1).tolist()]
 
@@ -326,6 +328,10 @@ class Engine:
         """Bytes sent by this rank and calls so far, by collective, axis and purpose."""
         self._parts.updater.wait_for_updates()
         return self._parts.runtime.collectives.meter.report()
+
+    def profile(self, path: str | Path) -> Profile:
+        """Watch the steps inside a ``with`` block: see :class:`Profile`. May be called on one rank alone."""
+        return Profile(Path(path), self.mesh.device, self.mesh.rank, lambda: self._parts.updater.steps)
 
     # ----------------------------------------------------------------------- end
 

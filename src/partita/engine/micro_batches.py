@@ -1,6 +1,7 @@
 """The work of a batch's micro-batches on this rank: how many are done, and what comes next."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,15 +41,27 @@ class MicroBatches:
 
     def backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of ``roots``: of a loss (its gradient is None), or of values whose gradients have come."""
-        parts = self._parts
-        reducer = parts.runtime.reducer
-        scale = parts.updater.scale.value
+        with self._wave():
+            self._run(roots, gradients)
+
+    @contextmanager
+    def _wave(self) -> Iterator[None]:
+        """A block in which a micro-batch's gradients come, and after which they are reduced where they have to be."""
+        reducer = self._parts.runtime.reducer
         waves = reducer.waves
+        with scaled_by(self._parts.updater.scale.value):
+            yield
+        if reducer.waves == waves:
+            reducer.end_wave()
+
+    def _run(self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        parts = self._parts
         if gradients == [None]:
-            reducer.watch(roots[0])
+            parts.runtime.reducer.watch(roots[0])
+            scale = parts.updater.scale.value
             roots = [roots[0] if scale == 1.0 else roots[0] * scale]
         try:
-            with scaled_by(scale), parts.activations.explained():
+            with parts.activations.explained():
                 if roots:
                     torch.autograd.backward(roots, gradients)
         except RuntimeError as error:
@@ -58,8 +71,6 @@ class MicroBatches:
                 "backward needs values that were overwritten since its forward; after engine.step() run the forward "
                 f"again before the next backward. Autograd: {error}"
             ) from error
-        if reducer.waves == waves:
-            reducer.end_wave()
 
     def end(self) -> StepResult:
         """The end of a backward; after the last of a batch clip, update the parameters, and zero the gradients."""
@@ -67,6 +78,7 @@ class MicroBatches:
         done = self.done + 1
         if done == self._num_backwards:
             parts.runtime.residency.within_batch = False
+            parts.activations.check()
         parts.runtime.end_micro_batch()
         if done < self._num_backwards:
             result = StepResult(False, None, parts.updater.scale.value, False, parts.updater.rates)
@@ -74,6 +86,7 @@ class MicroBatches:
             result = parts.updater.update()
             if result.stepped:
                 parts.runtime.updated()
+                parts.activations.updated()
                 parts.scheduler.step()
             result = parts.checkpoints.after_update(result)
         self.begin(done % self._num_backwards)
@@ -91,18 +104,22 @@ class MicroBatches:
         residency.within_batch = pipeline.is_cut
         try:
             for action in pipeline.order:
+                loss = None
                 if action.work is Work.FORWARD:
                     self._begin_forward(action)
                     if (loss := self._forward(action, micros)) is not None:
                         kept[action.micro] = loss
                         total += loss.detach()
+                elif action.work is Work.BACKWARD:
+                    self._backward(action, kept.pop(action.micro, None))
                 else:
-                    loss = kept.pop(action.micro) if pipeline.is_last(action) else None
-                    pipeline.backward(action, loss, self.backward)
+                    self._weights(action)
+                if action.work is pipeline.schedule.last_work:
                     result = self.end()
                 del loss
         finally:
             residency.within_batch = False
+            pipeline.forget()
         pipeline.end_batch()
         assert result is not None
         return pipeline.share_loss(total / len(drawn)), result
@@ -124,6 +141,22 @@ class MicroBatches:
                 module.training = True
         pipeline.end_batch()
         return pipeline.share_loss(torch.stack(losses).float().mean() if losses else torch.zeros(()))
+
+    def _backward(self, action: Action, loss: Tensor | None) -> None:
+        """A stage's backward; of a schedule that computes the weights' gradients apart, without those."""
+        pipeline, reducer = self._parts.pipeline, self._parts.runtime.reducer
+        if pipeline.weights is None:
+            pipeline.backward(action, loss, self.backward)
+            return
+        with pipeline.weights.apart(action.micro) as left, reducer.aside(left.add_gradient):
+            pipeline.backward(action, loss, self._run)
+
+    def _weights(self, action: Action) -> None:
+        """The gradients that a stage's backward has left."""
+        assert self._parts.pipeline.weights is not None
+        left = self._parts.pipeline.weights.take(action.micro)
+        with self._wave():
+            left.run()
 
     def _begin_forward(self, action: Action) -> None:
         """Say whose random numbers come: those of each stage's forward are of the one forward that they make up."""

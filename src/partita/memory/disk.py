@@ -30,6 +30,7 @@ from partita.config.schema import Offload
 from partita.errors import PartitaError
 from partita.memory.accelerator import is_host
 from partita.memory.streams import Event, Workers
+from partita.memory.timeline import span
 
 # O_DIRECT asks for offsets, sizes and memory in multiples of the device's block: 512 or 4096 bytes.
 ALIGNMENT = 4096
@@ -119,7 +120,7 @@ class Disk:
         Raises:
             PartitaError: the disk has no room for it.
         """
-        if (end := self._lent_bytes + _in_pages(num_bytes)) > self._num_bytes:
+        if (end := self._lent_bytes + in_pages(num_bytes)) > self._num_bytes:
             self._grow(end)
 
     def reserve(self, num_bytes: int) -> Region:
@@ -128,7 +129,7 @@ class Disk:
         Raises:
             PartitaError: the disk has no room for it.
         """
-        num_bytes = _in_pages(num_bytes)
+        num_bytes = in_pages(num_bytes)
         if self._free[num_bytes]:
             return self._free[num_bytes].pop()
         self.provide(num_bytes)
@@ -196,7 +197,7 @@ class Disk:
         """Repeated for as long as the system does less than it is asked for."""
         num_bytes, done = sum(map(len, views)), 0
         try:
-            with self._meter.busy():
+            with self._meter.busy(), span("disk", what):
                 while views := [view for view in views if view]:
                     moved = call(self._file, views, offset + done)
                     if not moved:
@@ -250,7 +251,8 @@ def _memory(tensor: Tensor) -> memoryview:
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
-def _in_pages(num_bytes: int) -> int:
+def in_pages(num_bytes: int) -> int:
+    """What so many bytes take of the file."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 

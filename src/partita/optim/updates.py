@@ -17,6 +17,7 @@ from itertools import groupby
 from typing import Any
 
 from partita.memory.streams import Event, Stream, finish
+from partita.memory.timeline import span, told
 from partita.optim.fused import FusedOptimizer
 from partita.optim.guard import Guard
 from partita.optim.segment_update import Context, SegmentUpdate
@@ -131,7 +132,8 @@ class Updates:
     def _run_inline(self, used: AbstractSet[int], guard: Guard) -> None:
         """One step on all that changes in the units that are not overlapped."""
         segments = [segment for update in self._one_per_unit(self._inline, used, 1.0) for segment in update.segments]
-        Update(self._inline, segments).run(lambda _: guard.step(bool(self._inline)))
+        with span("update"):
+            Update(self._inline, segments).run(lambda _: guard.step(bool(self._inline)))
         if self._inline:
             self._context.executor.publish(self._inline)
 
@@ -178,7 +180,8 @@ class Updates:
         their way meanwhile. Gathers of their units wait for them.
         """
         for update, following in zip(updates, [*updates[1:], None], strict=False):
-            update.done = self._stream.run(partial(self._run, update, following, ready))
+            name = update.units[0].title
+            update.done = self._stream.run(told(partial(self._run, update, following, ready), "update", name))
             if update.gathers:
                 update.done = self._context.executor.run_after(update.done, update.deliver)
             for unit in update.units:
@@ -210,7 +213,8 @@ class Updates:
         updates = self._under_way
         self._under_way = []
         for update in updates:
-            update.finish()
+            with span("wait for update", update.units[0].title):
+                update.finish()
             for unit in update.units:
                 self._context.executor.finish_update(unit)
         if takes_up:

@@ -1,12 +1,14 @@
 """The parallel axes beside data, applied to an unmodified model: pipeline, then tensor, then sequence."""
 
 import logging
+from functools import partial
 
 from torch import nn
 
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
 from partita.config.resolve import Resolved
+from partita.memory.accelerator import is_simulated
 from partita.parallel.applied import Parallel
 from partita.parallel.pipeline.apply import cut_model, leave_alone_elsewhere
 from partita.parallel.random import RandomStreams
@@ -38,9 +40,9 @@ def apply(
             cut_model(model, resolved, mesh, parallel)
         if mesh.size(TENSOR) > 1:
             _apply_tensor(model, resolved, mesh, collectives, parallel)
+        leave_alone_elsewhere(model, parallel)
         if mesh.size(SEQUENCE) > 1:
             _apply_sequence(model, mesh, collectives, parallel)
-        leave_alone_elsewhere(model, parallel)
         if seed is not None:
             part = f"{SEQUENCE} {mesh.coordinate(SEQUENCE)}" if mesh.size(SEQUENCE) > 1 else ""
             parallel.streams = RandomStreams(model, seed, mesh.coordinate("data"), mesh.device, part)
@@ -64,5 +66,7 @@ def _apply_tensor(
 def _apply_sequence(model: nn.Module, mesh: Mesh, collectives: Collectives, parallel: Parallel) -> None:
     applied = SequenceParallel(model, mesh, collectives.group((SEQUENCE,)), parallel.changes)
     parallel.lines += applied.lines
-    if mesh.size("pipeline") == 1:  # elsewhere no rank has all blocks
+    for stack in applied.stacks:
+        parallel.passing |= {id(block): partial(stack.pass_by, block) for block in stack.blocks.values()}
+    if mesh.size("pipeline") == 1 and not is_simulated(mesh.device):  # elsewhere no rank has all blocks, or values
         parallel.changes.add(FirstBatchCheck(applied).remove)

@@ -50,9 +50,10 @@ class StatePlan:
     ``param_rest`` between steps; ``param_compute`` inside a unit's forward or backward; ``param_between`` from the end
     of the unit's forward to the start of its backward; ``grad_arrival`` as autograd leaves it; ``grad_between`` between
     micro-batches; ``grad_step`` when the optimizer runs; ``master`` and ``moments`` always. Without ``gradients_rest``
-    the optimizer runs in backward, and gradients are in ``grad_step`` only until it has. ``copies``: the axes over
-    which the gradients in ``grad_step`` are still to be added up, once, before they are measured. ``wires``: what
-    travels on the way.
+    the optimizer runs in backward, and gradients are in ``grad_step`` only until it has. ``feedback``: what codes of
+    gradients have held back, of which each rank has its own, and what counts is their sum (there is none where
+    ``wires`` hold nothing back). ``copies``: the axes over which the gradients in ``grad_step`` are still to be added
+    up, once, before they are measured. ``wires``: what travels on the way.
     """
 
     name: str
@@ -64,6 +65,7 @@ class StatePlan:
     grad_step: Residence
     master: Residence
     moments: Residence
+    feedback: Residence
     gradients_rest: bool = True
     copies: Copies = NO_COPIES
     wires: Wires = AS_THEY_ARE
@@ -129,6 +131,7 @@ PRESETS = {
     "zero2": _Row(grad_between=STATES, grad_step=STATES, states=STATES),
     "zero3": _Row(rest=STATES, between=STATES, grad_between=STATES, grad_step=STATES, states=STATES),
     "zero3-kept": _Row(rest=STATES, grad_between=STATES, grad_step=STATES, states=STATES),
+    "zero3-once": _Row(rest=STATES, partial=True, grad_step=STATES, states=STATES),
     "hierarchical": _Row(rest=STATES, between=LOCAL, grad_between=STATES, grad_step=STATES, states=STATES),
     "hsdp": _Row(rest=LOCAL, between=LOCAL, grad_between=LOCAL, grad_step=LOCAL, states=LOCAL),
 }
@@ -163,16 +166,27 @@ def preset(
         grad_step=Residence(row.grad_step, (), e.gradients, gradients),
         master=Residence(row.states, (), e.master, tiers.optimizer),
         moments=Residence(row.states, (), e.moments, tiers.optimizer),
+        feedback=Residence((), STATES, FP32, tiers.optimizer),
         gradients_rest=rest,
         copies=copies.on(mesh),
     )
 
 
 def preset_name(
-    stage: int, *, keep_gathered: bool = False, hierarchical: bool = False, replicated: bool = False
+    stage: int,
+    *,
+    keep_gathered: bool = False,
+    keep_gradients: bool = False,
+    hierarchical: bool = False,
+    replicated: bool = False,
 ) -> str:
     """The preset that a ZeRO stage and its variants stand for. ``replicated``: every node has all states."""
-    chosen = {"zero3-kept": keep_gathered, "hierarchical": hierarchical, "hsdp": replicated}
+    chosen = {
+        "zero3-once": keep_gradients,
+        "zero3-kept": keep_gathered,
+        "hierarchical": hierarchical,
+        "hsdp": replicated,
+    }
     return next((name for name, is_chosen in chosen.items() if is_chosen), _STAGES[stage])
 
 

@@ -11,6 +11,7 @@ from partita.memory.allocate import allocate
 from partita.memory.buffer_pool import BufferPool, Loan, Slot
 from partita.memory.streams import Event, finish, record
 from partita.memory.tiers import Kept, Lease
+from partita.memory.timeline import told
 from partita.plan.residence import Residence, Tier
 from partita.plan.steps import Copy, Read, steps
 from partita.sharding.movement import Movement, finish_all
@@ -71,7 +72,7 @@ class Executor:
             for reading in readings:
                 reading.wait()
 
-        unit.begin_gather(self._stream.run(gather))
+        unit.begin_gather(self._stream.run(told(gather, "gather", unit.title)))
 
     def lay(self, unit: Unit) -> None:
         """Give a new unit its storage: memory of its own where it rests whole, else a slot until it is released."""
@@ -135,7 +136,7 @@ class Executor:
             for end in under_way:
                 end()
 
-        published = self._stream.run(bring)
+        published = self._stream.run(told(bring, "gather", "updated parameters"))
         for unit in units:
             unit.updated = published
         published.wait()

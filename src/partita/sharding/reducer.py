@@ -12,27 +12,33 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
 from partita.errors import PartitaError
+from partita.memory import accelerator
 from partita.memory.allocate import over
 from partita.memory.buffer_pool import BufferPool, Slot
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event, record
+from partita.memory.timeline import span, told
 from partita.plan.residence import Tier
 from partita.plan.slots import RECEIVING, SENDING, SUMMED, PlannedPool
 from partita.sharding.buckets import Bucket
 from partita.sharding.coded import seed_of
+from partita.sharding.held_back import HeldBack
 from partita.sharding.movement import Movement
 from partita.sharding.scaled import factor_under_way
 from partita.sharding.unit import Member, Segment
 
 
 class GradientUser(Protocol):
-    """Who uses gradients up: the updater. ``steps``: so far."""
+    """Who uses gradients up: the updater. ``steps``: so far; ``loss_scale``: what losses are multiplied by."""
 
     steps: int
+
+    @property
+    def loss_scale(self) -> float: ...
 
     def begin(self) -> None:
         """A backward is about to bring its first gradient."""
@@ -48,12 +54,14 @@ class GradientReducer:
     """Collects and reduces the gradients of all buckets: their mean over the ranks and the micro-batches of a step.
 
     Attributes: ``scales``: what the losses of this rank's gradients since the last update were multiplied by;
-    ``covered``: members whose gradients of a complete batch were collected; ``waves``: how many have ended.
+    ``covered``: members whose gradients of a complete batch were collected; ``waves``: how many have ended;
+    ``held_back``: what codes have, of all buckets.
     """
 
     def __init__(self, buckets: list[Bucket], collectives: Collectives, ledger: Ledger) -> None:
         self.buckets = buckets
         self._movement = Movement(collectives)
+        self.held_back = HeldBack(buckets, self._movement)
         self._device = collectives.mesh.device
         self._bucket_of = {id(member): bucket for bucket in buckets for member in bucket.members}
         self._order = [bucket for bucket in buckets if bucket.moves]
@@ -76,6 +84,7 @@ class GradientReducer:
         self._synchronizes = True
         self._traces = False
         self._user: GradientUser | None = None
+        self._aside: Callable[[nn.Parameter, Tensor], None] | None = None
         self._finite: Tensor | None = None
         self._took_part = False
         self.scales = set[float]()
@@ -133,6 +142,15 @@ class GradientReducer:
         finally:
             self._synchronizes = before
 
+    @contextmanager
+    def aside(self, take: Callable[[nn.Parameter, Tensor], None]) -> Iterator[None]:
+        """A block in which gradients that are collected are given to ``take`` instead, which has them arrive later."""
+        self._aside = take
+        try:
+            yield
+        finally:
+            self._aside = None
+
     def _reducing(self, bucket: Bucket) -> bool:
         """Whether this backward reduces the bucket at all."""
         return bucket.moves and self._synchronizes and (self._is_last_micro_batch or bucket.passes)
@@ -151,7 +169,7 @@ class GradientReducer:
     @property
     def suspect(self) -> bool:
         """Whether a number that was watched since the last update is not finite."""
-        return self._finite is not None and not bool(self._finite)
+        return self._finite is not None and not bool(accelerator.read(self._finite))
 
     # ---------------------------------------------------------------- in backward
 
@@ -178,9 +196,13 @@ class GradientReducer:
                 f"the gradient of '{member.fqn}' is sparse ({grad.layout}), and gradients are held dense: build the "
                 "module with sparse=False"
             )
+        bucket = self._bucket_of[id(member)]
+        if self._aside is not None and grad is not None and not bucket.in_place:
+            member.param.grad = None
+            self._aside(member.param, grad)
+            return
         self._took_part = True
         self.scales.add(factor_under_way())
-        bucket = self._bucket_of[id(member)]
         in_wave = not bucket.in_place and (self._synchronizes or bucket.rests_whole)
         if in_wave:
             self.backward_began()
@@ -277,10 +299,10 @@ class GradientReducer:
         receiving, received = self._room_to_receive(bucket)
         sums = None if bucket.sums_pass is None else self._summed[bucket.sums_pass]
         summed = None if sums is None else sums.borrow(bucket.shard_bytes)
-        reduce = bucket.launch(self._seeded(), received, summed)
+        reduce = bucket.launch(self._seeded(), received, summed, self._scale_of(bucket))
         awaited = [record(self._device), *(slot.last_use for slot in (receiving, summed) if slot is not None)]
 
-        self._launched = self._stream.run(partial(_after, awaited, reduce))
+        self._launched = self._stream.run(told(partial(_after, awaited, reduce), "reduce", bucket.members[0].fqn))
         if receiving is not None:
             self._receiving.give_back(receiving, self._launched)
         if (sent := bucket.launched(self._launched)) is not None:
@@ -295,6 +317,16 @@ class GradientReducer:
         self._num_seeds += 1
         return self._movement.seeded(seed_of(self._user.steps, self._num_seeds))
 
+    def _scale_of(self, bucket: Bucket) -> float:
+        """What the bucket's gradients are multiplied by. (Where they are so by several factors, the step is an error.)
+
+        A rank that has none sends what it has held back all the same: it says by what factor, too.
+        """
+        assert self._user is not None
+        if bucket.feedback is not None and not self.scales:
+            self.scales.add(self._user.loss_scale)
+        return next(iter(self.scales), 1.0)
+
     def _room_to_receive(self, bucket: Bucket) -> tuple[Slot | None, Tensor | None]:
         """Scratch memory for the bucket's reductions, if they need any."""
         if not (num_bytes := self._received_bytes(bucket)):
@@ -306,7 +338,8 @@ class GradientReducer:
 
     def drain(self) -> None:
         """Wait for every reduction under way; the current stream may read the shards afterwards."""
-        self._launched.wait()
+        with span("wait for reduce"):
+            self._launched.wait()
 
     def leftovers(self) -> list[bool]:
         """For each bucket, whether this rank holds gradients that no wave has taken."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from partita.errors import PartitaError
+from partita.memory.timeline import span
 from partita.sharding.agreement import Agreement
 from partita.sharding.events import Subscriber, Visit
 from partita.sharding.executor import Executor
@@ -230,8 +231,9 @@ class Residency:
 
     def _finish_gather(self, unit: Unit) -> None:
         if unit.state is UnitState.GATHERING:
-            self._agreement.wait(unit.gathered)
-            self._executor.finish_gather(unit)
+            with span("wait for gather", unit.title):
+                self._agreement.wait(unit.gathered)
+                self._executor.finish_gather(unit)
 
     def _follow(self, unit: Unit) -> None:
         """Move to this unit's place in the last step's order; leave the position alone where it has none ahead."""

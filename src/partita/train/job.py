@@ -84,6 +84,9 @@ class TrainSection(Section):
         description="what shows metrics beside metrics.jsonl: any of tensorboard, wandb, mlflow; auto: TensorBoard, if "
         "it is installed",
     )
+    profile: CountOrZero = Field(
+        0, description="steps, after the first ones, whose timeline is written: trace-RANK.json.gz, for ui.perfetto.dev"
+    )
     out: PathText | None = Field(None, description="folder of all results; null: runs/ and the name of the job file")
     sample: SampleSection = Field(SampleSection(), description="the text written at the end")
 

@@ -33,6 +33,7 @@ from partita.train.interrupt import Interruption, Wish
 from partita.train.job import Job
 from partita.train.models import ReadyModel, build_model
 from partita.train.sample import write_sample
+from partita.train.watched_steps import WatchedSteps
 
 # In a checkpoint: the batches between the one of a step and the one that it would have had.
 LEFT_OUT = "batches_left_out"
@@ -96,6 +97,7 @@ class _Run:
         self._writer = self._open_writer()
         self._utilization = self._find_utilization()
         self._last_held_out = math.nan
+        self._watched = WatchedSteps(engine, job.out, job.train.profile, self._start, job.train.steps)
 
     def _open_writer(self) -> MetricsWriter | None:
         """On the first rank; what stands in its way ends all ranks."""
@@ -115,6 +117,7 @@ class _Run:
             with self._progress, Interruption(saves=self._saves) as interruption:
                 steps = self._train(interruption)
         finally:
+            self._watched.close()
             if self._writer is not None:
                 self._writer.close()
         interrupted = interruption.agreed is Wish.STOP
@@ -143,7 +146,10 @@ class _Run:
         step = self._start
         while step < plan.steps and interruption.agreed is not Wish.STOP:
             step += 1
+            self._watched.before(step)
             step = self._take_step(step, meter)
+            if (report := self._watched.after(step)) is not None:
+                self._progress.say(f"{report}\ntimelines: {self._job.out}/trace-*.json.gz (ui.perfetto.dev)")
             self._progress.step(step)
             interruption.agreed = Wish(int(max(self._engine.each(interruption.wish))))
             stops = interruption.agreed is Wish.STOP

@@ -1,19 +1,23 @@
 """This rank's stages at work: forwards and backwards of micro-batches in the order of a schedule."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
+from partita.memory import accelerator
 from partita.parallel.applied import Parallel
 from partita.parallel.pipeline.absent import Absent, is_missing
 from partita.parallel.pipeline.cut import outside
 from partita.parallel.pipeline.edges import Arrival, Edges
 from partita.parallel.pipeline.schedule import Action, Order, Schedule, Shape, Work, make_schedule
-from partita.parallel.pipeline.stage import Arguments, Stages, bypasses
+from partita.parallel.pipeline.stage import Arguments, Stages, StandsIn, bypasses
+from partita.parallel.pipeline.stand_in import StandIn
+from partita.parallel.pipeline.weights import WeightGradients, keep_apart
 from partita.plan.mesh_shape import PIPELINE_AXES
 from partita.planner.elsewhere import is_elsewhere
 
@@ -29,6 +33,8 @@ class _Kept:
 class Pipeline:
     """The stages of this rank. Without a pipeline there is one, which is the model.
 
+    Attributes: ``weights``: where backwards leave the weights' gradients, if the schedule computes them apart.
+
     Args:
         parallel: says where the model is cut, and what its modules are while they run.
         schedule: of a training batch.
@@ -40,12 +46,16 @@ class Pipeline:
         shape, device = schedule.shape, collectives.mesh.device
         self._kept = dict[tuple[int, int], _Kept]()
         self._stages: Stages | None = None
+        self.weights: WeightGradients | None = None
+        if schedule.splits_weights:
+            self.weights = keep_apart(model, parallel)
         if (cut := parallel.cut) is not None:
             held = {id(param) for param in model.parameters() if not is_elsewhere(param)}
-            around, plain = dict(outside(model, cut.blocks, held)), parallel.changes.suspended
-            self._stages = Stages(model, cut.blocks, around, device, plain)
+            around = dict(outside(model, cut.blocks, held))
+            self._stages = Stages(model, cut.blocks, around, partial(_stand_in, parallel, device))
             numbers = [shape.stage(self._group.index, chunk) for chunk in range(shape.chunks)]
             self._edges = [Edges(self._group, number, shape.num_stages, device) for number in numbers]
+            self._gradients_before = dict(_gradients_before(schedule, numbers))
 
     @property
     def order(self) -> Order:
@@ -82,6 +92,8 @@ class Pipeline:
 
         def receive(arguments: Arguments, lacking: Sequence[int]) -> list[Tensor]:
             values, kept.arrivals = edges.receive(arguments, lacking, training)
+            if torch.is_grad_enabled():
+                edges.wait_back(self._gradients_before[action])
             return values
 
         output = self._stages.forward(start, stop, call, receive)
@@ -114,8 +126,7 @@ class Pipeline:
             trained = [(value, gradient) for value, gradient in pairs if value.requires_grad]
             kept.sent.clear()
             run([value for value, _ in trained], [gradient for _, gradient in trained])
-        if kept.arrivals:
-            edges.send_back(kept.arrivals)
+        edges.send_back(kept.arrivals)
 
     def wait_for_sent(self) -> None:
         """Until no more is on its way than there are ranks: those behind may be slower."""
@@ -125,14 +136,40 @@ class Pipeline:
     def end_batch(self) -> None:
         """Until all that was sent has left."""
         for edges in self._edges if self.is_cut else ():
-            edges.wait()
+            edges.end_batch()
+
+    def forget(self) -> None:
+        """Let go of what a batch that failed has kept."""
+        self._kept.clear()
+        if self.weights is not None:
+            self.weights.forget()
 
     def share_loss(self, total: Tensor) -> Tensor:
         """The last stage's number, on all ranks of the pipeline."""
-        every = self._group.exchange(total.detach().float().cpu().view(1), "the loss of a batch").wait()
+        every = self._group.exchange(accelerator.read(total.float()).view(1), "the loss of a batch").wait()
         return every[-1, 0]
 
     def remove(self) -> None:
         """Give every module its own calls back."""
         if self._stages is not None:
             self._stages.remove()
+
+
+def _gradients_before(schedule: Schedule, stages: Sequence[int]) -> Iterator[tuple[Action, int]]:
+    """For each forward of these stages, of a rank's chunks: how many gradients of theirs the stage before has had when
+    it sends what the forward receives.
+    """
+    for chunk, number in enumerate(stages):
+        before, rank = divmod(number - 1, schedule.shape.ranks)
+        num = 0
+        for action in schedule.orders[rank] if number > 0 else ():
+            if action.chunk == before:
+                num += action.work is Work.BACKWARD
+                if action.work is Work.FORWARD:
+                    yield Action(Work.FORWARD, action.micro, chunk), num
+
+
+def _stand_in(parallel: Parallel, device: torch.device, module: nn.Module, name: str) -> StandsIn:
+    stand_in = StandIn(module, name, device, parallel.changes.suspended)
+    passing = parallel.passing.get(id(module))
+    return stand_in if passing is None else partial(passing, stand_in)

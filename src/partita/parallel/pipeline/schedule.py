@@ -2,16 +2,14 @@
 
 A rank holds ``chunks`` stages of the model: stage ``chunk * ranks + rank`` is chunk ``chunk`` of rank ``rank``. GPipe:
 Huang et al., 2019. 1F1B: Narayanan et al., "PipeDream", 2019, section 3.2; interleaved: Narayanan et al., "Efficient
-Large-Scale Language Model Training", 2021, section 2.2. Zero bubble: Qi et al., 2023.
+Large-Scale Language Model Training", 2021, section 2.2. Zero bubble: Qi et al., "Zero Bubble Pipeline Parallelism",
+2023.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
-
-# Of the ranks: so many forwards zero_bubble keeps until the gradients of their weights are computed.
-KEPT_SHARE = 1.5
 
 
 class Work(StrEnum):
@@ -69,6 +67,11 @@ class Schedule:
         """Whether the weights' gradients are computed apart from the backward."""
         return any(action.work is Work.WEIGHTS for action in self.orders[0])
 
+    @property
+    def last_work(self) -> Work:
+        """With which a stage is done with a micro-batch."""
+        return Work.WEIGHTS if self.splits_weights else Work.BACKWARD
+
     def __str__(self) -> str:
         return "\n".join(f"rank {rank}: {' '.join(map(str, order))}" for rank, order in enumerate(self.orders))
 
@@ -80,7 +83,7 @@ def make_schedule(name: str, shape: Shape) -> Schedule:
     if shape.num_stages == 1:
         orders = [_alternate(_forwards(shape), _backwards(shape), ahead=0)]
     elif name == "zero_bubble":
-        orders = _zero_bubble(shape)
+        orders = [_zero_bubble(shape, rank) for rank in range(shape.ranks)]
     elif name == "gpipe":
         orders = [_alternate(_forwards(shape), _backwards(shape), ahead=shape.micros)] * shape.ranks
     else:
@@ -120,39 +123,18 @@ def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], ahead: i
     return order + left
 
 
-def _zero_bubble(shape: Shape) -> list[list[Action]]:
-    """At every moment a rank does the first that is possible of a backward, a forward (while it keeps few enough), and
-    weights' gradients; each takes the same time (Qi et al., section 3.1).
+def _zero_bubble(shape: Shape, rank: int) -> list[Action]:
+    """As many forwards as there are stages from this one on, then a backward and a forward by turns; the gradients of
+    weights begin as many micro-batches later as there are stages before this one, and fill its bubbles. No rank keeps
+    more than the first one does under 1F1B (Qi et al., section 3.1: ZB-H1).
     """
-    most = int(KEPT_SHARE * shape.ranks)
-    num = [dict.fromkeys(Work, 0) for _ in range(shape.ranks)]
-    free, done, orders = [0] * shape.ranks, dict[tuple[Work, int, int], int](), [list[Action]() for _ in num]
-
-    def start(rank: int, work: Work) -> int | None:
-        """When a rank can begin its next of this kind; None: not known yet, or never."""
-        counts, micro = num[rank], num[rank][work]
-        first, last = rank == 0, rank == shape.ranks - 1
-        if work is Work.WEIGHTS:
-            return free[rank] if micro < counts[Work.BACKWARD] else None
-        if work is Work.FORWARD and (micro == shape.micros or micro - counts[Work.WEIGHTS] >= most):
-            return None
-        if work is Work.BACKWARD and micro == counts[Work.FORWARD]:
-            return None
-        is_free = first if work is Work.FORWARD else last
-        needed = 0 if is_free else done.get((work, rank - 1 if work is Work.FORWARD else rank + 1, micro))
-        return None if needed is None else max(needed, free[rank])
-
-    preferred = (Work.BACKWARD, Work.FORWARD, Work.WEIGHTS)
-    while any(counts[Work.WEIGHTS] < shape.micros for counts in num):
-        options = [
-            (at, place, rank)
-            for rank in range(shape.ranks)
-            for place, work in enumerate(preferred)
-            if (at := start(rank, work)) is not None
-        ]
-        at, place, rank = min(options)
-        work, micro = preferred[place], num[rank][preferred[place]]
-        num[rank][work] += 1
-        done[work, rank, micro] = free[rank] = at + 1
-        orders[rank].append(Action(work, micro))
-    return orders
+    forwards, backwards = _forwards(shape), _backwards(shape)
+    weights = [Action(Work.WEIGHTS, action.micro) for action in backwards]
+    order, forwards = forwards[: shape.ranks - rank], forwards[shape.ranks - rank :]
+    for num, backward in enumerate(backwards):
+        order.append(backward)
+        if num >= rank:
+            order.append(weights.pop(0))
+        if forwards:
+            order.append(forwards.pop(0))
+    return order + weights

@@ -102,8 +102,7 @@ def _check_edges(schedule: Schedule) -> None:
 
 def _most_kept(schedule: Schedule, rank: int) -> int:
     kept = most = 0
-    frees = Work.WEIGHTS if schedule.splits_weights else Work.BACKWARD
     for action in schedule.orders[rank]:
-        kept += (action.work is Work.FORWARD) - (action.work is frees)
+        kept += (action.work is Work.FORWARD) - (action.work is schedule.last_work)
         most = max(most, kept)
     return most

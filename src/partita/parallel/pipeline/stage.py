@@ -9,13 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from partita.errors import PartitaError
 from partita.parallel.pipeline.absent import Absent, arrived, is_missing
-from partita.parallel.pipeline.stand_in import Plain, StandIn
 from partita.sharding.hooks import ForwardEndedError
 
 
@@ -43,6 +41,8 @@ class ReachedError(ForwardEndedError):
         self.arguments = arguments
 
 
+# What a module returns here that is not run: of its arguments.
+StandsIn = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 # Gets what a block lacks: the call's arguments, and which of their leaves.
 Receive = Callable[[Arguments, Sequence[int]], Sequence[Tensor]]
 
@@ -68,8 +68,7 @@ class Stages:
     Args:
         blocks: the names of the blocks, in the order of the forward.
         outside: other modules with parameters that this rank holds, by name.
-        device: where tensors without data say that they are.
-        plain: see :class:`StandIn`.
+        stand_in: of a module and its name, what stands in for it where another stage runs it.
     """
 
     def __init__(
@@ -77,8 +76,7 @@ class Stages:
         model: nn.Module,
         blocks: Sequence[str],
         outside: Mapping[str, nn.Module],
-        device: torch.device,
-        plain: Plain,
+        stand_in: Callable[[nn.Module, str], StandsIn],
     ) -> None:
         self.blocks = blocks
         self.passage: Passage | None = None
@@ -86,9 +84,7 @@ class Stages:
         stands: list[tuple[nn.Module, str, int | None]]
         stands = [(modules[name], name, index) for index, name in enumerate(blocks)]
         stands += [(module, name, None) for name, module in outside.items()]
-        self._calls = [
-            _Call(module, index, self, StandIn(module, name, device, plain), name) for module, name, index in stands
-        ]
+        self._calls = [_Call(module, index, self, stand_in(module, name), name) for module, name, index in stands]
 
     def forward(self, start: int, stop: int, call: Callable[[], Any], receive: Receive) -> Any:
         """Run ``call``, a forward of the model, for the stage of the blocks ``[start, stop)``.
@@ -123,7 +119,7 @@ class Stages:
 class _Call:
     """Stands between a module and who calls it, before the module's hooks. ``index``: of a block."""
 
-    def __init__(self, module: nn.Module, index: int | None, stages: Stages, stand_in: StandIn, name: str) -> None:
+    def __init__(self, module: nn.Module, index: int | None, stages: Stages, stand_in: StandsIn, name: str) -> None:
         self._module, self._index, self._stages, self._stand_in, self._name = module, index, stages, stand_in, name
         self._compiled = module._compiled_call_impl
         self._own = self._compiled or module._call_impl

@@ -11,10 +11,10 @@ from partita.comm.group import Group
 from partita.comm.mesh import Mesh
 from partita.errors import ConfigError, PartitaError
 from partita.parallel.applied import Changes, OwnForward
+from partita.parallel.logits import slice_of
 from partita.parallel.sequence.attention import KINDS, offer_to_transformers
 from partita.parallel.sequence.blocks import Blocks
 from partita.parallel.sequence.exchange import enter
-from partita.parallel.sequence.logits import SlicedLogits
 from partita.planner.group_units import find_blocks
 from partita.sharding.hooks import Hook
 
@@ -84,7 +84,7 @@ class HeadOfSlices(OwnForward):
             return self.own(*args, **kwargs)
         if hidden.dim() != 3 or hidden.shape[1] != slices.length:
             return self.own(*args, **kwargs)
-        return SlicedLogits(self.own(enter(hidden, 1, slices), *args[1:], **kwargs), slices)
+        return slice_of(self.own(enter(hidden, 1, slices), *args[1:], **kwargs), slices)
 
 
 def _offer_attention(model: nn.Module, changes: Changes) -> set[str]:

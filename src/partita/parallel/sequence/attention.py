@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from partita.errors import PartitaError
+from partita.parallel.dot_product import DotProduct, InPlaceOfDotProducts
 from partita.parallel.sequence.choose import HEADS, KEYS, Sizes, choose
 from partita.parallel.sequence.exchange import gather, heads_for_positions, positions_for_heads
 from partita.parallel.sequence.ring import ring_attention
@@ -111,7 +112,7 @@ def seen(slices: Slices | None, *, intercept: bool) -> Iterator[None]:
     token = _running.set(slices)
     try:
         if intercept and slices is not None:
-            with _Interception():
+            with InPlaceOfDotProducts(partial(_scaled_dot_product, slices)):
                 yield
         else:
             yield
@@ -119,46 +120,22 @@ def seen(slices: Slices | None, *, intercept: bool) -> Iterator[None]:
         _running.reset(token)
 
 
-class _Interception(TorchFunctionMode):
-    """Sees every call of torch's functions."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        slices = _running.get()
-        if func is not F.scaled_dot_product_attention or slices is None:
-            return func(*args, **(kwargs or {}))
-        return _scaled_dot_product(slices, *args, **(kwargs or {}))
-
-
-def _scaled_dot_product(
-    slices: Slices,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **others: Any,
-) -> Tensor:
-    """As ``F.scaled_dot_product_attention``."""
-    others.pop("enable_gqa", None)
-
+def _scaled_dot_product(slices: Slices, asked: DotProduct) -> Tensor:
     def own(call: Call) -> Tensor:
         return F.scaled_dot_product_attention(
             call.query,
             call.key,
             call.value,
             attn_mask=call.mask,
-            dropout_p=dropout_p,
+            dropout_p=asked.dropout_p,
             is_causal=call.causal,
+            scale=asked.scale,
             enable_gqa=call.num_groups > 1,
-            **others,
         )
 
-    scale = others.get("scale") or query.shape[-1] ** -0.5
-    call = Call(query, key, value, attn_mask, is_causal)
-    return attend(call, slices, own, scale=None if dropout_p else scale)
+    scale = asked.scale or asked.query.shape[-1] ** -0.5
+    call = Call(asked.query, asked.key, asked.value, asked.attn_mask, asked.is_causal)
+    return attend(call, slices, own, scale=None if asked.dropout_p else scale)
 
 
 # ------------------------------------------------------------------ transformers

@@ -42,7 +42,7 @@ class Blocks:
     ) -> None:
         self.blocks, self._group, self._mesh = blocks, group, mesh
         self._names = {id(block): name for name, block in blocks.items()}
-        self._first, last = (list(blocks.values())[at] for at in (0, -1))
+        self._first, self._last = (list(blocks.values())[at] for at in (0, -1))
         self.slices: Slices | None = None  # of the last forward
         self.are_off = False
         self._of_inputs: MutableMapping[Tensor, Slices] = WeakTensorKeyDictionary()
@@ -53,7 +53,7 @@ class Blocks:
             changes.add(partial(_give_back, block, vars(block).get("forward")))
             block.forward = SlicedForward(block, intercept=intercept)
             changes.add(block.register_forward_pre_hook(Hook(self._enter), with_kwargs=True).remove)
-        changes.add(last.register_forward_hook(Hook(self._leave), with_kwargs=True).remove)
+        changes.add(self._last.register_forward_hook(Hook(self._leave), with_kwargs=True).remove)
 
     @property
     def are_on(self) -> bool:
@@ -63,7 +63,7 @@ class Blocks:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if not self.are_on:
             return None
-        hidden = next((x for x in tensors_in((args, kwargs)) if x.dim() == 3 and x.is_floating_point()), None)
+        hidden = _hidden((args, kwargs))
         name = self._names[id(module)]
         if hidden is None:
             raise PartitaError(
@@ -89,7 +89,7 @@ class Blocks:
         if (repeated := torch._C._current_graph_task_id() != -1) and hidden in self._of_inputs:
             return self._of_inputs[hidden]
         if (module is self._first or self.slices is None) and not repeated:
-            self.slices = Slices(hidden.shape[1], self._group, self._mesh)
+            self.slices = Slices.even(hidden.shape[1], self._group, self._mesh)
             self._cut.clear()
         elif self.slices is None or hidden.shape[1] != self.slices.num_own:
             raise PartitaError(
@@ -111,23 +111,53 @@ class Blocks:
             self._cut[id(tensor)] = tensor, enter(tensor, dim, slices)
         return self._cut[id(tensor)][1]
 
+    def pass_by(self, block: nn.Module, stand_in: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What a block returns here that another stage of a pipeline runs: ``stand_in(args, kwargs)`` is it without
+        data, of all positions.
+        """
+        hidden = _hidden((args, kwargs))
+        if not self.are_on or hidden is None:
+            return stand_in(args, kwargs)
+        slices = self._slices_of_call(block, hidden, self._names[id(block)])
+
+        def whole(tensor: Tensor) -> Tensor:
+            shape = tensor.shape
+            return tensor.new_empty((shape[0], slices.length, shape[2])) if _is_slice(tensor, slices) else tensor
+
+        def own(tensor: Tensor) -> Tensor:
+            is_whole = _is_states(tensor) and tensor.shape[1] == slices.length
+            return slices.take(tensor, 1).clone() if is_whole else tensor
+
+        output = stand_in(*(map_tensors(given, whole) for given in (args, kwargs)))
+        return output if block is self._last else map_tensors(output, own)
+
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         slices: Slices | None = kwargs.get(_KEYWORD)
         if slices is None:
             return None
         self._cut.clear()
 
-        def whole(tensor: Tensor) -> Tensor:
-            is_slice = tensor.dim() == 3 and tensor.is_floating_point() and tensor.shape[1] == slices.num_own
-            return gather(tensor, 1, slices) if is_slice else tensor
-
-        return map_tensors(output, whole)
+        return map_tensors(output, lambda x: gather(x, 1, slices) if _is_slice(x, slices) else x)
 
 
 def _give_back(block: nn.Module, own: Any) -> None:
     del block.forward
     if own is not None:
         block.forward = own
+
+
+def _is_states(tensor: Tensor) -> bool:
+    """Whether these can be hidden states: ``[batch, positions, width]``."""
+    return tensor.dim() == 3 and tensor.is_floating_point()
+
+
+def _is_slice(tensor: Tensor, slices: Slices) -> bool:
+    return _is_states(tensor) and tensor.shape[1] == slices.num_own
+
+
+def _hidden(arguments: Any) -> Tensor | None:
+    """A block's input."""
+    return next((tensor for tensor in tensors_in(arguments) if _is_states(tensor)), None)
 
 
 def _is_mask(name: list[str]) -> bool:

@@ -1,7 +1,6 @@
 """How a sequence is cut over the ranks of a group."""
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import Tensor
 
@@ -13,29 +12,37 @@ from partita.plan.place import even
 
 @dataclass(frozen=True)
 class Slices:
-    """A sequence of ``length`` positions, cut over the ranks of ``group`` on a ``mesh``; the first have one more where
-    they do not divide it.
-
-    Raises:
-        PartitaError: there are fewer positions than ranks.
+    """A sequence of which each rank of ``group``, on a ``mesh``, has the positions ``[start, stop)`` of ``ranges``.
+    These follow each other; some may be empty.
     """
 
-    length: int
+    ranges: tuple[tuple[int, int], ...]
     group: Group
     mesh: Mesh
 
-    def __post_init__(self) -> None:
-        if self.length < self.group.size:
+    @staticmethod
+    def even(length: int, group: Group, mesh: Mesh) -> "Slices":
+        """Of ``length`` positions; the first ranks have one more where they do not divide it.
+
+        Raises:
+            PartitaError: there are fewer positions than ranks.
+        """
+        if length < group.size:
             raise PartitaError(
-                f"a sequence of {self.length} positions cannot be cut over parallel.sequence: {self.group.size} ranks; "
+                f"a sequence of {length} positions cannot be cut over parallel.sequence: {group.size} ranks; "
                 "use longer sequences (pad them), or set parallel.sequence to at most their length. (Text is generated "
                 "token by token on a whole model: after engine.close(whole=True))"
             )
+        return Slices(tuple(even(length, group.size)), group, mesh)
 
-    @cached_property
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        """``[start, stop)`` of each rank's positions."""
-        return tuple(even(self.length, self.group.size))
+    def within(self, start: int, stop: int) -> "Slices":
+        """Of the positions from ``start`` to before ``stop`` alone, counted from ``start``."""
+        clipped = tuple(tuple(min(max(at, start), stop) - start for at in places) for places in self.ranges)
+        return Slices(clipped, self.group, self.mesh)  # type: ignore[arg-type]
+
+    @property
+    def length(self) -> int:
+        return self.ranges[-1][1]
 
     @property
     def own(self) -> slice:

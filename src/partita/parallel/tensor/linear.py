@@ -3,6 +3,7 @@
 Shoeybi et al., section 3. Transposed weights (``Conv1D`` of transformers, ``[in, out]``) are the same with other dims.
 """
 
+from collections.abc import Callable
 from typing import TypeGuard
 
 import torch.nn.functional as F
@@ -49,16 +50,32 @@ def bias_of(module: nn.Module) -> Tensor | None:
     return bias
 
 
-def product(module: nn.Module, x: Tensor, bias: Tensor | None, chosen: Tensor | None = None) -> Tensor:
-    """``x`` ``[..., in]`` times the weight that the module has now, plus ``bias``; of ``chosen`` outputs only."""
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    weight = weight.t() if is_transposed(module) else weight
-    if chosen is not None:
-        weight, bias = weight[chosen], None if bias is None else bias[chosen]
-    return F.linear(x, weight, bias)
+class Product:
+    """``x`` ``[..., in]`` times the weight that a layer has now, plus the bias (if ``biased``); of ``chosen`` outputs
+    only.
+    """
+
+    def __init__(self, module: nn.Module, chosen: Tensor | None = None, *, biased: bool = True) -> None:
+        self._module, self._chosen, self._biased = module, chosen, biased
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight: Tensor = self._module.weight  # type: ignore[assignment]
+        weight = weight.t() if is_transposed(self._module) else weight
+        bias = bias_of(self._module) if self._biased else None
+        if self._chosen is not None:
+            weight, bias = weight[self._chosen], None if bias is None else bias[self._chosen]
+        return F.linear(x, weight, bias)
 
 
-class Column(OwnForward):
+class LinearForward(OwnForward):
+    """A forward of which ``product`` is what the weight is needed for."""
+
+    def __init__(self, module: nn.Module, product: Product) -> None:
+        super().__init__(module)
+        self.product: Callable[[Tensor], Tensor] = product
+
+
+class Column(LinearForward):
     """Of the outputs each rank computes its own; ``sizes`` (by rank): then all are gathered. ``chosen``: the weight is
     whole on every rank, and these are the outputs it computes.
     """
@@ -70,26 +87,26 @@ class Column(OwnForward):
         sizes: tuple[int, ...] | None = None,
         chosen: Tensor | None = None,
     ) -> None:
-        super().__init__(module)
-        self._entrance, self._sizes, self._chosen = entrance, sizes, chosen
+        super().__init__(module, Product(module, chosen))
+        self._entrance, self._sizes = entrance, sizes
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = product(self.module, self._entrance(x), bias_of(self.module), self._chosen)
+        y = self.product(self._entrance(x))
         return y if self._sizes is None else gathered(y, self._entrance.group, self._sizes)
 
 
-class Row(OwnForward):
+class Row(LinearForward):
     """Of the inputs each rank has its own (``sizes`` by rank), and the products are summed. ``splits``: it is given all
     inputs, and takes its own.
     """
 
     def __init__(self, module: nn.Module, entrance: Entrance, sizes: tuple[int, ...], *, splits: bool) -> None:
-        super().__init__(module)
+        super().__init__(module, Product(module, biased=False))
         self._group, self._sizes, self._splits = entrance.group, sizes, splits
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._splits:
             x = own_slice(x, self._group, self._sizes)
-        y = leave(product(self.module, x, None), self._group)
+        y = leave(self.product(x), self._group)
         bias = bias_of(self.module)
         return y if bias is None else y + bias

@@ -6,9 +6,9 @@ from torch import Tensor, nn
 
 from partita.comm.mesh import Mesh
 from partita.parallel.applied import OwnForward
+from partita.parallel.logits import Split, SplitLogits, Vocabulary, split_logits
 from partita.parallel.tensor.functions import Entrance, leave
-from partita.parallel.tensor.linear import bias_of, is_linear, num_inputs, num_outputs, product
-from partita.parallel.tensor.split_logits import SplitLogits, Vocabulary, split_logits
+from partita.parallel.tensor.linear import LinearForward, Product, is_linear, num_inputs, num_outputs
 from partita.parallel.tensor.splitter import Splitter
 from partita.plan.place import even
 
@@ -89,13 +89,12 @@ class Embedding(OwnForward):
         return leave(found.masked_fill(outside[..., None], 0.0), self._group)
 
 
-class Head(OwnForward):
+class Head(LinearForward):
     """Each rank computes the logits of its part of the vocabulary."""
 
     def __init__(self, module: nn.Module, entrance: Entrance, vocabulary: Vocabulary) -> None:
-        super().__init__(module)
-        self._entrance, self._vocabulary = entrance, vocabulary
+        super().__init__(module, Product(module))
+        self._entrance, self._split = entrance, Split(vocabulary)
 
     def __call__(self, x: Tensor) -> SplitLogits:
-        local = product(self.module, self._entrance(x), bias_of(self.module))
-        return split_logits(local, self._vocabulary)
+        return split_logits(self.product(self._entrance(x)), self._split)

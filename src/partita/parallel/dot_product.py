@@ -1,0 +1,45 @@
+"""Scaled dot products as modules ask for them, and what is computed in their place."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+@dataclass(frozen=True)
+class DotProduct:
+    """The arguments of ``torch.nn.functional.scaled_dot_product_attention``, by its names: ``query`` ``[..., queries,
+    size]``, ``key`` and ``value`` ``[..., keys, size]``. That heads are grouped is told by their numbers, too.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
+class InPlaceOfDotProducts(TorchFunctionMode):
+    """While it is on, ``attend`` computes scaled dot products, however they are called."""
+
+    def __init__(self, attend: Callable[[DotProduct], Tensor]) -> None:
+        super().__init__()
+        self._attend = attend
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self._called(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:  # what it calls does not come here
+            names = func.__globals__ | {"scaled_dot_product_attention": self._called}
+            func = FunctionType(func.__code__, names, func.__name__, func.__defaults__)
+        return func(*args, **(kwargs or {}))
+
+    def _called(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._attend(DotProduct(*args, **kwargs))

@@ -1,0 +1,323 @@
+"""Logits of which each rank has a part, in the shape of the whole.
+
+Ranks of the tensor axis have parts of the vocabulary, those of the sequence axis slices of the positions. To Python the
+tensor has the whole shape; its memory, and what autograd sees, is the rank's own part. What works on each logit by
+itself goes on with parts, the cross-entropy is computed from them (targets are shifted before they are cut), and
+whatever else reads the values gathers them first, on all ranks.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from partita.comm.attendance import attend
+from partita.comm.group import Group
+from partita.comm.mesh import Mesh
+from partita.errors import PartitaError
+from partita.parallel.sequence.exchange import gather, sum_of_parts
+from partita.parallel.sequence.slices import Slices
+from partita.parallel.tensor.functions import cross_entropy, eager, gathered
+
+_log = logging.getLogger("partita")
+_CALL = "a read of split logits"
+
+_CONVERSIONS = frozenset({"to", "type", "type_as"})
+# By name, of torch.Tensor and of torch: they give, of parts, parts of what they give of the whole. A second tensor must
+# be a number, but for conversions.
+_BY_ELEMENT = _CONVERSIONS | {
+    *("float", "double", "half", "bfloat16", "contiguous", "clone", "detach", "neg", "__neg__", "tanh"),
+    *("mul", "__mul__", "__rmul__", "div", "__truediv__", "true_divide", "add", "__add__", "__radd__"),
+    *("sub", "__sub__", "mul_", "div_", "__imul__", "__itruediv__"),
+}
+# About the tensor, not its values: answered by the part.
+_ABOUT = frozenset(
+    {
+        *("dim", "is_floating_point", "is_complex", "element_size", "register_hook", "retain_grad", "requires_grad_"),
+        *("untyped_storage", "data_ptr", "is_contiguous", "get_device", "__hash__"),
+        "register_post_accumulate_grad_hook",
+    }
+)
+# Attributes that are values in another order, or of another kind.
+_VALUES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag", "grad"})
+
+
+@dataclass
+class Vocabulary:
+    """The vocabulary over the ranks: ``sizes`` by rank; ``mesh`` for who waits where. ``said``: what has read whole
+    logits.
+    """
+
+    group: Group
+    mesh: Mesh
+    sizes: tuple[int, ...]
+    said: set[str] = field(default_factory=set)
+
+    @property
+    def num(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def low(self) -> int:
+        """The first that this rank has."""
+        return sum(self.sizes[: self.group.index])
+
+
+@dataclass(frozen=True)
+class Split:
+    """What of logits a rank has: of the last dim its part of ``vocabulary``, and of ``num_samples`` samples its
+    ``slices`` of the positions; None: all.
+
+    Logits are ``[..., classes]``; with slices ``[samples, positions, classes]``, or ``[samples * positions, classes]``.
+    """
+
+    vocabulary: Vocabulary | None = None
+    slices: Slices | None = None
+    num_samples: int = 0
+
+    def whole_shape(self, local: torch.Size) -> torch.Size:
+        """Of all logits, where a rank's part has the shape ``local``."""
+        *rows, classes = local
+        if self.slices is not None:
+            positions = self.slices.length
+            rows = [self.num_samples, positions] if len(rows) == 2 else [self.num_samples * positions]
+        return torch.Size((*rows, classes if self.vocabulary is None else self.vocabulary.num))
+
+    def whole(self, local: Tensor, reader: str) -> Tensor:
+        """All logits, on every rank.
+
+        Raises:
+            PartitaError: not every rank reads them.
+        """
+        for split in (self.vocabulary, self.slices):
+            if split is not None:
+                _attend(split.group, split.mesh, reader)
+        if (vocabulary := self.vocabulary) is not None:
+            if reader not in vocabulary.said and vocabulary.group.index == 0:
+                vocabulary.said.add(reader)
+                _log.info("logits are gathered for '%s': each rank holds all %d for a while", reader, vocabulary.num)
+            local = gathered(local, vocabulary.group, vocabulary.sizes)
+        if self.slices is None:
+            return local
+        whole = gather(self.apart(local), 1, self.slices)
+        return whole if local.dim() == 3 else whole.flatten(0, 1)
+
+    def apart(self, local: Tensor) -> Tensor:
+        """This rank's rows as ``[samples, own positions, ...]``."""
+        assert self.slices is not None
+        return local.reshape(self.num_samples, self.slices.num_own, local.shape[-1])
+
+
+def _attend(group: Group, mesh: Mesh, reader: str) -> None:
+    """Raises PartitaError: a rank of the group does not come to read the logits."""
+    try:
+        attend(group, mesh.watchdog, _CALL)
+    except PartitaError as error:
+        raise PartitaError(
+            f"rank {mesh.rank}: '{reader}' reads logits that are split over {group.size} {' x '.join(group.axes)} "
+            "ranks, and not all of them do: read logits on every rank (then use them on one), or use the loss alone. "
+            f"{error}"
+        ) from error
+
+
+class SplitLogits(Tensor):
+    """Logits of which this rank has what ``split_as`` says. Made by :func:`split_logits`."""
+
+    split_as: Split
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, SplitLogits)]
+        name, first = getattr(func, "__name__", str(func)), found[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _ABOUT or name in ("__get__", "__set__"):
+                attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+                if attribute == "shape":
+                    return _whole_shape(first)
+                if attribute not in _VALUES:
+                    return func(*args, **kwargs)
+                name = attribute
+            if name in ("size", "__len__"):
+                shape = _whole_shape(first)
+                dim = 0 if name == "__len__" else args[1] if len(args) > 1 else kwargs.get("dim")
+                return shape if dim is None else shape[dim]
+            if name in ("numel", "nelement"):
+                return _whole_shape(first).numel()
+            if len(found) == 1 and (on_part := _ON_PARTS.get(name)) is not None:
+                result = on_part(_Call(func, args, kwargs, first, _local(first)))
+                if result is not NotImplemented:
+                    return result
+            wholes = {id(x): x.split_as.whole(_local(x), name) for x in found}
+            args, kwargs = tree_map(lambda x: wholes.get(id(x), x), (args, kwargs))
+            return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"SplitLogits(shape {tuple(self.shape)}, of which this rank has {tuple(_local(self).shape)}; functions of "
+            "all of them, such as clone().sum(), gather them, on all ranks)"
+        )
+
+
+@eager
+def split_logits(local: Tensor, split: Split) -> SplitLogits:
+    """``local``, of which ``split`` says what part it is, in the shape of the whole."""
+    with torch._C.DisableTorchFunctionSubclass():
+        made = local.as_subclass(SplitLogits)
+    made.split_as = split
+    return made
+
+
+def slice_of(logits: Tensor, slices: Slices) -> SplitLogits:
+    """Logits ``[samples, own positions, classes]`` (of a part of the vocabulary, too) as a slice of all positions."""
+    split, local = Split(), logits
+    if isinstance(logits, SplitLogits):
+        split, local = logits.split_as, _local(logits)
+    return split_logits(local, replace(split, slices=slices, num_samples=local.shape[0]))
+
+
+def _local(logits: SplitLogits) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return logits.as_subclass(Tensor)
+
+
+def _whole_shape(logits: SplitLogits) -> torch.Size:
+    return logits.split_as.whole_shape(Tensor.shape.__get__(logits))  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A torch function called with one tensor of logits."""
+
+    func: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    logits: SplitLogits
+    local: Tensor
+
+    @property
+    def split(self) -> Split:
+        return self.logits.split_as
+
+    def on(self, tensor: Tensor) -> Any:
+        """What the function gives of another tensor in the place of the logits."""
+        args, kwargs = tree_map(lambda x: tensor if x is self.logits else x, (tuple(self.args), dict(self.kwargs)))
+        return self.func(*args, **kwargs)
+
+    def part(self, local: Tensor, **changed: Any) -> SplitLogits:
+        """A result of which this rank has ``local``."""
+        return split_logits(local, replace(self.split, **changed))
+
+
+def _by_element(call: _Call) -> Any:
+    converts = call.func.__name__ in _CONVERSIONS
+    if converts and call.args[0] is not call.logits:
+        return call.on(call.local)  # of another tensor, to the logits' dtype
+    others = [x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, Tensor) and x is not call.logits]
+    if any(other.dim() for other in others) and not converts:
+        return NotImplemented
+    return call.part(call.on(call.local))
+
+
+def _select(call: _Call) -> Any:
+    """``logits[...]`` that leaves the last dim as it is, and of slices takes a range of positions."""
+    index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+    if any(
+        isinstance(place, bool) or not (place is None or place is Ellipsis or isinstance(place, slice | int))
+        for place in index
+    ):
+        return NotImplemented
+    if call.split.slices is not None:
+        return _range_of_positions(call, call.split.slices, list(index))
+    num_used = sum(place is not None and place is not Ellipsis for place in index)
+    reaches_last = num_used == call.local.dim() or (Ellipsis in index and index[-1] is not Ellipsis)
+    if reaches_last and index[-1] != slice(None):
+        return NotImplemented
+    return call.part(call.local[call.args[1]])
+
+
+def _range_of_positions(call: _Call, slices: Slices, index: list[Any]) -> Any:
+    """``logits[:, :-1]`` and the like."""
+    if Ellipsis in index:
+        at = index.index(Ellipsis)
+        index[at : at + 1] = [slice(None)] * (4 - len(index))
+    index += [slice(None)] * (3 - len(index))
+    if call.local.dim() != 3 or len(index) != 3 or index[0] != slice(None) or index[2] != slice(None):
+        return NotImplemented
+    if not isinstance(index[1], slice):
+        return NotImplemented
+    start, stop, step = index[1].indices(slices.length)
+    if step != 1 or stop <= start:
+        return NotImplemented
+    shown = slices.within(start, stop)
+    first = shown.own.start + start - slices.own.start if shown.num_own else 0
+    return call.part(call.local.narrow(1, first, shown.num_own), slices=shown)
+
+
+def _reshape(call: _Call) -> Any:
+    """Another shape of the same rows: of slices, each sample's positions apart or all in one dim."""
+    whole = torch.empty(_whole_shape(call.logits), dtype=call.local.dtype, device="meta")
+    found = call.on(whole)
+    *rows, classes = found.shape
+    if classes != whole.shape[-1] or found.dtype is not whole.dtype or not rows:
+        return NotImplemented
+    if (slices := call.split.slices) is not None:
+        samples, own = call.split.num_samples, slices.num_own
+        held = {(samples, slices.length): [samples, own], (samples * slices.length,): [samples * own]}
+        if tuple(rows) not in held:
+            return NotImplemented
+        rows = held[tuple(rows)]
+    return call.part(call.local.reshape(*rows, call.local.shape[-1]))
+
+
+_CROSS_ENTROPY = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+_DEFAULTS: dict[str, Any] = {"weight": None, "size_average": None, "reduce": None, "label_smoothing": 0.0}
+_DEFAULTS |= {"ignore_index": -100, "reduction": "mean"}
+
+
+def _cross_entropy(call: _Call) -> Any:
+    given = {**_DEFAULTS, **dict(zip(_CROSS_ENTROPY, call.args, strict=False)), **call.kwargs}
+    target, weight, ignored, reduction = (given[key] for key in ("target", "weight", "ignore_index", "reduction"))
+    if given["size_average"] is not None or given["reduce"] is not None or given["input"] is not call.logits:
+        return NotImplemented
+    if call.local.dim() != 2 or target.is_floating_point() or reduction not in ("none", "sum", "mean"):
+        return NotImplemented
+    slices, vocabulary, local = call.split.slices, call.split.vocabulary, call.local
+    if (slices is not None and reduction == "none") or (vocabulary is not None and _weighs(given)):
+        return NotImplemented
+    own = target
+    if slices is not None:
+        own = slices.take(target.view(call.split.num_samples, slices.length), 1).flatten()
+    if vocabulary is None:
+        smoothing = given["label_smoothing"]
+        part = F.cross_entropy(local, own, weight, ignore_index=ignored, reduction="sum", label_smoothing=smoothing)
+    else:
+        losses = cross_entropy(local.float(), own, vocabulary.low, ignored, vocabulary.group).to(local.dtype)
+        if reduction == "none":
+            return losses
+        part = losses.sum()
+    total = part if slices is None else sum_of_parts(part, slices)
+    if reduction == "sum":
+        return total
+    counted = target != ignored
+    return total / (counted.sum() if weight is None else weight[target[counted]].sum())
+
+
+def _weighs(given: Mapping[str, Any]) -> bool:
+    """Whether a loss reads all classes of a row, beside the sum of their exponentials."""
+    return given["weight"] is not None or bool(given["label_smoothing"])
+
+
+_ON_PARTS: dict[str, Callable[[_Call], Any]] = {
+    **dict.fromkeys(_BY_ELEMENT, _by_element),
+    "__getitem__": _select,
+    **dict.fromkeys(("view", "reshape", "flatten"), _reshape),
+    F.cross_entropy.__name__: _cross_entropy,
+}

@@ -205,17 +205,14 @@ class Engine:
 
     def state_dict(self, *, trainable: bool = False, names: Iterable[str] | None = None) -> dict[str, Any]:
         """The model's state dict (modules' extra states, too), whole, with master weights, on the host of rank 0; empty
-        on the other ranks. Quantized parameters are not in it.
+        on the other ranks. Quantized parameters are not in it. Units of which nothing is asked for are not gathered.
 
         Args:
             trainable: only the parameters that require gradients (adapters).
-            names: only what these stand for (None: all), the same on every rank.
-
-            Units without any parameter that is asked for are not gathered.
+            names: only these, the same on every rank.
         """
         self.attend("engine.state_dict")
-        wanted = None if names is None else frozenset(names)
-        return self._open().whole.state_dict(trainable=trainable, names=wanted)
+        return self._open().whole.state_dict(trainable=trainable, names=names)
 
     def export(self, folder: str | Path, beside: str | Path | None = None) -> None:
         """Write the weights in the compute dtype as safetensors, in Hugging Face's layout; with them configuration and

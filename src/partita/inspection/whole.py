@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -264,7 +264,7 @@ class Whole:
         every = self._all_ranks.exchange_objects(own, "whole parameters")
         return {name: value for of_rank in every for name, value in of_rank.items()}
 
-    def state_dict(self, *, trainable: bool = False, names: AbstractSet[str] | None = None) -> dict[str, Any]:
+    def state_dict(self, *, trainable: bool = False, names: Iterable[str] | None = None) -> dict[str, Any]:
         """The model's state dict with master weights, whole, on the host of rank 0; empty on the others. Quantized
         parameters, of which modules save more than a tensor, are not in it.
 
@@ -272,9 +272,9 @@ class Whole:
             trainable: only the parameters that require gradients.
             names: only what these stand for (None: all), the same on every rank.
         """
-        values, only = dict[str, Any](), None
-        if names is not None:
-            only = {id(holding.param) for holding in self.holdings if not names.isdisjoint(holding.fqns)}
+        values = dict[str, Any]()
+        asked = None if names is None else frozenset(names)
+        only = None if asked is None else {id(h.param) for h in self.holdings if not asked.isdisjoint(h.fqns)}
         for holding, weight in self.weights(master=True, trainable=trainable, only=only):
             if self.is_first:
                 whole = weight.detach().cpu().clone().contiguous()
@@ -284,7 +284,7 @@ class Whole:
             others = self.others()
             values.update(others if self.is_first else {})
             values.update((name, values[first]) for name, first in further_names(model) if first in values)
-        wanted = values.keys() if names is None else names & values.keys()
+        wanted = values.keys() if asked is None else asked & values.keys()
         return {name: values[name] for name in state_dict_names(model) if name in wanted}
 
 

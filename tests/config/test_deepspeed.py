@@ -10,6 +10,7 @@ each was made on ``torch.optim.SGD`` with the rate ``lr``, and 50 times the rate
 
 import contextlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,25 @@ def test_learning_rates_are_those_of_deepspeeds_classes(case: dict[str, Any]) ->
         optimizer.step()
         scheduler.step()
     assert rates == pytest.approx(case["rates"], rel=1e-12, abs=1e-12)
+
+
+def test_groups_keep_their_own_rates_and_tensors_stay_the_same() -> None:
+    rates = [torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.2, dtype=torch.float64)]
+    groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates]
+    optimizer = torch.optim.SGD(groups)
+    data = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}}
+    scheduler = build_schedule(optimizer, Config(**deepspeed.read(data, 1).settings).schedule)
+    for step in range(12):
+        risen = min(1.0, math.log(max(1, step)) / math.log(10))
+        assert [float(rate) for rate in rates] == pytest.approx([0.1 * risen, 0.2 * risen], rel=1e-12)
+        optimizer.step()
+        scheduler.step()
+    assert all(group["lr"] is rate for group, rate in zip(optimizer.param_groups, rates, strict=True))
+
+
+def test_a_warm_up_of_fewer_than_no_steps_is_refused() -> None:
+    with pytest.raises(ConfigError, match="scheduler.params.warmup_num_steps: expected at least 0; got -5"):
+        deepspeed.read(with_key(BASE | DECAY, "scheduler.params.warmup_num_steps", -5), 1)
 
 
 def test_there_are_rates_of_every_schedule() -> None:

@@ -127,6 +127,23 @@ def trains_inside() -> None:
             assert_idle(engine)
 
 
+def runs_on_one_rank() -> None:
+    """A module that is held runs on one rank alone, also once the order of units is known."""
+    for zero in PLANS.values():
+        seeds.start()
+        with partita.initialize(Stack(), {"zero": zero}) as engine, torch.no_grad():
+            module: Any = engine.module
+            with torch.enable_grad():
+                engine.backward(square_loss(engine, rank(), 0))
+            engine.step()
+            with engine.gathered(module.blocks[0]):
+                x = inputs(0, 0)
+                found = module.blocks[0](x) if rank() == 0 else None
+            with engine.gathered():
+                assert found is None or torch.equal(found, module.blocks[0](x))
+            assert_idle(engine)
+
+
 class Generator(Stack):
     """Makes tokens one by one, until it likes to stop."""
 
@@ -302,6 +319,10 @@ def test_exception_inside() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_training_inside(world: int) -> None:
     pool.run(world, trains_inside)
+
+
+def test_what_is_held_runs_on_one_rank() -> None:
+    pool.run(2, runs_on_one_rank)
 
 
 def test_generation_gathers_once() -> None:

@@ -78,10 +78,16 @@ class WithBuffers(Stack):
         self.register_buffer("scratch", torch.ones(2), persistent=False)
 
 
+class AtTwoPlaces(WithBuffers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.BatchNorm1d(WIDTH, affine=False)] * 2)
+
+
 def state_dicts() -> None:
     for zero in PLANS.values():
         seeds.start()
-        model = WithBuffers()
+        model = AtTwoPlaces()
         expected = {name: value.clone() for name, value in model.state_dict().items()}
         with partita.initialize(model, {"zero": zero, "precision": {"compute": "bf16"}}) as engine:
             state = engine.state_dict()
@@ -93,7 +99,7 @@ def state_dicts() -> None:
             assert value.dtype == expected[name].dtype
             assert value.is_contiguous()
             torch.testing.assert_close(value, expected[name], rtol=1e-2, atol=0)
-        WithBuffers().load_state_dict(state)
+        AtTwoPlaces().load_state_dict(state)
 
 
 def trained_states() -> None:
@@ -101,7 +107,7 @@ def trained_states() -> None:
     names = ["blocks.0.up.weight", "blocks.1.norm.bias", "last.bias"]
     for name, zero in PLANS.items():
         seeds.start()
-        model = freeze(WithBuffers(), names.__contains__)
+        model = freeze(AtTwoPlaces(), names.__contains__)
         with partita.initialize(model, {"zero": zero, "precision": {"compute": "bf16"}}) as engine:
             engine.backward(square_loss(engine, rank(), 0))
             engine.step()
@@ -111,9 +117,17 @@ def trained_states() -> None:
             assert all(torch.equal(value, expected[key]) for key, value in state.items())
             model.blocks[1].requires_grad_(False)
             model.last.requires_grad_(False)
+            chosen = ["seen", "blocks.0.up.weight", "norms.1.running_mean"]
+            state = engine.state_dict(names=chosen)
+            assert state.keys() == (set(chosen) if rank() == 0 else set())
+            assert all(torch.equal(value, expected[key]) for key, value in state.items())
+            before = engine.traffic_report()
+            assert list(engine.state_dict(names=names[:1])) == (names[:1] if rank() == 0 else [])
+            sent_by_name = engine.traffic_report().since(before).sent_bytes("parameters")
             before = engine.traffic_report()
             assert list(engine.state_dict(trainable=True)) == (names[:1] if rank() == 0 else [])
             sent = engine.traffic_report().since(before).sent_bytes("parameters")
+            assert sent == sent_by_name
             block = next(unit for unit in engine.units if unit.name == "blocks.0")
             masters = [s.layout.padded * 4 for s in block.segments if s.trains]  # fp32
             assert sent * num_ranks() == (num_ranks() - 1) * (

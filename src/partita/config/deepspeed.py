@@ -317,6 +317,8 @@ def _warmup(conversion: Conversion) -> int:
     """Its length: at least 2 steps in DeepSpeed."""
     key = f"{SCHEDULER_PARAMS}warmup_num_steps"
     asked = int(conversion.number(key, _WARMUP_STEPS))
+    if asked < 0:
+        conversion.refuse(key, f"expected at least 0; got {asked}", "give the number of optimizer steps of the warm-up")
     steps = max(2, asked)
     conversion.set("schedule.initial_steps", 1, key)
     conversion.set("schedule.warmup_steps", steps, key, "" if steps == asked else "the shortest of DeepSpeed's")

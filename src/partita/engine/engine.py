@@ -1,6 +1,6 @@
 """The engine: a model, its plan and its optimizer, behind the calls of a training loop."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -203,15 +203,16 @@ class Engine:
         """The whole optimizer state of a parameter by key (``exp_avg``, ``step``, ...)."""
         return self._open().whole.optimizer_state(name)
 
-    def state_dict(self, *, trainable: bool = False) -> dict[str, Any]:
+    def state_dict(self, *, trainable: bool = False, names: Iterable[str] | None = None) -> dict[str, Any]:
         """The model's state dict (modules' extra states, too), whole, with master weights, on the host of rank 0; empty
-        on the other ranks. Quantized parameters are not in it.
+        on the other ranks. Quantized parameters are not in it. Units of which nothing is asked for are not gathered.
 
         Args:
-            trainable: only the parameters that require gradients (adapters); units without any are not gathered.
+            trainable: only the parameters that require gradients (adapters).
+            names: only these, the same on every rank.
         """
         self.attend("engine.state_dict")
-        return self._open().whole.state_dict(trainable=trainable)
+        return self._open().whole.state_dict(trainable=trainable, names=names)
 
     def export(self, folder: str | Path, beside: str | Path | None = None) -> None:
         """Write the weights in the compute dtype as safetensors, in Hugging Face's layout; with them configuration and

@@ -63,12 +63,28 @@ def _module_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def further_names(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Of all that is no parameter in modules that are at several places: each further name in a state dict, and the
+    first.
+    """
+    first = dict[tuple[int, str], str]()
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name in _kept_beside_of(module):
+            full = f"{path}.{name}" if path else name
+            known = first.setdefault((id(module), name), full)
+            if full != known:
+                yield full, known
+
+
+def _kept_beside_of(module: nn.Module) -> list[str]:
+    return [name for name, _ in persistent_buffers_of(module)] + [EXTRA_STATE] * has_extra_state(module)
+
+
 def state_dict_names(model: nn.Module) -> Iterator[str]:
     """The names of a state dict, in its order; every name of a tied parameter."""
     for path, module in model.named_modules(remove_duplicate=False):
         names = [name for name, param in module._parameters.items() if param is not None]
-        names += [name for name, buffer in persistent_buffers_of(module)]
-        names += [EXTRA_STATE] * has_extra_state(module)
+        names += _kept_beside_of(module)
         yield from (f"{path}.{name}" if path else name for name in names)
 
 

@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from partita.comm.collectives import Collectives
 from partita.comm.together import lack_of_memory, together
 from partita.errors import PartitaError
-from partita.inspection.modules import extra_states, keepers_of, persistent_buffers, state_dict_names
+from partita.inspection.modules import extra_states, further_names, keepers_of, persistent_buffers, state_dict_names
 from partita.memory.accelerator import is_host
 from partita.memory.capacity import free_now
 from partita.optim.updater import Updater
@@ -264,15 +264,18 @@ class Whole:
         every = self._all_ranks.exchange_objects(own, "whole parameters")
         return {name: value for of_rank in every for name, value in of_rank.items()}
 
-    def state_dict(self, *, trainable: bool = False) -> dict[str, Any]:
+    def state_dict(self, *, trainable: bool = False, names: Iterable[str] | None = None) -> dict[str, Any]:
         """The model's state dict with master weights, whole, on the host of rank 0; empty on the others. Quantized
         parameters, of which modules save more than a tensor, are not in it.
 
         Args:
             trainable: only the parameters that require gradients.
+            names: only what these stand for (None: all), the same on every rank.
         """
         values = dict[str, Any]()
-        for holding, weight in self.weights(master=True, trainable=trainable):
+        asked = None if names is None else frozenset(names)
+        only = None if asked is None else {id(h.param) for h in self.holdings if not asked.isdisjoint(h.fqns)}
+        for holding, weight in self.weights(master=True, trainable=trainable, only=only):
             if self.is_first:
                 whole = weight.detach().cpu().clone().contiguous()
                 values.update((fqn, whole) for fqn in holding.fqns)
@@ -280,7 +283,9 @@ class Whole:
         if not trainable:
             others = self.others()
             values.update(others if self.is_first else {})
-        return {name: values[name] for name in state_dict_names(model) if name in values}
+            values.update((name, values[first]) for name, first in further_names(model) if first in values)
+        wanted = values.keys() if asked is None else asked & values.keys()
+        return {name: values[name] for name in state_dict_names(model) if name in wanted}
 
 
 def _spread_dtype(view: View | None, value: object) -> torch.dtype | None:

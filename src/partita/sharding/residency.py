@@ -72,7 +72,8 @@ class Residency:
             self._follow(unit)
         if unit.state is UnitState.RESTING:
             self._gather(unit, must=True)
-        self._prefetch()  # before this one is waited for: a network stands idle where nothing follows it
+        if not unit.holds:  # what is held may be run by one rank alone
+            self._prefetch()  # before this one is waited for: a network stands idle where nothing follows it
         self._finish_gather(unit)
 
     def close(self, unit: Unit, *, between: bool = False) -> None:

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from partita import PartitaError
 from partita.checkpoint.format.backend import FileDraft
-from partita.integrations.huggingface.checkpoints import newest_complete, what_lacks
+from partita.integrations.huggingface.checkpoints import newest_complete, newest_on_rank_0, what_lacks
 from tests.integrations.huggingface.runs import Run, alone, end, losses_of, trainer_of
 from tests.local import pool
 
@@ -70,7 +71,7 @@ def test_resumed_elsewhere(tmp_path: Path) -> None:
 
 
 def test_what_a_checkpoint_lacks(tmp_path: Path) -> None:
-    with pytest.raises(PartitaError, match=r"holds no complete checkpoint \(checkpoint-N\)$"):
+    with pytest.raises(PartitaError, match=r"none is complete \(checkpoint-N\)$"):
         newest_complete(tmp_path)
     folder = tmp_path / "checkpoint-3"
     folder.mkdir()
@@ -85,6 +86,19 @@ def test_what_a_checkpoint_lacks(tmp_path: Path) -> None:
     assert what_lacks(folder) == "no complete states in 'partita'"
     with pytest.raises(PartitaError, match="'checkpoint-3': no complete states in 'partita'"):
         newest_complete(tmp_path)
+
+
+def finds_none(folder: Path) -> str:
+    with alone():
+        state = PartialState(cpu=True)
+        with pytest.raises(PartitaError, match="^No valid checkpoint found in output directory") as raised:
+            newest_on_rank_0(folder, state.process_index)
+        return str(raised.value)
+
+
+def test_every_rank_says_that_there_is_none(tmp_path: Path) -> None:
+    first, second = pool.run(2, finds_none, tmp_path)
+    assert first == second
 
 
 def best(run: Run, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:

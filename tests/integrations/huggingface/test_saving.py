@@ -2,12 +2,15 @@
 
 import time
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from torch import nn
 from transformers import LlamaForCausalLM
 
 from partita import PartitaError
@@ -27,7 +30,7 @@ from tests.integrations.huggingface.runs import (
 from tests.local import pool
 
 
-def logits_of(model: torch.nn.Module) -> torch.Tensor:
+def logits_of(model: nn.Module) -> torch.Tensor:
     model.eval()
     with torch.no_grad():
         found: torch.Tensor = model(input_ids=torch.stack([row["input_ids"] for row in samples(2, 5)])).logits
@@ -60,7 +63,7 @@ def test_a_model_is_loaded_by_from_pretrained(tied: bool, tmp_path: Path) -> Non
     assert names_in(tmp_path / "final/model.safetensors") == names_in(tmp_path / "plain/model.safetensors")
 
 
-def rows_for(model: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
+def rows_for(model: nn.Module) -> list[dict[str, torch.Tensor]]:
     """Images or tokens, with labels."""
     generator = torch.Generator().manual_seed(2)
     if model.main_input_name == "pixel_values":
@@ -116,34 +119,120 @@ def test_adapters_alone_are_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "final/model.safetensors").exists()
 
 
-def gathered_for_adapters(second: bool) -> tuple[set[str], set[str], bool]:
-    """What is gathered to save adapters; what trains; whether the values are those of the whole state dict."""
-    with alone(), scratch() as folder:
-        trainer = trainer_of(Run({"zero": {"stage": 3}}, lora=True), folder)
-        if second:
-            trainer.model.add_adapter("frozen", trainer.model.peft_config["default"])
+ON = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+PROMPTS = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A PEFT configuration. ``chooses``: PEFT saves tensors of the model as they are; else it computes what it saves,
+    for which the whole model is gathered.
+    """
+
+    kind: str
+    given: dict[str, Any]
+    chooses: bool = True
+
+    def put_on(self, model: nn.Module) -> nn.Module:
+        import peft
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            return peft.get_peft_model(model, getattr(peft, self.kind)(**self.given))
+
+
+ADAPTERS = {
+    "LoRA, a trained copy": Adapter("LoraConfig", ON | {"r": 4, "modules_to_save": ["lm_head"]}),
+    "P-tuning": Adapter("PromptEncoderConfig", PROMPTS | {"encoder_hidden_size": 8}),
+    "VeRA": Adapter("VeraConfig", ON | {"r": 4, "target_modules": ["q_proj"]}),  # the same buffers at many places
+}
+MORE_ADAPTERS = {
+    "LoRA, biases": Adapter("LoraConfig", ON | {"r": 4, "bias": "all"}),
+    "LoRA, embeddings": Adapter("LoraConfig", ON | {"r": 4, "target_modules": ["q_proj", "embed_tokens"]}),
+    "LoRA, tokens": Adapter("LoraConfig", ON | {"r": 4, "trainable_token_indices": [3, 4]}),
+    "DoRA": Adapter("LoraConfig", ON | {"r": 4, "use_dora": True}),
+    "AdaLoRA": Adapter("AdaLoraConfig", ON | {"total_step": 4, "init_r": 4, "target_r": 2, "tfinal": 1}),
+    "IA3": Adapter("IA3Config", ON | {"feedforward_modules": []}),
+    "LoHa": Adapter("LoHaConfig", ON | {"r": 4}),
+    "LoKr": Adapter("LoKrConfig", ON | {"r": 4}),
+    "OFT": Adapter("OFTConfig", ON | {"r": 0, "oft_block_size": 4}),
+    "FourierFT": Adapter("FourierFTConfig", ON | {"n_frequency": 20}),
+    "HRA": Adapter("HRAConfig", ON | {"r": 4}),
+    "VB-LoRA": Adapter("VBLoRAConfig", ON | {"r": 4, "num_vectors": 8, "vector_length": 8}),
+    "VB-LoRA, the best": Adapter(
+        "VBLoRAConfig",
+        ON | {"r": 4, "num_vectors": 8, "vector_length": 8, "save_only_topk_weights": True},
+        chooses=False,
+    ),
+    "RandLoRA": Adapter("RandLoraConfig", ON | {"r": 4, "target_modules": ["q_proj"]}),
+    "norms": Adapter("LNTuningConfig", {"target_modules": ["input_layernorm"], "task_type": "CAUSAL_LM"}),
+    "prompts": Adapter("PromptTuningConfig", PROMPTS),
+    "prefixes": Adapter("PrefixTuningConfig", PROMPTS),
+    "tokens": Adapter("TrainableTokensConfig", {"token_indices": list(range(3, 50)), "task_type": "CAUSAL_LM"}),
+    "MiSS": Adapter("MissConfig", ON | {"r": 4}),
+    "SHiRA": Adapter("ShiraConfig", ON | {"r": 2}),
+    "RoAd": Adapter("RoadConfig", ON | {"group_size": 8}),
+    "C3A": Adapter("C3AConfig", ON | {"block_size": 8}),
+    "DeLoRA": Adapter("DeloraConfig", ON | {"r": 4}),
+    "LLaMA-Adapter": Adapter("AdaptionPromptConfig", {"adapter_len": 2, "adapter_layers": 1, "task_type": "CAUSAL_LM"}),
+}
+
+
+def saved_adapters(name: str, folder: Path) -> tuple[torch.Tensor, set[str], bool]:
+    """Train and save; what the trained model says, the names of what is gathered to save, and whether the values are
+    those of the whole state dict.
+    """
+    with alone():
+        model = {**ADAPTERS, **MORE_ADAPTERS}[name].put_on(llama())
+        trainer = trainer_of(Run({"zero": {"stage": 3}}), folder, model=model)
         try:
             trainer.train()
             prepared = trainer.accelerator.engines.of(trainer.model)
-            found, whole = saved_weights(prepared), prepared.state_dict()
-            alike = all(torch.equal(found[name], whole[name]) for name in found)
-            return set(found), {name for name, p in trainer.model.named_parameters() if p.requires_grad}, alike
+            whole = prepared.state_dict()
+            with saved_weights(prepared) as found:
+                alike = all(torch.equal(found[name], whole[name]) for name in found)
+            trainer.save_model(str(folder / "final"))
+            return logits_of(trainer.model), set(found), alike
         finally:
             end(trainer)
 
 
-@pytest.mark.parametrize("second", [False, True])
-def test_what_is_gathered_to_save_adapters(second: bool) -> None:
-    """What trains and the embeddings, or all where adapters are frozen; on one rank alone."""
-    (found, trained, alike), (nothing, _, _) = pool.run(2, gathered_for_adapters, second, timeout=120)
+@pytest.mark.parametrize(
+    "name", [*ADAPTERS, *(pytest.param(name, marks=pytest.mark.thorough) for name in MORE_ADAPTERS)]
+)
+def test_adapters_of_all_kinds_are_saved_without_the_frozen_model(name: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of peft's
+        every = pool.run(2, saved_adapters, name, tmp_path, timeout=120)
+        loaded = PeftModel.from_pretrained(llama(), tmp_path / "final")
+        logits, found, alike = every[0]
+        assert torch.allclose(logits_of(loaded), logits, atol=1e-5)
+        assert not torch.allclose(logits_of(llama()), logits[:, -LENGTH:], atol=1e-5)  # prompts come first
     assert alike
+    assert not every[1][1]
+    frozen = [name for name in found if "mlp" in name and not any(part in name for part in ("bias", "adapt"))]
+    assert bool(frozen) is not {**ADAPTERS, **MORE_ADAPTERS}[name].chooses
+
+
+def gathered_for_two() -> tuple[set[str], set[str]]:
+    """What is gathered to save two adapters, of which one is frozen; and what trains."""
+    with alone(), scratch() as folder:
+        trainer = trainer_of(Run({"zero": {"stage": 3}}, lora=True), folder)
+        trainer.model.add_adapter("frozen", trainer.model.peft_config["default"])
+        try:
+            trainer.train()
+            with saved_weights(trainer.accelerator.engines.of(trainer.model)) as found:
+                return set(found), {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+        finally:
+            end(trainer)
+
+
+def test_a_frozen_adapter_is_saved_beside_the_one_that_trains() -> None:
+    (found, trained), (nothing, _) = pool.run(2, gathered_for_two, timeout=120)
     assert not nothing
-    embeddings = {"base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight"}
-    if second:
-        assert any(".lora_A.frozen" in name for name in found)
-        assert found > trained | embeddings
-    else:
-        assert found == trained | embeddings
+    assert found == trained | {name.replace(".default.", ".frozen.") for name in trained}
 
 
 def saves_alone(folder: Path) -> tuple[str, float]:

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from partita import ConfigError
 from partita.config import deepspeed
-from tests.integrations.huggingface.runs import Run, histories
+from tests.integrations.huggingface.runs import Run, alone, end, histories, model_of, rows_of, scratch, trainer_of
 from tests.local import pool
 
 LEARNING_RATES = Path(__file__).parents[2] / "config" / "deepspeed" / "learning_rates.json"
@@ -105,6 +107,27 @@ def test_adapters_and_tied_weights() -> None:
     tied, tied_at_3, lora, lora_at_3 = on(2, *runs)
     assert_close(tied_at_3, tied)
     assert_close(lora_at_3, lora)
+
+
+def one_after_the_other(runs: list[Run]) -> Rows:
+    """Trainers that train one model in turn."""
+    with alone(), scratch() as folder:
+        model, rows, trainer = model_of(runs[0]), [], None
+        for run in runs:
+            trainer = trainer_of(run, folder, model=model)
+            trainer.train()
+            rows += rows_of(trainer)
+        if hasattr(model, "generate"):
+            model.generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=2)
+        end(trainer)
+        return rows
+
+
+def test_a_model_goes_from_one_trainer_to_the_next() -> None:
+    plain = pool.run(2, one_after_the_other, [Run(), Run()], timeout=120)[0]
+    assert_close(pool.run(2, one_after_the_other, [Run(at(3)), Run(at(1))], timeout=120)[0], plain)
+    with pytest.raises(ConfigError, match=r"in torch.bfloat16 with master weights \('.*' came in torch.float32\)"):
+        pool.run(2, one_after_the_other, [Run(at(3), BF16 | {"max_steps": 1})] * 2, timeout=120)
 
 
 def test_units_that_are_updated_in_backward() -> None:

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from partita.errors import PartitaError
 
-_NOT_YET = "is not available in this version of partita"
-_PIPELINE = f"pipeline parallelism {_NOT_YET}; ZeRO stage 3 with offload trains models that do not fit"
-_TENSOR = f"tensor parallelism {_NOT_YET}; ZeRO stage 3 with offload trains models that do not fit"
+_AS_IT_IS = "in the configuration; the model stays as it is"
+_PIPELINE = f"use partita.initialize, with parallel.pipeline {_AS_IT_IS}"
+_TENSOR = f"set tensor_parallel.autotp_size {_AS_IT_IS}"
 _OPTIMIZERS = (
     "name the optimizer in the configuration (AdamW, Adam, SGD, Lion: partita has kernels for them), or pass one of "
     "torch.optim to initialize(optimizer=...)"
@@ -34,8 +34,8 @@ MODULE = {
     "module_inject": _TENSOR,
     "checkpointing": _RECOMPUTE,
     "moe": "use the model's own experts: those that a rank does not use get zero gradients there",
-    "sequence": f"sequence parallelism {_NOT_YET}",
-    "compression": f"compressed training {_NOT_YET}",
+    "sequence": f"set sequence_parallel_size {_AS_IT_IS}",
+    "compression": "compressed training is not available in this version of partita",
     "accelerator": "use torch.accelerator, and the engine's attribute device",
     "get_accelerator": "use torch.accelerator, and the engine's attribute device",
     "OnDevice": "use torch.device('meta') as a context; partita.initialize fills such models unit by unit",

@@ -64,8 +64,8 @@ class Arguments:
         """
         if self.mpu is not None or self.mesh_param is not None:
             raise ConfigError(
-                "deepspeed.initialize(mpu=) and (mesh_param=): model and sequence parallelism are not available in "
-                "this version; leave them out"
+                "deepspeed.initialize(mpu=) and (mesh_param=): leave them out; tensor_parallel.autotp_size and "
+                "sequence_parallel_size of the configuration say how many ranks share a model and a sequence"
             )
         if self.training_data is not None and not isinstance(self.training_data, Dataset):
             kind = type(self.training_data).__name__

@@ -20,7 +20,7 @@ from partita.errors import ConfigError, PartitaError
 from partita.integrations.fed import fed
 from partita.integrations.huggingface.arguments import Argument, check_alike, merged, precision_of
 from partita.integrations.huggingface.engines import Engines, Prepared, adds_up_whole
-from partita.integrations.huggingface.generation import hook_generation, unhook_generation
+from partita.integrations.huggingface.generation import hook_generation
 from partita.integrations.huggingface.optimizer import EngineOptimizer
 from partita.integrations.huggingface.sharing import SharedScheduler, Sharing
 from partita.memory.accelerator import HOST, device_type
@@ -284,18 +284,13 @@ class Accelerator(accelerate.Accelerator):
     def free_memory(self, *objects: Any) -> Any:
         """Let go of all that was prepared, and end the engines of the models that are given."""
         models = [item for item in objects if isinstance(item, nn.Module) and self.engines.of(item) is not None]
-        self._close(models)
+        self.engines.close(models)
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
         """End all engines, the trackers and the process group."""
-        self._close([prepared.engine.module for prepared in self.engines])
+        self.engines.close()
         super().end_training()
-
-    def _close(self, models: list[nn.Module]) -> None:
-        self.engines.close(models)
-        for model in models:
-            unhook_generation(model)
 
 
 def _trains(model: nn.Module) -> bool:

@@ -4,6 +4,8 @@ import json
 import re
 from pathlib import Path
 
+from accelerate.utils import broadcast_object_list
+
 from partita.checkpoint.format.folder import complete
 from partita.errors import PartitaError
 from partita.integrations.huggingface.accelerator import CHECKPOINT
@@ -11,6 +13,20 @@ from partita.integrations.huggingface.accelerator import CHECKPOINT
 _NAME = re.compile(r"checkpoint-(\d+)")
 # What the Trainer writes last.
 _STATE = "trainer_state.json"
+
+
+def newest_on_rank_0(folder: Path, rank: int) -> Path:
+    """:func:`newest_complete` as rank 0 sees the folder, or its error, on all ranks."""
+    found: list[Path | PartitaError | None] = [None]
+    if rank == 0:
+        try:
+            found = [newest_complete(folder)]
+        except PartitaError as error:
+            found = [error]
+    met = broadcast_object_list(found)[0]
+    if isinstance(met, PartitaError):
+        raise met
+    return Path(met)
 
 
 def newest_complete(folder: Path) -> Path:
@@ -27,7 +43,9 @@ def newest_complete(folder: Path) -> Path:
             return found[step]
         reasons[found[step]] = reason
     said = "".join(f"; '{path.name}': {reason}" for path, reason in reasons.items())
-    raise PartitaError(f"resume_from_checkpoint: '{folder}' holds no complete checkpoint (checkpoint-N){said}")
+    raise PartitaError(
+        f"No valid checkpoint found in output directory ({folder}): none is complete (checkpoint-N){said}"
+    )
 
 
 def what_lacks(checkpoint: Path) -> str | None:

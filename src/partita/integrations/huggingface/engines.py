@@ -12,9 +12,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from partita.config.schema import Config
 from partita.engine.engine import Engine
 from partita.engine.start import initialize
-from partita.errors import PartitaError
+from partita.errors import ConfigError, PartitaError
 from partita.integrations.huggingface.arguments import merged
+from partita.integrations.huggingface.generation import unhook_generation
 
+# The attribute of a model that says who has its engine: a trainer may be given a model that another one has trained.
+_HOLDER = "_partita_holder"
 _COMPUTE = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -33,13 +36,13 @@ class Prepared:
     trains: bool
     dtypes: Mapping[str, torch.dtype]
 
-    def state_dict(self, *, trainable: bool = False) -> dict[str, Any]:
+    def state_dict(self, names: Iterable[str] | None = None) -> dict[str, Any]:
         """The model's state dict in the dtypes in which it came, whole, on rank 0; empty on the others.
 
         Args:
-            trainable: only the parameters that train.
+            names: only what these stand for (None: all).
         """
-        values = self.engine.state_dict(trainable=trainable)
+        values = self.engine.state_dict(names=names)
         return {name: value.to(self.dtypes[name]) if name in self.dtypes else value for name, value in values.items()}
 
 
@@ -105,6 +108,7 @@ class Engines:
         return self._add(model, None)
 
     def _add(self, model: nn.Module, optimizer: Optimizer | None) -> Prepared:
+        self._take_over(model)
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)}
         first = next(iter(self._prepared.values()), None)
         engine = initialize(
@@ -116,14 +120,49 @@ class Engines:
             device=self._device,
         )
         made = self._prepared[id(model)] = Prepared(engine, optimizer is not None, dtypes)
+        setattr(model, _HOLDER, Holder(self))
         return made
+
+    def _take_over(self, model: nn.Module) -> None:
+        """End the engine that another trainer left on a model, which is whole then.
+
+        Raises:
+            ConfigError: it would lose the master weights.
+        """
+        holder: Holder | None = getattr(model, _HOLDER, None)
+        others = holder.engines if holder is not None else None
+        found = others.of(model) if others is not None and others is not self else None
+        if others is None or found is None:
+            return
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter.dtype != found.dtypes[name]:
+                raise ConfigError(
+                    f"the model still belongs to the trainer that trained it before, in {parameter.dtype} with "
+                    f"master weights ('{name}' came in {found.dtypes[name]}), which a second one would not have; save "
+                    "it with trainer.save_model, and give the second trainer what from_pretrained loads"
+                )
+        found.engine.close(whole=True)
+        others.close([model])
 
     def close(self, models: Iterable[nn.Module] | None = None) -> None:
         """End the engines of these models (None: all)."""
         wanted = list(self._prepared) if models is None else [id(model) for model in models]
         # The first has the process groups, if they were started here.
         for found in reversed([key for key in self._prepared if key in wanted]):
-            self._prepared.pop(found).engine.close()
+            engine = self._prepared.pop(found).engine
+            engine.close()
+            unhook_generation(engine.module)
+            delattr(engine.module, _HOLDER)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who has a model's engine. A copy of the model has none."""
+
+    engines: Engines | None = None
+
+    def __reduce__(self) -> tuple[type["Holder"], tuple[()]]:
+        return Holder, ()
 
 
 def _compute_of(model: nn.Module) -> str:

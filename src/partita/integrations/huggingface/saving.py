@@ -2,49 +2,59 @@
 
 import json
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
+from torch import nn
 
-from partita.inspection.modules import persistent_buffers
+from partita.inspection.modules import further_names, persistent_buffers
 from partita.integrations.huggingface.engines import Prepared
 
-# In the names of what PEFT saves of LoRA.
-_OF_ADAPTERS = ("lora_", "modules_to_save")
 
-
-def saved_weights(prepared: Prepared) -> dict[str, Any]:
+@contextmanager
+def saved_weights(prepared: Prepared) -> Iterator[dict[str, Any]]:
     """The weights that ``save_pretrained`` takes its own from, whole, on rank 0; empty on the others.
 
-    Of LoRA these are what trains, and the embeddings, which PEFT saves where they were resized or have adapters: the
-    frozen model is not gathered.
+    Of a model of PEFT's these are what PEFT saves, so that the frozen model is not gathered. Inside this block the
+    modules are whole that PEFT looks at as it saves: prompt encoders, which it runs, and copies that it trains.
     """
     model: Any = prepared.engine.module
-    if not _has_adapters_alone(model):
-        return prepared.state_dict()
-    values = prepared.state_dict(trainable=True)
-    modules = [one for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one is not None]
-    wanted = {id(parameter) for module in modules for parameter in module.parameters()}
-    with prepared.engine.gathered(*modules):
-        for name, parameter in model.named_parameters(remove_duplicate=False) if values else ():
-            if id(parameter) in wanted and name not in values:
-                values[name] = parameter.detach().to("cpu", prepared.dtypes[name], copy=True)
-    return values
-
-
-def _has_adapters_alone(model: Any) -> bool:
-    """Whether all that PEFT saves of a model trains, but for embeddings."""
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel):
-        return False
-    for config in model.peft_config.values():
-        tokens = getattr(config, "trainable_token_indices", None)
-        if config.peft_type != "LORA" or config.bias != "none" or tokens is not None:
-            return False
+        yield prepared.state_dict()
+        return
+    copies = [one.modules_to_save for one in model.modules() if isinstance(one, peft.utils.ModulesToSaveWrapper)]
+    with prepared.engine.gathered(getattr(model, "prompt_encoder", nn.ModuleDict()), *copies):
+        chosen = [_chosen_by_peft(model, peft) if prepared.engine.mesh.rank == 0 else None]
+        yield prepared.state_dict(broadcast_object_list(chosen)[0])
+
+
+def _chosen_by_peft(model: Any, peft: Any) -> set[str] | None:
+    """The names of what PEFT saves of a model's state dict; None: it has to compute what it saves (AdaLoRA's ranks,
+    VB-LoRA's best vectors), and may need any of it.
+    """
     tensors = (*model.named_parameters(remove_duplicate=False), *persistent_buffers(model))
-    return all(tensor.requires_grad for name, tensor in tensors if any(part in name for part in _OF_ADAPTERS))
+    shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors}
+    shapes |= {name: torch.empty_like(shapes[first]) for name, first in further_names(model) if first in shapes}
+    names = {id(value): name for name, value in shapes.items()}
+    chosen = set[str]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns again as it saves
+        for adapter in model.peft_config:
+            try:
+                found = peft.get_peft_model_state_dict(model, dict(shapes), adapter)
+            except (NotImplementedError, RuntimeError):  # there are no values to compute with
+                return None
+            taken = [value for value in found.values() if value.is_meta]
+            if not all(id(value) in names for value in taken):
+                return None
+            chosen.update(names[id(value)] for value in taken)
+    return chosen
 
 
 def keep_dtype(folder: Path, dtypes: Mapping[str, torch.dtype]) -> None:

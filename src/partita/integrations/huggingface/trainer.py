@@ -1,5 +1,6 @@
 """transformers' Trainer, and every trainer derived from it, with an engine behind its accelerator."""
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,6 @@ from typing import Any
 import torch
 import transformers
 import transformers.trainer
-from accelerate.utils import broadcast_object_list
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -19,7 +19,7 @@ from partita.engine.engine import Engine
 from partita.errors import ConfigError, PartitaError
 from partita.integrations.huggingface.accelerator import CHECKPOINT, Accelerator, Source
 from partita.integrations.huggingface.arguments import check_training_arguments, given, has_schedule
-from partita.integrations.huggingface.checkpoints import newest_complete, what_lacks
+from partita.integrations.huggingface.checkpoints import newest_on_rank_0, what_lacks
 from partita.integrations.huggingface.engines import Prepared
 from partita.integrations.huggingface.replaced import replaced
 from partita.integrations.huggingface.saving import keep_dtype, saved_weights
@@ -132,10 +132,9 @@ class Trainer(transformers.Trainer):
         """See ``transformers.Trainer.train``; True resumes from the newest complete checkpoint."""
         if resume_from_checkpoint is True:
             folder = Path(self.args.output_dir)
-            found = [newest_complete(folder) if self.args.process_index == 0 else None]
-            resume_from_checkpoint = str(broadcast_object_list(found)[0])
+            resume_from_checkpoint = str(newest_on_rank_0(folder, self.args.process_index))
         elif resume_from_checkpoint and (reason := what_lacks(Path(resume_from_checkpoint))):
-            raise PartitaError(f"resume_from_checkpoint: '{resume_from_checkpoint}': {reason}")
+            raise PartitaError(f"Can't find a valid checkpoint at '{resume_from_checkpoint}': {reason}")
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._engine.wait_for_checkpoint()
         return output
@@ -165,9 +164,10 @@ class Trainer(transformers.Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Gathered on all ranks, written by rank 0."""
         prepared = self._prepared
-        if prepared is not None and state_dict is None:
-            state_dict = saved_weights(prepared)
-        super()._save(output_dir, state_dict)
+        with (
+            saved_weights(prepared) if prepared is not None and state_dict is None else nullcontext(state_dict) as found
+        ):
+            super()._save(output_dir, found)
         if prepared is not None and self.args.should_save:
             keep_dtype(Path(output_dir or self.args.output_dir), prepared.dtypes)
 

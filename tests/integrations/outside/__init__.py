@@ -1,0 +1,1 @@
+"""Plugins of pytest's: other libraries' own tests on partita (``benchmarks/results/outside.md``)."""

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -186,6 +186,31 @@ def parser(description: str, worlds: Sequence[int]) -> argparse.ArgumentParser:
     made.add_argument("--ranks", type=int, nargs="+", default=list(worlds), help="numbers of ranks (not with --quick)")
     made.add_argument("--only", nargs="+", default=None, metavar="MODE", help="the modes to run, by name")
     return made
+
+
+def opened(title: str, worlds: Sequence[int] = (), *, reps: int) -> tuple[Report, argparse.Namespace]:
+    """The report of modes that are compared in so many repetitions (once with ``--quick``), begun, and the options."""
+    made = parser(title, worlds)
+    made.add_argument("--reps", type=int, default=reps, help="repetitions")
+    options = made.parse_args()
+    if options.quick:
+        options.reps = 1
+    report = Report(title)
+    report.begin()
+    return report, options
+
+
+def in_turn(modes: Iterable[str], num_reps: int) -> Iterator[tuple[int, str]]:
+    """(repetition, mode): every other repetition in the opposite order, so that what comes first has no advantage."""
+    listed = list(modes)
+    for rep in range(num_reps):
+        for mode in listed[::-1] if rep % 2 else listed:
+            yield rep, mode
+
+
+def ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median over repetitions of a mode's time over another's in the same repetition."""
+    return statistics.median(one / other for one, other in zip(mine, theirs, strict=True))
 
 
 def megabytes(num_bytes: float) -> str:

@@ -25,12 +25,19 @@ BURST, LATENCY = "512kb", "200ms"
 @dataclass(frozen=True)
 class Network:
     """Where ranks run: the command that runs another one on each host, the first host's address, and the name of the
-    interface that joins the hosts.
+    interface that joins the hosts. A host has successive ranks; where they are dealt, successive ranks are on
+    successive hosts.
     """
 
     hosts: tuple[tuple[str, ...], ...] = ((),)
     address: str = "127.0.0.1"
     interface: str = LOOPBACK
+    is_dealt: bool = False
+
+    def place(self, rank: int, num_ranks: int) -> tuple[int, int]:
+        """The host of a rank, and its number there."""
+        num = len(self.hosts)
+        return divmod(rank, num)[::-1] if self.is_dealt else divmod(rank, num_ranks // num)
 
 
 @contextmanager

@@ -54,28 +54,20 @@ class Part(nn.Module):
         return x if self.rest is None else self.rest(x)
 
 
-def torch_pipeline(build: Build, stages: int) -> Trainer:
-    """1F1B of ``torch.distributed.pipelining``, with FSDP2 along data where there is more than one such rank."""
+def torch_pipeline(build: Build, stages: int, degree: int = 1) -> Trainer:
+    """1F1B of ``torch.distributed.pipelining``; along data FSDP2, in each stage tensor parallelism of ``degree``."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     dist.init_process_group("gloo")
-    num_data = dist.get_world_size() // stages
-    mesh = init_device_mesh("cpu", (stages, num_data), mesh_dim_names=("pipeline", "data"))
-    stage, data = mesh.get_local_rank("pipeline"), mesh.get_local_rank("data")
-    model = build("cpu")
-    assert isinstance(model, Decoder)
-    num_blocks = len(model.blocks) // stages
-    part = Part(model, stage * num_blocks, (stage + 1) * num_blocks)
-    if num_data > 1:
-        for block in part.blocks:
-            fully_shard(block, mesh=mesh["data"], reshard_after_forward=False)
-        fully_shard(part, mesh=mesh["data"], reshard_after_forward=False)
+    num_data = dist.get_world_size() // stages // degree
+    mesh = init_device_mesh("cpu", (stages, num_data, degree), mesh_dim_names=("pipeline", "data", "tensor"))
+    stage = mesh.get_local_rank("pipeline")
+    part = parts(build, stages)[stage]
+    optimizers = _split(part, part.blocks, mesh)
     group = mesh.get_group("pipeline")
     ready = PipelineStage(part, stage, stages, torch.device("cpu"), group=group)
     schedule = Schedule1F1B(ready, MICRO_BATCHES, loss_fn=_loss)
-    optimizer = torch.optim.AdamW(part.parameters(), fused=True, **OPTIMIZER)
 
     def take_step(tokens: Tensor, targets: Tensor) -> float:
         losses = list[Tensor]()
@@ -83,13 +75,44 @@ def torch_pipeline(build: Build, stages: int) -> Trainer:
             schedule.step(tokens)
         else:
             schedule.step(target=targets, losses=losses)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        _update(optimizers)
         loss = torch.stack(losses).mean().detach() if losses else torch.zeros(())
         dist.all_reduce(loss, group=group)
         return float(loss)
 
-    return Trainer(take_step, None, (data, num_data))
+    return Trainer(take_step, None, (mesh.get_local_rank("data"), num_data))
+
+
+def parts(build: Build, num: int) -> list[Part]:
+    """A decoder, cut into ``num`` parts of as many blocks each."""
+    model = build("cpu")
+    assert isinstance(model, Decoder)
+    size = len(model.blocks) // num
+    return [Part(model, number * size, (number + 1) * size) for number in range(num)]
+
+
+def deepspeed_pipeline(build: Build, stages: int, stage: int = 0) -> Trainer:
+    """DeepSpeed's ``PipelineModule`` of a list of layers, at a stage of ZeRO along data."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    layers = parts(build, build("meta").shape.layers)
+    net = deepspeed.pipe.PipelineModule(layers, num_stages=stages, loss_fn=_loss, partition_method="uniform")
+    num_data = dist.get_world_size() // stages
+    config = {
+        "train_batch_size": MICRO_BATCHES * num_data,  # only divides the reported samples
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "gradient_clipping": 0.0,  # 1.0 by default
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": stage},
+    }
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True, **OPTIMIZER)
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
+
+    def take_step(tokens: Tensor, targets: Tensor) -> float:
+        return float(engine.train_batch(zip(tokens.chunk(MICRO_BATCHES), targets.chunk(MICRO_BATCHES), strict=True)))
+
+    return Trainer(take_step, None, (engine.mpu.get_data_parallel_rank(), num_data))
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -97,12 +120,12 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class ByHeads(nn.Module):
-    """A block's attention with a matrix for each projection; ``heads`` are this rank's."""
+    """A block's attention with a matrix for each projection; each of ``degree`` ranks has as many of the heads."""
 
-    def __init__(self, block: Block, heads: int) -> None:
+    def __init__(self, block: Block, degree: int) -> None:
         super().__init__()
         own = block.attention
-        self.heads, self.head_dim = heads, own.head_dim
+        self.heads, self.head_dim = own.heads // degree, own.head_dim
         for name, weight in zip(("q", "k", "v"), own.qkv.weight.detach().chunk(3), strict=True):
             self.add_module(name, linear(weight))
         self.out = own.out
@@ -138,38 +161,49 @@ def linear(weight: Tensor) -> nn.Linear:
 def torch_tensor(build: Build, degree: int) -> Trainer:
     """``parallelize_module`` on DTensor, with FSDP2 along data where there is more than one such rank."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     dist.init_process_group("gloo")
     num_data = dist.get_world_size() // degree
     mesh = init_device_mesh("cpu", (num_data, degree), mesh_dim_names=("data", "tensor"))
     model = build("cpu")
     assert isinstance(model, Decoder)
-    inner = {name: ColwiseParallel() for name in ("attention.q", "attention.k", "attention.v", "ffn.gate", "ffn.value")}
-    for block in model.blocks:
-        block.attention = ByHeads(block, model.shape.heads // degree)
-        block.ffn = ByColumns(block)
-        outer = {"attention.out": RowwiseParallel(), "ffn.down": RowwiseParallel()}
-        parallelize_module(block, mesh["tensor"], {**inner, **outer})
-        if num_data > 1:
-            fully_shard(block, mesh=mesh["data"], reshard_after_forward=False)
-    if num_data > 1:
-        fully_shard(model, mesh=mesh["data"], reshard_after_forward=False)
-    by_mesh = defaultdict[str, list[nn.Parameter]](list)  # torch's optimizers take parameters of one mesh at a time
-    for param in model.parameters():
-        by_mesh[str(getattr(param, "device_mesh", None))].append(param)
-    optimizers = [torch.optim.AdamW(params, foreach=True, **OPTIMIZER) for params in by_mesh.values()]
+    optimizers = _split(model, model.blocks, mesh)
 
     def take_step(tokens: Tensor, targets: Tensor) -> float:
         loss = model(tokens, targets)
         loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        _update(optimizers)
         return float(loss.detach())
 
     return Trainer(take_step, None, (mesh.get_local_rank("data"), num_data))
+
+
+def _split(model: nn.Module, blocks: nn.ModuleList, mesh: Any) -> list[torch.optim.Optimizer]:
+    """Blocks split over tensor, all of it sharded over data, where there are several such ranks; its optimizers."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    degree, has_data = mesh["tensor"].size(), mesh["data"].size() > 1
+    for block in blocks if degree > 1 else ():
+        assert isinstance(block, Block)
+        block.attention, block.ffn = ByHeads(block, degree), ByColumns(block)
+        inner = ("attention.q", "attention.k", "attention.v", "ffn.gate", "ffn.value")
+        outer = ("attention.out", "ffn.down")
+        plan = {name: ColwiseParallel() for name in inner} | {name: RowwiseParallel() for name in outer}
+        parallelize_module(block, mesh["tensor"], plan)
+    for module in (*blocks, model) if has_data else ():
+        fully_shard(module, mesh=mesh["data"], reshard_after_forward=False)
+    by_mesh = defaultdict[str, list[nn.Parameter]](list)  # torch's optimizers take parameters of one mesh at a time
+    for param in model.parameters():
+        by_mesh[str(getattr(param, "device_mesh", None))].append(param)
+    how = {"foreach": True} if degree > 1 else {"fused": True}
+    return [torch.optim.AdamW(params, **how, **OPTIMIZER) for params in by_mesh.values()]
+
+
+def _update(optimizers: list[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
 
 def torch_context(build: Build) -> Trainer:
@@ -206,12 +240,18 @@ PEERS: dict[str, Callable[[Build], Trainer]] = {
     "torch context 2": torch_context,
     "torch tensor 2 x FSDP2": partial(torch_tensor, degree=2),
     "torch pipeline 2 x FSDP2": partial(torch_pipeline, stages=2),
+    "torch tensor 2 x pipeline 2": partial(torch_pipeline, stages=2, degree=2),
+    "DeepSpeed pipeline 2": partial(deepspeed_pipeline, stages=2),
+    "DeepSpeed pipeline 2 x ZeRO-1": partial(deepspeed_pipeline, stages=2, stage=1),
+    "DeepSpeed pipeline 2 x ZeRO-3": partial(deepspeed_pipeline, stages=2, stage=3),
 }
 OURS: dict[str, Callable[[Build], Trainer]] = {
     "partita tensor 2": _axes(1, tensor=2),
     "partita pipeline 2": _axes(1, pipeline=2),
     "partita sequence 2": _axes(1, sequence=2),
+    "partita tensor 2 x data, stage 1": _axes(1, tensor=2),
     "partita tensor 2 x data, stage 3": _axes(3, tensor=2),
+    "partita pipeline 2 x data, stage 1": _axes(1, pipeline=2),
     "partita pipeline 2 x data, stage 3": _axes(3, pipeline=2),
     "partita tensor 2 x pipeline 2": _axes(1, tensor=2, pipeline=2),
     "partita sequence 2 x data, stage 3": _axes(3, sequence=2),

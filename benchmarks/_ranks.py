@@ -1,7 +1,7 @@
 """Starts the ranks of one run and waits for them: `python -m benchmarks._ranks NUM_RANKS NETWORK MODE WORK FOLDER`.
 
 It is a process of its own so that it can stand in a network namespace of its own. NETWORK is a JSON object of
-:class:`benchmarks._network.Network`, over whose hosts the ranks are spread evenly, the first ones on the first host.
+:class:`benchmarks._network.Network`, over whose hosts the ranks are spread evenly.
 When a rank fails, the others are ended, and what it said is printed.
 """
 
@@ -28,7 +28,7 @@ def main() -> int:
         port = listener.getsockname()[1]
     ranks, num_local = [], num_ranks // len(network.hosts)
     for rank in range(num_ranks):
-        host, local = divmod(rank, num_local)
+        host, local = network.place(rank, num_ranks)
         places = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_local}
         ways = {"MASTER_ADDR": network.address, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": network.interface}
         own = {name: str(value) for name, value in (places | ways).items()}

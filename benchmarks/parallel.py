@@ -10,43 +10,40 @@ compared with the peer in the row's name, in the same repetition. Run nothing el
 
 import statistics
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 
-from benchmarks._common import Report, Run, check_losses, megabytes, parser, run
+from benchmarks._common import Report, Run, check_losses, in_turn, megabytes, opened, ratio, run
 from benchmarks._work import Work
 
 WORK = Work(layers=8, width=512, heads=8, ffn_width=1376, batch=8, sequence=128, steps=8, warmup=3)
 QUICK_WORK = Work(layers=2, width=64, heads=2, ffn_width=96, batch=8, sequence=32, steps=3, warmup=1)
 
-# By number of ranks: each of partita's modes and the peer's that does the same; None where torch has nothing.
-PAIRS: dict[int, dict[str, str | None]] = {
+# By number of ranks: each of partita's modes and the peers' that do the same; none where torch has nothing.
+PAIRS: dict[int, dict[str, tuple[str, ...]]] = {
     2: {
-        "partita tensor 2": "torch tensor 2",
-        "partita pipeline 2": "torch pipeline 2",
-        "partita sequence 2": "torch context 2",
+        "partita tensor 2": ("torch tensor 2",),
+        "partita pipeline 2": ("torch pipeline 2", "DeepSpeed pipeline 2"),
+        "partita sequence 2": ("torch context 2",),
     },
     4: {
-        "partita tensor 2 x data, stage 3": "torch tensor 2 x FSDP2",
-        "partita pipeline 2 x data, stage 3": "torch pipeline 2 x FSDP2",
-        "partita sequence 2 x data, stage 3": None,
-        "partita tensor 2 x pipeline 2": None,
+        "partita tensor 2 x data, stage 3": ("torch tensor 2 x FSDP2",),
+        "partita pipeline 2 x data, stage 1": ("DeepSpeed pipeline 2 x ZeRO-1",),
+        "partita pipeline 2 x data, stage 3": ("torch pipeline 2 x FSDP2", "DeepSpeed pipeline 2 x ZeRO-3"),
+        "partita sequence 2 x data, stage 3": (),
+        "partita tensor 2 x pipeline 2": ("torch tensor 2 x pipeline 2",),
     },
 }
 TARGET = 1.00  # no slower than the peer
+OURS, DDP, CONTEXT = "partita", "DDP", "torch context 2"  # of the last the loss is of other positions
 
 
 def main() -> int:
-    made = parser("Steps on other axes than data", (2, 4))
-    made.add_argument("--reps", type=int, default=3, help="repetitions")
-    options = made.parse_args()
-    work, num_reps = (QUICK_WORK, 1) if options.quick else (WORK, options.reps)
-    report = Report("Parallel axes")
-    report.begin()
-    report.write(_TEXT.format(num_reps=num_reps))
+    report, options = opened("Parallel axes", (2, 4), reps=3)
+    report.write(_TEXT.format(num_reps=options.reps))
     report.write()
     header = ["ranks", "mode", "ms a step", "x DDP", "x its peer", "peak MB above imports", "refused"]
-    worlds = [2] if options.quick else options.ranks
-    report.table(header, (row for world in worlds for row in _rows(report, world, work, num_reps, options.quick)))
+    report.table(header, (row for world in options.ranks for row in _rows(report, world, options)))
     return report.end(options.save)
 
 
@@ -54,46 +51,40 @@ _TEXT = """Median over {num_reps} repetitions of a step's time, of its ratio to 
 along data) and to its peer's in the same repetition; memory of the rank that takes most."""
 
 
-def _rows(report: Report, world: int, work: Work, num_reps: int, quick: bool) -> Iterator[list[str]]:
-    pairs = PAIRS[world]
-    modes = ["DDP", *(peer for peer in pairs.values() if peer), *pairs]
+def _rows(report: Report, world: int, options: Namespace) -> Iterator[list[str]]:
+    pairs, work = PAIRS[world], QUICK_WORK if options.quick else WORK
+    modes = options.only or [DDP, *(peer for peers in pairs.values() for peer in peers), *pairs]
     runs: dict[str, list[Run]] = {mode: [] for mode in modes}
     refused = dict[str, str]()
-    for rep in range(num_reps):
-        for mode in modes if rep % 2 == 0 else modes[::-1]:
-            if mode in refused:
-                continue
+    for _, mode in in_turn(modes, options.reps):
+        if mode not in refused:
             try:
                 runs[mode].append(run(mode, world, work))
             except RuntimeError as error:
-                if mode.startswith(("partita", "DDP")):
+                if mode.startswith((OURS, DDP)):
                     raise
                 refused[mode] = str(error).strip().splitlines()[-1][:120]
                 continue
             print(f"  {mode} on {world} ranks: {runs[mode][-1].step_s * 1e3:.1f} ms", file=sys.stderr, flush=True)
-        check_losses({mode: each[-1] for mode, each in runs.items() if each and mode != "torch context 2"}, "DDP")
-    peer_of = {mode: peer for mode, peer in pairs.items() if peer not in refused}
-    for mode, own in runs.items():
+    trained = {mode: own for mode, own in runs.items() if own}
+    check_losses({mode: own[-1] for mode, own in trained.items() if mode != CONTEXT}, modes[0])
+    step_s = {mode: [one.step_s for one in own] for mode, own in trained.items()}
+    for mode in modes:
         if mode in refused:
             yield [str(world), mode, "", "", "", "", refused[mode]]
             continue
-        beside = peer_of.get(mode)
-        ratio = _ratio(own, runs[beside]) if beside else None
-        if ratio is not None and not quick:
-            report.expect(round(ratio, 2) <= TARGET, f"{mode} on {world} ranks: {ratio:.2f} x {beside}")
+        beside = {peer: ratio(step_s[mode], step_s[peer]) for peer in pairs.get(mode, ()) if peer in step_s}
+        for peer, times in beside.items():
+            report.expect(options.quick or round(times, 2) <= TARGET, f"{mode} on {world} ranks: {times:.2f} x {peer}")
         yield [
             str(world),
             mode,
-            f"{statistics.median(one.step_s for one in own) * 1e3:.1f}",
-            f"{_ratio(own, runs['DDP']):.2f}",
-            "" if ratio is None else f"{ratio:.2f}",
-            megabytes(max(one.work_bytes for one in own)),
+            f"{statistics.median(step_s[mode]) * 1e3:.1f}",
+            f"{ratio(step_s[mode], step_s[modes[0]]):.2f}",
+            ", ".join(f"{times:.2f}" for times in beside.values()),
+            megabytes(max(one.work_bytes for one in trained[mode])),
             "",
         ]
-
-
-def _ratio(mine: list[Run], theirs: list[Run]) -> float:
-    return statistics.median(one.step_s / other.step_s for one, other in zip(mine, theirs, strict=True))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks._common import Report, parser
+from benchmarks._common import Report, in_turn, opened, ratio
 from partita.attention import Layout, block_sparse
 from partita.attention.blocks import visits
 from partita.attention.picture import dense_pairs
@@ -44,18 +44,13 @@ def layouts(window: int) -> dict[str, Layout]:
 
 
 def main() -> int:
-    made = parser("Block-sparse attention", ())
-    made.add_argument("--reps", type=int, default=3, help="repetitions, after one to warm up")
-    options = made.parse_args()
-    lengths, num_reps = (QUICK_LENGTHS, 1) if options.quick else (LENGTHS, options.reps)
-    window = 128 if options.quick else WINDOW
+    report, options = opened("Block-sparse attention", reps=3)
+    lengths, window = (QUICK_LENGTHS, 128) if options.quick else (LENGTHS, WINDOW)
     torch.set_num_threads(usable_cores())
-    report = Report("Block-sparse attention")
-    report.begin()
-    report.write(_TEXT.format(heads=HEADS, width=WIDTH, window=window, threads=usable_cores(), num_reps=num_reps))
+    report.write(_TEXT.format(heads=HEADS, width=WIDTH, window=window, threads=usable_cores(), num_reps=options.reps))
     report.write()
     header = ["positions", "attention", "pairs, x fewer", "ms", "x dense's speed", "of its share", "target"]
-    report.table(header, _rows(report, lengths, window, num_reps, not options.quick))
+    report.table(header, _rows(report, lengths, window, options.reps, not options.quick))
     return report.end(options.save)
 
 
@@ -83,17 +78,16 @@ def _rows(
         }
         calls |= {name: lambda given=given, layout=each: block_sparse(*given, layout) for name, each in chosen.items()}
         times: dict[str, list[float]] = {name: [] for name in calls}
-        for rep in range(num_reps + 1):
-            for name in reversed(calls) if rep % 2 else calls:
-                seconds = _timed(calls[name], given, weights)
-                if rep:  # the first is to warm up
-                    times[name].append(seconds)
+        for rep, name in in_turn(calls, num_reps + 1):
+            seconds = _timed(calls[name], given, weights)
+            if rep:  # the first is to warm up
+                times[name].append(seconds)
         sizes = Sizes(1, length, length)
         yield [str(length), DENSE, "", f"{statistics.median(times[DENSE]) * 1e3:.0f}", "", "", ""]
         for name, layout in chosen.items():
             computed = len(visits(layout, sizes, whole_samples(sizes)).row) * layout.block**2
             fewer = dense_pairs(True, length) / computed
-            speed = statistics.median(d / s for d, s in zip(times[DENSE], times[name], strict=True))
+            speed = ratio(times[DENSE], times[name])
             share, target = speed / fewer, ""
             if has_targets and name == CHOSEN and length >= 16384:
                 target = f"share >= {SHARE_TARGET}"

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partita
-from benchmarks._common import Report, megabytes, parser
+from benchmarks._common import Report, in_turn, megabytes, opened, ratio
 from tests.live_bytes import LiveBytes
 
 WHOLE, TORCH = "whole", "torch's linear_cross_entropy"
@@ -58,17 +58,13 @@ class Speaker(nn.Module):
 
 
 def main() -> int:
-    made = parser("Tiled loss", ())
-    made.add_argument("--reps", type=int, default=7, help="repetitions")
-    options = made.parse_args()
-    sizes, num_reps = (QUICK_SIZES, 1) if options.quick else (SIZES, options.reps)
-    report = Report("Tiled loss")
-    report.begin()
-    report.write(_TEXT.format(num_reps=num_reps))
+    report, options = opened("Tiled loss", reps=7)
+    sizes, targets = (QUICK_SIZES, {}) if options.quick else (SIZES, TARGETS)
+    report.write(_TEXT.format(num_reps=options.reps))
     for size in sizes:
         report.write(f"\n{size.positions} positions, width {size.width}, {size.classes} classes:\n")
         header = ["loss", "peak MB", "x whole", "ms", "x whole", "target"]
-        report.table(header, _rows(report, size, num_reps, {} if options.quick else TARGETS))
+        report.table(header, _rows(report, size, options.reps, targets))
     return report.end(options.save)
 
 
@@ -109,23 +105,21 @@ def _rows(report: Report, size: Size, num_reps: int, targets: dict[str, float]) 
     steps = dict(_steps(size))
     peaks = {mode: _peak_bytes(step) for mode, step in steps.items()}
     times: dict[str, list[float]] = {mode: [] for mode in steps}
-    for rep in range(num_reps + 1):
-        for mode in reversed(steps) if rep % 2 else steps:
-            start = time.perf_counter()
-            steps[mode](rep)
-            if rep:  # the first is to warm up
-                times[mode].append(time.perf_counter() - start)
+    for rep, mode in in_turn(steps, num_reps + 1):
+        start = time.perf_counter()
+        steps[mode](rep)
+        if rep:  # the first is to warm up
+            times[mode].append(time.perf_counter() - start)
     for mode in steps:
-        ratio = statistics.median(mine / whole for mine, whole in zip(times[mode], times[WHOLE], strict=True))
-        target = targets.get(mode)
+        times_whole, target = ratio(times[mode], times[WHOLE]), targets.get(mode)
         if target is not None:
-            report.expect(round(ratio, 2) <= target, f"{mode}: {ratio:.2f} x whole, target {target:.2f}")
+            report.expect(round(times_whole, 2) <= target, f"{mode}: {times_whole:.2f} x whole, target {target:.2f}")
         yield [
             mode,
             megabytes(peaks[mode]),
             f"{peaks[mode] / peaks[WHOLE]:.2f}",
             f"{statistics.median(times[mode]) * 1e3:.0f}",
-            f"{ratio:.2f}",
+            f"{times_whole:.2f}",
             "" if target is None else f"<= {target}",
         ]
 

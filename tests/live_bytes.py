@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, UntypedStorage
@@ -10,11 +11,12 @@ from torch.utils._pytree import tree_leaves
 
 
 def _storages(value: Any) -> Iterator[tuple[int, UntypedStorage]]:
-    """The memory of the tensors in there, with its address."""
+    """The memory of the tensors in there, with its address; those without data have none."""
     for tensor in tree_leaves(value):
         if isinstance(tensor, Tensor) and not tensor.is_meta:
             storage = tensor.untyped_storage()
-            yield storage.data_ptr(), storage
+            with suppress(RuntimeError):  # a wrapper's
+                yield storage.data_ptr(), storage
 
 
 class LiveBytes(TorchDispatchMode):

@@ -9,9 +9,11 @@ import torch
 import partita
 from partita import PartitaError
 from partita.comm.collectives import Collectives
+from partita.comm.connections import Processes
 from partita.comm.control_message import PAYLOAD_BYTES
 from partita.comm.mesh import Mesh
 from partita.comm.world import Rendezvous
+from partita.memory.accelerator import HOST
 from partita.plan.mesh_shape import MeshShape
 from tests.local import pool
 from tests.local.training import Stack, rank, square_loss, world
@@ -19,7 +21,7 @@ from tests.matrix import matrix
 
 
 def collectives() -> Collectives:
-    return Collectives(Mesh(MeshShape(data=world()), torch.device("cpu"), Rendezvous(rank(), world(), 20.0)))
+    return Collectives(Mesh(MeshShape(data=world()), HOST, Processes(HOST, Rendezvous(rank(), world(), 20.0))))
 
 
 def of_any_size() -> None:

@@ -7,10 +7,12 @@ import torch
 
 from partita import PartitaError
 from partita.comm.collectives import Collectives
+from partita.comm.connections import Processes
 from partita.comm.mesh import Mesh
 from partita.comm.together import together
 from partita.comm.world import Rendezvous
 from partita.errors import ConfigError
+from partita.memory.accelerator import HOST
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.traffic import TrafficCount, TrafficKey
 from tests import seeds
@@ -30,7 +32,7 @@ GROUPS = {
 
 
 def real(shape: MeshShape) -> Collectives:
-    made = Collectives(Mesh(shape, torch.device("cpu"), Rendezvous(rank(), world(), 20.0)))
+    made = Collectives(Mesh(shape, HOST, Processes(HOST, Rendezvous(rank(), world(), 20.0))))
     made.open(GROUPS)
     return made
 
@@ -143,7 +145,7 @@ def test_what_is_sent_is_counted_by_axes_and_purpose() -> None:
 
 
 def test_one_rank_has_the_same_calls() -> None:
-    mesh = Mesh(MeshShape(), torch.device("cpu"), Rendezvous(0, 1, 20.0))
+    mesh = Mesh(MeshShape(), HOST, Processes(HOST, Rendezvous(0, 1, 20.0)))
     group = Collectives(mesh).all_ranks
     value = torch.arange(3)
     assert group.exchange(value, "a call").wait().tolist() == [[0, 1, 2]]

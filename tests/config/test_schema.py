@@ -34,7 +34,7 @@ schedule:
   {name: constant, warmup_steps: 0, warmup: linear, max_lr: null, initial_lr: null, initial_steps: 0,
    total_steps: null, decay_steps: null, min_lr: 0.0, min_ratio: 0.0}
 clip_grad_norm: null
-activations: {checkpoint: none, partition: false, offload: none}
+activations: {checkpoint: none, partition: false, offload: none, keep_bytes: none}
 attention:
   {pattern: dense, block: 64, window: null, global: 0, random: 0, causal: auto, layers: auto, layout: [],
    packed: false}

@@ -111,13 +111,42 @@ KEYS = [
 NOT_AVAILABLE = [
     Wrong({section: value}, (f"{key}: ", "is not available in this version; remove it or set it back to its default"))
     for section, value, key in [
-        ("activations", {"partition": True}, "activations.partition"),
-        ("communication", {"gradients": "onebit"}, "communication.gradients"),
+        ("communication", {"gradients": "low_rank"}, "communication.gradients"),
         ("communication", {"parameters": "int4"}, "communication.parameters"),
     ]
 ]
 
 CROSS_FIELD = [
+    Wrong(
+        {"activations": {"partition": True, "checkpoint": "units"}},
+        (
+            "activations.partition splits kept inputs over the ranks that have them alike, which tensor ranks are, and",
+            "Fix: leave activations.partition out, or set parallel.tensor to the ranks that share each layer",
+        ),
+    ),
+    Wrong(
+        {"activations": {"partition": True}, "parallel": {"tensor": 2}},
+        (
+            "activations.partition splits the inputs of modules that are recomputed, and none are",
+            "Fix: set activations.checkpoint to units",
+        ),
+    ),
+    Wrong(
+        {"communication": {"gradients": "ternary"}, "precision": {"gradients": "in_backward"}},
+        ("holds back what codes lose once a step is known to be finite", "Fix: set communication.gradients to int8"),
+    ),
+    Wrong(
+        {"communication": {"gradients": "topk"}, "zero": {"offload": {"optimizer": "disk"}}},
+        ("rests on the device or on the host", "Fix: set zero.offload.optimizer to host"),
+    ),
+    Wrong(
+        {"communication": {"gradients": "2bit"}, "zero": {"offload": {"optimizer": "host", "gradients": "disk"}}},
+        ("rests on the device or on the host", "Fix: set zero.offload.gradients to host"),
+    ),
+    Wrong(
+        {"communication": {"gradients": "onebit"}, "optimizer": {"name": "sgd"}},
+        ("it takes a running average, and plain sgd keeps none", "Fix: set optimizer.momentum to 0.9"),
+    ),
     Wrong(
         {"communication": {"parameters": "int8"}, "zero": {"stage": 2}},
         (

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,14 +13,14 @@ from torch import Tensor, nn
 
 import partita
 from partita import ConfigError, PartitaError
-from partita.activation.offload import NUM_STAYING, Moved
+from partita.activation.inputs import NUM_STAYING, Moved
 from partita.config.load import load_config
 from partita.config.resolve import resolve
 from partita.config.schema import Config
 from tests.live_bytes import LiveBytes
 from tests.local import parity, pool
 from tests.local.test_recompute import RECIPES
-from tests.local.training import WIDTH, Block, Recipe, Stack, inputs, same, train
+from tests.local.training import WIDTH, Block, Recipe, Stack, inputs, rank, same, train, world
 
 RECOMPUTED: dict[str, Any] = {"activations": {"checkpoint": "units"}}
 ON_DISK: dict[str, Any] = {"activations": {"checkpoint": "units", "offload": "disk"}}
@@ -72,7 +73,7 @@ def losses(engine: partita.Engine, num_steps: int = 2) -> list[float]:
 def num_rooms(engine: partita.Engine) -> tuple[int, int]:
     """Rooms on disk, and how many of them are free."""
     gc.collect()
-    rooms = engine._parts.activations._offload.rooms
+    rooms = engine._parts.activations._inputs.rooms
     free = [*rooms._free, *rooms._returned]
     held = engine.memory_report().held.get(("activations", "disk"), 0)
     return held // max([room.num_elements for room in free], default=1), len(free)
@@ -107,7 +108,7 @@ def test_inputs_come_back_ahead_in_the_order_of_backward() -> None:
         for number, block in enumerate(model.blocks):
             block.norm.register_forward_pre_hook(lambda *_, number=number: said.append(f"compute {number}"))
         loss = engine(inputs(0, 0)).square().mean()
-        calls = [call() for call in engine._parts.activations._offload._calls.values()]
+        calls = [call() for call in engine._parts.activations._inputs._calls.values()]
         numbers |= {id(call.moved[0]): number for number, call in enumerate(calls)}
         del calls
         said.clear()
@@ -231,26 +232,38 @@ def test_an_input_that_is_changed_in_place() -> None:
             engine.backward(engine(inputs(0, 0)).square().mean())
 
 
-def test_no_room() -> None:
-    """What is missing is said in bytes, and the engine trains on with less."""
+def no_room_on_one_rank() -> str:
+    """What each rank is told at the step; the engine trains on with less."""
 
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
     x = torch.randn(1000, WIDTH)
-    with partita.initialize(Stack(4), ON_DISK) as engine:
-        with mock.patch.object(os, "posix_fallocate", full):
-            with pytest.raises(PartitaError, match="offload to disk.*reserving 65536 bytes failed: No space"):
-                engine(x)
+    with partita.initialize(Stack(4), {**ON_DISK, "zero": {"stage": 3}}) as engine:
+        with mock.patch.object(os, "posix_fallocate", full) if rank() == world() - 1 else nullcontext():
+            engine.backward(engine(x).square().mean())
+            with pytest.raises(PartitaError) as raised:
+                engine.step()
+        engine.zero_grad()
         engine.backward(engine(x).square().mean())
         assert engine.step().stepped
+        return str(raised.value)
+
+
+def test_no_room_is_told_to_all_ranks() -> None:
+    missing = "reserving 61440 bytes failed: No space"  # a page was taken at the start
+    (alone,) = pool.run(1, no_room_on_one_rank)
+    other, own = pool.run(2, no_room_on_one_rank)
+    assert missing in alone
+    assert missing in own
+    assert other.startswith("rank 1 of the group over data failed: PartitaError: offload to disk")
+    assert missing in other
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     config = {**ON_DISK, "zero": {"offload": {"path": str(tmp_path / "missing")}}}
-    with partita.initialize(Stack(4), config) as engine:
-        with pytest.raises(PartitaError, match="create the folder, or let zero.offload.path name another"):
-            engine(inputs(0, 0))
+    with pytest.raises(PartitaError, match="create the folder, or let zero.offload.path name another"):
+        partita.initialize(Stack(4), config)
 
 
 def test_compiled_modules_keep_their_inputs() -> None:
@@ -258,9 +271,11 @@ def test_compiled_modules_keep_their_inputs() -> None:
     for block in model.blocks:
         block.compile(backend="eager")
     with partita.initialize(model, ON_DISK) as engine:
-        with pytest.warns(UserWarning, match="activations.offload moves nothing out of compiled modules"):
+        with pytest.warns(UserWarning, match="activations.offload and activations.partition leave the inputs"):
             engine.backward(engine(inputs(0, 0)).square().mean())
-        assert engine.memory_report().disk is None
+        moved = engine.memory_report().disk
+        assert moved is not None
+        assert moved.bytes_written == 0
 
 
 def test_the_host_of_a_cpu_is_said_to_be_no_tier() -> None:

@@ -167,6 +167,8 @@ def test_replicated(ranks_per_node: int) -> None:
 def test_codes(row: str) -> None:
     gradients = {"gradients": "int4"}
     both = {"gradients": "int8", "parameters": "int8"} if row.startswith("3") else {"gradients": "int8"}
+    held_back = {"gradients": {"0": "onebit", "1": "ternary", "2": "2bit"}.get(row, "topk")}
+    check(2, Run(ROWS[row], accumulate=2, communication=held_back))
     wires: list[dict[str, Any]] = [gradients, both]
     check(2, *(Run(ROWS[row], p, communication=c) for c in wires for p in PRECISIONS.values()))
     check(2, Run(ROWS[row], accumulate=3, frozen=("blocks.1.",), communication=both))
@@ -176,6 +178,7 @@ def test_codes_cross_between_nodes_once() -> None:
     rows: list[dict[str, Any]] = [ROWS["1"], ROWS["2"], {"stage": 3, "hierarchical": True}]
     check(4, *(Run(zero, communication={"gradients": "int4"}, ranks_per_node=2) for zero in rows))
     check(4, Run({"stage": 3, "replicate": "nodes"}, communication={"gradients": "int8"}, ranks_per_node=2))
+    check(4, *(Run(zero, communication={"gradients": "ternary"}, ranks_per_node=2) for zero in rows[1:]))
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -301,7 +301,6 @@ def chosen_units() -> None:
 
 def not_available() -> None:
     later: list[dict[str, Any]] = [
-        {"activations": {"partition": True}},
         {"communication": {"gradients": "1bit"}},
     ]
     for config in later:

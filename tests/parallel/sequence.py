@@ -18,9 +18,11 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 import partita
 from partita.activation.recompute import Recomputation
 from partita.comm.collectives import Collectives
+from partita.comm.connections import Processes
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh
 from partita.comm.world import Rendezvous
+from partita.memory.accelerator import HOST
 from partita.parallel.applied import Changes
 from partita.parallel.sequence import attention, ring
 from partita.parallel.sequence.apply import SequenceParallel
@@ -81,7 +83,7 @@ def batch_of(name: str, step: int = 0, *, samples: int = 2, length: int = LENGTH
 @contextmanager
 def connected() -> Iterator[Collectives]:
     """All ranks along the sequence axis."""
-    mesh = Mesh(MeshShape(sequence=world()), torch.device("cpu"), Rendezvous(rank(), world(), 60.0))
+    mesh = Mesh(MeshShape(sequence=world()), HOST, Processes(HOST, Rendezvous(rank(), world(), 60.0)))
     try:
         collectives = Collectives(mesh)
         collectives.open([("sequence",)])

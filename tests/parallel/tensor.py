@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
+from partita.comm.connections import Processes
 from partita.comm.mesh import Mesh
 from partita.comm.world import Rendezvous
 from partita.config.load import load_config
 from partita.config.resolve import Resolved, ResolvedBatch
+from partita.memory.accelerator import HOST
 from partita.parallel.applied import Parallel
 from partita.parallel.apply import apply
 from partita.plan.mesh_shape import MeshShape
@@ -35,7 +37,7 @@ class Beside:
 
 def connected(size: int) -> Collectives:
     shape = MeshShape(tensor=size)
-    return Collectives(Mesh(shape, torch.device("cpu"), Rendezvous(rank(), world(), 60.0)))
+    return Collectives(Mesh(shape, HOST, Processes(HOST, Rendezvous(rank(), world(), 60.0))))
 
 
 def on_slices(model: nn.Module, collectives: Collectives, rules: dict[str, str] | None = None) -> Parallel:

@@ -47,6 +47,7 @@ _FALCON = {**_SIZES, **_NO_DROPOUT, "use_cache": False}
 
 BUILD: dict[str, Callable[[], nn.Module]] = {
     "llama": _causal("Llama", **_GROUPED),
+    "llama-4": _causal("Llama", **{**_GROUPED, "num_hidden_layers": 4}),
     "qwen3": _causal("Qwen3", **_GROUPED, head_dim=8),
     "qwen3moe": _causal("Qwen3Moe", **_GROUPED, **_MOE),
     "mixtral": _causal("Mixtral", **_GROUPED, num_local_experts=4, num_experts_per_tok=2),

@@ -19,11 +19,12 @@ from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import Tiers, preset
 from partita.planner.parameters import find_holdings
 from partita.sharding import resting
-from partita.sharding.buckets import Bucket, make_buckets
+from partita.sharding.buckets import Bucket
 from partita.sharding.events import FollowedUnit
 from partita.sharding.executor import Executor
 from partita.sharding.reducer import GradientReducer
 from partita.sharding.residency import Residency
+from partita.sharding.runtime import make_buckets
 from partita.sharding.unit import Member, Segment, Unit
 
 WIDTH = 5

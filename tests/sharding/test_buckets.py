@@ -22,7 +22,8 @@ from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
 from partita.plan.steps import AllGather, Copy, ReduceScatter
 from partita.planner.parameters import Holding
 from partita.sharding.bucket_layout import BucketLayout
-from partita.sharding.buckets import Bucket, make_buckets
+from partita.sharding.buckets import Bucket
+from partita.sharding.runtime import make_buckets
 from partita.sharding.unit import Member, Segment, Unit
 from tests import seeds
 

@@ -3,18 +3,27 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
-from partita.activation.offload import Offload
+from partita.activation.inputs import RestingInputs
+from partita.activation.kept_whole import KeptWhole
+from partita.activation.partition import Partition
 from partita.activation.recompute import Recomputation, chosen_modules
 from partita.activation.tiled_loss import TiledHeads, find_heads
 from partita.activation.tiles import tiled_modules
+from partita.comm.collectives import Collectives
+from partita.comm.together import together
+from partita.config.schema import Activations as ActivationsSection
 from partita.config.schema import Config
 from partita.memory import accelerator
 from partita.memory.tiers import StateMemory
+from partita.parallel.sequence.apply import SEQUENCE
+from partita.parallel.tensor.splitter import TENSOR
 from partita.plan.residence import Tier
+from partita.sharding.hooks import Hook
 
 
 @dataclass(frozen=True)
@@ -40,16 +49,38 @@ class Chosen:
 
 
 class Activations:
-    """Has the chosen modules keep less for backward, until it is removed."""
+    """Has the chosen modules keep less for backward, until it is removed.
 
-    def __init__(self, chosen: Chosen, config: Config, memory: StateMemory, device: torch.device) -> None:
-        settings = config.activations
-        self._offload: Offload | None = None
-        if moves_inputs(config, device.type):
-            self._offload = Offload(memory, device, Tier(settings.offload))
+    Args:
+        under_way: forwards whose backward is to come, at the most.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        chosen: Chosen,
+        config: Config,
+        memory: StateMemory,
+        collectives: Collectives,
+        under_way: int,
+    ) -> None:
+        settings, device = config.activations, collectives.mesh.device
+        self._device, self._all_ranks = device, collectives.all_ranks
+        self._inputs: RestingInputs | None = None
+        self._kept: KeptWhole | None = None
+        tier = inputs_tier(settings, device)
+        if tier is not Tier.DEVICE or settings.partition:
+            split = collectives.group((TENSOR,) if settings.partition else ())
+            self._inputs = RestingInputs(memory, device, tier, Partition(split, collectives.group(())))
+        if settings.keep_bytes != "none":
+            limit = None if isinstance(settings.keep_bytes, str) else settings.keep_bytes
+            alike = collectives.group((SEQUENCE,)), collectives.group((TENSOR,))
+            self._kept = KeptWhole(limit, under_way, alike, memory.ledger)
+        followers = [each for each in (self._inputs, self._kept) if each is not None]
+        self._begun = [model.register_forward_pre_hook(Hook(partial(_begin, each))) for each in followers]
         selective = settings.checkpoint == "selective"
         self._recomputation = Recomputation(
-            chosen.recomputed, selective=selective, tiled=chosen.tiled, offload=self._offload
+            chosen.recomputed, selective=selective, tiled=chosen.tiled, inputs=self._inputs, kept=self._kept
         )
         self._heads = TiledHeads(chosen.heads, config.loss)
 
@@ -57,15 +88,47 @@ class Activations:
         """See :meth:`Recomputation.explained`."""
         return self._recomputation.explained()
 
+    def check(self) -> None:
+        """Tell all ranks where inputs found no room in their tier on one of them. Called on all ranks.
+
+        Raises:
+            PartitaError: on all ranks: they found none.
+        """
+        if self._inputs is not None and self._inputs.rooms.tier is not Tier.DEVICE:
+            with together(self._all_ranks):
+                self._inputs.rooms.check()
+
+    def updated(self) -> None:
+        """A whole step is done. Called on all ranks."""
+        if self._kept is not None:
+            self._kept.find_limit(self._device, self._all_ranks)
+
     def remove(self) -> None:
         """Give the modules back what they had."""
         self._heads.remove()
         self._recomputation.remove()
-        if self._offload is not None:
-            self._offload.close()
+        for handle in self._begun:
+            handle.remove()
+        if self._inputs is not None:
+            self._inputs.close()
 
 
-def moves_inputs(config: Config, device_type: str) -> bool:
-    """Whether inputs are moved: to the host there is nothing to move where the host computes."""
-    tier = config.activations.offload
-    return tier == "disk" or (tier == "host" and device_type != accelerator.HOST.type)
+def _begin(follower: RestingInputs | KeptWhole, module: nn.Module, args: object) -> None:
+    follower.begin_forward()
+
+
+def open_tier(config: Config, memory: StateMemory) -> None:
+    """Have the disk tier there before the first forward, if inputs are to rest in it.
+
+    Raises:
+        PartitaError: its folder is missing or none, may not be written, or has no space.
+    """
+    if config.activations.offload == Tier.DISK.value:
+        memory.provide_disk(0, 1)
+
+
+def inputs_tier(settings: ActivationsSection, device: torch.device) -> Tier:
+    """The tier in which inputs rest: there is nothing to move to the host where the host computes."""
+    if settings.offload == "none" or (settings.offload == "host" and accelerator.is_host(device)):
+        return Tier.DEVICE
+    return Tier(settings.offload)

@@ -20,11 +20,13 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from partita.activation.offload import Call, Offload
+from partita.activation.inputs import Call, RestingInputs
+from partita.activation.kept_whole import KeptWhole
 from partita.activation.replaced import ReplacedForward
 from partita.activation.tiles import InTiles
 from partita.errors import ConfigError, PartitaError
 from partita.planner.group_units import modules_like
+from partita.sharding.nested import tensors_in
 
 KEY = "activations.checkpoint"
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -74,7 +76,8 @@ class Recomputation:
 
     Args:
         tiled: modules that do so for some positions at a time.
-        offload: moves the inputs of the others.
+        inputs: moves the inputs of the others.
+        kept: says which of their calls are not recomputed.
     """
 
     def __init__(
@@ -83,15 +86,16 @@ class Recomputation:
         *,
         selective: bool,
         tiled: Mapping[str, nn.Module],
-        offload: Offload | None,
+        inputs: RestingInputs | None,
+        kept: KeptWhole | None,
     ) -> None:
         self._repeated = ""
         self._forwards = [
-            ReplacedForward(module, InTiles(name, Recomputed(module, partial(self._note, name))))
+            ReplacedForward(module, InTiles(name, Recomputed(name, module, self._note)))
             for name, module in tiled.items()
         ]
         self._forwards += [
-            ReplacedForward(module, Recomputed(module, partial(self._note, name), selective, offload))
+            ReplacedForward(module, Recomputed(name, module, self._note, selective, inputs, kept))
             for name, module in modules.items()
         ]
 
@@ -122,22 +126,31 @@ class Recomputation:
 
 
 class Recomputed:
-    """Runs a module's forward again in backward; ``repeats`` is called when it does."""
+    """Runs a module's forward again in backward; ``repeats`` is called with its name when it does."""
 
     def __init__(
         self,
+        name: str,
         module: nn.Module,
-        repeats: Callable[[], None],
+        repeats: Callable[[str], None],
         selective: bool = False,
-        offload: Offload | None = None,
+        inputs: RestingInputs | None = None,
+        kept: KeptWhole | None = None,
     ) -> None:
-        self._module, self._selective, self._repeats, self._offload = module, selective, repeats, offload
+        self._name, self._module, self._repeats = name, module, partial(repeats, name)
+        self._selective, self._inputs, self._kept = selective, inputs, kept
 
     def __call__(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or checkpoints_itself(self._module):
             return own(*args, **kwargs)
-        if self._offload is not None and self._moves():
-            return self._called_with_moved(self._offload, own, args, kwargs)
+        if self._kept is None or not self._is_first():
+            return self._recomputed(own, *args, **kwargs)
+        with self._kept.call(self._module, list(tensors_in((args, kwargs)))) as is_whole:
+            return own(*args, **kwargs) if is_whole else self._recomputed(own, *args, **kwargs)
+
+    def _recomputed(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._inputs is not None and self._is_first():
+            return self._called_with_moved(self._inputs, own, args, kwargs)
         forward = partial(own, **kwargs)  # checkpoint would take keywords with names of its own for itself
         if torch.compiler.is_compiling():  # what a graph does to buffers comes after the part of it that is repeated
             if self._selective:
@@ -145,28 +158,35 @@ class Recomputed:
             return checkpoint(forward, *args, use_reentrant=False)
         return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts)
 
-    def _moves(self) -> bool:
-        """Whether inputs are moved at all: not where this forward is repeated itself, nor in a compiled graph."""
+    def _is_first(self) -> bool:
+        """Whether this is the forward itself, where it is known: no repetition of it, and not in a compiled graph."""
         if torch.compiler.is_compiling():
             warn_of_compiled()
             return False
         return torch._C._current_graph_task_id() == -1
 
-    def _called_with_moved(self, offload: Offload, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        call = Call(offload, own, args, kwargs)
+    def _called_with_moved(self, inputs: RestingInputs, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        call = Call(inputs, own, self._name, args, kwargs)
         if not call.moved:
             forward = partial(own, **kwargs)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts)
         like = call.moved[0].get().new_empty(0)  # by which checkpoint knows the device, whose random state it keeps
         contexts = partial(self._contexts, call.bring)
         output = checkpoint(call.run, like, *call.others, use_reentrant=False, context_fn=contexts)
-        offload.forward_ended()
+        inputs.forward_ended()
         return output
 
     def _contexts(self, *begun: Callable[[], None]) -> Contexts:
         """Around the forward, and around its repetitions, of which ``begun`` are told first."""
         keeping: Contexts = selecting() if self._selective else (nullcontext(), nullcontext())
-        return keeping[0], Repeating(self._module, keeping[1], (self._repeats, *begun))
+        forward = keeping[0] if self._kept is None else _both(keeping[0], self._kept.measured())
+        return forward, Repeating(self._module, keeping[1], (self._repeats, *begun))
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 class Repeating:
@@ -206,8 +226,8 @@ class Repeating:
 def warn_of_compiled() -> None:
     """Once for each graph."""
     warnings.warn(
-        "activations.offload moves nothing out of compiled modules: their inputs stay on the device; set it to "
-        "none, or leave the modules that activations.checkpoint names uncompiled",
+        "activations.offload, partition and keep_bytes leave compiled modules as they are: their inputs stay whole on "
+        "the device, and they are recomputed; set them to none, or do not compile what activations.checkpoint names",
         stacklevel=2,
     )
 

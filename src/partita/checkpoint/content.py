@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from partita.checkpoint.backend import Value, saved_boxes
-from partita.checkpoint.names import MODEL, STATE
+from partita.checkpoint.names import FEEDBACK, MODEL, STATE
 from partita.checkpoint.plain import plain
 from partita.errors import PartitaError
 from partita.kernels.state import num_blocks
@@ -133,7 +133,8 @@ class Content:
         views, states = self.updater.views.of_segment(segment), self.updater.optimizer.state
         kept = [pair for view in views for pair in states.get(view.tensor, {}).items()]
         places = [(key, state.data_ptr() if isinstance(state, Tensor) else id(state)) for key, state in kept]
-        seen = (segment.trains, places)
+        held = self.runtime.reducer.held_back.of(segment)
+        seen = (segment.trains, places, None if held is None else held.data_ptr())
         known = self._known.get(id(segment))
         if known is None or known.seen != seen:
             found = list(self._new_content(unit, segment))
@@ -143,7 +144,8 @@ class Content:
             self._known[id(segment)] = known
             in_memory = not segment.plan.uses_disk and segment.plan.master.encoding != SPLIT
             if in_memory and all(piece.elements.is_row_major for piece in known.pieces):
-                known.views = self._views(known, [state for _, state in kept if isinstance(state, Tensor)])
+                states_in_memory = [state for _, state in kept if isinstance(state, Tensor)]
+                known.views = self._views(known, [*states_in_memory, *([] if held is None else [held])])
         return known
 
     def _views(self, content: SegmentContent, states: Sequence[Tensor]) -> list[Tensor] | None:
@@ -162,10 +164,13 @@ class Content:
         spans = segment.layout.part(self._index)
         if self._index == 0:  # what has no elements is in no rank's part
             spans += tuple(span for span in segment.layout.spans if not span.num_elements)
+        held = self.runtime.reducer.held_back.of(segment)
         for span in spans:
             place = slice(span.offset, span.offset + span.num_elements)
             elements = members[span.fqn].elements(span.start, span.stop)
             yield from _pieces(MODEL + span.fqn, dtype, elements, itemgetter(place))
+            if held is not None:
+                yield from _pieces(FEEDBACK + span.fqn, held.dtype, elements, _out_of(held, place))
             yield from self._states_of(members[span.fqn], span)
 
     def _states_of(self, member: Member, span: Span) -> Iterator[_Piece | Value]:
@@ -235,6 +240,11 @@ class Content:
         if values.numel() == segment.layout.part_elements:
             return values
         return values.view(segment.layout.num_parts, -1)[self._index]
+
+
+def _out_of(values: Tensor, place: slice) -> Callable[[Tensor], Tensor]:
+    """Takes what lies at a place of values that are no weights."""
+    return lambda weights: values[place]
 
 
 def _has_own_shape(view: View, state: Tensor) -> bool:

@@ -5,6 +5,7 @@ it meets are read whole, checked, and pasted where they belong. Nothing but the 
 states of one unit where they rest on disk, is held beside the states.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from partita.checkpoint.backend import Backend, Chunk, Stored
 from partita.checkpoint.content import ONE_NUMBER, Content, blocks_of
-from partita.checkpoint.names import MODEL, STATE, Names, some_of
+from partita.checkpoint.names import FEEDBACK, MODEL, STATE, Names, some_of
 from partita.checkpoint.training_state import TrainingState
 from partita.comm.together import together
 from partita.errors import PartitaError
@@ -82,6 +83,7 @@ def load(content: Content, training: TrainingState, backend: Backend, folder: Pa
         loading = Loading(content, training, backend.open(folder), wanted)
         loading.check()
         plan = loading.plan()
+    content.runtime.reducer.held_back.clear()
     error = loading.fill_segments(plan)
     with together(all_ranks):
         if error is not None:
@@ -94,8 +96,8 @@ def load(content: Content, training: TrainingState, backend: Backend, folder: Pa
 
 @dataclass(frozen=True)
 class _Target:
-    """What ``elements`` of a stored tensor fill: a place of a segment's weights, or a ``state`` of ``view``; with the
-    chunks that they meet, each with the box that it meets and that box's place among the elements.
+    """What ``elements`` of a stored tensor fill: a place of a segment's weights, a ``state`` of ``view``, or ``held``
+    values; with the chunks that they meet, each with the box that it meets and that box's place among the elements.
     """
 
     key: str
@@ -104,6 +106,7 @@ class _Target:
     place: slice = field(default_factory=lambda: slice(0, 0))
     view: View | None = None
     state: str = ""
+    held: Tensor | None = None
 
     def fill(self, flat: Tensor, tensors: Iterator[Tensor]) -> None:
         """Paste the chunks, which come next, into the elements."""
@@ -209,6 +212,14 @@ class Loading:
                 for state, key in self._names.states(member.holding.fqns).items():
                     if key in self._stored.tensors:
                         yield self._target(key, self._state_elements(view, state, key), view=view, state=state)
+        held = self._runtime.reducer.held_back.of(segment)
+        if held is None or self._wanted.only_model or not segment.is_first_copy:
+            return
+        for span in segment.layout.part(self._runtime.part_index):
+            names = [FEEDBACK + name for name in members[span.fqn].holding.fqns]
+            if (key := next((name for name in names if name in self._stored.tensors), None)) is not None:
+                values = held[span.offset : span.offset + span.num_elements]
+                yield self._target(key, members[span.fqn].elements(span.start, span.stop), held=values)
 
     def _target(self, key: str, elements: FlatRange, **where: Any) -> _Target:
         parts = (
@@ -270,7 +281,9 @@ class Loading:
             rest.end(changed=False)
         states = dict[View, dict[str, Any]]()
         for target in targets:
-            if target.view is None:
+            if target.held is not None:
+                target.fill(target.held, tensors)
+            elif target.view is None:
                 target.fill(weights[target.place], tensors)
             else:
                 room = self._room(target.view, target)
@@ -342,6 +355,16 @@ class Loading:
         executor.deliver(segment, lease.wait(), master)
         lease.end(changed=False)
 
+    def _tell_of_feedback(self) -> None:
+        """What codes held back in one of the two runs only is nothing that a run can go on from."""
+        is_there = any(key.startswith(FEEDBACK) for key in self._stored.tensors)
+        is_here = bool(self._runtime.reducer.held_back)
+        if is_there != is_here and not self._runtime.collectives.mesh.rank:
+            said = "has nothing of what codes of gradients held back, which starts at zero"
+            if is_there:
+                said = "has what codes of gradients held back, and none are sent here: it is dropped"
+            warnings.warn(f"engine.load: '{self._stored.folder}' {said} (communication.gradients)", stacklevel=2)
+
     def fill_others(self) -> Restored:
         """Take up all that is no tensor of a segment. Every rank reads the buffers whole."""
         for name, buffer in self._buffers:
@@ -352,6 +375,7 @@ class Loading:
                 module.set_extra_state(self._stored.value(key))
         if not self._wanted.only_model and self._stored.manifest:
             self._missing += self._training.restore(self._stored, strict=self._wanted.strict)
+            self._tell_of_feedback()
         step = int(self._stored.manifest.get("step", self._updater.steps))
         missing, unexpected = tuple(self._missing), tuple(self._names.strange)
         return Restored(self._stored.folder, step, self._wanted.only_model, missing, unexpected)

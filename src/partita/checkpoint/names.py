@@ -15,6 +15,8 @@ from partita.errors import PartitaError
 from partita.inspection.modules import is_extra_state
 
 MODEL, OPTIMIZER = "model.", "optimizer."
+# What codes of gradients have held back, by parameter: a state of training that no other library has.
+FEEDBACK = "partita.feedback."
 STATE, GROUPS = OPTIMIZER + "state.", OPTIMIZER + "param_groups."
 # What precedes the first component that an optimizer's state dict begins with.
 _BEGINNING = re.compile(r"((?:[^.]+\.)*?)(?:state|param_groups)\.")
@@ -91,7 +93,7 @@ def _holder(stored: Stored, key: str) -> str:
 
 def _without_optimizers(stored: Stored, keys: Iterable[str]) -> list[str]:
     prefixes = tuple(optimizer_prefixes(stored.keys))
-    return [key for key in keys if not key.startswith(prefixes)]
+    return [key for key in keys if not key.startswith((*prefixes, FEEDBACK))]
 
 
 def _choose(stored: Stored, copies: Sequence[str], prefix: str | None) -> str:

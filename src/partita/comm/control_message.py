@@ -74,14 +74,15 @@ class ControlMessage(Generic[T]):
 
     def _payloads(self, gather: Gather) -> list[Tensor]:
         self._first.wait()
-        heads = [HEADER.unpack(bytes(row[: HEADER.size].tolist())) for row in self._rows]
+        heads = [HEADER.unpack_from(row) for row in self._rows.numpy()]
         calls, sizes = [head[0].rstrip(b"\0").decode() for head in heads], [head[1] for head in heads]
         if len(set(calls)) > 1:
             at = "; ".join(f"rank {rank} is at {call}" for rank, call in enumerate(calls))
             raise PartitaError(
                 f"the ranks are at different calls: {at}. Call the engine's methods on every rank, in the same order"
             )
-        payloads = [row[HEADER.size :][:size] for row, size in zip(self._rows, sizes, strict=True)]
+        rows = self._rows[:, HEADER.size :][:, : max(sizes)].unbind()
+        payloads = [row if size >= len(row) else row[:size] for row, size in zip(rows, sizes, strict=True)]
         if max(sizes) > PAYLOAD_BYTES:
             rest = torch.zeros(max(sizes) - PAYLOAD_BYTES, dtype=torch.uint8, device="cpu")
             if self._payload.numel() > PAYLOAD_BYTES:

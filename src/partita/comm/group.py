@@ -17,6 +17,7 @@ from partita.comm.mesh import Mesh
 from partita.comm.transport import Transport
 from partita.comm.watchdog import Watchdog
 from partita.errors import PartitaError
+from partita.memory import timeline
 from partita.plan.traffic import TrafficKey, TrafficMeter
 
 T = TypeVar("T")
@@ -66,16 +67,18 @@ class Group:
 
     # ------------------------------------------------------------------ flat tensors
 
-    def all_gather(self, whole: Tensor, part: Tensor, purpose: str = "parameters", tag: int = 0) -> Handle:
+    def all_gather(
+        self, whole: Tensor, part: Tensor, purpose: str = "parameters", tag: int = 0, *, connections: str = ""
+    ) -> Handle:
         """Start gathering every rank's ``part`` ``[n]`` into ``whole`` ``[size * n]``.
 
         Ranks that gather under different tags wait for each other, if the transport keeps tags apart, where the same
-        tag with other sizes would end them.
+        tag with other sizes would end them. ``connections``: those of another purpose, in which this is in order.
         """
         self._count("all_gather", purpose, (self.size - 1) * part.nbytes)
         explained = partial(self._explained, f"all-gather of {purpose}")
         with explained():
-            work = self.transport.all_gather(whole, part, purpose, tag)
+            work = self.transport.all_gather(whole, part, connections or purpose, tag)
         return Handle(work, explained)
 
     def reduce_scatter(self, out: Tensor, sent: Tensor, received: Tensor, *, accumulate: bool) -> None:
@@ -208,14 +211,18 @@ class Group:
     # -------------------------------------------------------------- beside collectives
 
     def board(self) -> Board | None:
-        """A new board for notes among the ranks, if there are several; called on all of them."""
+        """A new board for notes among the ranks, if there are several and they have a store; called on all of them."""
         topic = self._agreed_topic()
-        return Board(topic, self.index, self.size) if self.size > 1 else None
+        return Board(topic, self.index, self.size) if self._has_notes else None
 
     def watchdog(self) -> Watchdog | None:
-        """What answers for this rank, if there are several; called on all of them."""
+        """What answers for this rank, where others can ask; called on all of them."""
         topic = self._agreed_topic()
-        return Watchdog(topic, self.index, self.size, self._mesh.log) if self.size > 1 else None
+        return Watchdog(topic, self.index, self.size, self._mesh.log) if self._has_notes else None
+
+    @property
+    def _has_notes(self) -> bool:
+        return self.size > 1 and self._mesh.has_store
 
     def _agreed_topic(self) -> str:
         return str(self.exchange_objects(secrets.token_hex(8), "partita.initialize")[0])
@@ -223,7 +230,9 @@ class Group:
     def _count(self, collective: str, purpose: str, sent_bytes: int) -> None:
         if self.size > 1:
             self._mesh.log.operation = f"{collective} of {purpose}"
-            self._meter.add(TrafficKey(collective, self.axes, purpose), sent_bytes)
+            key = TrafficKey(collective, self.axes, purpose)
+            self._meter.add(key, sent_bytes)
+            timeline.sent(key, sent_bytes)
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:

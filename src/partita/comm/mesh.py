@@ -6,22 +6,16 @@ nothing is ever called on one.
 """
 
 from collections.abc import Iterable
-from datetime import timedelta
-from itertools import product
 
 import torch
-import torch.distributed as dist
 
-from partita.comm import world
 from partita.comm.collective_log import CollectiveLog
-from partita.comm.forks import connections_kept_from_children
-from partita.comm.transport import BULK_PURPOSES, LANES, PURPOSES, DeviceTransport, HostTransport, Transport
+from partita.comm.connections import Connections
+from partita.comm.transport import BULK_PURPOSES, Transport
 from partita.comm.watchdog import Watchdog
-from partita.comm.world import Rendezvous
 from partita.errors import PartitaError
-from partita.memory import accelerator
 from partita.memory.streams import Stream
-from partita.plan.mesh_shape import PIPELINE_AXES, MeshShape
+from partita.plan.mesh_shape import MeshShape
 
 
 class Mesh:
@@ -30,26 +24,26 @@ class Mesh:
 
     Args:
         shape: the sizes of the axes; their product is the number of ranks.
-        device: where tensors live; decides the backend (gloo on the host). Control messages always use gloo.
-        rendezvous: used to start ``torch.distributed`` if it is not running yet.
+        device: where tensors live.
+        connections: of this rank; the mesh closes them.
     """
 
-    def __init__(self, shape: MeshShape, device: torch.device, rendezvous: Rendezvous) -> None:
-        self.shape, self.device = shape, device
-        self.timeout_s, self._within_node = rendezvous.timeout_s, rendezvous.within_node
-        self._alone = HostTransport(0, 1, {}, self._within_node, self.timeout_s)  # along no axis
+    def __init__(self, shape: MeshShape, device: torch.device, connections: Connections) -> None:
+        self.shape, self.device, self._connections = shape, device, connections
+        self.rank, self.timeout_s, self.has_store = connections.rank, connections.timeout_s, connections.has_store
+        self._alone = connections.alone()
         self.transports: dict[tuple[str, ...], Transport] = {(): self._alone}
         self._opened: set[tuple[str, ...]] = {()}
-        self._process_groups: list[dist.ProcessGroup] = []
         # Engines that share the mesh share these: on one group, every rank must post in one order.
         self._streams = {purpose: Stream(device, purpose) for purpose in BULK_PURPOSES}
         self.log = CollectiveLog()
         self.watchdog: Watchdog | None = None
-        self._closed, self._world = False, world.join(rendezvous, device)
+        self._closed = False
         try:
-            self.rank, num_ranks = world.running() or (rendezvous.rank, 1)
-            if num_ranks != shape.num_ranks:
-                raise PartitaError(f"the mesh has {shape.num_ranks} ranks, but {num_ranks} processes are running")
+            if connections.num_ranks != shape.num_ranks:
+                raise PartitaError(
+                    f"the mesh has {shape.num_ranks} ranks, but {connections.num_ranks} processes are running"
+                )
             self.open([shape.all_axes])
         except BaseException:
             self.close()
@@ -66,42 +60,8 @@ class Mesh:
         for axes in map(self.shape.named, combinations):
             if axes not in self._opened:
                 self._opened.add(axes)
-                if (transport := self._connect(axes)) is not None:
+                if (transport := self._connections.connect(self.shape, axes)) is not None:
                     self.transports[axes] = transport
-
-    def _connect(self, axes: tuple[str, ...]) -> Transport | None:
-        """None: this rank is on none of the stages."""
-        own = dict[str, dist.ProcessGroup]()
-        size = self.shape.group_size(axes)
-        with connections_kept_from_children():
-            for ranks in self.shape.groups(axes):
-                assert ranks == sorted(ranks), f"axes out of the mesh's order, in which torch numbers ranks: {axes}"
-                for purpose in PURPOSES:
-                    backend = accelerator.backend(accelerator.HOST if purpose == "control" else self.device)
-                    group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_s), backend=backend)
-                    if self.rank in ranks:
-                        own[purpose] = group
-                        self._process_groups.append(group)
-        if not own:
-            return None
-        if accelerator.is_host(self.device):
-            return HostTransport(self.index(axes), size, own, self._within_node, self.timeout_s)
-        return DeviceTransport(self.index(axes), size, own, self._connect_edges(axes))
-
-    def _connect_edges(self, axes: tuple[str, ...]) -> dict[tuple[int, int, str], dist.ProcessGroup]:
-        """Along the pipeline, between each two neighbours: on each of its groups a backend sends in one order."""
-        own = dict[tuple[int, int, str], dist.ProcessGroup]()
-        size = self.shape.group_size(axes)
-        backend = accelerator.backend(self.device)
-        for ranks in self.shape.groups(axes) if axes == PIPELINE_AXES else ():
-            neighbours = {(at, (at + step) % size) for at in range(size) for step in (1, -1)}
-            for (source, target), lane in product(sorted(neighbours), LANES):
-                pair = sorted((ranks[source], ranks[target]))
-                group = dist.new_group(pair, timeout=timedelta(seconds=self.timeout_s), backend=backend)
-                if self.rank in pair:
-                    own[source, target, lane] = group
-                    self._process_groups.append(group)
-        return own
 
     def transport(self, axes: tuple[str, ...]) -> Transport:
         """What moves tensors over ``axes``, named as :meth:`MeshShape.named` does.
@@ -148,9 +108,7 @@ class Mesh:
             raise PartitaError("the mesh is closed, as the engine is that made it: open another engine first")
 
     def close(self) -> None:
-        """Destroy the groups made here, and ``torch.distributed`` itself if it was started here and no other mesh uses
-        it.
-        """
+        """Let go of the connections."""
         if self._closed:
             return
         transports, self.transports, self._closed = self.transports, {(): self._alone}, True
@@ -160,4 +118,4 @@ class Mesh:
             transport.close()
         if self.watchdog is not None:
             self.watchdog.close()
-        world.leave(self._world, self._process_groups)
+        self._connections.close()

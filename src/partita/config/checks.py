@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from partita.config.messages import Row, conflict, row, setting
 from partita.config.schema import Config
+from partita.plan.wire import HELD_BACK
 
 # Settings that do not go together: the keys to show, what is wrong, and one fix.
 Contradiction = tuple[tuple[str, ...], str, str]
@@ -54,6 +55,7 @@ def check_settings(config: Config, derived: Mapping[str, Row]) -> None:
     rules = (
         *_states(config, compute, accumulates),
         *_axes(config),
+        *_activations(config),
         *_training(config),
         *_attention(config),
     )
@@ -89,6 +91,7 @@ def _states(config: Config, compute: str, accumulates: bool) -> Iterator[Contrad
             "precision.moments: int8 belongs to adam and adamw",
             "leave precision.moments out",
         )
+    yield from _feedback(config)
     if precision.gradients != "in_backward":
         return
     if compute == "fp16":
@@ -120,6 +123,35 @@ def _states(config: Config, compute: str, accumulates: bool) -> Iterator[Contrad
         )
 
 
+def _feedback(config: Config) -> Iterator[Contradiction]:
+    """Of codes that hold back what they lose."""
+    codec, offload = config.communication.gradients, config.zero.offload
+    if codec not in HELD_BACK:
+        return
+    if config.precision.gradients == "in_backward":
+        yield (
+            ("communication.gradients", "precision.gradients"),
+            f"communication.gradients: {codec} holds back what codes lose once a step is known to be finite; "
+            "precision.gradients: in_backward updates before that",
+            "set communication.gradients to int8",
+        )
+    for key in ("optimizer", "gradients"):
+        if getattr(offload, key) in ("disk", "auto") and (key, offload.gradients) != ("gradients", "auto"):
+            yield (
+                ("communication.gradients", f"zero.offload.{key}"),
+                f"what communication.gradients: {codec} holds back rests on the device or on the host, as the "
+                "optimizer states do; gradients come there, too",
+                f"set zero.offload.{key} to host",
+            )
+    if codec == "onebit" and config.optimizer.name == "sgd" and config.optimizer.momentum == 0:
+        yield (
+            ("communication.gradients", "optimizer.name", "optimizer.momentum"),
+            "communication.gradients: onebit sends signs, which say nothing of a value's size: it takes a running "
+            "average, and plain sgd keeps none",
+            "set optimizer.momentum to 0.9, or communication.gradients to ternary",
+        )
+
+
 def _axes(config: Config) -> Iterator[Contradiction]:
     parallel = config.parallel
     if parallel.pipeline == 1:
@@ -139,14 +171,30 @@ def _axes(config: Config) -> Iterator[Contradiction]:
         yield ("parallel.schedule", "parallel.chunks"), problem, fix
 
 
+def _activations(config: Config) -> Iterator[Contradiction]:
+    settings, parallel = config.activations, config.parallel
+    for key, what in (
+        ("offload", "moves the inputs of modules that are recomputed"),
+        ("partition", "splits the inputs of modules that are recomputed"),
+        ("keep_bytes", "keeps modules whole that would be recomputed"),
+    ):
+        if settings.checkpoint == "none" and getattr(settings, key) != getattr(Config().activations, key):
+            yield (
+                (f"activations.{key}", "activations.checkpoint"),
+                f"activations.{key} {what}, and none are",
+                "set activations.checkpoint to units",
+            )
+    if settings.partition and parallel.tensor == parallel.sequence == 1:
+        yield (
+            ("activations.partition", "parallel.tensor"),
+            "activations.partition splits kept inputs over the ranks that have them alike, which tensor ranks are, and "
+            "there is one",
+            "leave activations.partition out, or set parallel.tensor to the ranks that share each layer",
+        )
+
+
 def _training(config: Config) -> Iterator[Contradiction]:
     optimizer = config.optimizer
-    if config.activations.offload != "none" and config.activations.checkpoint == "none":
-        yield (
-            ("activations.offload", "activations.checkpoint"),
-            "activations.offload moves the inputs of modules that are recomputed, and none are",
-            "set activations.checkpoint to units",
-        )
     if config.loss.tiled != "none" and config.parallel.sequence > 1:
         yield (
             ("loss.tiled", "parallel.sequence"),
@@ -246,6 +294,8 @@ def idle_settings(config: Config, compute: str) -> Iterator[str]:
     for key in ("schedule", "chunks", "cut"):
         if config.parallel.pipeline == 1 and getattr(config.parallel, key) != getattr(Config().parallel, key):
             yield f"ignored: parallel.{key} (parallel.pipeline is 1)"
+    if config.activations.partition and config.parallel.tensor == 1:
+        yield "ignored: activations.partition (under parallel.sequence each rank keeps its own positions anyway)"
     if precision.master == "split" and compute == "fp32":
         yield "ignored: precision.master (fp32 parameters are their own master weights)"
     if precision.nonfinite != "skip" and finds_its_scale:

@@ -173,9 +173,18 @@ class Activations(Section):
         description="what runs forward again in backward: units; selective: units, but for matrix products, "
         "convolutions and attention, whose results are kept; or modules, by class name or name pattern",
     )
-    partition: Flag = Field(False, description="split kept activations over the tensor axis")
+    partition: Flag = Field(
+        False,
+        description="split the inputs that recomputed modules keep over the tensor ranks, which have them alike, and "
+        "gather them ahead of backward",
+    )
     offload: Literal["none", "host", "disk"] = Field(
         "none", description="tier in which the inputs of recomputed modules rest between forward and backward"
+    )
+    keep_bytes: Literal["none", "auto"] | Bytes = Field(
+        "none",
+        description="bytes for which modules at the end of forward are kept whole in place of being recomputed; auto: "
+        "what the first step left free",
     )
 
 
@@ -242,7 +251,8 @@ class Communication(Section):
     gradients: Text = Field(
         "full",
         description="encoding of gradients as they travel; full: precision.gradients; int8, int4: codes in blocks, "
-        "rounded at random, and summed in fp32; sums that go back do so as int8",
+        "rounded at random, and summed in fp32; 2bit, ternary, onebit, topk: coarser ones, to nearest, whose error is "
+        "held back and sent later; sums that go back do so as int8",
     )
     parameters: Text = Field(
         "full",
@@ -314,8 +324,7 @@ class Config(Section):
 # Documented settings of which this version has only some values, the default first. A value that arrives is added to
 # its line; when all are there, the line is deleted.
 AVAILABLE: dict[str, tuple[object, ...]] = {
-    "activations.partition": (False,),
-    "communication.gradients": ("full", "int8", "int4"),
+    "communication.gradients": ("full", "int8", "int4", "2bit", "ternary", "onebit", "topk"),
     "communication.parameters": ("full", "int8"),
 }
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from partita.activation.apply import Activations, Chosen
+from partita.activation.apply import Activations, Chosen, open_tier
 from partita.attention.apply import SparseAttention
 from partita.checkpoint.checkpoints import Checkpoints
 from partita.comm.collectives import Collectives
@@ -22,8 +22,9 @@ from partita.huggingface.conversion import open_weights
 from partita.huggingface.weights import Weights
 from partita.inspection.gathered import Gathered
 from partita.inspection.whole import Whole
-from partita.memory.disk import open_disk
+from partita.memory.accelerator import is_simulated
 from partita.memory.ledger import Ledger
+from partita.memory.scratch import open_scratch
 from partita.memory.shortage import Shortages
 from partita.memory.tiers import StateMemory
 from partita.optim.build import Factory, build_optimizer, build_schedule, settings_of, wants_kernels
@@ -37,6 +38,7 @@ from partita.parallel.applied import Parallel
 from partita.parallel.apply import apply
 from partita.parallel.pipeline.apply import schedule_of
 from partita.parallel.pipeline.run import Pipeline
+from partita.parallel.pipeline.simulate import simulate
 from partita.parallel.random import agreed_seed
 from partita.parallel.samples import SAMPLE_AXES, SameSamples
 from partita.plan.mesh_shape import AXES, STATE_AXES
@@ -105,7 +107,8 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
 
 def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given: Given, parallel: Parallel) -> Parts:
     settings, mesh, all_ranks, ledger = resolved.config, collectives.mesh, collectives.all_ranks, Ledger()
-    memory = StateMemory(mesh.device, ledger, partial(open_disk, settings.zero.offload, mesh.rank))
+    disk = partial(open_scratch, settings.zero.offload, mesh.rank, simulated=is_simulated(mesh.device))
+    memory = StateMemory(mesh.device, ledger, disk)
     kernels = wants_kernels(settings, resolved.compute_dtype, mesh.device)
     with together(all_ranks):
         optimizer = build_optimizer(list(model.parameters()), settings, given.optimizer, kernels=kernels)
@@ -140,12 +143,15 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
             whole = Whole(runtime, updater)
             gathered = Gathered(runtime, updater, whole, parallel.changes)
             checkpoints = Checkpoints(model, runtime, updater, scheduler, settings)
+            open_tier(settings, memory)
     except BaseException:
         memory.close()
         raise
     weights = source.folder if source is not None else None
     attention.apply()  # inside what runs again in backward
-    activations = Activations(chosen, settings, memory, mesh.device)
+    schedule = schedule_of(resolved)
+    under_way = simulate(schedule).most_kept[mesh.coordinate("pipeline")]
+    activations = Activations(model, chosen, settings, memory, collectives, under_way)
     samples = SameSamples(collectives.group(SAMPLE_AXES), mesh.coordinate("data"))
     return Parts(
         optimizer,
@@ -162,5 +168,5 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         weights,
         parallel,
         samples,
-        Pipeline(model, parallel, schedule_of(resolved), collectives),
+        Pipeline(model, parallel, schedule, collectives),
     )

@@ -18,6 +18,7 @@ from partita.engine.build import Given, Parts, build
 from partita.engine.micro_batches import MicroBatches
 from partita.errors import PartitaError
 from partita.huggingface.export import export
+from partita.memory import accelerator
 from partita.memory.ledger import MemoryReport
 from partita.memory.shortage import explained
 from partita.optim.step import StepUpdater
@@ -287,7 +288,7 @@ class Engine:
         return torch.tensor(sum(every) / len(every))
 
     def _numbers(self, value: Tensor | float, axes: tuple[str, ...]) -> list[float]:
-        mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().view(1)
+        mine = accelerator.read(torch.as_tensor(value, dtype=torch.float64)).view(1)
         every = self._open().runtime.collectives.group(axes).exchange(mine, "a number of every rank").wait()
         return [float(number) for number in every.view(-1).tolist()]
 

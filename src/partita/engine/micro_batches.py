@@ -78,6 +78,7 @@ class MicroBatches:
         done = self.done + 1
         if done == self._num_backwards:
             parts.runtime.residency.within_batch = False
+            parts.activations.check()
         parts.runtime.end_micro_batch()
         if done < self._num_backwards:
             result = StepResult(False, None, parts.updater.scale.value, False, parts.updater.rates)
@@ -85,6 +86,7 @@ class MicroBatches:
             result = parts.updater.update()
             if result.stepped:
                 parts.runtime.updated()
+                parts.activations.updated()
                 parts.scheduler.step()
             result = parts.checkpoints.after_update(result)
         self.begin(done % self._num_backwards)

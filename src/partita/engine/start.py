@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from partita.comm import world
+from partita.comm.connections import Processes
 from partita.comm.mesh import Mesh
 from partita.comm.world import Rendezvous
 from partita.config.launchers import launch_environment
@@ -84,7 +85,7 @@ def initialize(
     )
     owned = mesh is None
     if mesh is None:
-        mesh = Mesh(resolved.mesh, device, rendezvous)
+        mesh = Mesh(resolved.mesh, device, Processes(device, rendezvous))
     elif mesh.shape != resolved.mesh:
         raise ConfigError(f"mesh: the given mesh is {mesh.shape}, but the config asks for {resolved.mesh}")
     else:

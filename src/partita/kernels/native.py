@@ -10,7 +10,7 @@ from torch import Tensor
 
 from partita.errors import PartitaError
 from partita.kernels.state import Weights
-from partita.memory.accelerator import is_host
+from partita.memory.accelerator import is_host, is_simulated
 
 DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
@@ -40,7 +40,7 @@ def levels() -> tuple[str, ...]:
 
 def kernels_for(like: Tensor) -> ModuleType | None:
     """The extension module if it works on this tensor: one of the CPU, where the module was built."""
-    return module() if is_host(like.device) else None
+    return module() if is_host(like.device) and not is_simulated(like.device) else None
 
 
 def launch(num_elements: int, threads: int, level: str | None) -> Launch:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from partita.kernels.quantize import decode_signed, decode_unsigned, encode, join, nearest_bf16, split
 from partita.kernels.state import AdamRule, LionRule, Moments, SgdRule, Weights
-from partita.memory.accelerator import is_host
+from partita.memory.accelerator import is_host, read
 from partita.plan.span import QUANTUM
 
 # Elements; a multiple of the quantum. Small enough for the caches of a processor, large enough to fill a GPU.
@@ -78,7 +78,7 @@ def _step(weights: Weights, grad: Tensor, factor: float, update: Callable[[Tenso
         g = grad[at].float() * factor
         finite &= g.isfinite().all()
         _put(weights, at, update(_master(weights, at), g, at))
-    return bool(finite)
+    return bool(read(finite))
 
 
 def _master(weights: Weights, at: slice) -> Tensor:

@@ -3,10 +3,14 @@
 CUDA, ROCm (``cuda`` to PyTorch), XPU and others come through what PyTorch has for all of them: ``torch.accelerator``,
 ``torch.Stream``, ``torch.Event``, and the device's own module, whose functions have the same names everywhere. Without
 an accelerator tensors are computed on the host, which has neither streams nor events: work there is in order.
+
+A simulated device (:mod:`partita.simulate`) stands for either kind. Its tensors have shapes and no values: they are on
+torch's ``meta`` device. It has neither streams nor events, and a host that is simulated, too.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -14,6 +18,11 @@ import torch.distributed as dist
 from partita.errors import ConfigError, PartitaError
 
 HOST = torch.device("cpu")
+SIMULATED = torch.device("meta")
+# Of most clusters' devices, in PyTorch's words.
+USUAL_KIND = "cuda"
+# What a simulated device is, in PyTorch's words.
+_simulated_kind = HOST.type
 
 
 def device_type() -> str:
@@ -60,9 +69,51 @@ def chosen_device(wanted: object, local_rank: int | None) -> torch.device:
     return own_device(local_rank) if str(device) == kind else device
 
 
+@contextmanager
+def simulating(kind: str) -> Iterator[None]:
+    """Have the simulated device stand for one of this kind (``cpu``, ``cuda``, ...), for a while."""
+    global _simulated_kind
+    before, _simulated_kind = _simulated_kind, kind
+    try:
+        yield
+    finally:
+        _simulated_kind = before
+
+
+def is_simulated(device: torch.device) -> bool:
+    """Whether what is on the device has no memory and no values."""
+    return device.type == SIMULATED.type
+
+
+def kind_of(device: torch.device) -> str:
+    """The device's kind in PyTorch's words; of a simulated one, that which it stands for."""
+    return _simulated_kind if is_simulated(device) else device.type
+
+
 def is_host(device: torch.device) -> bool:
     """Whether what is on the device is in the host's memory, and computed there."""
-    return device.type == HOST.type
+    return kind_of(device) == HOST.type
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether work on the device is queued beside the host's own."""
+    return not is_host(device) and not is_simulated(device)
+
+
+def host_of(device: torch.device) -> torch.device:
+    """Where tensors of the host's are, beside this device."""
+    return device if is_simulated(device) else HOST
+
+
+def readable(device: torch.device) -> torch.device:
+    """Where tensors are that ranks on this device send each other in order to read them."""
+    return HOST if is_simulated(device) else device
+
+
+def read(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's values where Python can read them; of a simulated device's, which has none, ones."""
+    tensor = tensor.detach()
+    return torch.ones_like(tensor, device=HOST) if is_simulated(tensor.device) else tensor.cpu()
 
 
 def set_device(device: torch.device) -> None:
@@ -89,7 +140,7 @@ def name(device: torch.device) -> str:
 
 def new_stream(device: torch.device) -> torch.Stream | None:
     """A stream beside the current one; None on the host."""
-    return None if is_host(device) else torch.Stream(device=device)
+    return torch.Stream(device=device) if has_streams(device) else None
 
 
 def new_event(device: torch.device) -> torch.Event:
@@ -99,13 +150,13 @@ def new_event(device: torch.device) -> torch.Event:
 
 def wait_for_stream(device: torch.device) -> None:
     """Hold the caller until all is done that the current stream has been given."""
-    if not is_host(device):
+    if has_streams(device):
         torch.accelerator.current_stream(device).synchronize()
 
 
 def wait_for_all(device: torch.device) -> None:
     """Hold the caller until all is done that any stream has been given."""
-    if not is_host(device):
+    if has_streams(device):
         torch.accelerator.synchronize(device)
 
 
@@ -116,13 +167,13 @@ def free_bytes(device: torch.device) -> int:
 
 def reclaim(device: torch.device) -> None:
     """Give back to an accelerator what PyTorch keeps of its memory for tensors to come."""
-    if not is_host(device):
+    if has_streams(device):
         torch.get_device_module(device).empty_cache()
 
 
 def allocated_bytes(device: torch.device) -> tuple[int, int]:
     """What this process's tensors take of an accelerator's memory, now and at their peak; 0 on the host."""
-    if is_host(device):
+    if not has_streams(device):
         return 0, 0
     module = torch.get_device_module(device)
     return module.memory_allocated(device), module.max_memory_allocated(device)

@@ -19,7 +19,7 @@ from partita.memory import accelerator
 
 def allocate(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A flat tensor of zeros, page-aligned on the host; its memory goes back to the system when it is dropped."""
-    if not accelerator.is_host(device) or num_elements == 0:
+    if not accelerator.is_host(device) or accelerator.is_simulated(device) or num_elements == 0:
         return torch.zeros(num_elements, dtype=dtype, device=device)
     return torch.frombuffer(Mapping(num_elements * dtype.itemsize), dtype=dtype)
 
@@ -33,8 +33,8 @@ def allocate_host(num_elements: int, dtype: torch.dtype, device: torch.device) -
     Raises:
         PartitaError: so much cannot be pinned.
     """
-    if accelerator.is_host(device) or num_elements == 0:
-        return allocate(num_elements, dtype, accelerator.HOST)
+    if not accelerator.has_streams(device) or num_elements == 0:
+        return allocate(num_elements, dtype, accelerator.host_of(device))
     mapping = Mapping(num_elements * dtype.itemsize)
     mapping.pin(device)
     return torch.frombuffer(mapping, dtype=dtype)

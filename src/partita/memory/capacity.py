@@ -10,6 +10,7 @@ from partita.config.schema import Offload
 from partita.errors import PartitaError
 from partita.memory import accelerator
 from partita.memory.disk import filesystem_in_memory, scratch_folder
+from partita.memory.ledger import process_memory
 from partita.planner.budget import MemoryBudget
 
 # What the states and the working memory leave free: on the device for activations, whose size is not known before the
@@ -35,6 +36,12 @@ def free_now(device: torch.device) -> int:
     """Bytes of the device's memory that tensors can have; on the CPU those are the node's."""
     accelerator.reclaim(device)
     return host_memory()[1] if accelerator.is_host(device) else accelerator.free_bytes(device)
+
+
+def spare_bytes(device: torch.device) -> int:
+    """Bytes of the device's memory that nothing of this process has needed yet, not even at its peak."""
+    now, peak = process_memory() if accelerator.is_host(device) else accelerator.allocated_bytes(device)
+    return max(0, free_now(device) - (peak - now))
 
 
 def usable_cores() -> int:

@@ -119,7 +119,7 @@ class Disk:
         Raises:
             PartitaError: the disk has no room for it.
         """
-        if (end := self._lent_bytes + _in_pages(num_bytes)) > self._num_bytes:
+        if (end := self._lent_bytes + in_pages(num_bytes)) > self._num_bytes:
             self._grow(end)
 
     def reserve(self, num_bytes: int) -> Region:
@@ -128,7 +128,7 @@ class Disk:
         Raises:
             PartitaError: the disk has no room for it.
         """
-        num_bytes = _in_pages(num_bytes)
+        num_bytes = in_pages(num_bytes)
         if self._free[num_bytes]:
             return self._free[num_bytes].pop()
         self.provide(num_bytes)
@@ -250,7 +250,8 @@ def _memory(tensor: Tensor) -> memoryview:
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
-def _in_pages(num_bytes: int) -> int:
+def in_pages(num_bytes: int) -> int:
+    """What so many bytes take of the file."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 

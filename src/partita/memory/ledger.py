@@ -11,18 +11,20 @@ from partita.memory import accelerator
 from partita.memory.disk import DiskReport
 from partita.plan.residence import Tier
 
-STATES = ("parameters", "gradients", "master", "moments")
+STATES = ("parameters", "gradients", "feedback", "master", "moments")
 
 
 @dataclass(frozen=True)
 class MemoryReport:
     """Bytes of this rank, by state and tier, now and at their peak.
 
-    ``held`` and ``peak`` are keyed by (state, tier): the model states ``parameters``, ``gradients``, ``master`` (only
-    where it is not the parameter itself) and ``moments``, the ``buffer_pool`` that lends memory to gathered parameters,
-    the ``buckets`` that gradients travel in, the ``codes`` that parameters come in. ``process_bytes`` is the resident
-    set of the process (its peak: ``process_peak_bytes``), ``device_bytes`` and ``device_peak_bytes`` what the device's
-    allocator says (0 on CPU). ``disk`` is what the disk tier has moved so far (None: nothing rests there).
+    ``held`` and ``peak`` are keyed by (state, tier): the model states ``parameters``, ``gradients``, ``feedback`` (what
+    codes of gradients hold back), ``master`` (only where it is not the parameter itself) and ``moments``, the
+    ``buffer_pool`` that lends memory to gathered parameters, the ``buckets`` that gradients travel in, the ``codes``
+    that parameters come in, the ``activations`` that rest elsewhere or in parts, and what the forwards under way may
+    keep of units that are ``kept_whole``. ``process_bytes`` is the resident set of the process (its peak:
+    ``process_peak_bytes``), ``device_bytes`` and ``device_peak_bytes`` what the device's allocator says (0 on CPU).
+    ``disk`` is what the disk tier has moved so far (None: nothing rests there).
     """
 
     held: dict[tuple[str, str], int]
@@ -35,7 +37,7 @@ class MemoryReport:
 
     @property
     def model_state_bytes(self) -> int:
-        """Bytes held for parameters, gradients, master weights and moments at rest, in every tier."""
+        """Bytes held for parameters, gradients, feedback, master weights and moments at rest, in every tier."""
         return sum(num for (state, _), num in self.held.items() if state in STATES)
 
     @property

@@ -52,7 +52,7 @@ class Event:
 
 def record(device: torch.device) -> Event:
     """An event at this point of the current stream."""
-    if accelerator.is_host(device):
+    if not accelerator.has_streams(device):
         return Event()
     event = accelerator.new_event(device)
     event.record()
@@ -65,7 +65,8 @@ def finish(device: torch.device) -> None:
 
 
 class Stream:
-    """Work beside the current stream's, one piece after the other: on an accelerator's stream, or on a thread.
+    """Work beside the current stream's, one piece after the other: on an accelerator's stream, or on a thread. A
+    simulated device's is done at once.
 
     After a piece that failed no other is run: their events raise the same error.
 
@@ -88,6 +89,9 @@ class Stream:
         """Queue ``work``. What it launches on an accelerator is queued on the stream; without ``waits`` it is called at
         once.
         """
+        if accelerator.is_simulated(self._device):
+            work()
+            return Event()
         if self._stream is None:
             return self._thread.run(None, [work])
         if self._waits:

@@ -17,8 +17,9 @@ from torch import Tensor
 from partita.memory import accelerator
 from partita.memory.allocate import allocate, allocate_host, over
 from partita.memory.buffer_pool import Slot
-from partita.memory.disk import ALIGNMENT, Disk, DiskReport, Region
+from partita.memory.disk import ALIGNMENT, DiskReport, Region
 from partita.memory.ledger import Ledger
+from partita.memory.scratch import Scratch
 from partita.memory.streams import Event, finish
 from partita.plan.residence import Tier
 
@@ -96,7 +97,7 @@ class OnDisk(Kept):
 
     tier = Tier.DISK
 
-    def __init__(self, num_elements: int, dtype: torch.dtype, disk: Disk, staging: "Staging") -> None:
+    def __init__(self, num_elements: int, dtype: torch.dtype, disk: Scratch, staging: "Staging") -> None:
         self.num_elements, self.dtype = num_elements, dtype
         self._disk, self._staging = disk, staging
         self.region: Region = disk.reserve(self.num_bytes)
@@ -168,10 +169,10 @@ class StateMemory:
         disk: opens the disk tier when the first state is kept there.
     """
 
-    def __init__(self, device: torch.device, ledger: Ledger, disk: Callable[[], Disk]) -> None:
+    def __init__(self, device: torch.device, ledger: Ledger, disk: Callable[[], Scratch]) -> None:
         self._device, self.ledger, self._open_disk = device, ledger, disk
         self._staging = Staging(device, ledger)
-        self._disk: Disk | None = None
+        self._disk: Scratch | None = None
 
     def adopt(self, state: str, tensor: Tensor) -> Kept:
         """A state that has its memory on the device already."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from partita.errors import PartitaError
+from partita.memory import accelerator
 from partita.optim.loss_scale import LossScale
 from partita.sharding.reducer import GradientReducer
 from partita.sharding.runtime import Runtime
@@ -148,11 +149,11 @@ class Consensus:
                 parameters.
         """
         if len({square.device for square in squares}) > 1:
-            squares = [square.cpu() for square in squares]
+            squares = [accelerator.read(square) for square in squares]
         mine = torch.stack(list(squares)).sum() if squares else torch.zeros((), dtype=torch.float64, device="cpu")
         scales = set(agreed.scales) - {NO_SCALE}
         scale = MANY_SCALES if len(scales) > 1 else next(iter(scales), NO_SCALE)
-        numbers = [float(mine.cpu()), scale, float(agreed.has_written)]
+        numbers = [float(accelerator.read(mine)), scale, float(agreed.has_written)]
         message = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         every = self._all_ranks.exchange(message, "the norm of engine.step").wait().tolist()
         if any(has_written for _, _, has_written in every):
@@ -176,7 +177,7 @@ class Consensus:
     def sums(self, of_part: Tensor, of_rank: Tensor) -> list[float]:
         """The sums over all ranks of these numbers, one after the other."""
         own = torch.cat([part.to(self._device) for part in (of_part, of_rank)])
-        found: list[float] = self._all_ranks.all_reduce(own).tolist()
+        found: list[float] = accelerator.read(self._all_ranks.all_reduce(own)).tolist()
         return found
 
     def culprit(self, number: int, name: str) -> tuple[str, list[str]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from partita.kernels.state import Weights
+from partita.memory import accelerator
 from partita.memory.tiers import Lease, StateMemory
 from partita.optim.fused import FusedOptimizer, Operands, flat
 from partita.optim.states import Leases, OptimizerStates
@@ -36,7 +37,8 @@ class Context:
 
     def device_of(self, tier: Tier) -> torch.device:
         """Where what is in that tier can be computed with."""
-        return self.executor.device if tier is Tier.DEVICE else torch.device("cpu")
+        device = self.executor.device
+        return device if tier is Tier.DEVICE else accelerator.host_of(device)
 
 
 class SegmentUpdate:

@@ -98,6 +98,7 @@ class StepUpdater(Updater):
             self._reducer.launch(agreed.leftovers)
         self._reducer.drain()
         self._reducer.complete_unreduced()
+        self._reducer.held_back.leave_out_unused(agreed.used)
         self._reducer.add_copies()
         squares = [part for bucket in self._reducer.buckets if bucket.is_first_copy for part in _squares(bucket)]
         norm, scale = self._consensus.norm(squares, agreed, self.steps + 1)
@@ -114,11 +115,15 @@ class StepUpdater(Updater):
             )
 
     def _run(self, used: set[int], factor: float) -> None:
+        # What is held back of sums that travel is of sums as the optimizer gets them.
+        at_once = self._reducer.buckets if self._reducer.held_back else self._updates.inline_buckets
         if factor != 1.0:
-            for bucket in self._updates.inline_buckets:
-                for grad in _owned(bucket):
-                    grad.mul_(factor)
+            for grad in (grad for bucket in at_once for grad in _owned(bucket)):
+                grad.mul_(factor)
+        if self._reducer.held_back:
+            factor = 1.0
         self._reducer.spread()
+        self._reducer.held_back.commit(used)
         self._updates.run(used, factor, self._guard)
 
     def _skip(self, scale: float) -> None:

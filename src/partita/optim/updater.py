@@ -144,6 +144,11 @@ class Updater(ABC):
             self._consensus.compare_written(self.steps + 1)
 
     @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by."""
+        return self.scale.value
+
+    @property
     def rates(self) -> tuple[float, ...]:
         """The learning rate of each parameter group."""
         return tuple(float(group["lr"]) for group in self.optimizer.param_groups)

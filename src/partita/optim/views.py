@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partita.errors import ConfigError
+from partita.memory.accelerator import host_of
 from partita.memory.tiers import StateMemory
 from partita.plan.residence import BLOCK, SPLIT, Tier
 from partita.plan.span import Span
@@ -38,8 +39,9 @@ class View:
         segment = member.segment
         master = segment.plan.master
         self.lent = master.tier is Tier.DISK or master.encoding == SPLIT  # connected while it is updated
-        device = segment.full.device if master.tier is Tier.DEVICE else torch.device("cpu")
-        self.tensor = nn.Parameter(torch.empty(0, device=device), requires_grad=True)
+        device = segment.full.device
+        where = device if master.tier is Tier.DEVICE else host_of(device)
+        self.tensor = nn.Parameter(torch.empty(0, device=where), requires_grad=True)
         if segment.master is not None and not self.lent:
             self.connect(segment.master.lend().tensor)
 

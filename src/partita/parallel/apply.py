@@ -8,6 +8,7 @@ from torch import nn
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
 from partita.config.resolve import Resolved
+from partita.memory.accelerator import is_simulated
 from partita.parallel.applied import Parallel
 from partita.parallel.pipeline.apply import cut_model, leave_alone_elsewhere
 from partita.parallel.random import RandomStreams
@@ -67,5 +68,5 @@ def _apply_sequence(model: nn.Module, mesh: Mesh, collectives: Collectives, para
     parallel.lines += applied.lines
     for stack in applied.stacks:
         parallel.passing |= {id(block): partial(stack.pass_by, block) for block in stack.blocks.values()}
-    if mesh.size("pipeline") == 1:  # elsewhere no rank has all blocks
+    if mesh.size("pipeline") == 1 and not is_simulated(mesh.device):  # elsewhere no rank has all blocks, or values
         parallel.changes.add(FirstBatchCheck(applied).remove)

@@ -104,7 +104,7 @@ class RandomStreams:
         return _hashed(around, name, call, part)
 
     def _begin(self, module: nn.Module, number: int) -> None:
-        of_device = None if accelerator.is_host(self._device) else accelerator.random_state(self._device)
+        of_device = accelerator.random_state(self._device) if accelerator.has_streams(self._device) else None
         self._before.append((module, torch.get_rng_state(), of_device))
         torch.default_generator.manual_seed(number)
         if of_device is not None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from partita.comm.group import Group
 from partita.errors import PartitaError
+from partita.memory import accelerator
 from partita.plan.mesh_shape import AXES, BATCH_AXES
 from partita.sharding.nested import tensors_in
 
@@ -61,5 +62,5 @@ def _prints(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Print]:
 
 
 def _checksum(tensor: Tensor) -> int:
-    flat = tensor.detach().cpu().contiguous().view(-1)
+    flat = accelerator.read(tensor).contiguous().view(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0

@@ -131,6 +131,28 @@ class PlannedSegment:
         return all(self.mesh.coordinate(rank, axis) == 0 for axis in (*self.row.replica_axes, *self.row.copies.axes))
 
     @property
+    def held_sizes(self) -> tuple[int, ...]:
+        """Elements of what codes of gradients hold back, in each sum over a group and in the gather of the sums, one
+        after the other.
+        """
+        num_elements, sizes = self.layout.padded, list[int]()
+        for op in (*self.gradient_phases[0], *self.gradient_phases[1]):
+            if isinstance(op, ReduceScatter):
+                for axes in hops(op.axes, self.mesh) if op.wire.is_coded else (op.axes,):
+                    sizes += [num_elements] if op.wire.feedback else []
+                    num_elements //= self.mesh.group_size(axes)
+            elif isinstance(op, AllGather):
+                sizes += [num_elements] if op.wire.feedback else []
+                num_elements *= self.mesh.group_size(op.axes)
+        return tuple(sizes)
+
+    @property
+    def full_sums(self) -> tuple[Step, ...]:
+        """From values that all ranks add to, on the device in fp32, to the sums, with nothing lost on the way."""
+        held = replace(self.row.feedback, tier=Tier.DEVICE)
+        return in_phases(steps(held, replace(held, shard_axes=self.row.part_axes, partial_axes=()), self.mesh))
+
+    @property
     def received_bytes(self) -> int:
         """The most that one of the reductions receives from other ranks; of codes, their scratch memory."""
         itemsize = self.row.grad_step.encoding.itemsize

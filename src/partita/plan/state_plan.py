@@ -50,9 +50,10 @@ class StatePlan:
     ``param_rest`` between steps; ``param_compute`` inside a unit's forward or backward; ``param_between`` from the end
     of the unit's forward to the start of its backward; ``grad_arrival`` as autograd leaves it; ``grad_between`` between
     micro-batches; ``grad_step`` when the optimizer runs; ``master`` and ``moments`` always. Without ``gradients_rest``
-    the optimizer runs in backward, and gradients are in ``grad_step`` only until it has. ``copies``: the axes over
-    which the gradients in ``grad_step`` are still to be added up, once, before they are measured. ``wires``: what
-    travels on the way.
+    the optimizer runs in backward, and gradients are in ``grad_step`` only until it has. ``feedback``: what codes of
+    gradients have held back, of which each rank has its own, and what counts is their sum (there is none where
+    ``wires`` hold nothing back). ``copies``: the axes over which the gradients in ``grad_step`` are still to be added
+    up, once, before they are measured. ``wires``: what travels on the way.
     """
 
     name: str
@@ -64,6 +65,7 @@ class StatePlan:
     grad_step: Residence
     master: Residence
     moments: Residence
+    feedback: Residence
     gradients_rest: bool = True
     copies: Copies = NO_COPIES
     wires: Wires = AS_THEY_ARE
@@ -164,6 +166,7 @@ def preset(
         grad_step=Residence(row.grad_step, (), e.gradients, gradients),
         master=Residence(row.states, (), e.master, tiers.optimizer),
         moments=Residence(row.states, (), e.moments, tiers.optimizer),
+        feedback=Residence((), STATES, FP32, tiers.optimizer),
         gradients_rest=rest,
         copies=copies.on(mesh),
     )

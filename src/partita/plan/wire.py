@@ -48,6 +48,10 @@ _CODECS = (
     Codec("top8", TOP * (FP32.itemsize + 1), unbiased=False),
 )
 CODECS = {codec.name: codec for codec in _CODECS}
+# By the names that a configuration has for them: those that round at random, and those too coarse for that, whose error
+# is held back.
+AT_RANDOM = ("int8", "int4")
+HELD_BACK = {"2bit": "two_bits", "ternary": "ternary", "onebit": "sign", "topk": "top8"}
 
 
 @dataclass(frozen=True)

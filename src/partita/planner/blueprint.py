@@ -22,7 +22,7 @@ from partita.plan.residence import BF16, ENCODINGS, FP32, INT8, SPLIT, Encoding
 from partita.plan.share import NO_COPIES, NO_SHARES, Copies, Share, Shares
 from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import Encodings, StatePlan, Tiers, preset, preset_name
-from partita.plan.wire import CODECS, Wire, Wires
+from partita.plan.wire import AT_RANDOM, CODECS, HELD_BACK, Wire, Wires
 from partita.planner.budget import MemoryBudget
 from partita.planner.dtypes import encoding_of
 from partita.planner.group_units import UnitSpec, group_units, keep_fp32_modules
@@ -88,19 +88,24 @@ def row_of(
 
 
 def _wires(asked: Communication, row: StatePlan) -> Wires:
-    """Codes that are added up are right on average; parameters come alike from each gather. What has no floating point
-    of its own travels as it is.
+    """Codes that are added up are right on average, or hold back what they lose; parameters come alike from each
+    gather. What has no floating point of its own travels as it is.
     """
-    summed, gathered = CODECS.get(asked.gradients), CODECS.get(asked.parameters)
+    gathered = CODECS.get(asked.parameters)
     if row.param_compute.encoding.name not in ENCODINGS:
         gathered = None
     gradients = row.grad_step.encoding
     parameters = Wire(row.param_compute.encoding, gathered)
-    if summed is None:
+    if asked.gradients in HELD_BACK:
+        summed = Wire(gradients, CODECS[HELD_BACK[asked.gradients]], feedback=True)
+        if not row.replica_axes:
+            return Wires(summed, summed, parameters)
+    elif asked.gradients in AT_RANDOM:
+        summed = Wire(gradients, CODECS[asked.gradients], unbiased=True)
+    else:
         return Wires(parameters=parameters)
-    # Nothing evens out what the sums lose: they take the finer codes.
-    sums = Wire(gradients, CODECS["int8"], unbiased=True)
-    return Wires(Wire(gradients, summed, unbiased=True), sums, parameters)
+    # Where nothing evens out what the sums lose, they take the finer codes.
+    return Wires(summed, Wire(gradients, CODECS["int8"], unbiased=True), parameters)
 
 
 def make_blueprint(

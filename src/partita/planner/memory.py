@@ -12,6 +12,8 @@ from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import Residence, Tier
 
 ADAM_MOMENTS = 2
+# What codes hold back is there twice: as it was before the step, and as it will be if the step ends in an update.
+HELD_COPIES = 2
 
 
 def model_state_bytes(
@@ -21,9 +23,10 @@ def model_state_bytes(
 
     Without a ``rank``: the most that any of them may hold, so that what follows from it is the same on all.
 
-    The states are ``parameters``, ``gradients``, ``master`` (only where it has memory of its own) and ``moments``, of
-    which the optimizer keeps ``num_moments`` for each element. Padding is included. Gradients that rest nowhere else
-    are counted where autograd leaves them, as large as their parameters, from backward to the step.
+    The states are ``parameters``, ``gradients``, ``feedback`` (of codes that hold back what they lose), ``master``
+    (only where it has memory of its own) and ``moments``, of which the optimizer keeps ``num_moments`` for each
+    element. Padding is included. Gradients that rest nowhere else are counted where autograd leaves them, as large as
+    their parameters, from backward to the step.
     """
     held = Counter[tuple[str, str]]()
     for unit in units:
@@ -53,12 +56,14 @@ def _states(segment: PlannedSegment, rank: int | None, num_moments: int) -> Iter
         yield "gradients", row.grad_arrival, _value_bytes(segment, row.grad_arrival, rank)
     elif row.gradients_rest:  # others are in working memory, a few at a time
         yield "gradients", row.grad_between, segment.held_bytes(row.grad_between)
+    if sizes := segment.held_sizes:
+        yield "feedback", row.feedback, HELD_COPIES * sum(map(row.feedback.encoding.num_bytes, sizes))
     if not segment.master_is_parameter:
         yield "master", row.master, segment.held_bytes(row.master)
-    if row.moments.tier is Tier.DISK:  # there they are kept as the shard is, with its padding
-        yield "moments", row.moments, num_moments * segment.held_bytes(row.moments)
-    else:
-        yield "moments", row.moments, num_moments * _value_bytes(segment, row.moments, rank)
+    values = _value_bytes(segment, row.moments, rank)
+    if row.moments.tier is Tier.DISK and values:  # there they are kept as the shard is, with its padding
+        values = segment.held_bytes(row.moments)
+    yield "moments", row.moments, num_moments * values
 
 
 def _value_bytes(segment: PlannedSegment, residence: Residence, rank: int | None) -> int:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from partita.plan.mesh_shape import AXES, BATCH_AXES, MeshShape
+from partita.plan.mesh_shape import AXES, BATCH_AXES, PIPELINE_AXES, MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
 from partita.plan.residence import Encoding, Residence
 from partita.plan.steps import AllGather, Encode, ReduceScatter, Slice, Step, in_phases, on_wires, steps
@@ -19,6 +19,8 @@ from partita.plan.wire import Wire, hops
 
 # Bytes of a number in a control message: a count of gathers or of waves, a share of the norm, a loss.
 WORD_BYTES = 8
+# Of the loss that the last stage tells the others.
+LOSS_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,9 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
     if all(segment.row.gradients_rest for segment in segments):
         sent.messages(AXES, 3 * WORD_BYTES)  # the norm, the gradients' scale, whether something was written
     if shape.returns_loss:
-        sent.messages(BATCH_AXES, WORD_BYTES, 2)  # what was drawn, and the loss
+        sent.messages(AXES, WORD_BYTES)  # what was drawn
+        sent.messages(PIPELINE_AXES, LOSS_BYTES)
+        sent.messages(BATCH_AXES, WORD_BYTES)  # the loss
     return sent.meter.report()
 
 

@@ -40,6 +40,14 @@ class BucketLayout:
         self.pieces = {id(member): _pieces(member, first_column[id(member.segment)]) for member in members}
         self.gaps = self._gaps()
 
+    def clear_gaps(self, whole: Tensor, only: int | None = None) -> None:
+        """Padding of ``[num_rows, num_columns]`` becomes zeros, which add nothing to norms. ``only``: ``whole`` is that
+        row.
+        """
+        for row, begin, end in self.gaps:
+            if only in (None, row):
+                (whole[row] if only is None else whole)[begin:end].zero_()
+
     def _gaps(self) -> list[tuple[int, int, int]]:
         covered: list[list[tuple[int, int]]] = [[] for _ in range(self.num_rows)]
         for pieces in self.pieces.values():

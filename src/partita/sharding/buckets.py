@@ -7,10 +7,9 @@ buffer pool while one backward fills and sends it, and where gradients rest nowh
 leads from autograd's gradient to the optimizer's, there is neither: the gradient stays where autograd put it.
 """
 
-import contextlib
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
+from contextlib import nullcontext, suppress
 from enum import Enum
 
 import torch
@@ -22,14 +21,14 @@ from partita.memory.buffer_pool import Slot
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event
 from partita.memory.tiers import InMemory, Kept, StateMemory
-from partita.plan.planned import PlannedSegment
 from partita.plan.residence import Tier
 from partita.planner.dtypes import dtype_of
 from partita.sharding.bucket_layout import BucketLayout
 from partita.sharding.copies import SumOfCopies
+from partita.sharding.feedback import Feedback
 from partita.sharding.movement import Movement, finish_all
 from partita.sharding.squares import square
-from partita.sharding.unit import Member, Unit
+from partita.sharding.unit import Member
 
 
 class BucketState(Enum):
@@ -44,7 +43,8 @@ class Bucket:
     (:class:`~partita.plan.planned.PlannedSegment`); ``moves``: gradients leave where they are collected, for other
     ranks or another memory; ``sums_pass``: the tier of the buffer pool that sums go through (None: they rest);
     ``steps`` to the sums, ``copies`` to those over all copies, and ``spreading`` what follows at the step; ``divisor``:
-    ranks times micro-batches; ``has_all_copies``: those are made; ``is_first_copy``: this rank's shard counts.
+    ranks times micro-batches; ``has_all_copies``: those are made; ``is_first_copy``: this rank's shard counts;
+    ``feedback``: what codes have held back, where they do.
     """
 
     def __init__(self, layout: BucketLayout, accumulate: int, ledger: Ledger) -> None:
@@ -63,6 +63,7 @@ class Bucket:
         self.copies = SumOfCopies(planned)
         self.is_first_copy = layout.segments[0].is_first_copy
         self.has_all_copies = not self.copies.steps
+        self.feedback: Feedback | None = None
         self.divisor = planned.mesh.group_size(self.plan.summed_axes) * accumulate
         self._reduces_twice = len(planned.gradient_reductions) > 1
         self._row = 0
@@ -124,6 +125,8 @@ class Bucket:
     def allocate(self, row: int, memory: StateMemory) -> None:
         """Have memory for the gradients that rest here. ``row`` is this rank's."""
         self._row = row
+        if self.layout.segments[0].planned.held_sizes:
+            self.feedback = Feedback(self.layout, row, memory)
         if self.in_place or self._shard is not None or not self.plan.gradients_rest:
             return
         tier = self.plan.grad_between.tier
@@ -139,13 +142,7 @@ class Bucket:
         slot.last_use.wait()
         self._slot = slot
         self._whole = over(slot.storage, self.dtype, self.layout.num_elements).view(self.layout.num_rows, -1)
-        self._clear_padding()
-
-    def _clear_padding(self) -> None:
-        """It adds nothing to norms."""
-        assert self._whole is not None
-        for row, begin, end in self.layout.gaps:
-            self._whole[row, begin:end].zero_()
+        self.layout.clear_gaps(self._whole)
 
     def note(self, member: Member, *, in_wave: bool) -> None:
         """A member's gradient has come; ``in_wave``: to be reduced with this backward's."""
@@ -185,7 +182,7 @@ class Bucket:
             self.collect(member)
         assert self._whole is not None
         if self.rests_whole and self.plan.wires.gradients.is_coded:
-            self._clear_padding()  # codes of a block that is not finite left it so
+            self.layout.clear_gaps(self._whole)  # codes of a block that is not finite left it so
         for member in self.members:
             if id(member) not in self._arrived:
                 for piece in self.layout.pieces[id(member)]:
@@ -227,12 +224,15 @@ class Bucket:
         assert self._whole is not None
         return self._whole.sum(dtype=torch.float32)
 
-    def launch(self, movement: Movement, received: Tensor | None, sums: Slot | None) -> Callable[[], None]:
+    def launch(
+        self, movement: Movement, received: Tensor | None, sums: Slot | None, scale: float
+    ) -> Callable[[], None]:
         """The work that brings the sum of what is collected now into ``shard``, to be run beside the caller's.
 
         Args:
             received: scratch memory that ``steps`` need.
             sums: where the sum is, if it rests nowhere.
+            scale: what the gradients are multiplied by.
         """
         if sums is not None:
             row = over(sums.storage, self.dtype, self.layout.num_columns)
@@ -242,12 +242,13 @@ class Bucket:
         sent, kept, carry, used = self._whole.view(-1), self._shard, self._carry, frozenset(self._used)
         adds = self._state is BucketState.REDUCED and sums is None
         self._squares = squares = list[Tensor]()
+        feedback = self.feedback
 
         def reduce() -> None:
             replaces = received is None and not adds and carry is None
             if replaces and (writing := kept.write_from(sent)) is not None:
                 squares.extend(square(part) for part in self.parts(sent, used))
-                with contextlib.suppress(PartitaError):  # whoever reads it is told
+                with suppress(PartitaError):  # whoever reads it is told
                     writing.wait()
                 return
             lease = kept.lend(read=adds)
@@ -255,10 +256,13 @@ class Bucket:
             # A second reduction of what was added to the sums before would count these again.
             apart = adds and self._reduces_twice
             summed = sent.view(self.layout.num_rows, -1)[self._row] if apart else shard
-            begun = movement.begin(
-                self.steps, sent, summed, purpose="gradients", accumulate=adds and not apart, received=received
-            )
-            finish_all(begun)
+            with nullcontext(()) if feedback is None else feedback.lent(scale, movement.device) as held:
+                begun = movement.holding(held).begin(
+                    self.steps, sent, summed, purpose="gradients", accumulate=adds and not apart, received=received
+                )
+                finish_all(begun)
+            if feedback is not None:
+                self.layout.clear_gaps(shard, only=self._row)
             if apart:
                 shard.add_(summed.to(shard.device))
             if carry is not None:
@@ -303,8 +307,23 @@ class Bucket:
         assert self._whole is not None
         assert self._shard is not None
         row = self._shard.lend().tensor
-        begun = movement.begin(self.spreading, row, self._whole.view(-1), purpose="gradients", received=received)
-        finish_all(begun)
+        whole, feedback = self._whole.view(-1), self.feedback
+        with nullcontext(()) if feedback is None else feedback.lent(1.0, movement.device) as held:
+            moving = movement.holding(held[-1:])
+            finish_all(moving.begin(self.spreading, row, whole, purpose="gradients", received=received))
+
+    def leave_out_unused(self, used: AbstractSet[int]) -> None:
+        """Where nobody has a gradient, what codes brought of what was held back is no gradient either."""
+        if self.feedback is not None and self._shard is not None:
+            shard = self._shard.lend().tensor
+            for member in self.members:
+                if id(member) not in used and (part := self.owned_of(member, self._row, shard)) is not None:
+                    part.zero_()
+
+    def commit(self, used: AbstractSet[int]) -> None:
+        """The step ends in an update of those that are ``used``."""
+        if self.feedback is not None:
+            self.feedback.commit(self.layout.pieces[id(m)] for m in self.members if id(m) not in used)
 
     def clear(self) -> Slot | None:
         """To OPEN: drop all gradients. Returns the slot that is free now, where a backward did not end."""
@@ -316,6 +335,8 @@ class Bucket:
             forgotten.clear()
         self._state = BucketState.OPEN
         self.has_all_copies = not self.copies.steps
+        if self.feedback is not None:
+            self.feedback.forget()
         return self._let_go()
 
     def _let_go(self) -> Slot | None:
@@ -377,19 +398,3 @@ class Bucket:
             is_mean = self.in_place and is_reduced
             values.add_(member.flat(grad.detach()).float(), alpha=1.0 if is_mean else 1.0 / self.divisor)
         return values
-
-
-def make_buckets(
-    planned: Sequence[Sequence[PlannedSegment]], units: Sequence[Unit], accumulate: int, ledger: Ledger
-) -> list[Bucket]:
-    """The buckets of the units' gradients as they are planned, in the order in which they will be reduced."""
-    segments = {id(segment.planned): segment for unit in units for segment in unit.segments}
-    members = defaultdict[int, list[Member]](list)
-    for member in (member for unit in units for member in unit.members):
-        members[id(member.segment)].append(member)
-    buckets = []
-    for shared in planned:
-        group = [segments[id(segment)] for segment in shared]
-        layout = BucketLayout(group, [member for segment in group for member in members[id(segment)]])
-        buckets.append(Bucket(layout, accumulate, ledger))
-    return buckets

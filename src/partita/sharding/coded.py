@@ -36,35 +36,54 @@ class Gather:
         kernels.decode(self.codec, self.codes, self.target, threads=torch.get_num_threads())
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """How values become codes: by random numbers that follow from ``seed`` (each rank adds its own place), where the
+    wire rounds so; with what was ``held`` back, fp32 ``[n]``, where it does that.
+    """
+
+    seed: int = 0
+    held: Tensor | None = None
+
+
 def begin_gather(
-    group: Group, wire: Wire, source: Tensor, target: Tensor, codes: Tensor, *, seed: int, purpose: str, tag: int
+    group: Group, wire: Wire, source: Tensor, target: Tensor, codes: Tensor, *, how: Rounding, purpose: str, tag: int
 ) -> Gather:
     """Begin to gather every rank's ``source`` ``[n]`` into ``target`` ``[size * n]``.
 
     Args:
-        codes: uint8, memory for those of ``target``.
-        seed: of the random numbers, where values are rounded by such; each rank adds its own place.
+        codes: memory for those of ``target``.
     """
     codec = wire.codec
     assert codec is not None
-    codes = codes[: codec.num_bytes(target.numel())]
+    codes = codes.view(torch.uint8)[: codec.num_bytes(target.numel())]
     own = codes.view(group.size, -1)[group.index]
-    chosen = seed_of(seed, group.index) if wire.unbiased else None
-    kernels.encode(codec, source, own, seed=chosen, threads=torch.get_num_threads())
+    seed = seed_of(how.seed, group.index) if wire.unbiased else None
+    kernels.encode(codec, source, own, seed=seed, held=how.held, threads=torch.get_num_threads())
     return Gather(codec, codes, target, group.all_gather(codes, own, purpose, tag))
 
 
 def reduce_scatter(
-    groups: Sequence[Group], wire: Wire, sent: Tensor, out: Tensor, scratch: Tensor, *, seed: int, accumulate: bool
+    groups: Sequence[Group],
+    wire: Wire,
+    sent: Tensor,
+    out: Tensor,
+    scratch: Tensor,
+    *,
+    seed: int,
+    accumulate: bool,
+    held: Sequence[Tensor] = (),
 ) -> None:
     """Write the sum over all ``groups``, one after the other, of the ranks' ``sent`` ``[n]`` into ``out``, or add it.
     Of several groups the last has the outermost axes: what is this rank's part lies as after one sum over all of them.
 
     Args:
-        scratch: uint8, of :func:`~partita.plan.wire.scratch_bytes`.
+        scratch: memory of :func:`~partita.plan.wire.scratch_bytes`.
         seed: of the random numbers; each rank adds its own place.
+        held: of each group, fp32, as large as what this rank sums up in it: it is added to that, and holds afterwards
+            what the codes do not give back. Of the rank's own part it is used up.
     """
-    values = sent
+    values, scratch = sent, scratch.view(torch.uint8)
     num_codes = wire.num_bytes(sent.numel())
     first_sum = 2 * num_codes
     assert scratch.numel() >= scratch_bytes(wire, sent.numel(), [group.size for group in groups])
@@ -74,30 +93,36 @@ def reduce_scatter(
             num_outer *= outer.size
         # [outer, this group, part]: what goes to one rank of the group is a row for each of the outer ranks.
         rows = values.view(num_outer, group.size, -1).transpose(0, 1)
+        held_rows = held[place].view(num_outer, group.size, -1).transpose(0, 1) if held else None
         num_bytes = wire.num_bytes(values.numel())
         codes, received = (scratch[at : at + num_bytes].view(group.size, num_outer, -1) for at in (0, num_codes))
         stop = first_sum + values.numel() // group.size * 4
         total = scratch[first_sum:stop].view(torch.float32).view(num_outer, -1)
-        _exchange(group, wire, rows, codes, received, seed=seed_of(seed, place, group.index))
-        _add_up(group, wire, rows[group.index], received, total)
+        _exchange(group, wire, rows, (codes, received), held_rows, seed=seed_of(seed, place, group.index))
+        _add_up(group, wire, rows[group.index], received, total, None if held_rows is None else held_rows[group.index])
         values, first_sum = total.view(-1), stop
     write_out(values, out, accumulate=accumulate)
 
 
-def _exchange(group: Group, wire: Wire, rows: Tensor, codes: Tensor, received: Tensor, *, seed: int) -> None:
-    """Send each other rank the codes of its ``rows`` ``[size, outer, n]``."""
+def _exchange(
+    group: Group, wire: Wire, rows: Tensor, room: tuple[Tensor, Tensor], held: Tensor | None, *, seed: int
+) -> None:
+    """Send each other rank the codes of its ``rows`` ``[size, outer, n]``. ``room``: for those, and for what comes."""
     assert wire.codec is not None
+    codes, received = room
     encode = partial(kernels.encode, wire.codec, threads=torch.get_num_threads())
     num_blocks = rows.shape[-1] // BLOCK
     for rank in range(group.size):
         for number, values in enumerate(rows[rank] if rank != group.index else ()):
             first = (rank * rows.shape[1] + number) * num_blocks
-            encode(values, codes[rank, number], seed=seed if wire.unbiased else None, first_block=first)
+            chosen = seed if wire.unbiased else None
+            kept = None if held is None else held[rank, number]
+            encode(values, codes[rank, number], seed=chosen, first_block=first, held=kept)
     group.exchange_parts(received.view(-1), codes.view(-1))
 
 
-def _add_up(group: Group, wire: Wire, own: Tensor, received: Tensor, total: Tensor) -> None:
-    """Add up ``received`` and this rank's ``own``, in rank order."""
+def _add_up(group: Group, wire: Wire, own: Tensor, received: Tensor, total: Tensor, held: Tensor | None) -> None:
+    """Add up ``received`` and this rank's ``own``, in rank order, with what was held back of that."""
     assert wire.codec is not None
     for rank in range(group.size):
         if rank != group.index:
@@ -106,6 +131,9 @@ def _add_up(group: Group, wire: Wire, own: Tensor, received: Tensor, total: Tens
             )
         else:
             write_out(own, total, accumulate=rank > 0)
+            if held is not None:
+                total.add_(held)
+                held.zero_()
 
 
 def seed_of(*numbers: int) -> int:

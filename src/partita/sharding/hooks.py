@@ -98,7 +98,7 @@ class UnitHooks:
             return None
         visit, has_graph, output = self._stack.pop(), False, _ended_with(output)
         if not self._unit.rests_whole:
-            output = _without_views_of(self._unit.storage.data_ptr(), output)
+            output = _without_views_of(self._unit.storage._cdata, output)
         if torch.is_grad_enabled():
             passed = {id(tensor) for tensor in visit.inputs}
             for tensor in tensors_in(output):
@@ -141,15 +141,15 @@ class UnitEvents:
             hooks.remove()
 
 
-def _without_views_of(address: int, output: Any) -> Any:
+def _without_views_of(storage: int, output: Any) -> Any:
     """A unit's output without views of its parameters, whose memory is about to go."""
-    if not any(_lies_at(tensor, address) for tensor in tensors_in(output)):
+    if not any(_lies_in(tensor, storage) for tensor in tensors_in(output)):
         return output
-    return map_tensors(output, lambda tensor: tensor.clone() if _lies_at(tensor, address) else tensor)
+    return map_tensors(output, lambda tensor: tensor.clone() if _lies_in(tensor, storage) else tensor)
 
 
-def _lies_at(tensor: Tensor, address: int) -> bool:
-    return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() == address
+def _lies_in(tensor: Tensor, storage: int) -> bool:
+    return tensor.layout is torch.strided and tensor.untyped_storage()._cdata == storage
 
 
 class ForwardHooks:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.errors import ConfigError
+from partita.memory import accelerator
 
 
 def initialize_module(model: nn.Module, module: nn.Module, name: str, device: torch.device) -> None:
@@ -17,6 +18,8 @@ def initialize_module(model: nn.Module, module: nn.Module, name: str, device: to
     Raises:
         ConfigError: neither is there, or a value is left without having been written.
     """
+    if accelerator.is_simulated(device):  # nothing has values
+        return
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[key] = torch.empty_like(buffer, device=device)

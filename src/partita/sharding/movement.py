@@ -10,7 +10,7 @@ from partita.comm.exchange import Work
 from partita.comm.group import Group
 from partita.plan.steps import AllGather, Copy, Encode, Read, ReduceScatter, Slice, Step, Write, in_phases
 from partita.plan.wire import hops, scratch_bytes
-from partita.sharding.coded import begin_gather, reduce_scatter
+from partita.sharding.coded import Rounding, begin_gather, reduce_scatter
 
 
 class Movement:
@@ -18,15 +18,21 @@ class Movement:
 
     Args:
         seed: of random numbers, where codes are rounded by such.
+        held: what codes have held back so far, of each sum over a group and each gather of sums, one after the other;
+            it changes with each.
     """
 
-    def __init__(self, collectives: Collectives, seed: int = 0) -> None:
-        self._collectives, self._seed = collectives, seed
+    def __init__(self, collectives: Collectives, seed: int = 0, held: Sequence[Tensor] = ()) -> None:
+        self._collectives, self._seed, self._held = collectives, seed, held
         self.device = collectives.mesh.device
 
     def seeded(self, seed: int) -> "Movement":
         """The same with other random numbers."""
-        return Movement(self._collectives, seed)
+        return Movement(self._collectives, seed, self._held)
+
+    def holding(self, held: Sequence[Tensor]) -> "Movement":
+        """The same with what was ``held`` back."""
+        return Movement(self._collectives, self._seed, held)
 
     def begin(
         self,
@@ -55,7 +61,7 @@ class Movement:
             finish_all(self.begin(ops, source, whole, purpose=purpose, tag=tag, received=received))
             target.copy_(whole)
             return []
-        handles = list[Work]()
+        handles, held = list[Work](), list(self._held)
         for op in ops:
             match op:
                 case AllGather(axes, wire):
@@ -64,10 +70,9 @@ class Movement:
                         source = _part(target, group).copy_(source, non_blocking=True)
                     if wire.is_coded:
                         assert received is not None
-                        room, seed = received.view(torch.uint8), self._seed
-                        handles.append(
-                            begin_gather(group, wire, source, target, room, seed=seed, purpose=purpose, tag=tag)
-                        )
+                        how = Rounding(self._seed, held.pop(0) if wire.feedback else None)
+                        begun = begin_gather(group, wire, source, target, received, how=how, purpose=purpose, tag=tag)
+                        handles.append(begun)
                     else:
                         handles.append(group.all_gather(target, source, purpose, tag))
                     source = target
@@ -76,8 +81,11 @@ class Movement:
                     group = self._collectives.group(axes)
                     part = _part(target, group) if target.numel() == source.numel() else target
                     if wire.is_coded:
-                        room, groups = received.view(torch.uint8), self._hops(axes)
-                        reduce_scatter(groups, wire, source, part, room, seed=self._seed, accumulate=accumulate)
+                        groups = self._hops(axes)
+                        kept = [held.pop(0) for _ in groups] if wire.feedback else []
+                        reduce_scatter(
+                            groups, wire, source, part, received, seed=self._seed, accumulate=accumulate, held=kept
+                        )
                     else:
                         room = received[: group.received_elements(source.numel(), source.itemsize)]
                         group.reduce_scatter(part, source, room, accumulate=accumulate)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
 from partita.errors import PartitaError
+from partita.memory import accelerator
 from partita.memory.allocate import over
 from partita.memory.buffer_pool import BufferPool, Slot
 from partita.memory.ledger import Ledger
@@ -24,15 +25,19 @@ from partita.plan.residence import Tier
 from partita.plan.slots import RECEIVING, SENDING, SUMMED, PlannedPool
 from partita.sharding.buckets import Bucket
 from partita.sharding.coded import seed_of
+from partita.sharding.held_back import HeldBack
 from partita.sharding.movement import Movement
 from partita.sharding.scaled import factor_under_way
 from partita.sharding.unit import Member, Segment
 
 
 class GradientUser(Protocol):
-    """Who uses gradients up: the updater. ``steps``: so far."""
+    """Who uses gradients up: the updater. ``steps``: so far; ``loss_scale``: what losses are multiplied by."""
 
     steps: int
+
+    @property
+    def loss_scale(self) -> float: ...
 
     def begin(self) -> None:
         """A backward is about to bring its first gradient."""
@@ -48,12 +53,14 @@ class GradientReducer:
     """Collects and reduces the gradients of all buckets: their mean over the ranks and the micro-batches of a step.
 
     Attributes: ``scales``: what the losses of this rank's gradients since the last update were multiplied by;
-    ``covered``: members whose gradients of a complete batch were collected; ``waves``: how many have ended.
+    ``covered``: members whose gradients of a complete batch were collected; ``waves``: how many have ended;
+    ``held_back``: what codes have, of all buckets.
     """
 
     def __init__(self, buckets: list[Bucket], collectives: Collectives, ledger: Ledger) -> None:
         self.buckets = buckets
         self._movement = Movement(collectives)
+        self.held_back = HeldBack(buckets, self._movement)
         self._device = collectives.mesh.device
         self._bucket_of = {id(member): bucket for bucket in buckets for member in bucket.members}
         self._order = [bucket for bucket in buckets if bucket.moves]
@@ -161,7 +168,7 @@ class GradientReducer:
     @property
     def suspect(self) -> bool:
         """Whether a number that was watched since the last update is not finite."""
-        return self._finite is not None and not bool(self._finite)
+        return self._finite is not None and not bool(accelerator.read(self._finite))
 
     # ---------------------------------------------------------------- in backward
 
@@ -291,7 +298,7 @@ class GradientReducer:
         receiving, received = self._room_to_receive(bucket)
         sums = None if bucket.sums_pass is None else self._summed[bucket.sums_pass]
         summed = None if sums is None else sums.borrow(bucket.shard_bytes)
-        reduce = bucket.launch(self._seeded(), received, summed)
+        reduce = bucket.launch(self._seeded(), received, summed, self._scale_of(bucket))
         awaited = [record(self._device), *(slot.last_use for slot in (receiving, summed) if slot is not None)]
 
         self._launched = self._stream.run(partial(_after, awaited, reduce))
@@ -308,6 +315,16 @@ class GradientReducer:
         assert self._user is not None
         self._num_seeds += 1
         return self._movement.seeded(seed_of(self._user.steps, self._num_seeds))
+
+    def _scale_of(self, bucket: Bucket) -> float:
+        """What the bucket's gradients are multiplied by. (Where they are so by several factors, the step is an error.)
+
+        A rank that has none sends what it has held back all the same: it says by what factor, too.
+        """
+        assert self._user is not None
+        if bucket.feedback is not None and not self.scales:
+            self.scales.add(self._user.loss_scale)
+        return next(iter(self.scales), 1.0)
 
     def _room_to_receive(self, bucket: Bucket) -> tuple[Slot | None, Tensor | None]:
         """Scratch memory for the bucket's reductions, if they need any."""

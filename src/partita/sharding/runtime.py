@@ -2,6 +2,7 @@
 
 import logging
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,8 +13,10 @@ from partita.comm.collectives import Collectives
 from partita.comm.together import together
 from partita.memory.allocate import allocate
 from partita.memory.buffer_pool import BufferPool, Loan
+from partita.memory.ledger import Ledger
 from partita.memory.tiers import StateMemory
 from partita.plan.mesh_shape import MODULE_AXES
+from partita.plan.planned import PlannedSegment
 from partita.plan.residence import ENCODINGS, Tier
 from partita.plan.slots import bytes_ahead, code_bytes, unit_pool
 from partita.planner.blueprint import Blueprint, row_of
@@ -24,7 +27,7 @@ from partita.sharding import resting
 from partita.sharding.agreement import agree
 from partita.sharding.assemble import Assembly, Source, make_units
 from partita.sharding.bucket_layout import BucketLayout
-from partita.sharding.buckets import Bucket, make_buckets
+from partita.sharding.buckets import Bucket
 from partita.sharding.buffers import BufferSync
 from partita.sharding.casts import cast_borders, map_floats
 from partita.sharding.events import Subscriber
@@ -136,7 +139,10 @@ class Runtime:
         rows, mesh = [segment.plan for unit in self.units for segment in unit.segments], self.collectives.mesh
         if any(row.param_rest.tier is not Tier.DEVICE or row.master.tier is not Tier.DEVICE for row in rows):
             mesh.stream("parameters").wait_in_thread()
-        if any(row.grad_step.tier is not Tier.DEVICE or not row.gradients_rest for row in rows):
+        held = [s.plan.feedback for unit in self.units for s in unit.segments if s.trains and s.planned.held_sizes]
+        if any(r.grad_step.tier is not Tier.DEVICE or not r.gradients_rest for r in rows) or any(
+            residence.tier is not Tier.DEVICE for residence in held
+        ):
             mesh.stream("gradients").wait_in_thread()
 
     def _assemble(self, assembly: Assembly) -> None:
@@ -268,6 +274,22 @@ class Runtime:
                 resting.disclaim(member.param)
                 member.uncover()
         self.memory.close()
+
+
+def make_buckets(
+    planned: Sequence[Sequence[PlannedSegment]], units: Sequence[Unit], accumulate: int, ledger: Ledger
+) -> list[Bucket]:
+    """The buckets of the units' gradients as they are planned, in the order in which they will be reduced."""
+    segments = {id(segment.planned): segment for unit in units for segment in unit.segments}
+    members = defaultdict[int, list[Member]](list)
+    for member in (member for unit in units for member in unit.members):
+        members[id(member.segment)].append(member)
+    buckets = []
+    for shared in planned:
+        group = [segments[id(segment)] for segment in shared]
+        layout = BucketLayout(group, [member for segment in group for member in members[id(segment)]])
+        buckets.append(Bucket(layout, accumulate, ledger))
+    return buckets
 
 
 def _announce(member: Member, reducer: GradientReducer) -> Callable[[Tensor], None]:

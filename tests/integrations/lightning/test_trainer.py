@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from partita import ConfigError
 from partita.integrations.lightning import PartitaStrategy
 from tests.integrations.lightning.modules import (
     NOISE,
@@ -66,6 +67,33 @@ def test_losses_and_rates_are_those_of_ddp(case: str, world: int) -> None:
             assert found["steps"] == ddp["steps"]
         assert stages[0]["losses"] == stages[1]["losses"]  # these add up before they reduce, 2 and 3 after
         assert stages[2]["losses"] == stages[3]["losses"]
+
+
+@quietly()
+def on_tensor_ranks(size: int) -> dict[str, Any]:
+    return fitted(Regression, on_partita(1, parallel={"tensor": size}) if size > 1 else on_ddp(), **ACCUMULATED)
+
+
+def test_ranks_that_share_a_model_are_fed_the_same_samples() -> None:
+    ddp = pool.run(2, on_tensor_ranks, 1)
+    for rank, found in enumerate(pool.run(4, on_tensor_ranks, 2, timeout=240)):
+        beside = ddp[rank // 2]
+        assert worst(found["losses"], beside["losses"]) <= 10 * SAME
+        assert (found["rates"], found["steps"]) == (beside["rates"], beside["steps"])
+
+
+@quietly()
+def of_a_pipeline() -> str:
+    try:
+        fitted(Regression, on_partita(1, parallel={"pipeline": 2}))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_pipeline_is_not_fed_by_lightnings_loop() -> None:
+    for said in pool.run(2, of_a_pipeline):
+        assert "parallel.pipeline: 2 under Lightning's Trainer, which calls forward and backward itself" in said
 
 
 @quietly()

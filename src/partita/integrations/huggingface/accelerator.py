@@ -17,10 +17,12 @@ from partita.config.load import load_config
 from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.errors import ConfigError, PartitaError
+from partita.integrations.fed import fed
 from partita.integrations.huggingface.arguments import Argument, check_alike, merged, precision_of
 from partita.integrations.huggingface.engines import Engines, Prepared, adds_up_whole
 from partita.integrations.huggingface.generation import hook_generation, unhook_generation
 from partita.integrations.huggingface.optimizer import EngineOptimizer
+from partita.integrations.huggingface.sharing import SharedScheduler, Sharing
 from partita.memory.accelerator import HOST, device_type
 
 CHECKPOINT = "partita"  # the folder of an engine's checkpoints in one of accelerate's or the Trainer's
@@ -30,6 +32,9 @@ _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGA
 
 class Accelerator(accelerate.Accelerator):
     """An Accelerator whose models train on partita. What is prepared stays the model itself.
+
+    Ranks that share a model (``parallel.tensor``, ``parallel.sequence``) are fed the same samples, and these count once
+    in what is gathered or summed. Attributes: ``engines``; ``fed``, whose samples this rank gets.
 
     Args:
         partita_config: a YAML or JSON file, a mapping, or a :class:`partita.Config`; None: the class's own, or all
@@ -68,7 +73,9 @@ class Accelerator(accelerate.Accelerator):
         self.native_amp, self.scaler = precision.autocast, None
         batch = {"batch.accumulate": steps} if steps > 1 else {}
         settings = merged(config, batch | dict(partita_values or {}))
-        resolve(settings, self.num_processes, self.device.type)  # what contradicts the batch is found here
+        mesh = resolve(settings, self.num_processes, self.device.type).mesh  # what contradicts the batch is found here
+        self.fed = fed(mesh, self.process_index, "accelerate's loop")
+        self._sharing = Sharing(self.fed)
         self.engines = Engines(_fed_by_the_loop(settings), precision.compute, self.device)
         self._schedule = config.schedule
         self._waiting = list[nn.Module]()  # prepared, until their optimizer is
@@ -131,7 +138,14 @@ class Accelerator(accelerate.Accelerator):
                 "their learning rates with it; leave it out of prepare, and call its step with a metric that was "
                 "gathered from all ranks"
             )
-        return super().prepare_scheduler(scheduler)
+        return SharedScheduler(super().prepare_scheduler(scheduler), self.fed)
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prepare a loader: ranks with one data coordinate read the same samples."""
+        if self.fed.copies == 1:
+            return super().prepare_data_loader(data_loader, *args, **kwargs)
+        with self._sharing.loaders(self.dispatch_batches):
+            return super().prepare_data_loader(data_loader, *args, **kwargs)
 
     def _match(self, optimizer: Optimizer) -> Prepared:
         """Put the model whose parameters the optimizer has under the plan."""
@@ -208,6 +222,20 @@ class Accelerator(accelerate.Accelerator):
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """The engine unscales gradients where it clips or steps."""
+
+    def gather(self, tensor: Any) -> Any:
+        """The tensors of all ranks that are fed different samples, one after the other."""
+        return self._sharing.once(super().gather(tensor))
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """The same, without samples that only filled up the last batch."""
+        with self._sharing.objects_once():
+            return super().gather_for_metrics(input_data, use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum or mean over the ranks that are fed different samples."""
+        own = self._sharing.part_of_sum(tensor) if reduction == "sum" else tensor
+        return super().reduce(own, reduction, scale)
 
     # --------------------------------------------------------------------- saving
 

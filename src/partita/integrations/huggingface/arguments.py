@@ -124,7 +124,7 @@ def check_training_arguments(config: Config, args: Any, *, own_optimizer: bool) 
     arguments = [
         Argument("batch.micro", "per_device_train_batch_size", args.train_batch_size),
         Argument("batch.accumulate", "gradient_accumulation_steps", args.gradient_accumulation_steps),
-        Argument("batch.total", "global batch", _total(args)),
+        Argument("batch.total", "global batch", _total(args, config)),
         Argument("clip_grad_norm", "max_grad_norm", float(args.max_grad_norm)),
     ]
     if own_optimizer:
@@ -175,5 +175,6 @@ def _of_schedule(config: Config, args: Any, num_steps: int) -> Iterator[Argument
         yield Argument("schedule.total_steps", "max_steps", later if alike else args.max_steps)
 
 
-def _total(args: Any) -> int:
-    return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+def _total(args: Any, config: Config) -> int:
+    num_data = args.world_size // (config.parallel.tensor * config.parallel.sequence)
+    return int(args.train_batch_size * args.gradient_accumulation_steps * num_data)

@@ -1,7 +1,5 @@
 """transformers' Trainer, and every trainer derived from it, with an engine behind its accelerator."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from partita.integrations.huggingface.accelerator import CHECKPOINT, Accelerator
 from partita.integrations.huggingface.arguments import check_training_arguments, given, has_schedule
 from partita.integrations.huggingface.checkpoints import newest_complete, what_lacks
 from partita.integrations.huggingface.engines import Prepared
+from partita.integrations.huggingface.replaced import replaced
 from partita.integrations.huggingface.saving import keep_dtype, saved_weights
 from partita.integrations.huggingface.training_arguments import SETTINGS
 from partita.optim.build import build_schedule
@@ -79,6 +78,16 @@ class Trainer(transformers.Trainer):
         made = partial(self.accelerator_class, partita_config=config, partita_values=values)
         with replaced(transformers.trainer, "Accelerator", made):
             super().create_accelerator_and_postprocess()
+
+    def get_tp_size(self) -> int:
+        """How many ranks are fed the same samples, by tensor and by sequence."""
+        copies: int = self.accelerator.fed.copies
+        return copies
+
+    def _get_num_items_in_batch(self, *args: Any) -> Any:
+        """What is gathered counts each sample once already."""
+        found = super()._get_num_items_in_batch(*args)
+        return found if found is None else found * self.get_tp_size()
 
     def _source(self) -> Source:
         """The configuration, from the class, the constructor, or ``TrainingArguments(deepspeed=..., fsdp=...)``."""
@@ -188,17 +197,6 @@ def on_partita(trainer_class: type[transformers.Trainer], config: Source = None)
     bases = (trainer_class,) if issubclass(trainer_class, Trainer) else (Trainer, trainer_class)
     own = {"default_config": config, "__module__": trainer_class.__module__, "__doc__": trainer_class.__doc__}
     return type(trainer_class.__name__, bases, own)
-
-
-@contextmanager
-def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """A name of a module stands for another value inside."""
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
 
 
 def _check_whole(config: Config, args: Any) -> None:

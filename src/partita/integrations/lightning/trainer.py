@@ -18,14 +18,17 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from partita.config.launchers import set_local_world_size
+from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.engine.engine import Engine
 from partita.errors import ConfigError, PartitaError
+from partita.integrations.fed import fed
 from partita.integrations.lightning import checkpoint as checkpoints
 from partita.integrations.lightning import settings
 from partita.integrations.lightning.module import EngineModule, start, start_frozen
 from partita.integrations.lightning.precision import EnginePrecision
 from partita.memory import accelerator
+from partita.plan.mesh_shape import MeshShape
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
@@ -100,6 +103,16 @@ class PartitaStrategy(DDPStrategy):
         super().setup_environment()
         if self.num_nodes > 1:
             set_local_world_size(self.num_processes)  # Lightning's own launch tells nobody
+        fed(self._mesh, self.global_rank, "Lightning's Trainer")  # what this does not feed is found here
+
+    @property
+    def _mesh(self) -> MeshShape:
+        return resolve(self._config, self.num_nodes * self.num_processes, accelerator.HOST.type).mesh
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Of the samplers that Lightning makes: ranks with one data coordinate are fed the same samples."""
+        return {"num_replicas": self._mesh.data, "rank": self._mesh.coordinate(self.global_rank, "data")}
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

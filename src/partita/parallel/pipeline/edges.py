@@ -13,6 +13,7 @@ from torch import Tensor
 
 from partita.comm.group import Group, Handle
 from partita.errors import PartitaError
+from partita.memory.accelerator import readable
 from partita.parallel.pipeline.absent import Absent, arrived, is_missing
 from partita.parallel.pipeline.stage import Arguments, bypasses
 
@@ -60,7 +61,9 @@ class Edges:
     device: torch.device
     _asked: dict[object, tuple[int, ...]] = field(default_factory=dict)  # of the next stage
     _lacked: dict[object, tuple[int, ...]] = field(default_factory=dict)  # here
-    _sent: list[Handle] = field(default_factory=list)
+    _sent: list[list[Handle]] = field(default_factory=list)  # forward, by micro-batch
+    _sent_back: list[list[Handle]] = field(default_factory=list)
+    _num_back: int = 0  # backwards of which that is over
 
     @property
     def _before(self) -> int:
@@ -81,7 +84,7 @@ class Edges:
         form = arguments.form, training
         num = len(arguments.leaves)
         if form not in self._asked:
-            request = torch.empty(num, dtype=torch.uint8, device=self.device)
+            request = torch.empty(num, dtype=torch.uint8, device=readable(self.device))
             _wait(self.group.receive([request], self._behind, "request", PURPOSE))
             self._asked[form] = tuple(request.nonzero().view(-1).tolist())
         chosen = [arguments.leaves[at] for at in self._asked[form]]
@@ -89,7 +92,8 @@ class Edges:
             if is_missing(leaf):
                 raise bypasses(leaf, f"'{reader}'")
         values = [arrived(leaf) for leaf in chosen]
-        self._sent += self.group.send([value.detach() for value in values], self._behind, "forward", PURPOSE)
+        handles = self.group.send([value.detach() for value in values], self._behind, "forward", PURPOSE)
+        self._sent.append(list(handles))
         return [value for value in values if value.is_floating_point()]
 
     def receive(
@@ -105,7 +109,7 @@ class Edges:
             self._lacked[form] = tuple(lacking)
             request = torch.zeros(len(arguments.leaves), dtype=torch.uint8)
             request[list(lacking)] = 1
-            self._sent += self.group.send([request.to(self.device)], self._before, "request", PURPOSE)
+            _wait(self.group.send([request.to(readable(self.device))], self._before, "request", PURPOSE))
         if self._lacked[form] != tuple(lacking):
             raise PartitaError(
                 f"stage {self.stage} of the pipeline lacks the arguments {list(lacking)} of its first block, and "
@@ -130,19 +134,32 @@ class Edges:
     def send_back(self, arrivals: Sequence[Arrival]) -> None:
         """Send the stage before the gradients of what it sent; zeros where a value was not used."""
         gradients = [arrival.gradient_or_zeros() for arrival in arrivals]
-        self._sent += self.group.send(gradients, self._before, "backward", PURPOSE)
+        handles = self.group.send(gradients, self._before, "backward", PURPOSE) if gradients else []
+        self._sent_back.append(list(handles))
 
     def receive_back(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Receive the gradients of the floating-point values that were sent."""
+        """Receive the gradients of the floating-point values that were sent, which have left since."""
         gradients = [torch.empty(value.shape, dtype=value.dtype, device=self.device) for value in values]
         _wait(self.group.receive(gradients, self._behind, "backward", PURPOSE))
+        _wait(self._sent.pop(0))
         return gradients
 
     def wait(self, most: int = 0) -> None:
-        """Until no more than ``most`` of what was sent has not left."""
-        done = max(len(self._sent) - most, 0)
-        _wait(self._sent[:done])
-        del self._sent[:done]
+        """Until what was sent forward has left, but for ``most`` micro-batches."""
+        while len(self._sent) > most:
+            _wait(self._sent.pop(0))
+
+    def wait_back(self, num: int) -> None:
+        """Until the gradients of the batch's first ``num`` micro-batches, which the stage before has had, have left."""
+        while self._num_back < num:
+            _wait(self._sent_back.pop(0))
+            self._num_back += 1
+
+    def end_batch(self) -> None:
+        """Until all that was sent has left."""
+        self.wait()
+        self.wait_back(self._num_back + len(self._sent_back))
+        self._num_back = 0
 
 
 def _wait(handles: Sequence[Handle]) -> None:

@@ -1,6 +1,6 @@
 """This rank's stages at work: forwards and backwards of micro-batches in the order of a schedule."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
+from partita.memory import accelerator
 from partita.parallel.applied import Parallel
 from partita.parallel.pipeline.absent import Absent, is_missing
 from partita.parallel.pipeline.cut import outside
@@ -54,6 +55,7 @@ class Pipeline:
             self._stages = Stages(model, cut.blocks, around, partial(_stand_in, parallel, device))
             numbers = [shape.stage(self._group.index, chunk) for chunk in range(shape.chunks)]
             self._edges = [Edges(self._group, number, shape.num_stages, device) for number in numbers]
+            self._gradients_before = dict(_gradients_before(schedule, numbers))
 
     @property
     def order(self) -> Order:
@@ -90,6 +92,8 @@ class Pipeline:
 
         def receive(arguments: Arguments, lacking: Sequence[int]) -> list[Tensor]:
             values, kept.arrivals = edges.receive(arguments, lacking, training)
+            if torch.is_grad_enabled():
+                edges.wait_back(self._gradients_before[action])
             return values
 
         output = self._stages.forward(start, stop, call, receive)
@@ -122,8 +126,7 @@ class Pipeline:
             trained = [(value, gradient) for value, gradient in pairs if value.requires_grad]
             kept.sent.clear()
             run([value for value, _ in trained], [gradient for _, gradient in trained])
-        if kept.arrivals:
-            edges.send_back(kept.arrivals)
+        edges.send_back(kept.arrivals)
 
     def wait_for_sent(self) -> None:
         """Until no more is on its way than there are ranks: those behind may be slower."""
@@ -133,7 +136,7 @@ class Pipeline:
     def end_batch(self) -> None:
         """Until all that was sent has left."""
         for edges in self._edges if self.is_cut else ():
-            edges.wait()
+            edges.end_batch()
 
     def forget(self) -> None:
         """Let go of what a batch that failed has kept."""
@@ -143,13 +146,27 @@ class Pipeline:
 
     def share_loss(self, total: Tensor) -> Tensor:
         """The last stage's number, on all ranks of the pipeline."""
-        every = self._group.exchange(total.detach().float().cpu().view(1), "the loss of a batch").wait()
+        every = self._group.exchange(accelerator.read(total.float()).view(1), "the loss of a batch").wait()
         return every[-1, 0]
 
     def remove(self) -> None:
         """Give every module its own calls back."""
         if self._stages is not None:
             self._stages.remove()
+
+
+def _gradients_before(schedule: Schedule, stages: Sequence[int]) -> Iterator[tuple[Action, int]]:
+    """For each forward of these stages, of a rank's chunks: how many gradients of theirs the stage before has had when
+    it sends what the forward receives.
+    """
+    for chunk, number in enumerate(stages):
+        before, rank = divmod(number - 1, schedule.shape.ranks)
+        num = 0
+        for action in schedule.orders[rank] if number > 0 else ():
+            if action.chunk == before:
+                num += action.work is Work.BACKWARD
+                if action.work is Work.FORWARD:
+                    yield Action(Work.FORWARD, action.micro, chunk), num
 
 
 def _stand_in(parallel: Parallel, device: torch.device, module: nn.Module, name: str) -> StandsIn:

@@ -1,4 +1,5 @@
-"""Inputs of recomputed modules that rest on the host or on disk between forward and backward.
+"""Inputs of recomputed modules that rest on the host, on disk, or in parts on several ranks, between forward and
+backward.
 
 An input leaves while forward goes on, and comes back while the module after its own is in backward. Copies of it exist
 for as long as the graph that needs it.
@@ -17,67 +18,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from partita.activation.partition import Partition, Parts
+from partita.activation.rooms import STATE, Rooms
 from partita.errors import PartitaError
 from partita.memory import accelerator
 from partita.memory.streams import Event, Stream, record
 from partita.memory.tiers import Kept, StateMemory
 from partita.plan.residence import Tier
 
-STATE = "activations"
 # Modules at the end of forward whose inputs stay: their backward comes before a copy would be back.
 NUM_STAYING = 2
 
 
-class Rooms:
-    """Memory of the tier, lent to copies for as long as they exist.
+class RestingInputs:
+    """Moves the inputs of modules to where they rest and back, beside the caller's work, until it is closed.
 
-    There are as many rooms as there were copies at a time, each as large as the largest that it was used for: where
-    lengths vary, nothing is taken any more once the longest were seen.
+    Args:
+        tier: in which they rest; the device's own for inputs that are split.
+        partition: which of them are split, and how.
     """
 
-    def __init__(self, memory: StateMemory, tier: Tier, finish: Callable[[], object]) -> None:
-        self._memory, self._tier, self._finish = memory, tier, finish
-        self._free = list[Kept]()
-        self._returned = deque[Kept]()  # by whichever thread drops a graph
-
-    def take(self, num_bytes: int) -> Kept:
-        """A room of at least so many bytes.
-
-        Raises:
-            PartitaError: there is no memory of this tier left for it.
-        """
-        while self._returned:
-            self._free.append(self._returned.popleft())
-        self._free.sort(key=lambda room: room.num_elements)
-        for place, room in enumerate(self._free):
-            if room.num_elements >= num_bytes:
-                return self._free.pop(place)
-        if self._free:
-            self._finish()
-            self._memory.drop(STATE, self._free.pop(0))
-        return self._memory.keep(STATE, num_bytes, torch.uint8, self._tier)
-
-    def give_back(self, room: Kept) -> None:
-        """Let others have the room, after what the stream has been given to do with it."""
-        self._returned.append(room)
-
-
-class Offload:
-    """Moves the inputs of modules to ``tier`` and back, beside the caller's work, until it is closed."""
-
-    def __init__(self, memory: StateMemory, device: torch.device, tier: Tier) -> None:
-        self.device = device
-        self.rooms = Rooms(memory, tier, self._finish)
+    def __init__(self, memory: StateMemory, device: torch.device, tier: Tier, partition: Partition) -> None:
+        self.device, self._partition = device, partition
+        self.rooms = Rooms(memory, tier, device, self._finish)
         self.stream = Stream(device, STATE, waits=tier is Tier.DISK)
         self._calls = dict[int, weakref.ref[Call]]()  # whose graph is there, in their order
-        self._num_calls = 0
+        self._num_calls = self._num_before = 0
         self._moved = weakref.WeakValueDictionary[int, Moved]()  # by the identity of the tensor that was given
         self._leaving = deque[weakref.ref[Moved]]()
         self.unclaimed = deque[Event]()  # of copies for a backward that never came; they hold what is copied
 
-    def move(self, tensor: Tensor) -> "Moved | None":
-        """The tensor as one that is moved; None for those that stay: what is no activation, or given to several
-        modules, which need it at other times.
+    def begin_forward(self) -> None:
+        """The calls that follow are of another forward of the model."""
+        self._num_before = self._num_calls
+
+    def move(self, tensor: Tensor, module: str, place: int) -> "Moved | None":
+        """What a module is given at a place as a tensor that is moved; None for those that stay: what is no activation,
+        or given to several modules, which need it at other times.
         """
         if (known := self._moved.get(id(tensor))) is not None and known.source() is tensor:
             known.stay(tensor)
@@ -85,14 +62,15 @@ class Offload:
         computed = tensor.requires_grad and not tensor.is_leaf and type(tensor) is Tensor
         if not (computed and tensor.device == self.device and _is_dense(tensor)):
             return None
-        moved = self._moved[id(tensor)] = Moved(self, tensor)
+        parts = self._partition.parts(module, place, _flat_bytes(tensor))
+        moved = self._moved[id(tensor)] = Moved(self, tensor, parts)
         return moved
 
-    def begin(self, call: "Call") -> int:
-        """The call's number."""
+    def begin(self, call: "Call") -> tuple[int, int]:
+        """The call's number, and how many calls were before its forward."""
         self._num_calls += 1
         self._calls[self._num_calls] = weakref.ref(call)
-        return self._num_calls
+        return self._num_calls, self._num_before
 
     def forward_ended(self) -> None:
         """What an earlier call was given leaves; what left before it is gone."""
@@ -104,10 +82,12 @@ class Offload:
                 moved.leave()
                 self._leaving.append(weakref.ref(moved))
 
-    def fetch_before(self, number: int) -> None:
-        """Begin to bring back what a backward needs after that of call ``number``."""
+    def fetch_before(self, number: int, first: int) -> None:
+        """Begin to bring back what a backward needs after that of call ``number``: an earlier one's inputs, but none
+        up to ``first``, whose graphs may still be there on some ranks and not on others.
+        """
         for other in reversed(list(self._calls)):
-            if other < number and (call := self._calls[other]()) is not None:
+            if first < other < number and (call := self._calls[other]()) is not None:
                 call.fetch()
                 return
 
@@ -142,31 +122,37 @@ class Call:
 
     Args:
         forward: is called as the module was.
+        module: its name.
     """
 
     def __init__(
-        self, offload: Offload, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        inputs: RestingInputs,
+        forward: Callable[..., Any],
+        module: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
     ) -> None:
-        self._offload, self._forward = offload, forward
+        self._inputs, self._forward = inputs, forward
         self._names = tuple(kwargs)
         self.moved, self.others, self._given = list[Moved](), list[Tensor](), list[Any]()
-        for value in (*args, *kwargs.values()):
+        for place, value in enumerate((*args, *kwargs.values())):
             if not isinstance(value, Tensor):
                 self._given.append(value)
-            elif (moved := offload.move(value)) is not None:
+            elif (moved := inputs.move(value, module, place)) is not None:
                 self.moved.append(moved)
                 self._given.append(_MOVED)
             else:
                 self.others.append(value)
                 self._given.append(_OTHER)
         self._brought = list[Tensor]()
-        self._number = offload.begin(self)
+        self._number, self._first = inputs.begin(self)
 
     def bring(self) -> None:
         """Have what is moved here, for the next run; what a backward needs after it begins to come, too."""
-        self._offload.let_go_of_unclaimed()
+        self._inputs.let_go_of_unclaimed()
         self.fetch()
-        self._offload.fetch_before(self._number)
+        self._inputs.fetch_before(self._number, self._first)
         self._brought = [moved.get() for moved in self.moved]
 
     def run(self, like: Tensor, *others: Tensor) -> Any:
@@ -201,8 +187,8 @@ class Back:
 class Moved:
     """A tensor that is moved: here, away, or on its way back."""
 
-    def __init__(self, offload: Offload, tensor: Tensor) -> None:
-        self._offload = offload
+    def __init__(self, inputs: RestingInputs, tensor: Tensor, parts: Parts) -> None:
+        self._inputs, self._parts = inputs, parts
         self.source = weakref.ref(tensor)
         self._here: Tensor | None = tensor
         self._version = tensor._version
@@ -210,9 +196,8 @@ class Moved:
         self._room: Kept | None = None
         self._left: Event | None = None
         self._back: Back | None = None
-        self._make_empty = partial(
-            torch.empty_strided, tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
-        )
+        self._num_bytes = tensor.nbytes
+        self._of_bytes = partial(_of_bytes, dtype=tensor.dtype, size=tensor.size(), stride=tensor.stride())
 
     def stay(self, tensor: Tensor) -> None:
         """Others need the tensor, too."""
@@ -222,17 +207,17 @@ class Moved:
         """Begin to copy the tensor into the tier; it is here, too, until :meth:`has_left`."""
         if self._here is None or self._stays or self._room is not None:
             return
-        flat = _flat_bytes(self._here)
-        room = self._room = self._offload.rooms.take(flat.numel())
-        computed = record(self._offload.device)
+        own = self._parts.own(_flat_bytes(self._here))
+        room = self._room = self._inputs.rooms.take(self._parts.part_bytes(self._num_bytes))
+        computed = record(self._inputs.device)
 
         def copy() -> None:
             computed.wait()
             lease = room.lend(read=False)
-            lease.wait()[: flat.numel()].copy_(flat, non_blocking=True)
+            lease.wait()[: own.numel()].copy_(own, non_blocking=True)
             lease.end(changed=True)
 
-        self._left = self._offload.stream.run(copy)
+        self._left = self._inputs.stream.run(copy)
 
     def has_left(self) -> None:
         """Wait for the copy, and let go of the tensor.
@@ -252,17 +237,19 @@ class Moved:
         """Begin to bring the tensor back."""
         if self._here is not None or self._back is not None:
             return
-        tensor, room = self._make_empty(), self._room
+        room, parts, device = self._room, self._parts, self._inputs.device
         assert room is not None
-        flat, free = _flat_bytes(tensor), record(self._offload.device)
+        whole = torch.empty(parts.whole_bytes(self._num_bytes), dtype=torch.uint8, device=device)
+        free = record(device)
 
         def copy() -> None:
             free.wait()
-            lease = room.lend()
-            flat.copy_(lease.wait()[: flat.numel()], non_blocking=True)
+            lease, own = room.lend(), parts.own(whole)
+            own.copy_(lease.wait()[: own.numel()], non_blocking=True)
             lease.end(changed=False)
+            parts.complete(whole)
 
-        self._back = Back(tensor, self._offload.stream.run(copy))
+        self._back = Back(self._of_bytes(whole), self._inputs.stream.run(copy))
 
     def get(self) -> Tensor:
         """The tensor, or one with its values.
@@ -281,10 +268,10 @@ class Moved:
     def __del__(self) -> None:
         # Maybe by a thread that the stream's work needs, which must not wait for it.
         if self._room is not None:
-            self._offload.rooms.give_back(self._room)
+            self._inputs.rooms.give_back(self._room)
         under_way = self._left if self._back is None else self._back.came
         if under_way is not None:
-            self._offload.unclaimed.append(under_way)
+            self._inputs.unclaimed.append(under_way)
 
     def _check_unchanged(self) -> None:
         assert self._here is not None
@@ -302,6 +289,11 @@ _MOVED, _OTHER = object(), object()  # stand for tensors that were given
 def _is_dense(tensor: Tensor) -> bool:
     """Whether its elements fill a range of memory, in whatever order: then a copy has its strides."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def _of_bytes(flat: Tensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """The tensor that begins where bytes do."""
+    return flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype).as_strided(size, stride)
 
 
 def _flat_bytes(tensor: Tensor) -> Tensor:

@@ -1,0 +1,137 @@
+"""Recomputed modules that are kept whole after all: the last ones of a forward, as many as fit.
+
+Their backward comes first, so what they keep is gone when those before them run their forward again.
+"""
+
+import socket
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+from partita.comm.group import Group
+from partita.memory import accelerator
+from partita.memory.capacity import spare_bytes
+from partita.memory.ledger import Ledger
+
+KEY = "activations.keep_bytes"
+STATE = "kept_whole"
+# Of what was spare in the first step, `auto` takes so much: forwards differ.
+SPARE_SHARE = 0.8
+
+
+class KeptWhole:
+    """How many calls of recomputed modules, from the end of a forward, keep all that their backward needs.
+
+    The first forward is measured: all is recomputed, and what each call would have kept is counted. So is every later
+    one with larger inputs than any before; until then the number stays as it is.
+
+    Args:
+        limit: bytes of all forwards whose backward is to come; None: :meth:`find_limit` sets it.
+        under_way: how many these are at the most.
+        alike: groups of ranks that compute a forward together, and keep alike: those of them that have other numbers
+            of positions, then the others.
+    """
+
+    def __init__(self, limit: int | None, under_way: int, alike: tuple[Group, Group], ledger: Ledger) -> None:
+        self._limit, self._under_way, self._alike, self._ledger = limit, under_way, alike, ledger
+        self._place = 0  # of the next call in its forward
+        self._inside = False  # a call: those inside it are part of it
+        self._there: Sequence[Tensor] | None = None  # what is in memory anyway, where the call is to be measured
+        self._measures, self._largest = False, 0
+        self._sizes = list[int]()  # bytes that each call of a forward keeps
+        self._whole = range(0)  # places of calls that are kept
+
+    def begin_forward(self) -> None:
+        """The calls that follow are of another forward of the model."""
+        self._place, self._inside = 0, False
+
+    def find_limit(self, device: torch.device, all_ranks: Group) -> None:
+        """Set the limit, if there is none, by what no rank needed so far. Called on all ranks, after a whole step."""
+        if self._limit is None:
+            every = all_ranks.exchange_objects((socket.gethostname(), spare_bytes(device)), KEY)
+            on_node = Counter(host for host, _ in every)
+            shared = accelerator.is_host(device)
+            self._limit = min(int(SPARE_SHARE * spare) // (on_node[host] if shared else 1) for host, spare in every)
+            self._choose()
+
+    @contextmanager
+    def call(self, module: nn.Module, inputs: Sequence[Tensor]) -> Iterator[bool]:
+        """Around a call of a module with these inputs; gives whether it is kept whole."""
+        if self._inside:
+            yield False
+            return
+        if self._place == 0:
+            self._begin_calls(sum(tensor.numel() for tensor in inputs if tensor.is_floating_point()))
+        is_whole = self._place in self._whole and not self._measures
+        self._place += 1
+        self._inside = True
+        if self._measures:
+            self._there = [*inputs, *module.parameters(), *module.buffers()]
+        try:
+            yield is_whole
+        finally:
+            self._inside = False
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Around a forward that is checkpointed, inside the checkpoint."""
+        there, self._there = self._there, None
+        if there is None:
+            yield
+            return
+        with _counted(there) as count:
+            yield
+        self._sizes.append(count())
+
+    def _begin_calls(self, num_elements: int) -> None:
+        with_other_positions, with_others = self._alike
+        if self._measures:
+            self._measures = False
+            for group in (with_other_positions, with_others):
+                self._sizes = group.exchange(torch.tensor(self._sizes), KEY).wait().amax(0).tolist()
+            self._choose()
+        num_elements = int(with_other_positions.exchange(torch.tensor([num_elements]), KEY).wait().amax())
+        if num_elements > self._largest:
+            self._largest, self._measures = num_elements, True
+            self._sizes.clear()
+
+    def _choose(self) -> None:
+        if self._limit is None or self._measures:
+            return
+        num, total = 0, 0
+        for size in reversed(self._sizes):
+            if (total + size) * self._under_way > self._limit:
+                break
+            num, total = num + 1, total + size
+        self._whole = range(len(self._sizes) - num, len(self._sizes))
+        self._ledger.set(STATE, total * self._under_way)
+
+
+@contextmanager
+def _counted(there: Iterable[Tensor]) -> Iterator[Callable[[], int]]:
+    """Counts the bytes of storages, beside those that are ``there``, that autograd is given to save, whatever the hooks
+    around this do with them.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    assert hooks is not None
+    pack, unpack = hooks
+    with torch._C.DisableTorchFunctionSubclass():  # parameters of inner units may be at rest
+        storages = [tensor.untyped_storage() for tensor in there]
+    seen = {storage.data_ptr(): weakref.ref(storage) for storage in storages}
+    total = 0
+
+    def count(tensor: Tensor) -> object:
+        nonlocal total
+        storage: UntypedStorage = tensor.untyped_storage()
+        known = seen.get(storage.data_ptr())
+        if known is None or known() is None:  # memory that was another's is counted again
+            seen[storage.data_ptr()] = weakref.ref(storage)
+            total += storage.nbytes()
+        return pack(tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(count, unpack):
+        yield lambda: total

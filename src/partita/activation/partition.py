@@ -1,0 +1,79 @@
+"""Inputs that several ranks have alike, split over them: each keeps a part, and all gather it ahead of backward.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 6.1
+(Pa).
+"""
+
+import hashlib
+import warnings
+
+import torch
+from torch import Tensor
+
+from partita.comm.group import Group
+
+KEY = "activations.partition"
+PURPOSE = "activations"
+# Backward itself exchanges on the connections of activations, meanwhile.
+_CONNECTIONS = "parameters"
+
+
+class Parts:
+    """The bytes of a tensor as equal parts, one for each rank of ``group``; of a group of one rank, all of them."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def part_bytes(self, num_bytes: int) -> int:
+        """Bytes of a part: rounded up."""
+        return -(-num_bytes // self._group.size)
+
+    def whole_bytes(self, num_bytes: int) -> int:
+        """Bytes of all parts."""
+        return self.part_bytes(num_bytes) * self._group.size
+
+    def own(self, flat: Tensor) -> Tensor:
+        """This rank's part of the bytes ``[n]``; where they do not divide, the last ranks' parts are shorter."""
+        part = self.part_bytes(flat.numel())
+        return flat[part * self._group.index : part * (self._group.index + 1)]
+
+    def complete(self, whole: Tensor) -> None:
+        """Gather the other ranks' parts into ``[whole_bytes]``, whose own part is there."""
+        if self._group.size > 1:
+            self._group.all_gather(whole, self.own(whole), PURPOSE, connections=_CONNECTIONS).wait()
+
+
+class Partition:
+    """Splits what the ranks of ``group`` have alike, and leaves whole what they do not (the input of a layer whose
+    inputs are split already).
+
+    Args:
+        alone: the group of this rank.
+    """
+
+    def __init__(self, group: Group, alone: Group) -> None:
+        self._group, self._split, self._whole = group, Parts(group), Parts(alone)
+        self._alike = dict[tuple[str, int], bool]()
+
+    def parts(self, module: str, place: int, flat: Tensor) -> Parts:
+        """How the bytes rest that a module's call is given at a place.
+
+        Whether ranks have them alike is found by comparing them, at the first call of each module.
+        """
+        if self._group.size == 1:
+            return self._whole
+        if (module, place) not in self._alike:
+            self._alike[module, place] = self._are_alike(flat)
+            if not self._alike[module, place]:
+                warnings.warn(
+                    f"{KEY}: the ranks of {', '.join(self._group.axes)} have different inputs of '{module}', of which "
+                    "each keeps its own whole; name modules around it in activations.checkpoint to have it split",
+                    stacklevel=2,
+                )
+        return self._split if self._alike[module, place] else self._whole
+
+    def _are_alike(self, flat: Tensor) -> bool:
+        digest = hashlib.blake2b(flat.cpu().numpy().data, digest_size=7).digest()
+        number = torch.tensor([int.from_bytes(digest, "big")], dtype=torch.int64)
+        every = self._group.exchange(number, KEY).wait()
+        return bool((every == number).all())

@@ -1,0 +1,62 @@
+"""Memory of a tier that copies of activations have for as long as they exist."""
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from partita.errors import PartitaError
+from partita.memory.tiers import InMemory, Kept, StateMemory
+from partita.plan.residence import Tier
+
+STATE = "activations"
+
+
+class Rooms:
+    """Memory of the tier, lent to copies for as long as they exist.
+
+    There are as many rooms as there were copies at a time, each as large as the largest that it was used for: where
+    lengths vary, nothing is taken any more once the longest were seen.
+
+    Where the tier has no room the copy is on the device: this rank goes on as the others do, until all of them
+    :meth:`check`.
+
+    Args:
+        finish: waits for what is under way between copies and rooms.
+    """
+
+    def __init__(self, memory: StateMemory, tier: Tier, device: torch.device, finish: Callable[[], object]) -> None:
+        self._memory, self.tier, self._device, self._finish = memory, tier, device, finish
+        self._free = list[Kept]()
+        self._returned = deque[Kept]()  # by whichever thread drops a graph
+        self._problem: PartitaError | None = None
+
+    def take(self, num_bytes: int) -> Kept:
+        """A room of at least so many bytes."""
+        while self._returned:
+            self._free.append(self._returned.popleft())
+        self._free.sort(key=lambda room: room.num_elements)
+        for place, room in enumerate(self._free):
+            if room.num_elements >= num_bytes:
+                return self._free.pop(place)
+        if self._free:
+            self._finish()
+            self._memory.drop(STATE, self._free.pop(0))
+        try:
+            return self._memory.keep(STATE, num_bytes, torch.uint8, self.tier)
+        except PartitaError as error:
+            self._problem = self._problem or error
+            return InMemory(torch.empty(num_bytes, dtype=torch.uint8, device=self._device), Tier.DEVICE)
+
+    def give_back(self, room: Kept) -> None:
+        """Let others have the room, after what the stream has been given to do with it."""
+        if room.tier is self.tier:
+            self._returned.append(room)
+
+    def check(self) -> None:
+        """Raises:
+        PartitaError: the tier had no room since this was called before.
+        """
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem

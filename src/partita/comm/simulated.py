@@ -1,0 +1,116 @@
+"""A rank of a cluster that is not there: what it sends goes nowhere, and all others answer as it would."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partita.comm.connections import Connections
+from partita.comm.exchange import Work
+from partita.comm.transport import DeviceTransport, HostTransport, Transport
+from partita.errors import PartitaError
+from partita.memory import accelerator
+from partita.plan.mesh_shape import MeshShape
+
+# What the stages of a pipeline have asked those before them for, by the number of arguments that they choose from.
+Requests = dict[int, Tensor]
+
+
+class SimulatedRanks(Connections):
+    """The connections of one rank among ``num_ranks``.
+
+    Args:
+        requests: of the stages that were simulated before this one. A stage is told what the next one lacks, which no
+            rank but that one knows; blocks of one kind lack the same.
+    """
+
+    has_store = False
+    timeout_s = 0.0
+
+    def __init__(self, rank: int, num_ranks: int, requests: Requests) -> None:
+        self.rank, self.num_ranks, self._requests = rank, num_ranks, requests
+
+    def alone(self) -> Transport:
+        return self._transport(0, 1)
+
+    def connect(self, shape: MeshShape, axes: tuple[str, ...]) -> Transport | None:
+        if not any(self.rank in ranks for ranks in shape.groups(axes)):
+            return None
+        return self._transport(shape.group_index(self.rank, axes), shape.group_size(axes))
+
+    def _transport(self, index: int, size: int) -> Transport:
+        if accelerator.is_host(accelerator.SIMULATED):
+            return SimulatedTransport(size, HostTransport(index, size, {}, "network", self.timeout_s), self._requests)
+        return SimulatedTransport(size, DeviceTransport(index, size, {}, {}), self._requests)
+
+    def close(self) -> None:
+        pass
+
+
+class Arrived:
+    """What was never under way."""
+
+    def wait(self) -> None:
+        pass
+
+
+ARRIVED = Arrived()
+
+
+class SimulatedTransport(Transport):
+    """Between this rank and others that send what it sends.
+
+    Args:
+        like: the transport that it stands for; nothing is sent through it.
+    """
+
+    def __init__(self, size: int, like: Transport, requests: Requests) -> None:
+        self._size, self._like, self._requests = size, like, requests
+        self.keeps_tags_apart = like.keeps_tags_apart
+
+    def handshake(self, exchange: Callable[[object], list[Any]]) -> None:
+        pass
+
+    def all_gather(self, whole: Tensor, part: Tensor, purpose: str, tag: int) -> Work:
+        return ARRIVED
+
+    def reduce_scatter(self, out: Tensor, sent: Tensor, received: Tensor, *, accumulate: bool) -> None:
+        pass
+
+    def received_elements(self, sent: int, itemsize: int) -> int:
+        return self._like.received_elements(sent, itemsize)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        tensor.mul_(self._size)
+
+    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], connections: str = "activations") -> None:
+        pass
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor * self._size
+
+    def send(self, tensor: Tensor, to: int, lane: str) -> Work:
+        if lane == "request":
+            self._requests[tensor.numel()] = tensor.clone()
+        return ARRIVED
+
+    def receive(self, tensor: Tensor, source: int, lane: str) -> Work:
+        if lane == "request":
+            if tensor.numel() not in self._requests:
+                raise PartitaError(
+                    "a stage of the pipeline is simulated after a later one, which tells what it lacks; simulate the "
+                    "last stage first (partita.simulate does)"
+                )
+            tensor.copy_(self._requests[tensor.numel()])
+        return ARRIVED
+
+    def broadcast(self, tensor: Tensor) -> Work:
+        return ARRIVED
+
+    def gather_messages(self, rows: Tensor, row: Tensor) -> Work:
+        torch.stack([row] * self._size, out=rows)
+        return ARRIVED
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,131 @@
+"""What codes of gradients have held back: error feedback, a state with a residence.
+
+Each rank has its own, of the values that it sends, in units of the mean gradient; what counts is the sum over the
+ranks. It changes when a step ends in an update: until then there are the values before it and the values after it, so
+that a step that is left out leaves nothing behind. What is held of a rank's own part is added as it is, not encoded:
+a checkpoint brings the whole sum there (:meth:`Feedback.flush`), in the run that goes on and in one that loads it.
+
+Sources: Seide et al., "1-bit stochastic gradient descent", 2014; Karimireddy et al., "Error feedback fixes SignSGD",
+2019.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from partita.memory.streams import finish
+from partita.memory.tiers import StateMemory
+from partita.plan.planned import PlannedSegment
+from partita.planner.memory import HELD_COPIES
+from partita.sharding.bucket_layout import BucketLayout, Piece
+from partita.sharding.movement import Movement, finish_all
+from partita.sharding.unit import Segment
+
+
+class Feedback:
+    """Of one bucket: ``[num_rows, num_columns]`` of what is sent, of each further sum its part of that, and of the sums
+    that are gathered this rank's.
+
+    Args:
+        row: this rank's.
+    """
+
+    def __init__(self, layout: BucketLayout, row: int, memory: StateMemory) -> None:
+        planned: PlannedSegment = layout.segments[0].planned
+        self._layout, self._row, self._tier = layout, row, planned.row.feedback.tier
+        self._full_sums, self._is_first_copy = planned.full_sums, layout.segments[0].is_first_copy
+        per_segment = [segment.planned.held_sizes for segment in layout.segments]
+        self._sizes = [sum(sizes) for sizes in zip(*per_segment, strict=True)]
+        self._held, self._next = (
+            memory.keep("feedback", sum(self._sizes), torch.float32, self._tier).lend().tensor
+            for _ in range(HELD_COPIES)
+        )
+        self._is_open = False  # codes were sent since the last update
+
+    @contextmanager
+    def lent(self, scale: float, device: torch.device) -> Iterator[list[Tensor]]:
+        """What is held of each sum, in memory of the ``device``, for gradients that are multiplied by ``scale``; what
+        it is afterwards becomes valid with the update.
+        """
+        values = self._next
+        if values.device != device:
+            values = (self._next if self._is_open else self._held).to(device)
+        elif not self._is_open:
+            values.copy_(self._held)
+        self._is_open = True
+        if scale != 1.0:
+            values.mul_(scale)
+        yield self._levels(values)
+        if scale != 1.0:
+            values.mul_(1.0 / scale)
+        self._layout.clear_gaps(self._levels(values)[0].view(self._layout.num_rows, -1))
+        if values is not self._next:
+            self._next.copy_(values)
+
+    def commit(self, unused: Iterable[Sequence[Piece]]) -> None:
+        """The step ends in an update, of all but ``unused`` gradients: what was held of those still is."""
+        if not self._is_open:
+            return
+        for pieces in unused:
+            for before, after in self._places(pieces):
+                after.copy_(before)
+        self._held, self._next, self._is_open = self._next, self._held, False
+
+    def forget(self) -> None:
+        """The step ends without an update."""
+        self._is_open = False
+
+    def clear(self) -> None:
+        """Hold nothing."""
+        self._held.zero_()
+        self._is_open = False
+
+    @property
+    def own(self) -> Tensor:
+        """What is held of this rank's own part, ``[num_columns]``: all there is after :meth:`flush`."""
+        first: Tensor = self._levels(self._held)[0]
+        return first.view(self._layout.num_rows, -1)[self._row]
+
+    def own_of(self, segment: Segment) -> Tensor:
+        """What :attr:`own` has of one segment, ``[part_elements]``."""
+        parts: Sequence[Tensor] = self.own.split([each.layout.part_elements for each in self._layout.segments])
+        return next(part for each, part in zip(self._layout.segments, parts, strict=True) if each is segment)
+
+    def flush(self, movement: Movement) -> None:
+        """Bring the sum over the ranks, in full, into each rank's :attr:`own`. A collective, between two steps."""
+        assert not self._is_open
+        values = self._held.to(movement.device)
+        first, *further = self._levels(values)
+        rows = first.view(self._layout.num_rows, -1)
+        for level in further:
+            part = level.view(-1, self._layout.num_columns)
+            rows[self._rows_of(len(part))] += part
+        total = torch.empty_like(rows[self._row])
+        num_bytes = movement.scratch_bytes(self._full_sums, first.numel(), first.itemsize)
+        received = torch.empty(num_bytes // first.itemsize, dtype=first.dtype, device=movement.device)
+        finish_all(movement.begin(self._full_sums, first, total, purpose="gradients", received=received))
+        self._held.zero_()
+        if self._is_first_copy:
+            self.own.copy_(total)
+        finish(movement.device)
+
+    def _levels(self, values: Tensor) -> list[Tensor]:
+        parts: Sequence[Tensor] = values.split(self._sizes)
+        return list(parts)
+
+    def _rows_of(self, num: int) -> slice:
+        """Which rows a sum is of to which a rank gives ``num`` of them: its own, and every so many before and after."""
+        apart = self._layout.num_rows // num
+        return slice(self._row % apart, None, apart)
+
+    def _places(self, pieces: Sequence[Piece]) -> Iterator[tuple[Tensor, Tensor]]:
+        """A parameter's values before and after the step, in every sum."""
+        for held, following in zip(self._levels(self._held), self._levels(self._next), strict=True):
+            before, after = (values.view(-1, self._layout.num_columns) for values in (held, following))
+            rows = range(self._layout.num_rows)[self._rows_of(len(before))]
+            for piece in pieces:
+                if piece.row in rows:
+                    number = rows.index(piece.row)
+                    yield piece.of(before[number]), piece.of(after[number])

@@ -1,0 +1,73 @@
+"""A cluster on paper: each role of its ranks, one after the other."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from partita.comm.simulated import Requests
+from partita.config.load import load_config
+from partita.config.resolve import Resolved, resolve
+from partita.config.schema import Config
+from partita.errors import ConfigError
+from partita.memory import accelerator
+from partita.planner.placement import leaves_a_choice
+from partita.simulate.rank import RankReport, Subject, simulate_rank
+from partita.simulate.roles import Role, distinct_roles, role_of
+
+RANKS_PER_NODE = 8
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``num_ranks`` processes with a device of a ``kind`` each, ``ranks_per_node`` of them on a node."""
+
+    num_ranks: int
+    kind: str = accelerator.USUAL_KIND
+    ranks_per_node: int = RANKS_PER_NODE
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What was simulated, and a report of each role."""
+
+    resolved: Resolved
+    ranks: tuple[RankReport, ...]
+
+
+def simulate(
+    subject: Subject,
+    config: str | Path | Mapping[str, Any] | Config | None,
+    cluster: Cluster,
+    ranks: Sequence[int] | None = None,
+) -> Simulation:
+    """Train as some ranks of a cluster with the real engine, on tensors without values.
+
+    Args:
+        config: what :func:`partita.initialize` takes.
+        ranks: None: an example of each distinct role.
+
+    Raises:
+        ConfigError: the configuration does not fit the cluster, or leaves the placement open; there is no such rank.
+        PartitaError: the model's forward asks for values.
+    """
+    settings = load_config(config)
+    resolved = resolve(settings, cluster.num_ranks, cluster.kind, min(cluster.ranks_per_node, cluster.num_ranks))
+    _check_placed(settings)
+    mesh = resolved.mesh
+    roles = distinct_roles(mesh) if ranks is None else [role_of(rank, mesh) for rank in ranks]
+    requests = Requests()
+    if ranks is not None and mesh.pipeline > 1:  # the last stage tells what the others are asked for
+        simulate_rank(subject, resolved, role_of(mesh.num_ranks - 1, mesh), cluster.kind, requests)
+    found = dict[Role, RankReport]()
+    for role in sorted(roles, key=lambda role: -mesh.coordinate(role.rank, "pipeline")):
+        found[role] = simulate_rank(subject, resolved, role, cluster.kind, requests)
+    return Simulation(resolved, tuple(found[role] for role in roles))
+
+
+def _check_placed(settings: Config) -> None:
+    if leaves_a_choice(settings.zero.offload):
+        raise ConfigError(
+            "zero.offload: auto follows from what is free where training runs, which is not here: name a tier (none, "
+            "host, disk) for each state to simulate it"
+        )

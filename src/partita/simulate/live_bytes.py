@@ -1,0 +1,77 @@
+"""What autograd and the model's operators keep on a simulated device."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the memory that operators have taken since it was entered and not given back, and the ``peak`` of that.
+
+    Memory that was there before is none of it, also where a tensor is laid over it anew.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._known = dict[int, int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = None
+        for storage in _storages(result):
+            if storage._cdata not in self._known:
+                given = {each._cdata for each in _storages((args, kwargs))} if given is None else given
+                if storage._cdata not in given and func.overloadpacket is not torch.ops.aten.set_:
+                    self._add(storage)
+        return result
+
+    def _add(self, storage: UntypedStorage) -> None:
+        self._known[storage._cdata] = storage.nbytes()
+        weakref.finalize(storage, self._gone, storage._cdata)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._known.pop(key)
+
+
+def _storages(value: Any) -> Iterator[UntypedStorage]:
+    for tensor in tree_leaves(value):
+        if isinstance(tensor, Tensor) and tensor.is_meta:
+            yield tensor.untyped_storage()
+
+
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """Have attention keep for backward what fused kernels keep, in all threads. Without values torch would take the
+    mathematical definition, which keeps whole matrices of scores.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("scaled_dot_product_attention", _fused, "AutogradMeta")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    output: Tensor = kernel(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return output

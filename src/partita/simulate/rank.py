@@ -1,0 +1,155 @@
+"""A few training steps of the real engine as one rank, on tensors without values."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from partita.comm.mesh import Mesh
+from partita.comm.simulated import Requests, SimulatedRanks
+from partita.config.resolve import Resolved
+from partita.engine.build import Given
+from partita.engine.engine import Engine
+from partita.errors import PartitaError
+from partita.memory import accelerator
+from partita.memory.ledger import MemoryReport
+from partita.memory.timeline import Watcher, watched_by
+from partita.plan.residence import Tier
+from partita.plan.traffic import TrafficKey, TrafficReport
+from partita.planner.traffic import StepShape, step_traffic
+from partita.simulate.live_bytes import LiveBytes, fused_attention
+from partita.simulate.roles import Role
+
+LossFn = Callable[[Any, Any], Tensor] | None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is trained. ``build`` makes the model, ``batch`` a micro-batch of so many samples, both on the ``meta``
+    device; ``loss_fn`` is what :func:`partita.initialize` takes.
+    """
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    loss_fn: LossFn = None
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call of a rank's."""
+
+    key: TrafficKey
+    sent_bytes: int
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank holds and sends.
+
+    ``memory`` is the ledger's after a step; ``activation_bytes`` the most that autograd and the model's operators took
+    beside it in a step (of the memory that the model computes in); ``traffic`` is that of a step, and ``collectives``
+    its calls in their order. ``planned_bytes`` and ``planned_traffic`` are the closed forms of the model states
+    (:mod:`partita.planner`), which do not know what axes beside data exchange of activations.
+    """
+
+    role: Role
+    memory: MemoryReport
+    activation_bytes: int
+    traffic: TrafficReport
+    collectives: tuple[Collective, ...]
+    planned_bytes: dict[tuple[str, str], int]
+    planned_traffic: TrafficReport
+
+    @property
+    def bytes_by_tier(self) -> dict[Tier, int]:
+        """The most of each memory that is in use at a time."""
+        found = {tier: sum(num for (_, name), num in self.memory.peak.items() if name == tier.value) for tier in Tier}
+        found[Tier.DEVICE] += self.activation_bytes
+        return {tier: num for tier, num in found.items() if num}
+
+
+class _Listener(Watcher):
+    """Notes what is sent."""
+
+    def __init__(self) -> None:
+        self.heard = list[Collective]()
+
+    def span(self, what: str, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def sent(self, key: TrafficKey, num_bytes: int) -> None:
+        self.heard.append(Collective(key, num_bytes))
+
+
+def simulate_rank(subject: Subject, resolved: Resolved, role: Role, kind: str, requests: Requests) -> RankReport:
+    """Build the engine as this rank on devices of a ``kind`` (``cpu``, ``cuda``), and train two steps. In the first
+    one, optimizers make their states and the order of gathers is learned; the second is as all that follow.
+
+    Args:
+        requests: of stages that were simulated before (:class:`~partita.comm.simulated.SimulatedRanks`).
+
+    Raises:
+        PartitaError: what the engine raises; or the model asks for values.
+    """
+    with accelerator.simulating(kind), _quietly(), _values_refused(), fused_attention():
+        with accelerator.SIMULATED:
+            model = subject.build()
+        connections = SimulatedRanks(role.rank, resolved.mesh.num_ranks, requests)
+        mesh = Mesh(resolved.mesh, accelerator.SIMULATED, connections)
+        with Engine(model, resolved, mesh, Given(None, None, subject.loss_fn, None), owns_mesh=True) as engine:
+            for group in engine.optimizer.param_groups:  # torch's fused kernels want memory
+                group.update(fused=False, foreach=False)
+            _train(engine, subject)
+            listener, before = _Listener(), engine.traffic_report()
+            with watched_by(listener), LiveBytes() as live:
+                _train(engine, subject)
+            return _report(engine, role, live.peak, before, listener.heard)
+
+
+def _train(engine: Engine, subject: Subject) -> None:
+    batch = engine.blueprint.resolved.batch
+    with accelerator.SIMULATED:
+        drawn = [subject.batch(batch.micro) for _ in range(batch.accumulate)]
+    engine.train().train_batch(drawn)
+
+
+def _report(engine: Engine, role: Role, live_bytes: int, before: TrafficReport, heard: list[Collective]) -> RankReport:
+    accumulate = engine.blueprint.resolved.batch.accumulate
+    announced = not accelerator.is_host(engine.mesh.device)
+    segments = [segment for unit in engine.units for segment in unit.segments]
+    planned = engine.planned_bytes
+    in_place = any(segment.trains and segment.gradient_in_place for segment in segments)
+    return RankReport(
+        role,
+        engine.memory_report(),
+        max(live_bytes - (planned["gradients", Tier.DEVICE.value] if in_place else 0), 0),
+        engine.traffic_report().since(before),
+        tuple(heard),
+        planned,
+        step_traffic(engine.units, StepShape(accumulate, returns_loss=True, announced=announced)),
+    )
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without warnings of a run that is none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def _values_refused() -> Iterator[None]:
+    """Raises PartitaError: the model asks for a tensor's values."""
+    try:
+        yield
+    except (NotImplementedError, RuntimeError) as error:
+        if isinstance(error, PartitaError) or "meta" not in str(error).lower():
+            raise
+        raise PartitaError(
+            "simulate: the model's forward asks for the values of a tensor (.item(), a branch on a tensor, a shape "
+            f"that depends on data), and there are none: {str(error).partition(chr(10))[0]}"
+        ) from error

@@ -1,0 +1,93 @@
+"""Loops of transformers and accelerate under other axes than data: ranks that share a model get the same samples."""
+
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from partita import ConfigError
+from partita.integrations.huggingface import Accelerator
+from tests.integrations.huggingface.runs import VOCABULARY, Run, alone, histories, llama, samples
+from tests.local import pool
+
+TIMEOUT_S = 300
+AXES: dict[str, dict[str, int]] = {"tensor": {"tensor": 2}, "sequence": {"sequence": 2}}
+ARGUMENTS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "include_num_input_tokens_seen": "all"}
+
+
+def test_a_trainer_is_the_plain_one_on_as_many_data_ranks() -> None:
+    """Twice two ranks: batches, learning rates, losses and norms, in evaluation and with a short last batch."""
+    per_rank = ARGUMENTS | {"average_tokens_across_devices": False}
+    plain = pool.run(2, histories, [Run(None, each, num_samples=18) for each in (ARGUMENTS, per_rank)])[0]
+    runs = [
+        Run({"zero": {"stage": stage}, "parallel": AXES[axis]}, arguments, num_samples=18)
+        for axis, stage, arguments in (("tensor", 1, ARGUMENTS), ("tensor", 3, per_rank), ("sequence", 2, ARGUMENTS))
+    ]
+    for found in pool.run(4, histories, runs, timeout=TIMEOUT_S):
+        for rows, expected in zip(found, (plain[0], plain[1], plain[0]), strict=True):
+            assert len(rows) == len(expected) > 6
+            for row, wanted in zip(rows, expected, strict=True):
+                assert row == pytest.approx(wanted, rel=2e-5), row["step"]
+
+
+Seen = tuple[list[tuple[float, float]], list[int], float, list[int]]
+
+
+def loop(parallel: dict[str, int] | None) -> Seen:
+    """Loss and learning rate of each update, the samples that were gathered, a sum of theirs, and gathered objects."""
+    with alone():
+        plain = accelerate.Accelerator(cpu=True)
+        made = plain if parallel is None else Accelerator(cpu=True, partita_config={"parallel": parallel})
+        model: Any = llama()
+        numbered = [{**sample, "number": torch.tensor(number)} for number, sample in enumerate(samples(10, 1))]
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler: Any = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        data: Any = torch.utils.data.DataLoader(numbered, batch_size=2)
+        model, optimizer, data, scheduler = made.prepare(model, optimizer, data, scheduler)
+        rows, numbers, total, objects = [], list[int](), 0.0, list[int]()
+        for batch in data:
+            number = batch.pop("number")
+            loss = model(**batch).loss
+            made.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            mean = made.reduce(loss.detach(), "mean")
+            rows.append((float(mean), scheduler.get_last_lr()[0]))
+            numbers += made.gather_for_metrics(number).tolist()
+            objects += made.gather_for_metrics(number.tolist(), use_gather_object=True)
+            total += float(made.reduce(number.sum().float(), "sum"))
+        if isinstance(made, Accelerator):
+            made.engines.close()
+        return rows, numbers, total, objects
+
+
+def test_an_accelerator_counts_each_sample_once() -> None:
+    plain = pool.run(2, loop, None)[0]
+    assert plain[1] == plain[3] == list(range(10))
+    for rows, *others in pool.run(4, loop, {"tensor": 2}):
+        assert others == list(plain[1:])
+        assert [value for row in rows for value in row] == pytest.approx([v for row in plain[0] for v in row], rel=2e-5)
+
+
+def refused() -> list[str]:
+    said = []
+    for config, kwargs in (
+        ({"parallel": {"pipeline": 2}}, {}),
+        ({"parallel": {"tensor": 2}}, {"dispatch_batches": True}),
+    ):
+        with alone(), pytest.raises(ConfigError) as caught:
+            loader = accelerate.utils.DataLoaderConfiguration(**kwargs)
+            made = Accelerator(cpu=True, partita_config=config, dataloader_config=loader)
+            made.prepare(torch.utils.data.DataLoader(range(VOCABULARY)))  # type: ignore[arg-type]
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_the_loop_cannot_feed_is_refused() -> None:
+    pipeline, dispatched = pool.run(2, refused)[0]
+    assert "parallel.pipeline: 2 under accelerate's loop, which calls forward and backward itself" in pipeline
+    assert "write the loop with partita.initialize and engine.train_batch" in pipeline
+    assert "set dispatch_batches=False" in dispatched

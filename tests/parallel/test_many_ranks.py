@@ -1,0 +1,10 @@
+"""Tensor 4 x pipeline 4 x data 2: training is one process's on 32 ranks, too."""
+
+import pytest
+
+from tests.parallel import test_meshes
+
+
+@pytest.mark.thorough
+def test_thirty_two_ranks() -> None:
+    test_meshes.check("llama-4", 32, {"tensor": 4, "pipeline": 4}, [{"stage": 3}], num_steps=3)

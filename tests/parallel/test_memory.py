@@ -1,0 +1,94 @@
+"""What a stage of a pipeline holds: its own parameters and their states, and activations of as many micro-batches as
+the order of its work keeps. (Logits: ``test_tensor_training``, ``test_sequence``.)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+import partita
+from partita.parallel.pipeline.schedule import Shape, make_schedule
+from partita.parallel.pipeline.simulate import simulate
+from partita.planner.elsewhere import is_elsewhere
+from partita.planner.memory import model_state_bytes
+from tests.live_bytes import LiveBytes
+from tests.local import pool
+from tests.parallel import stages
+
+MICROS, TIMEOUT_S = 6, 240
+ON_THE_WAY = 2  # gradients that a stage sends back, and that may not have arrived when the next forward comes
+NAME = "llama"
+
+
+@dataclass(frozen=True)
+class Held:
+    """On a rank: bytes of its model states, and of these by the plan; bytes of the parameters' memory, of which
+    ``elsewhere`` those that other stages hold; and by order the most bytes that forwards had made and that were alive
+    when one ended, but for the gradients of the parameters; bytes that pass an edge for a micro-batch.
+    """
+
+    states: dict[tuple[str, str], int]
+    planned: dict[tuple[str, str], int]
+    own: int
+    elsewhere: int
+    kept: dict[str, int]
+    payload: int
+
+
+def held(orders: tuple[str, ...]) -> Held:
+    kept, batch = {}, stages.batch(NAME, 0)
+    for order, micros in [*((order, MICROS) for order in orders), ("one", 1)]:
+        schedule = {} if order == "one" else {"schedule": order}
+        config = {"parallel": {"pipeline": 3, **schedule}, "batch": {"accumulate": micros}, "zero": {"stage": 3}}
+        with partita.initialize(stages.build(NAME), config) as engine:
+            engine.train_batch([batch] * micros)
+            kept[order] = most_after_forwards(engine, lambda: engine.train_batch([batch] * micros))
+            report = engine.memory_report().held
+            params = list(engine.module.parameters())
+            away = sum(bytes_elsewhere(param) for param in params)
+            own = sum(param.nbytes for param in params if not is_elsewhere(param))
+            planned = model_state_bytes(engine.units, engine.mesh.rank)
+    states = [key for key, num in planned.items() if num and key[0] != "gradients"]  # which a step has used up
+    payload = 4 * stages.WIDTH * batch["input_ids"].numel()
+    return Held({key: report[key] for key in states}, {key: planned[key] for key in states}, own, away, kept, payload)
+
+
+def bytes_elsewhere(param: torch.Tensor) -> int:
+    """What the memory of a parameter takes here that other stages hold."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return 0 if not is_elsewhere(param) or param.is_meta else param.untyped_storage().nbytes()
+
+
+def most_after_forwards(engine: partita.Engine, train: Callable[[], Any]) -> int:
+    pipeline, most = engine._parts.pipeline, 0
+    forward = pipeline.forward
+
+    def measured(*args: Any) -> Any:
+        nonlocal most
+        output = forward(*args)
+        gradients = sum(param.grad.nbytes for param in engine.module.parameters() if param.grad is not None)
+        most = max(most, live.total - gradients)
+        return output
+
+    with LiveBytes() as live, mock.patch.object(pipeline, "forward", measured):
+        train()
+    return most
+
+
+def test_a_stage_holds_its_own() -> None:
+    """GPipe keeps what all micro-batches left, 1F1B on each rank as many as the simulation says."""
+    whole = sum(param.nbytes for param in stages.build(NAME).parameters())
+    found = pool.run(3, held, ("1f1b", "gpipe"), timeout=TIMEOUT_S)
+    assert sum(one.own for one in found) == whole
+    for rank, one in enumerate(found):
+        assert one.elsewhere == 0
+        assert one.states == one.planned
+        assert one.states["parameters", "device"] < 0.6 * whole
+        for order in ("1f1b", "gpipe"):
+            most = simulate(make_schedule(order, Shape(3, MICROS))).most_kept[rank]
+            so_many = most * one.kept["one"]
+            assert 0.85 * so_many < one.kept[order] <= so_many + ON_THE_WAY * one.payload, (rank, order)
+            assert one.kept["one"] > 10 * one.payload

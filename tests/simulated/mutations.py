@@ -100,7 +100,7 @@ MUTATIONS = (
     Mutation("sharding/reducer.py", "slot in (receiving, summed) if", "slot in (receiving,) if", "in backward"),
     Mutation("sharding/reducer.py", "        self._launched.wait()\n", "", "stage 2"),
     Mutation("sharding/reducer.py", "give_back(sent, self._launched)", "give_back(sent, Event())", "stage 2"),
-    Mutation("sharding/reducer.py", "partial(_after, awaited, gather)", "partial(_after, [], gather)", "stage 0"),
+    Mutation("sharding/reducer.py", "partial(after, awaited, gather)", "partial(after, [], gather)", "stage 0"),
     Mutation("sharding/reducer.py", "            spread.wait()\n", "", "stage 0"),
     Mutation("optim/updates.py", "        ready.wait()\n", "", "in backward"),
     Mutation("checkpoint/format/file.py", "        finish(self._device)\n", "", "stage 3", saves=True),

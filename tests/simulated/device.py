@@ -9,6 +9,7 @@ import os
 import subprocess
 import sysconfig
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -79,6 +80,7 @@ def _module(native: Any) -> ModuleType:
         "device_count": torch.accelerator.device_count,
         "current_device": torch.accelerator.current_device_index,
         "set_device": lambda device: None,
+        "device": lambda device: nullcontext(),
         "get_device_properties": lambda device=None: SimpleNamespace(name=NAME, total_memory=native.memory()[2]),
         "manual_seed": lambda seed: None,
         "manual_seed_all": lambda seed: None,

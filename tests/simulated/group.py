@@ -1,6 +1,6 @@
 """Process groups of the simulated accelerator: gloo between the ranks, on a stream of its own, as NCCL has one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,26 +19,29 @@ class Work(dist._Work):
         land: writes what gloo has brought into the device's memory.
     """
 
-    def __init__(self, work: Any, done: torch.Event, written: Tensor, land: Callable[[], object]) -> None:
+    def __init__(
+        self, works: Sequence[Any], done: torch.Event, written: Sequence[Tensor], land: Callable[[], object]
+    ) -> None:
         super().__init__()
-        self._work, self._done, self._written, self._land = work, done, written, land
+        self._works, self._done, self._written, self._land = works, done, written, land
         self._landed = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self._landed:
-            self._work.wait()
+            for work in self._works:
+                work.wait()
             self._land()
             self._landed = True
         self._done.wait()
         return True
 
     def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
+        return all(work.is_completed() for work in self._works)
 
     def get_future(self) -> torch.futures.Future[Any]:
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result([self._written])
+        future.set_result(list(self._written))
         return future
 
 
@@ -53,19 +56,49 @@ class Group(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return BACKEND
 
-    def _launch(self, name: str, read: Tensor, written: Tensor, land: Callable[[list[Tensor]], object]) -> Work:
-        """Bring every rank's ``read`` to ``land``, which fills ``written``."""
+    def _on_stream(self, read: Sequence[Tensor], written: Sequence[Tensor], name: str) -> torch.Event:
+        """Read and write on the group's stream, after what is queued now; the event passes then."""
         before, done = torch.Event(NAME), torch.Event(NAME)
         before.record()
         self._stream.wait_event(before)
         with self._stream:
-            self._native.access([read], [written], name)
+            self._native.access(list(read), list(written), name)
             done.record()
-        values = self._native.host_view(read).clone(memory_format=torch.contiguous_format)
-        sent = values.view(-1).view(torch.uint8)  # gloo does not know every dtype
+        return done
+
+    def _bytes(self, tensor: Tensor) -> Tensor:
+        """A copy on the host, for gloo, which does not know every dtype."""
+        values = self._native.host_view(tensor).clone(memory_format=torch.contiguous_format)
+        return values.view(-1).view(torch.uint8)
+
+    def _launch(self, name: str, read: Tensor, written: Tensor, land: Callable[[list[Tensor]], object]) -> Work:
+        """Bring every rank's ``read`` to ``land``, which fills ``written``."""
+        done = self._on_stream([read], [written], name)
+        sent = self._bytes(read)
         arrived = [torch.empty_like(sent) for _ in range(self.size())]
         work = self._gloo.allgather([arrived], [sent])
-        return Work(work, done, written, lambda: land([part.view(read.dtype) for part in arrived]))
+        return Work([work], done, [written], lambda: land([part.view(read.dtype) for part in arrived]))
+
+    def _exchange(self, name: str, received: Mapping[int, Tensor], sent: Mapping[int, Tensor], tag: int = 0) -> Work:
+        """Send to, and receive from, other ranks; what is empty is not sent."""
+        received, sent = ({rank: t for rank, t in side.items() if t.numel()} for side in (received, sent))
+        done = self._on_stream(list(sent.values()), list(received.values()), name)
+        arriving = {rank: torch.empty_like(self._bytes(tensor)) for rank, tensor in received.items()}
+        works = [self._gloo.recv([buffer], rank, tag) for rank, buffer in arriving.items()]
+        works += [self._gloo.send([self._bytes(tensor)], rank, tag) for rank, tensor in sent.items()]
+
+        def land() -> None:
+            for rank, buffer in arriving.items():
+                target = self._native.host_view(received[rank])
+                target.copy_(buffer.view(target.dtype).view_as(target))
+
+        return Work(works, done, list(received.values()), land)
+
+    def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> Work:
+        return self._exchange("send", {}, {target: tensors[0]}, tag)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Work:
+        return self._exchange("receive", {source: tensors[0]}, {}, tag)
 
     def all_gather_single(self, whole: Tensor, part: Tensor, options: Any = None) -> Work:
         target = self._native.host_view(whole).view(-1)
@@ -86,16 +119,13 @@ class Group(dist.ProcessGroup):
         return self._launch("all_reduce", tensor, tensor, lambda parts: target.copy_(_sum(parts).view_as(target)))
 
     def alltoall(self, received: list[Tensor], sent: list[Tensor], options: Any = None) -> Work:
-        """Of parts of equal sizes, which lie side by side."""
-        targets, own = [self._native.host_view(part) for part in received], self.rank()
-        whole, into = (parts[0].as_strided((len(parts) * parts[0].numel(),), (1,)) for parts in (sent, received))
-        assert all(part.data_ptr() == whole.data_ptr() + i * part.nbytes for i, part in enumerate(sent))
-
-        def land(wholes: list[Tensor]) -> None:
-            for target, from_rank in zip(targets, wholes, strict=True):
-                target.copy_(from_rank.view(len(targets), -1)[own])
-
-        return self._launch("all_to_all", whole, into, land)
+        own = self.rank()
+        if received[own] is not sent[own]:
+            received[own].copy_(sent[own])
+        others = [rank for rank in range(self.size()) if rank != own]
+        return self._exchange(
+            "all_to_all", {rank: received[rank] for rank in others}, {rank: sent[rank] for rank in others}
+        )
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Work:
         (tensor,) = tensors

@@ -20,13 +20,13 @@ from typing import Any
 from tests.local import pool
 
 SOURCE = Path(__file__).parents[2] / "src" / "partita"
-NUM_RANKS = 2
+NUM_RANKS, NUM_RANKS_ON_AXES = 2, 4
 
 
 @dataclass(frozen=True)
 class Mutation:
     """``old`` occurs once in the file; ``plan`` is one of :data:`tests.simulated.training.PLANS`, which is trained, or
-    (``saves``) saved and loaded again.
+    (``saves``) saved and loaded again, or one of its ``AXES``.
     """
 
     file: str
@@ -100,7 +100,7 @@ MUTATIONS = (
     Mutation("sharding/reducer.py", "slot in (receiving, summed) if", "slot in (receiving,) if", "in backward"),
     Mutation("sharding/reducer.py", "        self._launched.wait()\n", "", "stage 2"),
     Mutation("sharding/reducer.py", "give_back(sent, self._launched)", "give_back(sent, Event())", "stage 2"),
-    Mutation("sharding/reducer.py", "partial(_after, awaited, gather)", "partial(_after, [], gather)", "stage 0"),
+    Mutation("sharding/reducer.py", "partial(after, awaited, gather)", "partial(after, [], gather)", "stage 0"),
     Mutation("sharding/reducer.py", "            spread.wait()\n", "", "stage 0"),
     Mutation("optim/updates.py", "        ready.wait()\n", "", "in backward"),
     Mutation("checkpoint/format/file.py", "        finish(self._device)\n", "", "stage 3", saves=True),
@@ -111,6 +111,31 @@ MUTATIONS = (
         'group=self._groups["gradients"], async_op=True)',
         "stage 2",
     ),
+    Mutation(
+        "comm/transport.py",
+        "group=self._groups[connections], async_op=True).wait()",
+        "group=self._groups[connections], async_op=True)",
+        "sequence",
+    ),
+    Mutation(
+        "comm/transport.py",
+        'group=self._groups["activations"], async_op=True).wait()',
+        'group=self._groups["activations"], async_op=True)',
+        "tensor",
+    ),
+    Mutation(
+        "parallel/pipeline/edges.py",
+        '_wait(self.group.receive(values, self._before, "forward", PURPOSE))',
+        'self.group.receive(values, self._before, "forward", PURPOSE)',
+        "pipeline",
+    ),
+    Mutation(
+        "parallel/pipeline/edges.py",
+        '_wait(self.group.receive(gradients, self._behind, "backward", PURPOSE))',
+        'self.group.receive(gradients, self._behind, "backward", PURPOSE)',
+        "pipeline, zero bubble",
+    ),
+    Mutation("parallel/pipeline/edges.py", "        _wait(self._sent[:done])\n", "", "pipeline"),
     Mutation(
         "inspection/whole.py", ".all_gather(whole, part).wait()", ".all_gather(whole, part)", "bf16, optimizer on host"
     ),
@@ -147,16 +172,19 @@ def run(mutation: Mutation | None, plan: str, saves: bool, folder: str) -> tuple
         sys.meta_path.insert(0, _Finder(mutation))  # type: ignore[arg-type]
     from tests.simulated import training
 
-    call: Sequence[Any] = (
-        (training.resume, training.PLANS[plan], folder) if saves else (training.train, training.PLANS[plan])
-    )
+    call: Sequence[Any] = (training.train_on_axes, training.AXES.get(plan))
+    if plan in training.PLANS:
+        call = (training.resume, training.PLANS[plan], folder) if saves else (training.train, training.PLANS[plan])
     return training.simulated(*call)
 
 
 def outcome(mutation: Mutation | None, plan: str, saves: bool, folder: Path) -> list[tuple[Any, list[str]]]:
+    from tests.simulated.training import AXES  # the ranks must not have imported it
+
+    num_ranks = NUM_RANKS_ON_AXES if plan in AXES else NUM_RANKS
     pool.close()
     try:
-        return pool.run(NUM_RANKS, run, mutation, plan, saves, str(folder), with_group=False)
+        return pool.run(num_ranks, run, mutation, plan, saves, str(folder), with_group=False)
     finally:
         pool.close()
 

@@ -7,7 +7,7 @@ import torch
 
 from partita import PartitaError
 from tests.local import pool
-from tests.simulated.training import PLANS, on, open_engine, resume, simulated, train_all
+from tests.simulated.training import AXES, PLANS, on, open_engine, resume, simulated, train_all, train_on_axes
 
 SAMPLE = (
     *("stage 0", "stage 2", "all on host", "all on disk", "lean, in backward, on host", "accumulated"),
@@ -35,6 +35,19 @@ def test_a_sample_of_the_plans(num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_every_plan(num_ranks: int) -> None:
     check(num_ranks, list(PLANS))
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "tensor, pipeline" else pytest.param(name, marks=pytest.mark.thorough) for name in AXES]
+)
+def test_every_axis(name: str) -> None:
+    expected = pool.run(4, train_on_axes, AXES[name], with_group=False, timeout=200)
+    pool.close()
+    results = pool.run(4, simulated, train_on_axes, AXES[name], with_group=False, timeout=200)
+    for (trained, races), on_cpu in zip(results, expected, strict=True):
+        assert races == []
+        assert trained.losses == pytest.approx(on_cpu.losses, rel=1e-5)
+        assert trained.norms == pytest.approx(on_cpu.norms, rel=1e-5)
 
 
 @pytest.mark.parametrize("plan", ["all on host", "all on disk"])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import partita
 from tests import seeds
 from tests.local.training import WIDTH, Block, small_buckets
+from tests.parallel import stages
 
 VOCAB, LENGTH = 32, 8
 OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.1}
@@ -57,6 +58,16 @@ PLANS: dict[str, Mapping[str, Any]] = {
     "inputs on host": {**on(3), "activations": {"checkpoint": "units", "offload": "host"}},
     "inputs on disk": {**on(2), "activations": {"checkpoint": "selective", "offload": "disk"}},
     "accumulated, stage 1, on host": {**on(1, optimizer="host"), "batch": {"accumulate": 3}},
+}
+
+# On four ranks. Attention's kernel is another than the CPU's, and so are the last bits.
+AXES: dict[str, Mapping[str, Any]] = {
+    "pipeline": {"parallel": {"pipeline": 2}, **on(3)},
+    "pipeline, zero bubble": {"parallel": {"pipeline": 2, "schedule": "zero_bubble"}, **on(2, optimizer="host")},
+    "pipeline, interleaved": {"parallel": {"pipeline": 2, "schedule": "interleaved", "chunks": 2}, **on(1)},
+    "tensor": {"parallel": {"tensor": 2}, **on(3)},
+    "tensor, pipeline": {"parallel": {"tensor": 2, "pipeline": 2}, **on(3, **ON_HOST)},
+    "sequence": {"parallel": {"sequence": 2}, **on(3)},
 }
 
 
@@ -120,6 +131,27 @@ def train(config: Mapping[str, Any], num_steps: int = 3) -> Trained:
         trained.weights = engine.state_dict()
     del engine
     gc.collect()  # its memory goes now, not when it happens to
+    return trained
+
+
+def train_on_axes(config: Mapping[str, Any], num_steps: int = 2) -> Trained:
+    """A decoder, by whole batches."""
+    trained, settings = Trained(), {"precision": {"compute": "fp32"}, "batch": {"accumulate": 3}, **config}
+    with small_buckets():
+        engine = partita.initialize(
+            stages.build("decoder"), {"optimizer": OPTIMIZER, "clip_grad_norm": 0.5, **settings}
+        )
+    torch.set_num_threads(1)
+    with engine:
+        for step in range(num_steps):
+            numbers = [100 * step + 10 * micro + engine.mesh.coordinate("data") for micro in range(3)]
+            batches = [stages.batch("decoder", number) for number in numbers]
+            moved = [{key: value.to(engine.mesh.device) for key, value in batch.items()} for batch in batches]
+            trained.losses.append(engine.train_batch(iter(moved)).item())
+            trained.norms.append(engine.last_step.grad_norm)
+        trained.weights = engine.state_dict()
+    del engine
+    gc.collect()
     return trained
 
 

@@ -148,8 +148,12 @@ class MicroBatches:
         if pipeline.weights is None:
             pipeline.backward(action, loss, self.backward)
             return
-        with pipeline.weights.apart(action.micro) as left, reducer.aside(left.add_gradient):
-            pipeline.backward(action, loss, self._run)
+        with pipeline.weights.apart(action.micro) as left:
+            reducer.aside = left.add_gradient
+            try:
+                pipeline.backward(action, loss, self._run)
+            finally:
+                reducer.aside = None
 
     def _weights(self, action: Action) -> None:
         """The gradients that a stage's backward has left."""

@@ -265,3 +265,10 @@ def _end_after(jobs: list[_Job], end: Callable[[], object]) -> None:
 def _end(ready: "SimpleQueue[_Job | None]", num_threads: int) -> None:
     for _ in range(num_threads):
         ready.put(None)
+
+
+def after(events: Iterable[Event], work: Callable[..., object], *args: object) -> None:
+    """Do ``work`` when these have passed."""
+    for event in events:
+        event.wait()
+    work(*args)

@@ -20,7 +20,7 @@ from partita.memory import accelerator
 from partita.memory.allocate import over
 from partita.memory.buffer_pool import BufferPool, Slot
 from partita.memory.ledger import Ledger
-from partita.memory.streams import Event, record
+from partita.memory.streams import Event, after, record
 from partita.memory.timeline import span, told
 from partita.plan.residence import Tier
 from partita.plan.slots import RECEIVING, SENDING, SUMMED, PlannedPool
@@ -67,7 +67,7 @@ class GradientReducer:
         self._synchronizes = True
         self._traces = False
         self._user: GradientUser | None = None
-        self._aside: Callable[[nn.Parameter, Tensor], None] | None = None
+        self.aside: Callable[[nn.Parameter, Tensor], None] | None = None
         self._finite: Tensor | None = None
         self._took_part = False
         self.scales = set[float]()
@@ -126,15 +126,6 @@ class GradientReducer:
         finally:
             self._synchronizes = before
 
-    @contextmanager
-    def aside(self, take: Callable[[nn.Parameter, Tensor], None]) -> Iterator[None]:
-        """A block in which gradients that are collected are given to ``take`` instead, which has them arrive later."""
-        self._aside = take
-        try:
-            yield
-        finally:
-            self._aside = None
-
     def _reducing(self, bucket: Bucket) -> bool:
         """Whether this backward reduces the bucket at all."""
         return bucket.moves and self._synchronizes and (self._is_last_micro_batch or bucket.passes)
@@ -181,9 +172,9 @@ class GradientReducer:
                 "module with sparse=False"
             )
         bucket = self._bucket_of[id(member)]
-        if self._aside is not None and grad is not None and not bucket.in_place:
+        if self.aside is not None and grad is not None and not bucket.in_place:
             member.param.grad = None
-            self._aside(member.param, grad)
+            self.aside(member.param, grad)
             return
         self._took_part = True
         self.scales.add(factor_under_way())
@@ -286,7 +277,7 @@ class GradientReducer:
         reduce = bucket.launch(self._seeded(), received, summed, self._scale_of(bucket))
         awaited = [record(self._device), *(slot.last_use for slot in (receiving, summed) if slot is not None)]
 
-        self._launched = self._stream.run(told(partial(_after, awaited, reduce), "reduce", bucket.members[0].fqn))
+        self._launched = self._stream.run(told(partial(after, awaited, reduce), "reduce", bucket.members[0].fqn))
         if receiving is not None:
             self._receiving.give_back(receiving, self._launched)
         if (sent := bucket.launched(self._launched)) is not None:
@@ -359,7 +350,7 @@ class GradientReducer:
         for bucket in ordered:
             slot, received = self._room_to_receive(bucket)
             awaited = [record(self._device)] + ([] if slot is None else [slot.last_use])
-            self._launched = self._stream.run(partial(_after, awaited, bucket.add_copies, self._movement, received))
+            self._launched = self._stream.run(partial(after, awaited, bucket.add_copies, self._movement, received))
             if slot is not None:
                 self._receiving.give_back(slot, self._launched)
         self.drain()
@@ -378,7 +369,7 @@ class GradientReducer:
                 bucket.spread(self._seeded(), received, used, in_full)
 
         if chosen:
-            spread = self._stream.run(partial(_after, awaited, gather))
+            spread = self._stream.run(partial(after, awaited, gather))
             if slot is not None:
                 self._receiving.give_back(slot, spread)
             spread.wait()
@@ -393,10 +384,3 @@ class GradientReducer:
         for bucket in self.buckets:
             if (slot := bucket.clear()) is not None:
                 self._sending.give_back(slot, record(self._device))
-
-
-def _after(events: Iterable[Event], work: Callable[..., object], *args: object) -> None:
-    """Do ``work`` when these have passed."""
-    for event in events:
-        event.wait()
-    work(*args)

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import partita
 from partita import ConfigError, PartitaError
@@ -152,6 +159,34 @@ def test_a_model_that_checkpoints_itself_is_left_to_it() -> None:
         tokens = torch.randint(64, (2, 8))
         engine.backward(engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
     assert len(calls) == 2
+
+
+CACHING = {
+    "bloom": lambda: BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)),
+    "t5": lambda: T5ForConditionalGeneration(
+        T5Config(vocab_size=64, d_model=32, d_ff=48, d_kv=8, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CACHING)
+def test_no_cache_is_filled_twice(name: str) -> None:
+    """Models of transformers cache keys and values unless told not to, also where they train."""
+    losses = []
+    for choice in ("none", "units"):
+        seeds.start()
+        model = CACHING[name]()
+        tokens = torch.randint(64, (2, 8))
+        with partita.initialize(model, {"activations": {"checkpoint": choice}}) as engine:
+            for _ in range(2):
+                output = engine(input_ids=tokens, labels=tokens)
+                engine.backward(output.loss)
+                engine.step()
+                losses.append(output.loss.item())
+            assert (output.past_key_values is None) == (choice == "units")
+            with torch.no_grad():
+                assert engine(input_ids=tokens, labels=tokens).past_key_values is not None
+    assert losses[:2] == pytest.approx(losses[2:], rel=1e-6)
 
 
 def test_copies_have_their_own_forward() -> None:

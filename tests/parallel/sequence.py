@@ -337,7 +337,10 @@ def trained(name: str, sequence: int, stage: int = 1, **sections: Any) -> Traine
         **sections,
     }
     result = Trained()
-    with partita.initialize(built(name), config) as engine:
+    model = built(name)
+    if hasattr(model, "config"):
+        model.config.use_cache = True  # as configurations of transformers have it, which no training needs
+    with partita.initialize(model, config) as engine:
         data = engine.mesh.coordinate("data")
         for step in range(STEPS):
             loss = zoo.loss_of(engine(**_samples(name, step, data)))

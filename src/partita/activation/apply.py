@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from partita.activation.caches import NoCaches
 from partita.activation.inputs import RestingInputs
 from partita.activation.kept_whole import KeptWhole
 from partita.activation.partition import Partition
@@ -78,6 +79,9 @@ class Activations:
             self._kept = KeptWhole(limit, under_way, alike, memory.ledger)
         followers = [each for each in (self._inputs, self._kept) if each is not None]
         self._begun = [model.register_forward_pre_hook(Hook(partial(_begin, each))) for each in followers]
+        again = bool(chosen.recomputed) or bool(chosen.tiled)
+        apart = any(collectives.mesh.shape.size(axis) > 1 for axis in (SEQUENCE, "pipeline"))
+        self._no_caches = NoCaches(model) if again or apart else None
         selective = settings.checkpoint == "selective"
         self._recomputation = Recomputation(
             chosen.recomputed, selective=selective, tiled=chosen.tiled, inputs=self._inputs, kept=self._kept
@@ -107,6 +111,8 @@ class Activations:
         """Give the modules back what they had."""
         self._heads.remove()
         self._recomputation.remove()
+        if self._no_caches is not None:
+            self._no_caches.remove()
         for handle in self._begun:
             handle.remove()
         if self._inputs is not None:

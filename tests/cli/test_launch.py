@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import time
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -152,8 +153,9 @@ def test_nodes_come_and_go(tmp_path: Path) -> None:
     finally:
         kill(*(node.pid for node in nodes), *workers_of(job).values())
     sizes = re.findall(r"^mesh: (\d) ranks", out, re.MULTILINE)
-    assert sizes == ["1", "2", "1"], error
-    assert out.count("restored model, optimizer, scheduler and random states of step ") == 2
+    # torchrun may start once more on as many ranks, when it notices late that a node is gone.
+    assert [size for size, _ in groupby(sizes)] == ["1", "2", "1"], error
+    assert out.count("restored model, optimizer, scheduler and random states of step ") == len(sizes) - 1
 
 
 def kill(*pids: int) -> None:

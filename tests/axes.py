@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -152,13 +153,14 @@ def share_out(model: Model, collectives: Collectives) -> None:
 
 @contextmanager
 def applied_by_hand() -> Iterator[None]:
-    """Engines are built with the shares that :func:`share_out` gives."""
+    """Engines are built with the shares that :func:`share_out` gives; stages run one micro-batch after the other."""
 
     def apply(model: Any, resolved: Any, mesh: Any, collectives: Collectives, *_: Any) -> Parallel:
         share_out(model, collectives)
         return Parallel(model.shares)
 
-    with mock.patch.object(build, "apply", apply):
+    stages = SimpleNamespace(most_kept=(1, 1))
+    with mock.patch.object(build, "apply", apply), mock.patch.object(build, "simulate", return_value=stages):
         yield
 
 

@@ -271,7 +271,7 @@ def test_compiled_modules_keep_their_inputs() -> None:
     for block in model.blocks:
         block.compile(backend="eager")
     with partita.initialize(model, ON_DISK) as engine:
-        with pytest.warns(UserWarning, match="activations.offload and activations.partition leave the inputs"):
+        with pytest.warns(UserWarning, match="activations.offload, partition and keep_bytes leave compiled modules"):
             engine.backward(engine(inputs(0, 0)).square().mean())
         moved = engine.memory_report().disk
         assert moved is not None

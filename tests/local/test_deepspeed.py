@@ -410,7 +410,7 @@ def groups_and_errors(path: str) -> None:
     for arguments, said in (
         ({}, "the configuration is nowhere"),
         ({"config": {}, "config_params": {}}, "in config and config_params"),
-        ({"config": {}, "mpu": 1}, "model and sequence parallelism"),
+        ({"config": {}, "mpu": 1}, "how many ranks share a model and a sequence"),
         ({"config": {"train_micro_batch_size_per_gpu": 1}, "training_data": [1]}, "expected a torch Dataset"),
     ):
         with pytest.raises(ConfigError, match=said):

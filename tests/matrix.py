@@ -7,6 +7,15 @@ from typing import Any
 import pytest
 
 
+def sampled(values: Iterable[Any], *sample: Any) -> list[Any]:
+    """Values to parametrize a test by, of which those that are not in the ``sample`` are marked `thorough`."""
+    values = list(values)
+    assert all(value in values for value in sample), f"{sample} are not all among {values}"
+    params = [value if isinstance(value, tuple) else (value,) for value in values]
+    marks = [() if value in sample else pytest.mark.thorough for value in values]
+    return [pytest.param(*param, marks=mark) for param, mark in zip(params, marks, strict=True)]
+
+
 def matrix(**axes: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrize a test over all combinations; those beyond a sample are marked `thorough`."""
     values = [list(axis) for axis in axes.values()]

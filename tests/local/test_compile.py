@@ -25,6 +25,7 @@ from tests.local.training import (
     square_loss,
     whole_weights,
 )
+from tests.matrix import sampled
 
 # torch's compiler looks at the gradient of a graph's inputs, and warns of it.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -175,7 +176,10 @@ def train_and_evaluate() -> None:
 WHEN = [(how, after) for how in HOW for after in (True, False) if not (after and how == "torch.compile(model)")]
 
 
-@pytest.mark.parametrize(("how", "after"), WHEN)
+SAMPLE = (("block.compile()", False), ("blocks replaced", True), ("torch.compile(model)", False))
+
+
+@pytest.mark.parametrize(("how", "after"), sampled(WHEN, *SAMPLE))
 def test_compiled_as_eager(how: str, after: bool) -> None:
     pool.run(2, compiled, how, after, "aot_eager", timeout=120)
 

@@ -24,6 +24,7 @@ from tests.local.training import (
     square_loss,
     whole_weights,
 )
+from tests.matrix import sampled
 
 
 class BoomError(Exception):
@@ -181,7 +182,7 @@ def graph_that_is_dropped() -> None:
                 assert_idle(engine)
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", sampled(WHERE, "input", "block", "backward", "hook before"))
 def test_next_step_is_as_if_it_had_not_happened(where: str) -> None:
     pool.run(2, survive, where)
 

@@ -125,17 +125,22 @@ MUTATIONS = (
     ),
     Mutation(
         "parallel/pipeline/edges.py",
-        '_wait(self.group.receive(values, self._before, "forward", PURPOSE))',
+        '_wait(self.group.receive(values, self._before, "forward", PURPOSE), "forward")',
         'self.group.receive(values, self._before, "forward", PURPOSE)',
         "pipeline",
     ),
     Mutation(
         "parallel/pipeline/edges.py",
-        '_wait(self.group.receive(gradients, self._behind, "backward", PURPOSE))',
+        '_wait(self.group.receive(gradients, self._behind, "backward", PURPOSE), "backward")',
         'self.group.receive(gradients, self._behind, "backward", PURPOSE)',
         "pipeline, zero bubble",
     ),
-    Mutation("parallel/pipeline/edges.py", "        _wait(self._sent[:done])\n", "", "pipeline"),
+    Mutation(
+        "parallel/pipeline/edges.py",
+        '        _wait(self._sent.pop(0), "what was sent")\n        return',
+        "        return",
+        "pipeline",
+    ),
     Mutation(
         "inspection/whole.py", ".all_gather(whole, part).wait()", ".all_gather(whole, part)", "bf16, optimizer on host"
     ),

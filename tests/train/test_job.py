@@ -87,7 +87,10 @@ def test_the_job_written_down_is_the_job(tmp_path: Path) -> None:
         ),
         ("train: {sample: {temperature: -1}}", ["train.sample.temperature: expected a number", "got -1"]),
         ("- 1", ["expected sections (key: value) at the top level"]),
-        ("engine: {communication: {parameters: int4}}", ["communication.parameters", "not available in this version"]),
+        (
+            "engine: {communication: {gradients: low_rank}}",
+            ["communication.gradients", "not available in this version"],
+        ),
     ],
 )
 def test_mistakes_are_said_with_key_place_and_remedy(tmp_path: Path, text: str, messages: list[str]) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from partita.config.schema import Offload
 from partita.errors import PartitaError
-from partita.memory.accelerator import is_host
+from partita.memory.accelerator import HOST
 from partita.memory.streams import Event, Workers
 from partita.memory.timeline import span
 
@@ -245,7 +245,7 @@ class _Meter:
 
 def _memory(tensor: Tensor) -> memoryview:
     """A tensor's bytes; the view keeps them."""
-    assert is_host(tensor.device), f"a tensor on {tensor.device}"
+    assert tensor.device == HOST, f"a tensor on {tensor.device}"
     assert tensor.is_contiguous(), "a tensor with holes"
     assert tensor.data_ptr() % ALIGNMENT == 0, "the tensor does not begin at a page: allocate it with memory.allocate"
     return tensor.detach().view(-1).view(torch.uint8).numpy().data

@@ -1,9 +1,11 @@
 """What autograd and the model's operators keep on a simulated device."""
 
+import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -59,6 +61,19 @@ def fused_attention() -> Iterator[None]:
         yield
     finally:
         library._destroy()
+
+
+@contextmanager
+def unpacked_samples() -> Iterator[None]:
+    """Have transformers take samples for one document each: it would look into positions for where others begin."""
+    masks = sys.modules.get("transformers.masking_utils")
+    patch = mock.patch.object(masks, "find_packed_sequence_indices", _no_others) if masks else nullcontext()
+    with patch:
+        yield
+
+
+def _no_others(position_ids: Tensor) -> None:
+    return None
 
 
 def _fused(

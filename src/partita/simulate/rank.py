@@ -20,7 +20,7 @@ from partita.memory.timeline import Watcher, watched_by
 from partita.plan.residence import Tier
 from partita.plan.traffic import TrafficKey, TrafficReport
 from partita.planner.traffic import StepShape, step_traffic
-from partita.simulate.live_bytes import LiveBytes, fused_attention
+from partita.simulate.live_bytes import LiveBytes, fused_attention, unpacked_samples
 from partita.simulate.roles import Role
 
 LossFn = Callable[[Any, Any], Tensor] | None
@@ -99,7 +99,8 @@ def simulate_rank(subject: Subject, resolved: Resolved, role: Role, kind: str, r
             model = subject.build()
         connections = SimulatedRanks(role.rank, resolved.mesh.num_ranks, requests)
         mesh = Mesh(resolved.mesh, accelerator.SIMULATED, connections)
-        with Engine(model, resolved, mesh, Given(None, None, subject.loss_fn, None), owns_mesh=True) as engine:
+        given = Given(None, None, subject.loss_fn, None)
+        with unpacked_samples(), Engine(model, resolved, mesh, given, owns_mesh=True) as engine:
             for group in engine.optimizer.param_groups:  # torch's fused kernels want memory
                 group.update(fused=False, foreach=False)
             _train(engine, subject)

@@ -137,8 +137,8 @@ MUTATIONS = (
     ),
     Mutation(
         "parallel/pipeline/edges.py",
-        '        _wait(self._sent.pop(0), "what was sent")\n        return',
-        "        return",
+        '            _wait(self._sent_back.pop(0), "what was sent")\n',
+        "            self._sent_back.pop(0)\n",
         "pipeline",
     ),
     Mutation(

@@ -112,6 +112,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_later(tmp_path: Path) -> N
     assert not workers_of(job)
 
 
+@pytest.mark.thorough
 def test_torchrun_starts_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     process = start_torchrun(job, "--set", "train.steps=200", *saving(tmp_path))

@@ -19,6 +19,7 @@ from partita.plan.wire import CODECS, Codec
 from tests.local import pool
 from tests.local.models import CASES, parts
 from tests.local.training import PLANS, Recipe, Stack, Trained, rank, same, square_loss, train, whole_weights
+from tests.matrix import matrix
 
 IDENTITY = Codec("int8", BLOCK * 4)
 GRADIENTS = {"communication": {"gradients": "int8"}}
@@ -187,8 +188,7 @@ def test_an_identity_codec_inside_nodes_and_across() -> None:
     pool.run(4, near_with_an_identity_on_nodes)
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4"])
-@pytest.mark.parametrize("plan", PLANS)
+@matrix(plan=PLANS, codec=["int8", "int4"])
 def test_codes_train_nearly_as_values_and_always_alike(plan: str, codec: str) -> None:
     for full, one, other in pool.run(2, trained_twice, plan, codec):
         same(one, other, f"two runs of {codec} at plan {plan}")

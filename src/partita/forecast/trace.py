@@ -4,13 +4,11 @@ Tensors are on the ``meta`` device: they have shapes and no memory. So any model
 alone. Attention is taken for a fused kernel's.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -18,6 +16,7 @@ from partita.errors import ConfigError, PartitaError
 from partita.forecast.pieces import Sends, Trace
 from partita.forecast.recorder import Recorder
 from partita.forecast.shortened import Stand
+from partita.forecast.without_values import without_values
 from partita.plan.share import NO_SHARES, Shares
 
 
@@ -46,7 +45,7 @@ def trace(
         compute = next(iter(dtypes.values()), torch.float32)
         given = tree_map_only(Tensor, lambda x: x.to(compute) if x.is_floating_point() else x, batch)
         try:
-            with _fused_attention(), recorder:
+            with without_values(), recorder:
                 output = model(**given) if isinstance(given, Mapping) else model(*given)
                 loss = loss_of(output)
                 del output
@@ -103,42 +102,6 @@ def _on_paper(model: nn.Module, dtypes: Mapping[int, torch.dtype], shares: Share
     finally:
         for own, values_before in before:
             own.update(values_before)
-
-
-@contextmanager
-def _fused_attention() -> Iterator[None]:
-    """Attention as devices compute it: where there is no device, torch would make the whole matrix of scores.
-
-    It is put in torch's place, as backward, which may run forwards again, has a thread in which modes are off.
-    """
-    own = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = partial(_fused, own)
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = own
-
-
-def _fused(
-    own: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **settings: Any,
-) -> Tensor:
-    if query.shape[-1] != value.shape[-1] or query.dim() != 4:
-        return own(query, key, value, attn_mask, dropout_p, is_causal, **settings)
-    mask = attn_mask
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype)  # what is added to the scores
-    scale = settings.get("scale")
-    attended: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
-    )[0]
-    return attended
 
 
 def _drop(param: Tensor) -> None:

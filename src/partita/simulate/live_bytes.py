@@ -1,11 +1,8 @@
 """What autograd and the model's operators keep on a simulated device."""
 
-import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -48,45 +45,3 @@ def _storages(value: Any) -> Iterator[UntypedStorage]:
     for tensor in tree_leaves(value):
         if isinstance(tensor, Tensor) and tensor.is_meta:
             yield tensor.untyped_storage()
-
-
-@contextmanager
-def fused_attention() -> Iterator[None]:
-    """Have attention keep for backward what fused kernels keep, in all threads. Without values torch would take the
-    mathematical definition, which keeps whole matrices of scores.
-    """
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("scaled_dot_product_attention", _fused, "AutogradMeta")
-    try:
-        yield
-    finally:
-        library._destroy()
-
-
-@contextmanager
-def unpacked_samples() -> Iterator[None]:
-    """Have transformers take samples for one document each: it would look into positions for where others begin."""
-    masks = sys.modules.get("transformers.masking_utils")
-    patch = mock.patch.object(masks, "find_packed_sequence_indices", _no_others) if masks else nullcontext()
-    with patch:
-        yield
-
-
-def _no_others(position_ids: Tensor) -> None:
-    return None
-
-
-def _fused(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    output: Tensor = kernel(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
-    return output

@@ -14,13 +14,14 @@ from partita.config.resolve import Resolved
 from partita.engine.build import Given
 from partita.engine.engine import Engine
 from partita.errors import PartitaError
+from partita.forecast.without_values import without_values
 from partita.memory import accelerator
 from partita.memory.ledger import MemoryReport
 from partita.memory.timeline import Watcher, watched_by
 from partita.plan.residence import Tier
 from partita.plan.traffic import TrafficKey, TrafficReport
 from partita.planner.traffic import StepShape, step_traffic
-from partita.simulate.live_bytes import LiveBytes, fused_attention, unpacked_samples
+from partita.simulate.live_bytes import LiveBytes
 from partita.simulate.roles import Role
 
 LossFn = Callable[[Any, Any], Tensor] | None
@@ -94,13 +95,13 @@ def simulate_rank(subject: Subject, resolved: Resolved, role: Role, kind: str, r
     Raises:
         PartitaError: what the engine raises; or the model asks for values.
     """
-    with accelerator.simulating(kind), _quietly(), _values_refused(), fused_attention():
+    with accelerator.simulating(kind), _quietly(), _values_refused():
         with accelerator.SIMULATED:
             model = subject.build()
         connections = SimulatedRanks(role.rank, resolved.mesh.num_ranks, requests)
         mesh = Mesh(resolved.mesh, accelerator.SIMULATED, connections)
         given = Given(None, None, subject.loss_fn, None)
-        with unpacked_samples(), Engine(model, resolved, mesh, given, owns_mesh=True) as engine:
+        with without_values(), Engine(model, resolved, mesh, given, owns_mesh=True) as engine:
             for group in engine.optimizer.param_groups:  # torch's fused kernels want memory
                 group.update(fused=False, foreach=False)
             _train(engine, subject)

@@ -1,0 +1,58 @@
+"""What stands for values where a model runs on tensors that have none (the ``meta`` device)."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+PACKED = "find_packed_sequence_indices"
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Have attention keep what fused kernels keep, and samples be one document each, in all threads.
+
+    Without values torch would take attention's mathematical definition, which keeps whole matrices of scores; and
+    transformers would look into positions for where documents begin.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("scaled_dot_product_attention", _fused, "AutogradMeta")
+    masks = sys.modules.get("transformers.masking_utils")
+    unpacked: Any = nullcontext() if masks is None else mock.patch.object(masks, PACKED, _one_document)
+    try:
+        with unpacked:
+            yield
+    finally:
+        library._destroy()
+
+
+def _one_document(position_ids: Tensor) -> None:
+    return None
+
+
+def _fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    mask = attn_mask
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype)  # what is added to the scores
+    attended: tuple[Tensor, ...]
+    if query.dim() == 4 and query.shape[-1] == value.shape[-1]:
+        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        attended = fused(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
+    else:
+        defined = torch.ops.aten._scaled_dot_product_attention_math
+        attended = defined(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return attended[0]

@@ -160,15 +160,15 @@ class Report:
         if not holds:
             self.broken.append(what)
 
-    def end(self, save: bool) -> int:
-        """Name what is broken; save the report; return the exit status."""
+    def end(self, save: bool, name: str | None = None) -> int:
+        """Name what is broken; save the report, called ``name`` (None: as the script); return the exit status."""
         for text in self.broken:
             self.write(f"- MISSED: {text}")
         if not self.broken:
             self.write("Everything that was checked holds.")
         if save:
             RESULTS.mkdir(exist_ok=True)
-            path = RESULTS / f"{_name_of_script().replace('.', '_')}.md"
+            path = RESULTS / f"{name or _name_of_script().replace('.', '_')}.md"
             path.write_text("\n".join(self.lines) + "\n")
         return 1 if self.broken else 0
 

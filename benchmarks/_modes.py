@@ -173,6 +173,8 @@ LOSSY: dict[str, Callable[[Build], Trainer]] = {
     "DDP, bf16 hook": partial(ddp_with_hook, hook="bf16"),
     "partita 1, int4": partial(partita, zero={"stage": 1}, gradients="int4", parameters="int4"),
     "partita 1, ternary": partial(partita, zero={"stage": 1}, gradients="ternary", parameters="ternary"),
+    "partita 1, low rank": partial(partita, zero={"stage": 1}, gradients="low_rank", parameters="int4", warmup_steps=1),
+    "partita 0, low rank": partial(partita, zero={"stage": 0}, gradients="low_rank", warmup_steps=1),
     "partita 0, 1-bit Adam": partial(partita, zero={"stage": 0}, optimizer="onebit_adam", warmup_steps=1),
 }
 DEEPSPEED = {f"DeepSpeed {stage}": partial(deepspeed, stage=stage) for stage in (1, 2, 3)}

@@ -230,8 +230,10 @@ def torch_context(build: Build) -> Trainer:
     return Trainer(take_step, None, (0, 1))
 
 
-def _axes(stage: int, **parallel: int) -> Callable[[Build], Trainer]:
-    return partial(partita, parallel=parallel, zero={"stage": stage})
+def _axes(stage: int, *, once: bool = False, **parallel: int) -> Callable[[Build], Trainer]:
+    """``once``: parameters are gathered, and gradients reduced, once a batch, as torch's pipelines have FSDP2 do."""
+    kept = {"keep_gathered": True, "keep_gradients": True} if once else {}
+    return partial(partita, parallel=parallel, zero={"stage": stage, **kept})
 
 
 PEERS: dict[str, Callable[[Build], Trainer]] = {
@@ -253,6 +255,7 @@ OURS: dict[str, Callable[[Build], Trainer]] = {
     "partita tensor 2 x data, stage 3": _axes(3, tensor=2),
     "partita pipeline 2 x data, stage 1": _axes(1, pipeline=2),
     "partita pipeline 2 x data, stage 3": _axes(3, pipeline=2),
+    "partita pipeline 2 x data, stage 3, once": _axes(3, once=True, pipeline=2),
     "partita tensor 2 x pipeline 2": _axes(1, tensor=2, pipeline=2),
     "partita sequence 2 x data, stage 3": _axes(3, sequence=2),
 }

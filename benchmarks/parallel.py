@@ -29,7 +29,8 @@ PAIRS: dict[int, dict[str, tuple[str, ...]]] = {
     4: {
         "partita tensor 2 x data, stage 3": ("torch tensor 2 x FSDP2",),
         "partita pipeline 2 x data, stage 1": ("DeepSpeed pipeline 2 x ZeRO-1",),
-        "partita pipeline 2 x data, stage 3": ("torch pipeline 2 x FSDP2", "DeepSpeed pipeline 2 x ZeRO-3"),
+        "partita pipeline 2 x data, stage 3": ("DeepSpeed pipeline 2 x ZeRO-3",),
+        "partita pipeline 2 x data, stage 3, once": ("torch pipeline 2 x FSDP2",),
         "partita sequence 2 x data, stage 3": (),
         "partita tensor 2 x pipeline 2": ("torch tensor 2 x pipeline 2",),
     },

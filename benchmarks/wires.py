@@ -2,6 +2,7 @@
 
     python -m benchmarks.wires             # eleven wires, two seeds, 3,000 steps on 4 ranks: several hours
     python -m benchmarks.wires --quick     # three wires, 30 steps of a small model: no targets
+    python -m benchmarks.wires --short     # ten wires, one seed, a small model: minutes, no targets; wires_short.md
     python -m benchmarks.wires --save      # into benchmarks/results/wires.md, with the plot beside it
 
 The same decoder on the standard library's text, the same samples in the same order, by the config alone; the learning
@@ -49,6 +50,7 @@ class Task:
 
 
 TASK = Task(DecoderShape(layers=4, width=128, heads=4, kv_heads=4, ffn_width=512))
+SHORT = replace(TASK, shape=DecoderShape(2, 96, 4, 4, 256), length=64, steps=480, held_out=512)
 QUICK = replace(TASK, shape=DecoderShape(2, 32, 4, 4, 64), length=64, steps=30, held_out=16)
 
 
@@ -64,6 +66,10 @@ def wires(task: Task) -> dict[str, dict[str, Any]]:
         communication = {"gradients": codec, **parameters, "warmup_steps": int(warm_up * task.steps)}
         return {"zero": {"stage": stage}, "communication": communication, "optimizer": {"name": "onebit_adam"}}
 
+    def apart(codec: str, every: int) -> dict[str, Any]:
+        return {"zero": {"stage": 1}, "communication": {"every": every, "replicas": 4, "gradients": codec}}
+
+    low_rank = {"gradients": "low_rank", "low_rank": 4, "warmup_steps": int(0.05 * task.steps)}
     return {
         FULL: {"zero": {"stage": 1}},
         "int8 both ways": both("int8"),
@@ -76,7 +82,21 @@ def wires(task: Task) -> dict[str, dict[str, Any]]:
         "onebit_adam, signs after 5 %": onebit(0, "onebit", 0.05),
         "onebit_adam, ternary after 5 %": onebit(0, "ternary", 0.05),
         "onebit_adam at stage 1, ternary after 5 %": onebit(1, "ternary", 0.05),
+        "zeroone_adam, signs": {"zero": {"stage": 0}, "optimizer": {"name": "zeroone_adam"}},
+        "low rank 4 after 5 %": {"zero": {"stage": 0}, "communication": low_rank},
+        "local steps, 10": apart("full", 10),
+        "local steps, 10, int4": apart("int4", 10),
+        "local steps, 30, ternary": apart("ternary", 30),
     }
+
+
+# Of the short form, and of the quick one.
+IN_SHORT = (
+    *(FULL, "int8 both ways", "int4 both ways", "ternary both ways after 5 %", "onebit_adam, signs after 15 %"),
+    *("zeroone_adam, signs", "low rank 4 after 5 %"),
+    *("local steps, 10", "local steps, 10, int4", "local steps, 30, ternary"),
+)
+IN_QUICK = (FULL, "int4 both ways", "onebit_adam at stage 1, ternary after 5 %", "local steps, 10, int4")
 
 
 @dataclass(frozen=True)
@@ -90,32 +110,41 @@ class Learned:
 def main() -> int:
     made = parser("What is learned over wires that carry fewer bytes", (4,))
     made.add_argument("--seeds", type=int, default=2, help="number of runs of each")
-    made.add_argument("--steps", type=int, default=TASK.steps)
+    made.add_argument("--steps", type=int, help="of each run")
+    made.add_argument("--short", action="store_true", help="a small model, one seed, fewer wires")
     options = made.parse_args()
-    task = QUICK if options.quick else replace(TASK, steps=options.steps)
-    chosen = options.only or list(wires(task))
-    if options.quick:
-        chosen = [FULL, "int4 both ways", "onebit_adam at stage 1, ternary after 5 %"]
-    report = Report("What is learned over wires that carry fewer bytes")
+    is_small = options.quick or options.short
+    task = QUICK if options.quick else SHORT if options.short else TASK
+    task = replace(task, steps=options.steps or task.steps)
+    num_seeds = 1 if is_small else options.seeds
+    chosen = options.only or (IN_QUICK if options.quick else IN_SHORT if options.short else tuple(wires(task)))
+    report = Report("Wires that carry fewer bytes, short" if options.short else "Wires that carry fewer bytes")
     report.begin()
-    report.write(_TEXT.format(ranks=options.ranks[0], seeds=1 if options.quick else options.seeds, **asdict(task)))
+    report.write(_TEXT.format(ranks=options.ranks[0], seeds=num_seeds, **asdict(task)))
+    if options.short:
+        report.write()
+        report.write(_SHORT)
     report.write()
     found = dict[str, list[Learned]]()
     header = ["wire", "held-out loss", "x full", "of each seed", "MB sent", "times fewer bytes"]
-    seeds = range(1 if options.quick else options.seeds)
-    report.table(header, _rows(found, task, dict.fromkeys([FULL, *chosen]), options.ranks[0], seeds))
-    if not options.quick:
+    names = dict.fromkeys([FULL, *chosen])
+    report.table(header, _rows(found, task, names, options.ranks[0], range(num_seeds)))
+    if not is_small:
         for fewer, above in TARGETS:
             held = any(_fewer(found, name) >= fewer and _above(found, name) <= above for name in found)
             report.expect(held, f"a wire of {fewer:g} times fewer bytes within {above - 1:.0%} of the full one's loss")
+    name = "wires_short" if options.short else "wires"
     if options.save:
-        plot(RESULTS / "wires.png", found)
-    return report.end(options.save)
+        plot(RESULTS / f"{name}.png", found)
+    return report.end(options.save, name)
 
 
 _TEXT = """Nats per byte on samples that were not trained on, means over {seeds} seeds, after {steps} steps of
 {ranks} ranks x {batch} samples of {length} bytes; AdamW (or 1-bit Adam), cosine schedule, clipped to 1, fp32. *MB
-sent*: what a rank sends in the whole run."""
+sent*: what a rank sends in the whole run. *local steps, 10*: each rank by itself, exchanging every 10 steps."""
+
+_SHORT = """The short form: a model of two blocks, one seed and few steps, of which 15 % are warm-up where there is one.
+Gaps are wider than at the end of training, and differences of 1 % are noise; what it shows is the order."""
 
 
 def _rows(

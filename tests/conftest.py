@@ -1,5 +1,6 @@
 """For every test: leave no processes, threads or environment variables behind."""
 
+import gc
 import os
 import subprocess
 from collections.abc import Iterator
@@ -17,6 +18,11 @@ hypothesis.settings.register_profile("partita", deadline=None, derandomize="CI" 
 hypothesis.settings.load_profile("partita")
 
 seeds.chosen()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported until now stays: no collection of garbage need look at it again."""
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

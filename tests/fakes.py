@@ -117,7 +117,7 @@ class FakeTransport(Transport):
     def all_reduce(self, tensor: Tensor) -> None:
         tensor.copy_(in_rank_order(self._exchange("all-reduce", tensor)()))
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def sum(self, tensor: Tensor, connections: str = "activations") -> Tensor:
         return in_rank_order(self._exchange("sum", tensor)()).to(tensor.dtype)
 
     def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], connections: str = "activations") -> None:

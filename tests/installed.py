@@ -1,6 +1,7 @@
 """What an installed wheel must do, away from the repository: python tests/installed.py
 
-It has its kernels, loads no second OpenMP runtime beside torch's, and trains a few steps.
+It is imported without what takes long and is seldom needed, has its kernels, loads no second OpenMP runtime beside
+torch's, and trains a few steps.
 """
 
 import sys
@@ -21,6 +22,8 @@ def openmp_runtimes() -> set[str]:
 
 
 def main() -> int:
+    slow = {"torch._dynamo", "torch.distributed.tensor", "sympy", "transformers"} & sys.modules.keys()
+    assert not slow, f"partita's import has brought {sorted(slow)}"
     torchs = openmp_runtimes()
     extension = native.module()
     assert extension is not None

@@ -27,8 +27,7 @@ from transformers import (
 
 import partita
 from partita import ConfigError, PartitaError
-from partita.attention import Layout, block_sparse
-from partita.config import schema
+from partita.attention import Layout, block_sparse, visited
 from partita.config.load import load_config
 from partita.config.resolve import resolve
 from partita.train.decoder import Decoder, DecoderShape
@@ -185,6 +184,21 @@ def test_packed_documents_are_as_if_each_came_alone(pattern: str) -> None:
     assert_alike(found, results(built(llama), alone, settings(pattern)), pattern)
     if pattern == "dense":
         assert_alike(found, results(built(llama), packed, {}), "transformers' own packing")
+
+
+def test_documents_by_position_cost_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense, packed: pairs of blocks are those of each document by itself, found once for all layers."""
+    found, made = [], visited.visits
+
+    def counted(*args: Any) -> Any:
+        found.append(made(*args))
+        return found[-1]
+
+    monkeypatch.setattr(visited, "visits", counted)
+    positions = torch.cat([torch.arange(blocks * BLOCK) for blocks in (2, 3, 3)])[None]
+    with partita.initialize(built(llama), {"attention": {"packed": True, "block": BLOCK}}) as engine:
+        engine(input_ids=tokens(1, 8 * BLOCK), position_ids=positions)
+    assert [len(each.row) for each in found] == [(2 * 3 + 3 * 4 + 3 * 4) // 2]
 
 
 def test_layers_that_are_not_named_stay_dense() -> None:
@@ -388,11 +402,6 @@ def test_what_the_config_says_wrong() -> None:
     assert "forward" not in vars(model.blocks[0].attention)
 
 
-def test_sequences_that_ranks_share_and_packing_without_use_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(schema.AVAILABLE, "parallel.sequence", raising=False)
-    for attention in (LONGFORMER, {"packed": True}):
-        config = load_config({"attention": attention, "parallel": {"sequence": 2}})
-        with pytest.raises(ConfigError, match="block-sparse attention computes whole sequences, which the ranks of"):
-            resolve(config, 2, "cpu", 2)
+def test_packing_without_use_is_refused() -> None:
     with pytest.raises(ConfigError, match="attention.packed is of dense attention"):
         resolve(load_config({"attention": LONGFORMER | {"packed": True}}), 1, "cpu", 1)

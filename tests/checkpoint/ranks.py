@@ -85,6 +85,7 @@ def rank_of(number: int, mesh: MeshShape, cut: Cut, values: Mapping[str, Tensor]
     at: Any = SimpleNamespace(shape=mesh, rank=number, num_ranks=mesh.num_ranks, device=CPU, timeout_s=1.0)
     at.is_first_replica = lambda axes=(): mesh.is_first_replica(number, axes)
     collectives = SimpleNamespace(mesh=at, all_ranks=SimpleNamespace(size=mesh.num_ranks))
+    collectives.group = lambda axes: SimpleNamespace(size=mesh.group_size(axes))
     model = nn.Module()
     for member in members:
         model.register_parameter(member.fqn, member.param)
@@ -97,6 +98,7 @@ def rank_of(number: int, mesh: MeshShape, cut: Cut, values: Mapping[str, Tensor]
     runtime.reducer = SimpleNamespace(held_back=HeldBack([], None))
     runtime.executor = SimpleNamespace(deliver=lambda *_, **__: None)  # nothing looks at what rests
     updater: Any = SimpleNamespace(views=views, optimizer=optimizer, states=OptimizerStates(optimizer, views, memory))
+    updater.outer = None
     updater.wait_for_updates = updater.take_written = lambda: None
     return Rank(Content(runtime, updater), at, optimizer)
 

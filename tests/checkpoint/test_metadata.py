@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from partita import PartitaError
 from partita.checkpoint.backend import Chunk, StoredTensor
-from partita.checkpoint.format.manifest import MANIFEST, sealed
-from partita.checkpoint.format.metadata import METADATA
+from partita.checkpoint.format.manifest import MANIFEST, METADATA, sealed
 from partita.checkpoint.format.stored import StoredFiles, open_stored
 from partita.checkpoint.format.system import checksum
 from partita.plan.box import Box

@@ -10,6 +10,7 @@ from partita.comm.collectives import Collectives
 from partita.comm.connections import Processes
 from partita.comm.mesh import Mesh
 from partita.comm.together import together
+from partita.comm.transport import HostTransport, purposes_over
 from partita.comm.world import Rendezvous
 from partita.errors import ConfigError
 from partita.memory.accelerator import HOST
@@ -29,6 +30,9 @@ GROUPS = {
     BOTH: [[0, 1, 2, 3]] * 4,
     ("pipeline",): [[0], [1], [2], [3]],
 }
+
+
+STATES = ("parameters", "gradients")
 
 
 def real(shape: MeshShape) -> Collectives:
@@ -75,8 +79,8 @@ def everything_moves(collectives: Collectives) -> None:
 def activations_move(collectives: Collectives) -> None:
     """Sums in rank order of any shape, small and large, and parts whose sizes differ, some of them empty."""
     own = collectives.mesh.rank
-    for axes, ranks_of in GROUPS.items():
-        ranks, group = ranks_of[own], collectives.group(axes)
+    for axes in (TENSOR, ("pipeline",)):
+        ranks, group = collectives.group(axes).ranks, collectives.group(axes)
         for num, dtype in ((2 * 3, torch.float32), (2 * 30_001, torch.float32), (2 * 30_001, torch.bfloat16)):
             sent = [values(other, num, dtype).view(2, -1) for other in ranks]
             kept = sent[group.index].clone()
@@ -91,15 +95,41 @@ def activations_move(collectives: Collectives) -> None:
 
 
 def everything_moves_between_processes() -> None:
-    collectives = real(SHAPE)
-    everything_moves(collectives)
-    activations_move(collectives)
-    collectives.mesh.close()
+    for shape, check in ((SHAPE, everything_moves), (SHAPE, activations_move), (MeshShape(tensor=4), activations_move)):
+        collectives = real(shape)
+        check(collectives)
+        collectives.mesh.close()
 
 
 def test_everything_moves_between_threads() -> None:
     on_ranks(SHAPE, everything_moves, *GROUPS)
     on_ranks(SHAPE, activations_move, *GROUPS)
+    on_ranks(MeshShape(tensor=4), activations_move, TENSOR)
+
+
+def channels() -> dict[tuple[str, ...], set[str]]:
+    collectives = real(SHAPE)
+    try:
+        return {
+            axes: {purpose for peer in (transport.peers or {}).values() for purpose in peer.channels}
+            for axes, transport in collectives.mesh.transports.items()
+            if isinstance(transport, HostTransport) and axes
+        }
+    finally:
+        collectives.mesh.close()
+
+
+def test_activations_have_connections_along_single_axes_that_are_not_data() -> None:
+    """Where ranks of a node can read each other's memory; process groups are made for the same purposes."""
+    states = set(STATES)
+    for found in pool.run(4, channels):
+        assert found in (
+            {axes: set() for axes in found},
+            {DATA: states, TENSOR: {*states, "activations"}, BOTH: states},
+        )
+    assert [purposes_over(axes) for axes in (DATA, BOTH, (), ("pipeline:0,1",))] == [(*STATES, "control")] * 4
+    for axis in ("tensor", "sequence", "pipeline"):
+        assert purposes_over((axis,)) == (*STATES, "activations", "control")
 
 
 def test_everything_moves_between_processes() -> None:

@@ -86,7 +86,7 @@ def test_an_unknown_key_fails_in_every_section(schema: Draft202012Validator) -> 
         {"zero": {"prefetch_bytes": "many"}},
         {"parallel": {"tensor": 0}},
         {"communication": {"parameters": "low_rank"}},
-        {"communication": {"gradients": "low_rank"}},
+        {"communication": {"gradients": "fp8"}},
         {"precision": {"compute": "int4"}},
         {"optimizer": {"lr": -1}},
         {"optimizer": {"betas": [0.9]}},

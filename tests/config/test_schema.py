@@ -29,7 +29,8 @@ precision:
   {compute: auto, master: fp32, gradients: fp32, moments: fp32, loss_scale: dynamic,
    initial_loss_scale: 65536.0, loss_scale_window: 2000, nonfinite: skip, keep_fp32: []}
 batch:     {micro: auto, accumulate: auto, total: auto}
-optimizer: {name: adamw, lr: 1.0e-3, betas: [0.9, 0.999], eps: 1.0e-8, weight_decay: 0.01, momentum: 0.0}
+optimizer: {name: adamw, lr: 1.0e-3, betas: [0.9, 0.999], eps: 1.0e-8, weight_decay: 0.01, momentum: 0.0,
+   refresh: 16}
 schedule:
   {name: constant, warmup_steps: 0, warmup: linear, max_lr: null, initial_lr: null, initial_steps: 0,
    total_steps: null, decay_steps: null, min_lr: 0.0, min_ratio: 0.0}
@@ -41,7 +42,8 @@ attention:
 loss: {tiled: none, head: auto}
 tiled: {mlp: []}
 communication:
-  {gradients: full, parameters: full, warmup_steps: auto, buffers: broadcast, within_node: auto, timeout_s: 600}
+  {gradients: full, parameters: full, warmup_steps: auto, every: null, replicas: auto, outer_lr: 0.7,
+   low_rank: 4, outer_momentum: 0.9, outer_nesterov: true, buffers: broadcast, within_node: auto, timeout_s: 600}
 checkpoint: {dir: null, every_steps: null, keep: 3, background: true}
 seed: null
 """

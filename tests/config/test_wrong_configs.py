@@ -114,8 +114,7 @@ KEYS = [
 NOT_AVAILABLE = [
     Wrong({section: value}, (f"{key}: ", "is not available in this version; remove it or set it back to its default"))
     for section, value, key in [
-        ("communication", {"gradients": "low_rank"}, "communication.gradients"),
-        ("optimizer", {"name": "zeroone_adam"}, "optimizer.name"),
+        ("communication", {"gradients": "fp8"}, "communication.gradients"),
         ("optimizer", {"name": "onebit_lamb"}, "optimizer.name"),
         ("communication", {"parameters": "low_rank"}, "communication.parameters"),
     ]

@@ -1,5 +1,6 @@
 """``partita plan``: what fits is found, the rest says what it lacks, and the config is one that trains."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -136,6 +137,26 @@ def test_code_of_the_user_s_is_a_model_and_its_plan_trains_here() -> None:
     model, (x,) = own()
     with partita.initialize(model.to_empty(device="cpu"), config) as engine:
         engine.backward(engine(x).square().sum())
+
+
+def test_the_predicted_step_is_a_timeline(tmp_path: Path) -> None:
+    """Each resource does one thing at a time, everything of a unit is in it, and it ends when the step does."""
+    file = tmp_path / "step.trace.json"
+    result = run(app, ["plan", SMALL, "--gpus", "4", "--out", str(file), "--json", str(tmp_path / "plan.json")])
+    assert result.exit_code == 0, result.output
+    best = json.loads((tmp_path / "plan.json").read_text())["plans"][0]
+    events = json.loads(file.read_text())["traceEvents"]
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    done = [event for event in events if event["ph"] == "X"]
+    for lane in lanes:
+        of_lane = sorted((event["ts"], event["dur"]) for event in done if event["tid"] == lane)
+        assert all(a + dur <= b + 0.01 for (a, dur), (b, _) in itertools.pairwise(of_lane))
+    assert lanes[0] == "device"
+    assert {event["cat"] for event in done} >= {"forward", "backward", "update", "reduce"}
+    assert sum(event["name"] == "forward blocks.5" for event in done) == min(3, best["accumulate"])
+    assert best["accumulate"] <= 3  # all of them are shown
+    ends = max(event["ts"] + event["dur"] for event in done)
+    assert ends == pytest.approx(1e6 * best["step_s"], rel=0.05)  # which the search has of one sample's trace, scaled
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, ResNetConfig
 from transformers import ResNetForImageClassification as ResNet
 
+import partita
 from partita.activation.recompute import Recomputation, chosen_modules
 from partita.config.resolve import resolve
 from partita.config.schema import Config
@@ -105,6 +106,27 @@ def test_activations_on_paper_are_those_of_a_run(name: str) -> None:
         around = (trace.before.forward, trace.before.backward, trace.after.forward)
         attention = 1.35 if name != "resnet" else 1.0  # of the CPU's kernel torch counts nothing
         assert flops <= products + sum(work.flops for work in around) <= attention * flops
+
+
+@pytest.mark.parametrize("choice", ["none", "units"])
+def test_bytes_a_position_are_those_that_an_engine_takes(choice: str) -> None:
+    """Between two lengths that take most of the peak; an engine has its buffers beside, which are alike for both."""
+    planned, found = [], []
+    for length in (512, 1024):
+
+        def batch(samples: int, device: Any, length: int = length) -> dict[str, Tensor]:
+            tokens = torch.zeros(samples, length, dtype=torch.long, device=device)
+            return {"tokens": tokens, "targets": tokens.clone()}
+
+        model = decoder()
+        for param in model.parameters():
+            nn.init.normal_(param, std=0.02)
+        sized = size_model(Source("", model, batch), group_units(model), resolve(Config(), 1, "cpu"), (choice,), 1)
+        planned.append(sized.traces[choice].peak())
+        with partita.initialize(model, {"activations": {"checkpoint": choice}}) as engine, LiveBytes() as live:
+            engine.backward(loss_of(engine(**batch(1, "cpu"))))
+            found.append(live.peak)
+    assert found[1] - found[0] == pytest.approx(planned[1] - planned[0], rel=0.1)
 
 
 def test_blocks_that_are_alike_stand_for_each_other_and_come_back() -> None:

@@ -10,7 +10,7 @@
     def test_sum() -> None:
         assert pool.run(4, sum_of_ranks) == [6.0] * 4
 
-Workers are forked from a server that has torch imported already, once, when first needed; rank r is always worker r.
+Workers are forked from a server that has imported torch and transformers, when first needed; rank r is always worker r.
 Each call has a fresh rendezvous, a seed of its own a rank, the warning filters of the test, and one thread a rank.
 What comes back is pickled by value: no memory is shared between ranks and the test.
 """
@@ -36,8 +36,8 @@ from tests.local import worker
 
 T = TypeVar("T")
 
-# Imported once, in the server; what a worker imports beyond these it imports for itself.
-PRELOAD = ["torch", "torch.distributed.device_mesh", "torch.optim.adamw", "transformers.modeling_utils"]
+# Imported once, in the server. Workers import the rest for themselves: partita, too, which some tests mutate.
+PRELOAD = ["torch", "torch._dynamo", "torch.distributed.device_mesh", "transformers.modeling_utils"]
 
 # Once one rank has failed, the others, whose collectives break then, have this long to answer.
 GRACE_AFTER_FAILURE_S = 5.0

@@ -129,14 +129,14 @@ def check(world: int, *runs: Run) -> None:
             assert counted.traffic == counted.expected_traffic, f"{run}\n{counted.traffic}\n{counted.expected_traffic}"
 
 
-@matrix(row=ROWS, world=[1, 2, 4])
-def test_every_row_holds_and_sends_what_the_table_says(row: str, world: int) -> None:
-    check(world, *(Run(ROWS[row], precision) for precision in PRECISIONS.values()))
+@matrix(row=ROWS, precision=PRECISIONS, world=[1, 2, 4])
+def test_every_row_holds_and_sends_what_the_table_says(row: str, precision: str, world: int) -> None:
+    check(world, Run(ROWS[row], PRECISIONS[precision]))
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_gradients_that_rest_nowhere(world: int) -> None:
-    check(world, *(Run(ROWS[row], precision) for row in ("1", "2", "3", "3-kept") for precision in IN_BACKWARD))
+@matrix(row=("1", "2", "3", "3-kept"), world=[1, 2, 4], precision=IN_BACKWARD)
+def test_gradients_that_rest_nowhere(row: str, world: int, precision: dict[str, Any]) -> None:
+    check(world, Run(ROWS[row], precision))
 
 
 @matrix(row=ROWS, world=[1, 2, 4])
@@ -144,37 +144,57 @@ def test_accumulation(row: str, world: int) -> None:
     check(world, Run(ROWS[row], accumulate=3))
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_micro_batches_inside_no_sync_reduce_nothing(row: str) -> None:
-    check(2, *(Run(ROWS[row], accumulate=3, reduced=reduced) for reduced in range(3)))
+@matrix(row=ROWS, reduced=range(3))
+def test_micro_batches_inside_no_sync_reduce_nothing(row: str, reduced: int) -> None:
+    check(2, Run(ROWS[row], accumulate=3, reduced=reduced))
 
 
-@pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
-def test_hierarchical(ranks_per_node: int) -> None:
-    zero = {"stage": 3, "hierarchical": True}
-    check(4, *(Run(zero, accumulate=accumulate, ranks_per_node=ranks_per_node) for accumulate in (1, 3)))
+@matrix(ranks_per_node=[1, 2, 4], accumulate=[1, 3])
+def test_hierarchical(ranks_per_node: int, accumulate: int) -> None:
+    check(4, Run({"stage": 3, "hierarchical": True}, accumulate=accumulate, ranks_per_node=ranks_per_node))
+
+
+@matrix(precision=[*PRECISIONS.values(), *IN_BACKWARD], ranks_per_node=[2, 4])
+def test_replicated(ranks_per_node: int, precision: dict[str, Any]) -> None:
+    check(4, Run({"stage": 3, "replicate": "nodes"}, precision, ranks_per_node=ranks_per_node))
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 4])
-def test_replicated(ranks_per_node: int) -> None:
-    zero = {"stage": 3, "replicate": "nodes"}
-    precisions = [*PRECISIONS.values(), *IN_BACKWARD]
-    check(4, *(Run(zero, precision, ranks_per_node=ranks_per_node) for precision in precisions))
-    check(4, Run(zero, accumulate=3, ranks_per_node=ranks_per_node))
+def test_replicated_accumulation(ranks_per_node: int) -> None:
+    check(4, Run({"stage": 3, "replicate": "nodes"}, accumulate=3, ranks_per_node=ranks_per_node))
+
+
+@matrix(row=ROWS, precision=PRECISIONS, gradients=["int4", "int8"])
+def test_codes(row: str, precision: str, gradients: str) -> None:
+    both = {"parameters": "int8"} if gradients == "int8" and row.startswith("3") else {}
+    check(2, Run(ROWS[row], PRECISIONS[precision], communication={"gradients": gradients, **both}))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_codes_that_hold_back(row: str) -> None:
+    held_back = {"gradients": {"0": "onebit", "1": "ternary", "2": "2bit"}.get(row, "topk")}
+    check(2, Run(ROWS[row], accumulate=2, communication=held_back))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_factors(row: str) -> None:
+    check(2, Run(ROWS[row], accumulate=2, communication={"gradients": "low_rank", "low_rank": 2}))
+
+
+@matrix(row=ROWS, precision=["fp32", "bf16-gradients"])
+def test_codes_of_a_momentum(row: str, precision: str) -> None:
+    onebit: dict[str, Any] = {"optimizer": {"name": "onebit_adam"}, "communication": {"warmup_steps": 1}}
+    check(2, Run(ROWS[row], PRECISIONS[precision], **onebit))
+
+
+@matrix(row=["1", "2"], precision=PRECISIONS)
+def test_codes_of_changes(row: str, precision: str) -> None:
+    check(2, Run(ROWS[row], PRECISIONS[precision], communication={"parameters": "ternary"}))
 
 
 @pytest.mark.parametrize("row", sampled(ROWS, "1", "3-kept"))
-def test_codes(row: str) -> None:
-    gradients = {"gradients": "int4"}
+def test_codes_of_some_parameters(row: str) -> None:
     both = {"gradients": "int8", "parameters": "int8"} if row.startswith("3") else {"gradients": "int8"}
-    held_back = {"gradients": {"0": "onebit", "1": "ternary", "2": "2bit"}.get(row, "topk")}
-    check(2, Run(ROWS[row], accumulate=2, communication=held_back))
-    onebit: dict[str, Any] = {"optimizer": {"name": "onebit_adam"}, "communication": {"warmup_steps": 1}}
-    check(2, Run(ROWS[row], **onebit), Run(ROWS[row], PRECISIONS["bf16-gradients"], **onebit))
-    if row in ("1", "2"):
-        check(2, *(Run(ROWS[row], p, communication={"parameters": "ternary"}) for p in PRECISIONS.values()))
-    wires: list[dict[str, Any]] = [gradients, both]
-    check(2, *(Run(ROWS[row], p, communication=c) for c in wires for p in PRECISIONS.values()))
     check(2, Run(ROWS[row], accumulate=3, frozen=("blocks.1.",), communication=both))
 
 
@@ -200,9 +220,9 @@ def test_other_optimizers_keep_other_moments(momentum: float, num_moments: int) 
     check(2, Run(ROWS["1"], optimizer={"name": "sgd", "momentum": momentum}, num_moments=num_moments))
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_a_model_built_on_meta_is_the_same_to_the_plan(row: str) -> None:
-    check(2, Run(ROWS[row], device="meta"), Run(ROWS[row], PRECISIONS["bf16"], device="meta"))
+@matrix(row=ROWS, precision=["fp32", "bf16"])
+def test_a_model_built_on_meta_is_the_same_to_the_plan(row: str, precision: str) -> None:
+    check(2, Run(ROWS[row], PRECISIONS[precision], device="meta"))
 
 
 class Scaled(nn.Module):

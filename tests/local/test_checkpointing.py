@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkp
 
 from tests.local import pool
 from tests.local.test_visits import freeze, siamese
-from tests.local.training import Recipe, Stack, check, inputs, square_loss
+from tests.local.training import PLANS, Recipe, Stack, check, inputs, square_loss
 from tests.matrix import matrix
 
 
@@ -86,9 +86,10 @@ MODELS = {
 LOSSES = {"one": from_leaf, "two": siamese}
 
 
-def run_model(name: str, reentrant: bool) -> None:
+def run_model(name: str, reentrant: bool, plan: str) -> None:
     ignored = "None of the inputs have requires_grad" if name == "all" else ""  # torch's, of a checkpoint in another
-    check(Recipe(lambda: MODELS[name](reentrant), from_leaf, ignored=ignored))
+    compared = {other: PLANS[other] for other in ("0", plan)}
+    check(Recipe(lambda: MODELS[name](reentrant), from_leaf, ignored=ignored), compared)
 
 
 def run_shared(reentrant: bool) -> None:
@@ -118,9 +119,9 @@ def recomputes_once() -> None:
             engine.step()
 
 
-@matrix(name=MODELS, reentrant=[False, True])
-def test_checkpointed(name: str, reentrant: bool) -> None:
-    pool.run(2, run_model, name, reentrant)
+@matrix(name=MODELS, plan=("1", "2", "3", "3-kept"), reentrant=[False, True])
+def test_checkpointed(name: str, reentrant: bool, plan: str) -> None:
+    pool.run(2, run_model, name, reentrant, plan)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

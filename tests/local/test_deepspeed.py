@@ -281,7 +281,7 @@ class Losses(nn.Module):
 
 
 def whole_batches() -> None:
-    data = TensorDataset(torch.randn(18, WIDTH), torch.zeros(18, WIDTH))
+    data = [*TensorDataset(torch.randn(18, WIDTH), torch.zeros(18, WIDTH))]  # a list, which DeepSpeed takes, too
     loop = Loop(accumulate=2)
     args = deepspeed.add_config_arguments(argparse.ArgumentParser()).parse_args(["--deepspeed"])
     args.local_rank = -1
@@ -411,7 +411,7 @@ def groups_and_errors(path: str) -> None:
         ({}, "the configuration is nowhere"),
         ({"config": {}, "config_params": {}}, "in config and config_params"),
         ({"config": {}, "mpu": 1}, "how many ranks share a model and a sequence"),
-        ({"config": {"train_micro_batch_size_per_gpu": 1}, "training_data": [1]}, "expected a torch Dataset"),
+        ({"config": {"train_micro_batch_size_per_gpu": 1}, "training_data": iter([1])}, "expected samples by number"),
     ):
         with pytest.raises(ConfigError, match=said):
             deepspeed.initialize(model=model_of(0), **arguments)

@@ -24,7 +24,7 @@ from tests.local.training import (
     square_loss,
     whole_weights,
 )
-from tests.matrix import sampled
+from tests.matrix import matrix
 
 
 class BoomError(Exception):
@@ -127,13 +127,11 @@ def train_over(zero: Mapping[str, Any], where: str, plain: bool) -> tuple[list[f
 WHERE = ("root", "block", "hook before", "input", "backward", "plain backward", "second backward")
 
 
-def survive(where: str) -> None:
-    for name, zero in PLANS.items():
-        for plain in (False, True):
-            expected, expected_weights = train_over(zero, "", plain)
-            losses, weights = train_over(zero, where, plain)
-            assert losses == expected, f"plan {name}: {losses}, {expected}"
-            assert all(torch.equal(weights[key], expected_weights[key]) for key in weights), f"plan {name}"
+def survive(where: str, plan: str, plain: bool) -> None:
+    expected, expected_weights = train_over(PLANS[plan], "", plain)
+    losses, weights = train_over(PLANS[plan], where, plain)
+    assert losses == expected
+    assert all(torch.equal(weights[key], expected_weights[key]) for key in weights)
 
 
 def stale(zero: Mapping[str, Any], plain: bool) -> str:
@@ -182,9 +180,9 @@ def graph_that_is_dropped() -> None:
                 assert_idle(engine)
 
 
-@pytest.mark.parametrize("where", sampled(WHERE, "input", "block", "backward", "hook before"))
-def test_next_step_is_as_if_it_had_not_happened(where: str) -> None:
-    pool.run(2, survive, where)
+@matrix(where=WHERE, plan=PLANS, plain=[False, True])
+def test_next_step_is_as_if_it_had_not_happened(where: str, plan: str, plain: bool) -> None:
+    pool.run(2, survive, where, plan, plain)
 
 
 @pytest.mark.parametrize("plain", [False, True])

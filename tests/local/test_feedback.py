@@ -158,6 +158,7 @@ def near(plan: str, wires: dict[str, str], precision: dict[str, Any]) -> list[fl
             losses.append(loss.item())
             engine.backward(loss)
             assert engine.step().stepped
+        engine._parts.updater.wait_for_updates()
         change = 0.0
         for unit in engine._parts.runtime.units:
             for segment in unit.trained:
@@ -230,6 +231,8 @@ def placed(zero: dict[str, Any]) -> Iterator[tuple[int, int]]:
         ({"stage": 2}, "2bit", 2, 2, "fp32"),
         ({"stage": 2}, "ternary", 4, 1, "fp16"),
         ({"stage": 3}, "topk", 2, 1, "fp32"),
+        ({"stage": 0}, "low_rank", 4, 2, "fp32"),
+        ({"stage": 2}, "low_rank", 2, 2, "fp16"),
     ],
     ids=str,
 )

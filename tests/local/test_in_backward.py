@@ -54,29 +54,28 @@ def at_the_step(recipe: Recipe, zero: dict[str, Any], precision: dict[str, str])
     return train(Recipe(recipe.build, recipe.loss, recipe.num_steps, config, recipe.before_step), zero)
 
 
-def same_numbers(name: str, precision: str, stages: tuple[str, ...]) -> None:
+def same_numbers(name: str, precision: str, stage: str, offload: str) -> None:
     recipe = RECIPES[name]
     expected = at_the_step(recipe, PLANS["3"], PRECISIONS[precision])
-    for stage in stages:
-        for offload in OFFLOADS.values():
-            got = in_backward(recipe, {**PLANS[stage], "offload": offload}, PRECISIONS[precision])
-            assert got.norms == pytest.approx(expected.norms, rel=1e-5)
-            got.norms = expected.norms  # added up in another order
-            same(got, expected, f"{name}, {precision}, stage {stage}, {offload}")
+    got = in_backward(recipe, {**PLANS[stage], "offload": OFFLOADS[offload]}, PRECISIONS[precision])
+    assert got.norms == pytest.approx(expected.norms, rel=1e-5)
+    got.norms = expected.norms  # added up in another order
+    same(got, expected, f"{name}, {precision}, stage {stage}, {offload}")
 
 
-@matrix(precision=PRECISIONS, world=[1, 2])
-def test_the_numbers_of_updates_at_the_step(world: int, precision: str) -> None:
-    pool.run(world, same_numbers, "clipped", precision, STAGES, timeout=120)
+@matrix(stage=STAGES, offload=OFFLOADS, precision=PRECISIONS, world=[1, 2])
+def test_the_numbers_of_updates_at_the_step(world: int, precision: str, stage: str, offload: str) -> None:
+    pool.run(world, same_numbers, "clipped", precision, stage, offload)
 
 
-def test_on_four_ranks() -> None:
-    pool.run(4, same_numbers, "clipped", "lean", ("1", "3"), timeout=120)
+@matrix(offload=OFFLOADS, stage=("1", "3"))
+def test_on_four_ranks(stage: str, offload: str) -> None:
+    pool.run(4, same_numbers, "clipped", "lean", stage, offload)
 
 
-@pytest.mark.parametrize("recipe", ["two forwards", "momentum", "seldom used, frozen, thawed"])
-def test_in_every_training(recipe: str) -> None:
-    pool.run(2, same_numbers, recipe, "fp32", ("1", "3"), timeout=120)
+@matrix(offload=OFFLOADS, recipe=["two forwards", "momentum", "seldom used, frozen, thawed"], stage=("1", "3"))
+def test_in_every_training(recipe: str, stage: str, offload: str) -> None:
+    pool.run(2, same_numbers, recipe, "fp32", stage, offload)
 
 
 def of_a_real_model(name: str) -> None:

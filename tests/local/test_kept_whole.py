@@ -69,6 +69,35 @@ def test_kept_bytes_are_what_is_counted() -> None:
         assert found[1] - found[0] == engine.memory_report().held["kept_whole", "device"] == 3 * BLOCK
 
 
+def test_forwards_before_a_backward_share_the_limit() -> None:
+    """The first time there are two, the second one keeps nothing; what both keep is never more than the limit."""
+    model = Counted()
+    with partita.initialize(model, keeping(2 * BLOCK)) as engine:
+        x, kept, repeated = torch.randn(ROWS, WIDTH), [], []
+        for num in (1, 1, 2, 2, 1, 3):
+            with LiveBytes() as live:
+                losses = [engine(x).square().mean() for _ in range(num)]
+                kept.append(live.total - (num * kept[0] if kept else 0))
+            model.calls.clear()
+            engine.backward(torch.stack(losses).sum())
+            engine.step()
+            repeated.append(len(model.calls))
+            losses.clear()
+        assert kept[1:] == [2 * BLOCK, 2 * BLOCK, 2 * BLOCK, BLOCK, 2 * BLOCK]
+        assert repeated == [4, 2, 2 + 4, 3 + 3, 3, 3 + 3 + 4]
+        assert model.repeated(engine) == [0, 1, 2, 3]
+
+
+def test_a_forward_whose_backward_never_comes_is_forgotten_at_the_step() -> None:
+    model = Counted()
+    with partita.initialize(model, keeping(2 * BLOCK)) as engine:
+        model.repeated(engine)
+        engine(torch.randn(ROWS, WIDTH))  # in the way of the next one, which is why that keeps nothing
+        assert model.repeated(engine) == [0, 1, 2, 3]
+        assert model.repeated(engine) == [0, 1, 2]
+        assert model.repeated(engine) == [0, 1, 2]
+
+
 def test_without_room_nothing_is_kept() -> None:
     model = Counted()
     with partita.initialize(model, keeping(BLOCK - 1)) as engine:

@@ -67,26 +67,28 @@ RECIPES = {
 }
 
 
-def same_everywhere(recipe: str, stages: tuple[str, ...], offloads: tuple[str, ...]) -> None:
-    for stage in stages:
-        expected = train(RECIPES[recipe], PLANS[stage])
-        for name in offloads:
-            offloaded = train(RECIPES[recipe], {**PLANS[stage], "offload": OFFLOADS[name]})
-            same(offloaded, expected, f"{recipe}, stage {stage}, {name}")
+def trains_alike(recipe: str, stage: str, offload: str) -> None:
+    offloaded = train(RECIPES[recipe], {**PLANS[stage], "offload": OFFLOADS[offload]})
+    same(offloaded, train(RECIPES[recipe], PLANS[stage]), f"{recipe}, stage {stage}, {offload}")
 
 
-@matrix(stage=STAGES, world=[1, 2])
-def test_the_same_bits_wherever_states_rest(world: int, stage: str) -> None:
-    pool.run(world, same_everywhere, "clipped", (stage,), tuple(OFFLOADS), timeout=120)
+@matrix(offload=OFFLOADS, stage=STAGES, world=[1, 2])
+def test_the_same_bits_wherever_states_rest(world: int, stage: str, offload: str) -> None:
+    pool.run(world, trains_alike, "clipped", stage, offload)
 
 
-def test_the_same_bits_on_four_ranks() -> None:
-    pool.run(4, same_everywhere, "clipped", STAGES, ("all on host", "all on disk"), timeout=120)
+@matrix(stage=STAGES, offload=("all on host", "all on disk"))
+def test_the_same_bits_on_four_ranks(stage: str, offload: str) -> None:
+    pool.run(4, trains_alike, "clipped", stage, offload)
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "clipped"])
-def test_the_same_bits_in_every_training(recipe: str) -> None:
-    pool.run(2, same_everywhere, recipe, ("1", "3"), ("all on host", "all on disk", "optimizer on disk"), timeout=120)
+@matrix(
+    recipe=[name for name in RECIPES if name != "clipped"],
+    stage=("1", "3"),
+    offload=("all on host", "all on disk", "optimizer on disk"),
+)
+def test_the_same_bits_in_every_training(recipe: str, stage: str, offload: str) -> None:
+    pool.run(2, trains_alike, recipe, stage, offload)
 
 
 def test_whole_on_every_rank() -> None:
@@ -201,11 +203,9 @@ def as_the_table_says(stage: int, offload: dict[str, str], compute: str) -> None
         } == planned
 
 
-@matrix(compute=["fp32", "bf16"], world=[1, 2])
-def test_bytes_are_where_the_table_says(world: int, compute: str) -> None:
-    for offload in OFFLOADS.values():
-        for stage in (1, 3):
-            pool.run(world, as_the_table_says, stage, offload, compute)
+@matrix(offload=OFFLOADS, stage=[1, 3], compute=["fp32", "bf16"], world=[1, 2])
+def test_bytes_are_where_the_table_says(offload: str, stage: int, compute: str, world: int) -> None:
+    pool.run(world, as_the_table_says, stage, OFFLOADS[offload], compute)
 
 
 def goes_on_after_an_exception() -> None:

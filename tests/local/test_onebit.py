@@ -1,4 +1,4 @@
-"""1-bit Adam: the running average travels, alike at every stage; with codes that lose nothing it is Adam."""
+"""1-bit and 0/1 Adam: the running average travels, alike at every stage; with codes that lose nothing it is Adam."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import partita
+from partita.config.wires import is_refresh
 from partita.kernels import codec as kernels
 from partita.plan.residence import BLOCK
 from partita.plan.wire import CODECS, Codec
@@ -20,7 +21,9 @@ from tests.local.training import PLANS, Recipe, Stack, Trained, inputs, rank, sa
 
 WARM_UP, STEPS = 4, 9
 ADAM = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3, "betas": [0.8, 0.95]}
-ONEBIT = {"optimizer": {"name": "onebit_adam", **ADAM}, "communication": {"warmup_steps": WARM_UP}}
+ONEBIT: dict[str, Any] = {"optimizer": {"name": "onebit_adam", **ADAM}, "communication": {"warmup_steps": WARM_UP}}
+ZEROONE: dict[str, Any] = {"optimizer": {"name": "zeroone_adam", "refresh": 2, **ADAM}, "communication": {}}
+REFRESHES = (0, 1, 2, 4, 6)
 
 
 @contextmanager
@@ -66,6 +69,38 @@ def reference(num_ranks: int) -> dict[str, Tensor]:
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
+def refreshed_reference(num_ranks: int) -> dict[str, Tensor]:
+    """Plain PyTorch on all ranks' samples: Adam, whose second moment changes in every step of REFRESHES alone."""
+    model = Recipe(lambda: Stack(2)).built()
+    states = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()}
+    beta1, beta2 = ADAM["betas"]
+    for step in range(STEPS):
+        loss = torch.stack([model(inputs(other, step)).square().mean() for other in range(num_ranks)]).mean()
+        model.zero_grad()
+        loss.backward()
+        num = sum(refresh <= step for refresh in REFRESHES)
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                first, second = states[name]
+                first.lerp_(param.grad, 1 - beta1)
+                if step in REFRESHES:
+                    second.mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
+                change = first / (1 - beta1 ** (step + 1)) / ((second / (1 - beta2**num)).sqrt() + ADAM["eps"])
+                if step not in REFRESHES:
+                    change = change.clamp(-1, 1)
+                param.mul_(1 - ADAM["lr"] * ADAM["weight_decay"]).sub_(change, alpha=ADAM["lr"])
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def refreshed_with_an_identity(plans: tuple[str, ...]) -> None:
+    expected = refreshed_reference(torch.distributed.get_world_size())
+    with lossless():
+        runs = [train(Recipe(lambda: Stack(2), config=ZEROONE, num_steps=STEPS), PLANS[plan]) for plan in plans]
+    for run in runs:
+        for name, weight in run.weights.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-5)
+
+
 def with_an_identity(plans: tuple[str, ...]) -> None:
     with lossless():
         runs = [train(Recipe(lambda: Stack(2), config=ONEBIT, num_steps=STEPS), PLANS[plan]) for plan in plans]
@@ -75,9 +110,9 @@ def with_an_identity(plans: tuple[str, ...]) -> None:
             torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-5)
 
 
-def alike(plans: tuple[str, ...], codec: str) -> list[float]:
+def alike(plans: tuple[str, ...], codec: str, asked: dict[str, Any]) -> list[float]:
     """Every stage has the same bits; codes lose something and train all the same."""
-    config = ONEBIT | {"communication": {"warmup_steps": WARM_UP, "gradients": codec}, "clip_grad_norm": 0.5}
+    config = asked | {"communication": {**asked["communication"], "gradients": codec}, "clip_grad_norm": 0.5}
     first: Trained | None = None
     for plan in plans:
         run = train(Recipe(lambda: Stack(2), config=config, num_steps=STEPS), PLANS[plan])
@@ -87,9 +122,9 @@ def alike(plans: tuple[str, ...], codec: str) -> list[float]:
     return first.losses
 
 
-def resumed(folder: Path, plan: str, at: int) -> None:
+def resumed(folder: Path, plan: str, at: int, asked: dict[str, Any]) -> None:
     """A run that goes on from a checkpoint is the one that was saved, also where codes begin in between."""
-    config = {"zero": PLANS[plan], **ONEBIT}
+    config = {"zero": PLANS[plan], **asked}
 
     def go(engine: partita.Engine, first: int) -> None:
         for step in range(first, STEPS):
@@ -116,15 +151,20 @@ def test_with_codes_that_lose_nothing_it_is_adam() -> None:
     pool.run(2, with_an_identity, ("0", "2"))
 
 
-@pytest.mark.parametrize("codec", ["full", "ternary"])
-def test_every_stage_has_the_same_bits(codec: str) -> None:
-    losses, *_ = pool.run(2, alike, ("0", "1", "2", "3"), codec)
+def test_with_codes_that_lose_nothing_the_refreshed_one_is_adam() -> None:
+    assert [step for step in range(24) if is_refresh(step, 2)] == [*REFRESHES, 10, 14, 22]
+    pool.run(2, refreshed_with_an_identity, ("0", "2"))
+
+
+@pytest.mark.parametrize(("codec", "asked"), [("full", ONEBIT), ("ternary", ONEBIT), ("full", ZEROONE)], ids=str)
+def test_every_stage_has_the_same_bits(codec: str, asked: dict[str, Any]) -> None:
+    losses, *_ = pool.run(2, alike, ("0", "1", "2", "3"), codec, asked)
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(("plan", "at"), [("1", 6), ("3", 2)])
-def test_a_resumed_run_is_the_continued_one(tmp_path: Path, plan: str, at: int) -> None:
-    pool.run(2, resumed, tmp_path, plan, at)
+@pytest.mark.parametrize(("plan", "at", "asked"), [("1", 6, ONEBIT), ("3", 2, ONEBIT), ("2", 5, ZEROONE)], ids=str)
+def test_a_resumed_run_is_the_continued_one(tmp_path: Path, plan: str, at: int, asked: dict[str, Any]) -> None:
+    pool.run(2, resumed, tmp_path, plan, at, asked)
 
 
 def test_alone_it_is_adam_too() -> None:

@@ -249,29 +249,31 @@ def train(
         return whole_weights(engine)
 
 
-def compare(make: Callable[[nn.Module], Any], plain: Callable[[nn.Module], Optimizer]) -> None:
-    expected, results = train_plain(plain), [train(zero, make) for zero in PLANS.values()]
+def compare(
+    make: Callable[[nn.Module], Any], plain: Callable[[nn.Module], Optimizer], plans: Iterable[str] = tuple(PLANS)
+) -> None:
+    expected, results = train_plain(plain), [train(PLANS[plan], make) for plan in plans]
     for weights in results:
         for name, value in weights.items():
             assert torch.equal(value, results[0][name]), name
             torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def given(name: str, how: str) -> None:
-    make = OPTIMIZERS[name]
+def given(name: str, how: str, plan: str) -> None:
+    make, plans = OPTIMIZERS[name], ("0", plan)
     if how == "instance":
-        compare(lambda model: make(model.parameters()), lambda model: make(model.parameters()))
+        compare(lambda model: make(model.parameters()), lambda model: make(model.parameters()), plans)
     elif how == "callable":
-        compare(lambda model: make, lambda model: make(model.parameters()))
+        compare(lambda model: make, lambda model: make(model.parameters()), plans)
     else:
-        compare(lambda model: make(groups_of(model)), lambda model: make(groups_of(model)))
+        compare(lambda model: make(groups_of(model)), lambda model: make(groups_of(model)), plans)
 
 
-def from_config(section: Mapping[str, Any]) -> None:
+def from_config(section: Mapping[str, Any], plan: str) -> None:
     results = []
-    for zero in PLANS.values():
+    for name in ("0", plan):
         seeds.start()
-        with partita.initialize(Stack(3), {"zero": zero, "optimizer": section}) as engine:
+        with partita.initialize(Stack(3), {"zero": PLANS[name], "optimizer": section}) as engine:
             for step in range(3):
                 engine.backward(square_loss(engine, rank(), step))
                 engine.step()
@@ -511,14 +513,14 @@ def rate_at_the_step() -> None:
             torch.testing.assert_close(whole_weights(engine)["first.bias"], before - 0.25 * gradient)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_as_on_whole_parameters(name: str) -> None:
-    pool.run(2, given, name, "instance")
+@matrix(name=OPTIMIZERS, plan=SHARDED)
+def test_optimizer_as_on_whole_parameters(name: str, plan: str) -> None:
+    pool.run(2, given, name, "instance", plan)
 
 
-@matrix(name=["momentum", "adamw fused"], how=["callable", "groups"])
-def test_however_it_is_given(name: str, how: str) -> None:
-    pool.run(2, given, name, how)
+@matrix(name=["momentum", "adamw fused"], how=["callable", "groups"], plan=SHARDED)
+def test_however_it_is_given(name: str, how: str, plan: str) -> None:
+    pool.run(2, given, name, how, plan)
 
 
 SECTIONS = [
@@ -528,9 +530,9 @@ SECTIONS = [
 ]
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=[str(section["name"]) for section in SECTIONS])
-def test_optimizer_of_the_config(section: dict[str, Any]) -> None:
-    pool.run(2, from_config, section)
+@matrix(section=SECTIONS, plan=SHARDED)
+def test_optimizer_of_the_config(section: dict[str, Any], plan: str) -> None:
+    pool.run(2, from_config, section, plan)
 
 
 def test_optimizer_that_has_state() -> None:

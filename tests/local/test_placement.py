@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import logging
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -11,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import partita
 from partita import PartitaError
@@ -53,11 +54,11 @@ def having(budget: MemoryBudget) -> Iterator[None]:
         yield
 
 
-def tiers_of(stage: str, budget: MemoryBudget, recipe: Recipe = STACK) -> list[Tiers]:
+def tiers_of(stage: str, budget: MemoryBudget, recipe: Recipe = STACK, model: nn.Module | None = None) -> list[Tiers]:
     """Where the states of each unit rest with so much memory; nothing where they do not fit."""
     config = partita.Config(zero={**recipe.config.get("zero", {}), **PLANS[stage], "offload": AUTO})
     try:
-        blueprint = make_blueprint(recipe.built(), resolve(config, world(), "cpu"), budget=budget)
+        blueprint = make_blueprint(model or recipe.built(), resolve(config, world(), "cpu"), budget=budget)
     except ConfigError:
         return []
     rows = [unit.row for unit in blueprint.units]
@@ -66,22 +67,29 @@ def tiers_of(stage: str, budget: MemoryBudget, recipe: Recipe = STACK) -> list[T
 
 def mixed_budgets(stage: str, recipe: Recipe = STACK) -> list[MemoryBudget]:
     """One with which parameters, and one with which optimizer states are on the device and elsewhere."""
-    found: dict[str, MemoryBudget] = {}
+    model, found = recipe.built(), dict[str, MemoryBudget]()
     for device, host in itertools.product(range(40_000, 260_000, 8_000), (60_000, 100_000, 160_000, 260_000)):
-        tiers = tiers_of(stage, budget := MemoryBudget(device, host, PLENTY), recipe)
+        tiers = tiers_of(stage, budget := MemoryBudget(device, host, PLENTY), recipe, model)
         for state in ("parameters", "optimizer"):
             if {getattr(t, state) for t in tiers} > {Tier.DEVICE}:
                 found.setdefault(state, budget)
+        if len(found) == 2:
+            break
     return list(found.values())
 
 
 def three_tiers() -> MemoryBudget:
     """With which the optimizer states of 24 blocks are on all three tiers, at stage 3."""
-    for device, host in itertools.product(range(100_000, 900_000, 40_000), range(100_000, 900_000, 40_000)):
-        budget = MemoryBudget(device, host, PLENTY)
-        if {t.optimizer for t in tiers_of("3", budget, TALL)} == set(Tier):
-            return budget
-    raise AssertionError("nothing in between")
+    model = TALL.built()
+
+    def holds(tier: Tier, device: int, host: int) -> bool:
+        return tier in {t.optimizer for t in tiers_of("3", MemoryBudget(device, host, PLENTY), TALL, model)}
+
+    # More memory moves nothing away: there is a least one with which some are on the device, and then on the host.
+    device = bisect_left(range(PLENTY), True, key=lambda num: holds(Tier.DEVICE, num, PLENTY))
+    host = bisect_left(range(PLENTY), True, key=lambda num: holds(Tier.HOST, device, num))
+    assert all(holds(tier, device, host) for tier in Tier)
+    return MemoryBudget(device, host, PLENTY)
 
 
 def on_three_tiers() -> None:

@@ -34,8 +34,9 @@ def hierarchical() -> None:
         for loss in (square_loss, siamese):
             for config in ({}, {"precision": {"compute": "bf16"}}):
                 recipe = Recipe(Stack, loss, config=config, plain=False)
-                same(train(recipe, HIERARCHICAL), train(recipe, PLANS["3"]), "hierarchical against 3")
-                same(train(recipe, HIERARCHICAL), train(recipe, PLANS["0"]), "hierarchical against 0")
+                trained = train(recipe, HIERARCHICAL)
+                same(trained, train(recipe, PLANS["3"]), "hierarchical against 3")
+                same(trained, train(recipe, PLANS["0"]), "hierarchical against 0")
         with partita.initialize(Stack(), {"zero": HIERARCHICAL}) as engine:
             engine.backward(square_loss(engine, rank(), 0))
             rows = engine.traffic_report().rows

@@ -2,6 +2,7 @@
 
 import re
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ from partita import ConfigError, PartitaError
 from partita.sharding import agreement, runtime
 from tests.local import pool
 from tests.local.training import PLANS, Block, Recipe, Stack, check, inputs, rank, square_loss, train, world
-from tests.matrix import matrix
+from tests.matrix import matrix, sampled
 
 # How ranks find out that they differ: as over gloo, and as over NCCL.
 WAYS = ("ComparedLogs", "Announcements")
@@ -213,10 +214,10 @@ def evaluated_between(model: Any, rank: int, step: int) -> Tensor:
     return square_loss(model, rank, step)
 
 
-def late_ranks() -> None:
+def late_ranks(plans: tuple[str, ...]) -> None:
     """To be late is no difference."""
     with mock.patch.object(agreement, "PATIENCE_S", 0.01):
-        check(Recipe(SometimesLate, evaluated_between))
+        check(Recipe(SometimesLate, evaluated_between), {plan: PLANS[plan] for plan in ("0", *plans)})
 
 
 def differs_while_another_is_late() -> None:
@@ -288,9 +289,12 @@ def test_a_rank_that_calls_something_else_is_told() -> None:
         pool.run(2, one_rank_asks, timeout=20)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_late_ranks_are_waited_for(world: int) -> None:
-    pool.run(world, late_ranks)
+TWO_EACH = (("1", "3"), ("2", "3-kept"))
+
+
+@pytest.mark.parametrize(("world", "plans"), sampled(product((2, 4), TWO_EACH), (2, TWO_EACH[1]), (4, TWO_EACH[0])))
+def test_late_ranks_are_waited_for(world: int, plans: tuple[str, ...]) -> None:
+    pool.run(world, late_ranks, plans)
 
 
 def test_a_difference_is_told_of_all_ranks() -> None:

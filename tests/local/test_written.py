@@ -31,7 +31,9 @@ PLANS: dict[str, dict[str, Any]] = {
 
 def fresh_values(module: nn.Module) -> dict[str, Tensor]:
     generator = seeds.generator(7)
-    return {name: torch.randn(p.shape, generator=generator).bfloat16().float() for name, p in module.named_parameters()}
+    return {
+        name: torch.randn(p.shape, generator=generator).bfloat16().float() / 4 for name, p in module.named_parameters()
+    }
 
 
 def train_step(engine: partita.Engine, step: int) -> None:

@@ -63,9 +63,12 @@ def main(pipe: Connection, stacks: str) -> None:
         torch.set_num_interop_threads(1)
         if sys.platform == "linux":
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        gc.freeze()
+        num_modules = 0
         with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
             while True:
+                if len(sys.modules) > num_modules:  # what they have made stays: no collection need look at it again
+                    gc.freeze()
+                    num_modules = len(sys.modules)
                 _serve(pipe, pickle.loads(pipe.recv_bytes()))
 
 

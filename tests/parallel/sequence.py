@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import partita
 from partita.activation.recompute import Recomputation
@@ -45,10 +52,23 @@ _SIZES: dict[str, Any] = {
     "num_attention_heads": 6,
     "use_cache": False,
 }
+_T5: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "d_model": WIDTH,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 6,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+    "use_cache": False,
+}
 # Gathering sends less; fewer heads than ranks; capped scores, which transformers computes eagerly, and windows.
 OWN = {
     "llama-one-key-head": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, num_key_value_heads=1)),
     "decoder-two-heads": lambda: Decoder(DecoderShape(2, WIDTH, 2, 2, 64, VOCAB)),
+    "t5": lambda: T5ForConditionalGeneration(T5Config(**_T5)),
+    "t5-eager": lambda: T5ForConditionalGeneration(T5Config(**_T5, attn_implementation="eager")),
     "gemma2-eager": lambda: Gemma2ForCausalLM(
         Gemma2Config(**_SIZES, num_key_value_heads=2, head_dim=8, sliding_window=8, attn_implementation="eager")
     ),
@@ -77,6 +97,9 @@ def batch_of(name: str, step: int = 0, *, samples: int = 2, length: int = LENGTH
         mask[0, :3], mask[-1, length - 5 :] = 0, 0
     labels = tokens.masked_fill(mask == 0, -100)
     labels[0, 7 % length] = -100
+    if name.startswith("t5"):  # an encoder of as many positions, of fewer, and of as many as a rank has of the others
+        kept = (length, 9, 12 if length == LENGTH else 7)[step % 3]
+        return {"input_ids": tokens[:, :kept], "attention_mask": mask[:, :kept], "labels": labels}
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 

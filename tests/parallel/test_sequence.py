@@ -59,7 +59,7 @@ def _close(found: Trained, plain: Trained) -> None:
         assert off <= 1e-5 * expected.abs().max() + 1e-8, key
 
 
-@matrix(name=["llama", "qwen3", "gpt2", "decoder", "vit"], ranks=[2, 3])
+@matrix(name=["llama", "qwen3", "gpt2", "decoder", "vit", "t5"], ranks=[2, 3])
 def test_engines_train_as_one_process_does(name: str, ranks: int) -> None:
     (plain,) = pool.run(1, sequence.trained_plainly, name, 1)
     for found in pool.run(ranks, sequence.trained, name, ranks):

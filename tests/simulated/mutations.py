@@ -113,14 +113,14 @@ MUTATIONS = (
     ),
     Mutation(
         "comm/transport.py",
-        "group=self._groups[connections], async_op=True).wait()",
-        "group=self._groups[connections], async_op=True)",
+        "list(sent), group=self._groups[connections], async_op=True).wait()",
+        "list(sent), group=self._groups[connections], async_op=True)",
         "sequence",
     ),
     Mutation(
         "comm/transport.py",
-        'group=self._groups["activations"], async_op=True).wait()',
-        'group=self._groups["activations"], async_op=True)',
+        "_all_reduce(total, group=self._groups[connections], async_op=True).wait()",
+        "_all_reduce(total, group=self._groups[connections], async_op=True)",
         "tensor",
     ),
     Mutation(

@@ -88,7 +88,7 @@ def test_the_job_written_down_is_the_job(tmp_path: Path) -> None:
         ("train: {sample: {temperature: -1}}", ["train.sample.temperature: expected a number", "got -1"]),
         ("- 1", ["expected sections (key: value) at the top level"]),
         (
-            "engine: {communication: {gradients: low_rank}}",
+            "engine: {communication: {gradients: fp8}}",
             ["communication.gradients", "not available in this version"],
         ),
     ],

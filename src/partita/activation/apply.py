@@ -105,7 +105,7 @@ class Activations:
     def updated(self) -> None:
         """A whole step is done. Called on all ranks."""
         if self._kept is not None:
-            self._kept.find_limit(self._device, self._all_ranks)
+            self._kept.end_step(self._device, self._all_ranks)
 
     def remove(self) -> None:
         """Give the modules back what they had."""

@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -16,6 +17,7 @@ from partita.comm.group import Group
 from partita.memory import accelerator
 from partita.memory.capacity import spare_bytes
 from partita.memory.ledger import Ledger
+from partita.sharding.nested import tensors_in
 
 KEY = "activations.keep_bytes"
 STATE = "kept_whole"
@@ -27,11 +29,12 @@ class KeptWhole:
     """How many calls of recomputed modules, from the end of a forward, keep all that their backward needs.
 
     The first forward is measured: all is recomputed, and what each call would have kept is counted. So is every later
-    one with larger inputs than any before; until then the number stays as it is.
+    one with larger inputs than any before; until then the number stays as it is. Where more forwards come before a
+    backward than ever before, the one too many keeps nothing, and from then on they share the limit.
 
     Args:
-        limit: bytes of all forwards whose backward is to come; None: :meth:`find_limit` sets it.
-        under_way: how many these are at the most.
+        limit: bytes of all forwards whose backward is to come; None: :meth:`end_step` sets it.
+        under_way: how many these are at the most, as far as is known.
         alike: groups of ranks that compute a forward together, and keep alike: those of them that have other numbers
             of positions, then the others.
     """
@@ -44,13 +47,17 @@ class KeptWhole:
         self._measures, self._largest = False, 0
         self._sizes = list[int]()  # bytes that each call of a forward keeps
         self._whole = range(0)  # places of calls that are kept
+        self._forward = 0  # its number
+        self._is_followed = self._is_too_many = False
+        self._awaited = set[int]()  # forwards whose backward is to come
 
     def begin_forward(self) -> None:
         """The calls that follow are of another forward of the model."""
         self._place, self._inside = 0, False
 
-    def find_limit(self, device: torch.device, all_ranks: Group) -> None:
+    def end_step(self, device: torch.device, all_ranks: Group) -> None:
         """Set the limit, if there is none, by what no rank needed so far. Called on all ranks, after a whole step."""
+        self._awaited.clear()  # what no backward came for is not waited for any longer
         if self._limit is None:
             every = all_ranks.exchange_objects((socket.gethostname(), spare_bytes(device)), KEY)
             on_node = Counter(host for host, _ in every)
@@ -66,7 +73,7 @@ class KeptWhole:
             return
         if self._place == 0:
             self._begin_calls(sum(tensor.numel() for tensor in inputs if tensor.is_floating_point()))
-        is_whole = self._place in self._whole and not self._measures
+        is_whole = self._place in self._whole and not self._measures and not self._is_too_many
         self._place += 1
         self._inside = True
         if self._measures:
@@ -75,6 +82,19 @@ class KeptWhole:
             yield is_whole
         finally:
             self._inside = False
+
+    def follow(self, output: object) -> None:
+        """See when the backward of this forward comes, by what a call gave."""
+        if self._inside or self._is_followed:
+            return
+        reached = next((tensor for tensor in tensors_in(output) if tensor.requires_grad), None)
+        if reached is not None:
+            self._is_followed = True
+            self._awaited.add(self._forward)
+            reached.register_hook(partial(self._come, self._forward))
+
+    def _come(self, forward: int, gradient: Tensor) -> None:
+        self._awaited.discard(forward)
 
     @contextmanager
     def measured(self) -> Iterator[None]:
@@ -89,6 +109,11 @@ class KeptWhole:
 
     def _begin_calls(self, num_elements: int) -> None:
         with_other_positions, with_others = self._alike
+        self._forward += 1
+        self._is_followed, self._is_too_many = False, len(self._awaited) >= self._under_way
+        if self._is_too_many:
+            self._under_way = len(self._awaited) + 1
+            self._choose()
         if self._measures:
             self._measures = False
             for group in (with_other_positions, with_others):

@@ -27,6 +27,7 @@ from partita.activation.replaced import ReplacedForward
 from partita.activation.tiles import InTiles
 from partita.errors import ConfigError, PartitaError
 from partita.planner.group_units import modules_like
+from partita.sharding.compiler import constant
 from partita.sharding.nested import tensors_in
 
 KEY = "activations.checkpoint"
@@ -156,7 +157,9 @@ class Recomputed:
         if self._kept is None or not self._is_first():
             return self._recomputed(own, *args, **kwargs)
         with self._kept.call(self._module, list(tensors_in((args, kwargs)))) as is_whole:
-            return own(*args, **kwargs) if is_whole else self._recomputed(own, *args, **kwargs)
+            output = own(*args, **kwargs) if is_whole else self._recomputed(own, *args, **kwargs)
+        self._kept.follow(output)
+        return output
 
     def _recomputed(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._inputs is not None and self._is_first():
@@ -232,7 +235,7 @@ class Repeating:
             self._own.clear()
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def warn_of_compiled() -> None:
     """Once for each graph."""
     warnings.warn(

@@ -30,6 +30,7 @@ from partita.parallel.tensor.linear import LinearForward
 from partita.parallel.tensor.vocabulary import Head
 from partita.plan.place import even
 from partita.planner.group_units import modules_like
+from partita.sharding.compiler import constant
 from partita.sharding.hooks import Hook
 
 KEY = "loss.head"
@@ -192,7 +193,7 @@ class TiledHead:
     def _now(self, *args: Any, **kwargs: Any) -> Any:
         return (self._own_call or self._module._call_impl)(*args, **kwargs)
 
-    @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+    @constant
     def _warn_while_compiling(self) -> None:
         self._warn("a forward that is compiled as a whole")
 

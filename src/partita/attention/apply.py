@@ -48,6 +48,7 @@ class SparseAttention:
         self._layouts = cache(partial(layout_of, settings))
         self._give_back: list[Callable[[], None]] = []
         self._layouts(self._causal or False)
+        self._said = f"attention over the pattern {settings.pattern}, in blocks of {settings.block} positions"
         if settings.pattern == "dense" and not settings.packed:
             return
         if isinstance(settings.layers, str):
@@ -58,6 +59,11 @@ class SparseAttention:
             from partita.attention import huggingface
 
             huggingface.check_settable(model)
+
+    @property
+    def lines(self) -> list[str]:
+        """What each module attends by, for :meth:`Engine.explain`."""
+        return [f"{name}: {self._said}" for name in self._modules]
 
     def apply(self) -> None:
         if not self._modules:

@@ -15,6 +15,7 @@ class Sight:
     """Which key each query sees, by number: what masks are made of. Fields are [samples, queries filled up to blocks].
 
     ``single`` has a flag for each pair of blocks of each segment; a query's begin at ``table``, ``width`` to a row.
+    ``origin`` [samples, blocks]: where only some blocks of keys are there, which ones they are (-1: none).
     """
 
     layout: Layout
@@ -26,9 +27,13 @@ class Sight:
     width: Tensor
     single: Tensor
     seen: Tensor | None  # [samples, keys filled up to blocks]
+    origin: Tensor | None = None
 
     def __call__(self, sample: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Bool, of the shape that the three have together."""
+        if self.origin is not None:
+            block = self.layout.block
+            key = self.origin[sample, key.div(block, rounding_mode="floor")] * block + key % block
         position = self.position[sample, query]
         start = self.k_start[sample, query]
         at = key - start
@@ -78,6 +83,26 @@ class Visits:
     def num_cols(self) -> int:
         """Blocks of keys in a sample."""
         return -(-self.sizes.keys // self.block)
+
+    @property
+    def read(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(sample, block of keys, its number among these of the sample) for each block that some query reads."""
+        found = (self.row.div(self.num_rows, rounding_mode="floor") * self.num_cols + self.col).unique()
+        sample = found.div(self.num_cols, rounding_mode="floor")
+        counts = torch.bincount(sample, minlength=self.sizes.samples)
+        return sample, found % self.num_cols, torch.arange(len(found)) - (counts.cumsum(0) - counts)[sample]
+
+    def of_read(self) -> "Visits":
+        """The same where no other blocks of keys are there than those that a sample's queries read, side by side."""
+        sample, col, number = self.read
+        width = int(number.max()) + 1 if len(number) else 1
+        origin = torch.full((self.sizes.samples, width), -1)
+        origin[sample, number] = col
+        numbers = torch.zeros(self.sizes.samples, self.num_cols, dtype=torch.long)
+        numbers[sample, col] = number
+        moved = numbers[self.row.div(self.num_rows, rounding_mode="floor"), self.col]
+        sizes = replace(self.sizes, keys=width * self.block)
+        return Visits(sizes, self.row, moved, self.whole, replace(self.sight, origin=origin))
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,22 @@
 
 import math
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils._triton import has_triton
 
 from partita.attention.blocks import Visits
 from partita.errors import PartitaError
 from partita.memory import accelerator
 
-_masks: WeakKeyDictionary[Visits, dict[torch.device, BlockMask]] = WeakKeyDictionary()
+if TYPE_CHECKING:  # with the kernel comes torch's compiler, which takes longer to import than the rest of partita
+    from torch.nn.attention.flex_attention import BlockMask
+
+_masks: WeakKeyDictionary[Visits, dict[torch.device, "BlockMask"]] = WeakKeyDictionary()
 
 
 def runs_on(device: torch.device) -> bool:
@@ -61,11 +63,15 @@ def _tiles(block: int) -> dict[str, int] | None:
 
 @cache
 def _compiled() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
     return torch.compile(flex_attention, dynamic=False)
 
 
-def block_mask(visits: Visits, device: torch.device) -> BlockMask:
+def block_mask(visits: Visits, device: torch.device) -> "BlockMask":
     """FlexAttention's own form of the lists: those with a mask and those without, in order of columns."""
+    from torch.nn.attention.flex_attention import BlockMask
+
     sight, num_samples = visits.sight.to(device), visits.sizes.samples
     block, num_rows, num_cols = visits.block, visits.num_rows, visits.num_cols
     listed: list[tuple[Tensor, Tensor]] = []

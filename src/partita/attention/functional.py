@@ -1,24 +1,20 @@
 """``block_sparse``: attention whose pairs of blocks are chosen by a layout, on any device."""
 
 import math
-import warnings
-import weakref
-from collections import OrderedDict
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from partita.attention import flex
-from partita.attention.blocks import Visits, visits
-from partita.attention.gathered import Dropout, Gathered, Gathering, Job, jobs_of
+from partita.attention import sliced
 from partita.attention.layout import Layout
-from partita.attention.segments import Sizes, documents_of, whole_samples
+from partita.attention.segments import Sizes
+from partita.attention.visited import of_batch
 from partita.errors import PartitaError
-from partita.memory import accelerator
+from partita.parallel.sequence.attention import running
+from partita.sharding.compiler import eager
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@eager
 def block_sparse(
     q: Tensor,
     k: Tensor,
@@ -34,7 +30,9 @@ def block_sparse(
 
     Where there are more keys than queries, the queries are the last positions.
 
-    On the CPU key blocks are gathered into torch's flash kernel, on a GPU it is FlexAttention.
+    On the CPU key blocks are gathered into torch's flash kernel, on a GPU it is FlexAttention. Where ranks share
+    sequences (``parallel.sequence``), q, k and v are this rank's positions in a block of the model; ``seen`` and
+    ``documents`` are of all positions.
 
     Args:
         q: [samples, heads, queries, width].
@@ -54,28 +52,18 @@ def block_sparse(
         PartitaError: the tensors do not fit together.
         ConfigError: a user's layout is smaller than the sequence.
     """
-    _check(q, k, v, seen, documents, dropout)
+    slices = running()
+    _check(q, k, v, dropout)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if slices is not None:
+        return sliced.attend(sliced.Batch(layout, slices, seen, documents), q, k, v, dropout, scale)
+    _check_batch(q, k, seen, documents)
     alike = seen is None and documents is None
     sizes = Sizes(1 if alike else q.shape[0], q.shape[2], k.shape[2])
-    found = _recent.found(layout, sizes, seen, documents)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    if flex.runs_on(q.device) and not dropout:
-        return flex.attend(q, k, v, found.visits, scale)
-    groups = q.shape[1] // k.shape[1]
-    samples, heads = (1, q.shape[0] * k.shape[1]) if alike else (q.shape[0], k.shape[1])
-    queries = q.reshape(samples, heads, groups, *q.shape[2:])
-    keys, values = (x.reshape(samples, heads, *x.shape[2:]) for x in (k, v))
-    drop = Dropout(dropout, int(torch.randint(2**62, ()))) if dropout else None
-    on_host = accelerator.is_host(q.device)
-    if not on_host and not flex.runs_on(q.device):
-        _warn_of_products(q.device)
-    flash = on_host and drop is None and q.shape[-1] == v.shape[-1]
-    how = Gathering(found.jobs_on(q.device), (sizes.queries, sizes.keys, layout.block), scale, drop, flash)
-    out: Tensor = Gathered.apply(queries, keys, values, how)  # type: ignore[no-untyped-call]
-    return out.reshape(*q.shape[:-1], v.shape[-1])
+    return of_batch(layout, sizes, seen, documents).attend(q, k, v, dropout, scale)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, documents: Tensor | None, dropout: float) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:
     shapes = ", ".join(f"{name} {list(x.shape)} {x.dtype}" for name, x in (("q", q), ("k", k), ("v", v)))
     if not q.ndim == k.ndim == v.ndim == 4:
         raise PartitaError(f"block_sparse: expected [samples, heads, positions, width] each; got {shapes}")
@@ -85,6 +73,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, documents: Tens
             "block_sparse: expected q, k and v of one dtype, with equal samples, keys and values of equal heads and "
             f"positions, q and k of equal width, and heads that are a multiple of the key heads; got {shapes}"
         )
+    if not 0 <= dropout < 1:
+        raise PartitaError(f"block_sparse: dropout: expected a share of at least 0 and below 1; got {dropout}")
+
+
+def _check_batch(q: Tensor, k: Tensor, seen: Tensor | None, documents: Tensor | None) -> None:
     if seen is not None and (seen.dtype != torch.bool or seen.shape != (k.shape[0], k.shape[2])):
         raise PartitaError(
             f"block_sparse: seen: expected bool [{k.shape[0]}, {k.shape[2]}] (samples, keys); got "
@@ -95,63 +88,3 @@ def _check(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, documents: Tens
             f"block_sparse: documents: expected [{q.shape[0]}, {q.shape[2]}] (samples, positions), as many keys; got "
             f"{list(documents.shape)} and {k.shape[2]} keys"
         )
-    if not 0 <= dropout < 1:
-        raise PartitaError(f"block_sparse: dropout: expected a share of at least 0 and below 1; got {dropout}")
-
-
-@cache
-def _warn_of_products(device: torch.device) -> None:
-    warnings.warn(
-        f"block-sparse attention on {device} is computed by matrix products over gathered blocks: FlexAttention takes "
-        "Triton, which is not there for it",
-        stacklevel=3,
-    )
-
-
-class _Found:
-    """The visits of a batch, and what is made of them once, for all layers and for the backward."""
-
-    def __init__(self, made: Visits) -> None:
-        self.visits = made
-        self._jobs: dict[torch.device, list[Job]] = {}
-
-    def jobs_on(self, device: torch.device) -> list[Job]:
-        if device not in self._jobs:
-            jobs = jobs_of(self.visits)
-            self._jobs[device] = [
-                Job(job.rows.to(device), job.cols.to(device), None if job.mask is None else job.mask.to(device))
-                for job in jobs
-            ]
-        return self._jobs[device]
-
-
-class _Recent:
-    """The visits of the last few kinds of batch. Layers that are given the same tensors share them."""
-
-    LIMIT = 8
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[object, tuple[_Found, list[weakref.ref[Tensor]]]] = OrderedDict()
-
-    def found(self, layout: Layout, sizes: Sizes, seen: Tensor | None, documents: Tensor | None) -> _Found:
-        given = [tensor for tensor in (seen, documents) if tensor is not None]
-        versions = tuple((id(tensor), tensor._version) for tensor in given)
-        key = (layout, sizes, seen is None, documents is None, versions)
-        if key in self._kept:
-            found, owners = self._kept[key]
-            if all(owner() is tensor for owner, tensor in zip(owners, given, strict=True)):
-                self._kept.move_to_end(key)
-                return found
-        host_seen = None if seen is None else seen.cpu()
-        if documents is None:
-            segments = whole_samples(sizes, host_seen)
-        else:
-            segments = documents_of(sizes, documents.cpu())
-        found = _Found(visits(layout, sizes, segments, host_seen))
-        self._kept[key] = found, [weakref.ref(tensor) for tensor in given]
-        while len(self._kept) > self.LIMIT:
-            self._kept.popitem(last=False)
-        return found
-
-
-_recent = _Recent()

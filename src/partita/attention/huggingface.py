@@ -8,12 +8,14 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from partita.attention.intercept import Interception, current
 from partita.attention.segments import documents_by_position
 from partita.errors import ConfigError
+from partita.parallel.sequence.attention import offer_to_transformers, running
+from partita.parallel.sequence.exchange import gather
+from partita.parallel.sequence.slices import Slices
 
 IMPLEMENTATION = "partita"
 # What the interface may pass that changes the scores.
@@ -29,30 +31,46 @@ class Mask:
         self._documents: list[tuple[Tensor, Tensor | None]] = []
         padding = given.get("attention_mask")
         start, length = int(given.get("kv_offset", 0)), int(given["kv_length"])
-        self.seen: Tensor | None = None
+        self._seen: Tensor | None = None
+        self._paddings: dict[int, Tensor | None] = {}
         if padding is not None:
             padding = padding[:, start : start + length].bool()
             if padding.shape[1] == length and not bool(padding.all()):
-                self.seen = padding
+                self._seen = padding
         self.offset = int(given.get("q_offset", 0)) - start
         self.window: int | None = given.get("local_size")
         function = given.get("mask_function")
         self.is_special = bool(given.get("use_vmap")) or getattr(function, "__qualname__", "").startswith("or_masks")
 
-    def dense(self) -> Tensor | None:
-        """As a tensor for torch's dot products."""
+    def dense(self, num_queries: int, num_keys: int) -> Tensor | None:
+        """As a tensor for torch's dot products, of a sample's beginning where that is shorter than the mask."""
         if not self._dense:
             self._dense.append(sdpa_mask(**self._given))
-        return self._dense[0]
+        found = self._dense[0]
+        return None if found is None else found[..., :num_queries, :num_keys]
 
-    def documents(self, positions: Tensor | None, num_samples: int, length: int) -> Tensor | None:
-        """Of [samples or 1, length] positions, found once for all layers; None: one a sample."""
-        if positions is None or positions.ndim != 2 or positions.shape[1] != length:
+    def padding(self, num_keys: int) -> Tensor | None:
+        """Bool [samples, keys], False for padding; the same tensor for all layers."""
+        if num_keys not in self._paddings:
+            self._paddings[num_keys] = None if self._seen is None else self._seen[:, :num_keys]
+        return self._paddings[num_keys]
+
+    def documents(
+        self, positions: Tensor | None, num_samples: int, length: int, slices: Slices | None
+    ) -> Tensor | None:
+        """Of [samples or 1, length] positions, of which ranks may have slices, found once for all layers; None: one a
+        sample.
+        """
+        if positions is None or positions.ndim != 2:
             return None
         for known, found in self._documents:
             if known is positions:
                 return found
-        found = documents_by_position(positions)
+        is_cut = slices is not None and positions.shape[1] == slices.num_own != length
+        whole = gather(positions, 1, slices) if slices is not None and is_cut else positions
+        if whole.shape[1] != length:
+            return None
+        found = documents_by_position(whole)
         found = None if found is None else found.expand(num_samples, length)
         self._documents.append((positions, found))
         return found
@@ -74,10 +92,12 @@ def attention(
     **said: Any,
 ) -> tuple[Tensor, None]:
     """Transformers' call: [samples, heads, positions, width] each, to [samples, positions, heads, width]."""
-    interception = current()
+    interception, slices = current(), running()
+    num_queries, num_keys = (x.shape[2] if slices is None else slices.length for x in (query, key))
     if interception is None:
-        dense = attention_mask.dense() if isinstance(attention_mask, Mask) else attention_mask
-        done: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, dense, dropout, scaling, **said)
+        dense = attention_mask.dense(num_queries, num_keys) if isinstance(attention_mask, Mask) else attention_mask
+        attend = AttentionInterface()[offer_to_transformers("sdpa")]
+        done: tuple[Tensor, None] = attend(module, query, key, value, dense, dropout=dropout, scaling=scaling, **said)
         return done
     for name in _OTHERS:
         if said.get(name) is not None:
@@ -88,10 +108,11 @@ def attention(
     if isinstance(attention_mask, Mask):
         _check(attention_mask, interception, causal)
         if causal:  # a cache of constant size has room behind the last query
-            key, value = (x[:, :, : attention_mask.offset + query.shape[2]] for x in (key, value))
-        seen = None if attention_mask.seen is None else attention_mask.seen[:, : key.shape[2]]
-        if query.shape[2] == key.shape[2]:
-            documents = attention_mask.documents(said.get("position_ids"), query.shape[0], query.shape[2])
+            num_keys = min(num_keys, attention_mask.offset + num_queries)
+            key, value = (x[:, :, :num_keys] for x in (key, value))
+        seen = attention_mask.padding(num_keys)
+        if num_queries == num_keys:
+            documents = attention_mask.documents(said.get("position_ids"), query.shape[0], num_keys, slices)
     elif attention_mask is not None:
         raise interception.refuse("is given a mask of the caller's own")
     given = {"seen": seen, "documents": documents, "dropout": dropout, "scale": scaling}

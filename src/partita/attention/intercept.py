@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from partita.attention.functional import block_sparse
 from partita.attention.layout import Layout
 from partita.errors import PartitaError
-from partita.parallel.dot_product import DotProduct, InPlaceOfDotProducts
+from partita.parallel.dot_product import DotProduct, ahead_of_others
+from partita.parallel.sequence.attention import running
+from partita.sharding.compiler import eager_itself
 
 # The layout where it is causal, or not.
 Layouts = Callable[[bool], Layout]
@@ -57,7 +59,9 @@ class Interception:
     def dot_product(self, asked: DotProduct) -> Tensor:
         """The attention of one that has no batch or no heads, too."""
         q, k, v = (x.unsqueeze(1) if x.ndim == 3 else x for x in (asked.query, asked.key, asked.value))
-        seen = None if asked.attn_mask is None else self._padding(asked.attn_mask, q.shape[0], k.shape[2])
+        slices = running()
+        num_keys = k.shape[2] if slices is None else slices.length
+        seen = None if asked.attn_mask is None else self._padding(asked.attn_mask, q.shape[0], num_keys)
         if asked.is_causal and q.shape[2] != k.shape[2]:  # torch counts from the first position of both
             raise self.refuse(f"is causal from {q.shape[2]} positions to {k.shape[2]} others")
         out = self.attend(q, k, v, asked.is_causal, seen=seen, dropout=asked.dropout_p, scale=asked.scale)
@@ -87,12 +91,12 @@ class Intercepting:
         self._kind, self._name = type(module).__name__, name
         self._layouts, self._causal, self._dot_products = layouts, causal, dot_products
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    @eager_itself
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         interception = Interception(self._name, self._layouts, self._causal)
         token = _current.set(interception)
         try:
-            with InPlaceOfDotProducts(interception.dot_product) if self._dot_products else nullcontext():
+            with ahead_of_others(interception.dot_product) if self._dot_products else nullcontext():
                 result = forward(*args, **kwargs)
         finally:
             _current.reset(token)

@@ -29,6 +29,18 @@ class Segments:
     k_stop: Tensor
     offset: Tensor
 
+    def of_queries(self, start: int, stop: int) -> "Segments":
+        """What these are for the queries from ``start`` to before ``stop`` alone, counted from ``start``."""
+        first, end = self.q_start.clamp(min=start), self.q_stop.clamp(max=stop)
+        left, offset = first < end, self.offset + first - self.q_start
+        fields = (self.sample, first - start, end - start, self.k_start, self.k_stop, offset)
+        return Segments(*(field[left] for field in fields))
+
+
+def segments_of(sizes: Sizes, seen: Tensor | None, documents: Tensor | None) -> Segments:
+    """Of a batch with padding, or documents packed into its samples, or neither."""
+    return whole_samples(sizes, seen) if documents is None else documents_of(sizes, documents)
+
 
 def whole_samples(sizes: Sizes, seen: Tensor | None = None) -> Segments:
     """Each sample as one segment, whose keys begin with the first that is seen, and end with the last.

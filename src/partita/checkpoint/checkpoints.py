@@ -78,7 +78,7 @@ class Checkpoints:
         folder = self._folder(folder, "engine.save").absolute()
         self._updater.take_written()
         runtime = self._content.runtime
-        runtime.settle()
+        self._updater.settle()
         self._training.keeper = keepers_of(runtime.model, runtime.collectives.all_ranks, shared=runtime.runs_all)
         about = {
             "versions": versions(),

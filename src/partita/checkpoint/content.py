@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from partita.checkpoint.backend import Value, saved_boxes
-from partita.checkpoint.names import FEEDBACK, MODEL, STATE
+from partita.checkpoint.names import FEEDBACK, MODEL, MOMENTUM, OUTER_FEEDBACK, STATE
 from partita.checkpoint.plain import plain
 from partita.errors import PartitaError
 from partita.kernels.state import num_blocks
@@ -133,8 +133,8 @@ class Content:
         views, states = self.updater.views.of_segment(segment), self.updater.optimizer.state
         kept = [pair for view in views for pair in states.get(view.tensor, {}).items()]
         places = [(key, state.data_ptr() if isinstance(state, Tensor) else id(state)) for key, state in kept]
-        held = self.runtime.reducer.held_back.of(segment)
-        seen = (segment.trains, places, None if held is None else held.data_ptr())
+        beside = self.beside(segment)
+        seen = (segment.trains, places, [values.data_ptr() for values in beside.values()])
         known = self._known.get(id(segment))
         if known is None or known.seen != seen:
             found = list(self._new_content(unit, segment))
@@ -145,8 +145,18 @@ class Content:
             in_memory = not segment.plan.uses_disk and segment.plan.master.encoding != SPLIT
             if in_memory and all(piece.elements.is_row_major for piece in known.pieces):
                 states_in_memory = [state for _, state in kept if isinstance(state, Tensor)]
-                known.views = self._views(known, [*states_in_memory, *([] if held is None else [held])])
+                known.views = self._views(known, [*states_in_memory, *beside.values()])
         return known
+
+    def beside(self, segment: Segment) -> dict[str, Tensor]:
+        """What a run goes on from beside weights and the optimizer's states, by what its keys begin with: this rank's
+        part of the segment, in memory.
+        """
+        outer = None if self.updater.outer is None else self.updater.outer.of(segment)
+        found = {FEEDBACK: self.runtime.reducer.held_back.of(segment)}
+        if outer is not None:
+            found |= {MOMENTUM: outer.momentum, OUTER_FEEDBACK: outer.held}
+        return {key: values for key, values in found.items() if values is not None}
 
     def _views(self, content: SegmentContent, states: Sequence[Tensor]) -> list[Tensor] | None:
         """Views of what is saved; None where some of it has to be copied to lie as it is saved."""
@@ -164,13 +174,13 @@ class Content:
         spans = segment.layout.part(self._index)
         if self._index == 0:  # what has no elements is in no rank's part
             spans += tuple(span for span in segment.layout.spans if not span.num_elements)
-        held = self.runtime.reducer.held_back.of(segment)
+        beside = self.beside(segment)
         for span in spans:
             place = slice(span.offset, span.offset + span.num_elements)
             elements = members[span.fqn].elements(span.start, span.stop)
             yield from _pieces(MODEL + span.fqn, dtype, elements, itemgetter(place))
-            if held is not None:
-                yield from _pieces(FEEDBACK + span.fqn, held.dtype, elements, _out_of(held, place))
+            for key, values in beside.items():
+                yield from _pieces(key + span.fqn, values.dtype, elements, _out_of(values, place))
             yield from self._states_of(members[span.fqn], span)
 
     def _states_of(self, member: Member, span: Span) -> Iterator[_Piece | Value]:

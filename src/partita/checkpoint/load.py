@@ -8,6 +8,7 @@ states of one unit where they rest on disk, is held beside the states.
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from partita.checkpoint.backend import Backend, Chunk, Stored
 from partita.checkpoint.content import ONE_NUMBER, Content, blocks_of
-from partita.checkpoint.names import FEEDBACK, MODEL, STATE, Names, some_of
+from partita.checkpoint.names import FEEDBACK, MODEL, MOMENTUM, STATE, Names, some_of
 from partita.checkpoint.training_state import TrainingState
 from partita.comm.together import together
 from partita.errors import PartitaError
@@ -84,6 +85,8 @@ def load(content: Content, training: TrainingState, backend: Backend, folder: Pa
         loading.check()
         plan = loading.plan()
     content.runtime.reducer.held_back.clear()
+    if content.updater.outer is not None:
+        content.updater.outer.clear()
     error = loading.fill_segments(plan)
     with together(all_ranks):
         if error is not None:
@@ -140,6 +143,7 @@ class Loading:
         known += [name for name, _ in self._buffers] + [name for name, _ in self._modules]
         self._names = Names(stored, known, wanted.prefix)
         self._missing = list[str]()
+        self._beside = content.beside
         self._takes_states = not wanted.only_model
 
     # --------------------------------------------------- before anything is touched
@@ -213,13 +217,15 @@ class Loading:
                 for state, key in self._names.states(member.holding.fqns).items():
                     if key in self._stored.tensors:
                         yield self._target(key, self._state_elements(view, state, key), view=view, state=state)
-        held = self._runtime.reducer.held_back.of(segment)
-        if held is None or self._wanted.only_model or not segment.is_first_copy:
+        # What replicas that train apart hold is a mean, which all have; other ranks' is a sum, which one has.
+        if self._wanted.only_model or not (self._updater.outer is not None or segment.is_first_copy):
             return
-        for span in segment.layout.part(self._runtime.part_index):
-            names = [FEEDBACK + name for name in members[span.fqn].holding.fqns]
+        for span, (prefix, kept) in product(
+            segment.layout.part(self._runtime.part_index), self._beside(segment).items()
+        ):
+            names = [prefix + name for name in members[span.fqn].holding.fqns]
             if (key := next((name for name in names if name in self._stored.tensors), None)) is not None:
-                values = held[span.offset : span.offset + span.num_elements]
+                values = kept[span.offset : span.offset + span.num_elements]
                 yield self._target(key, members[span.fqn].elements(span.start, span.stop), held=values)
 
     def _target(self, key: str, elements: FlatRange, **where: Any) -> _Target:
@@ -356,15 +362,18 @@ class Loading:
         executor.deliver(segment, lease.wait(), master, exact=True)
         lease.end(changed=False)
 
-    def _tell_of_feedback(self) -> None:
-        """What codes held back in one of the two runs only is nothing that a run can go on from."""
-        is_there = any(key.startswith(FEEDBACK) for key in self._stored.tensors)
-        is_here = bool(self._runtime.reducer.held_back)
-        if is_there != is_here and not self._runtime.collectives.mesh.rank:
-            said = "has nothing of what codes of gradients held back, which starts at zero"
-            if is_there:
-                said = "has what codes of gradients held back, and none are sent here: it is dropped"
-            warnings.warn(f"engine.load: '{self._stored.folder}' {said} (communication.gradients)", stacklevel=2)
+    def _tell_of_others(self) -> None:
+        """What only one of the two runs has is nothing that a run can go on from."""
+        for prefix, (what, key, is_here) in {
+            FEEDBACK: ("what codes of gradients held back", "gradients", bool(self._runtime.reducer.held_back)),
+            MOMENTUM: ("the outer optimizer's momentum", "every", self._updater.outer is not None),
+        }.items():
+            is_there = any(stored.startswith(prefix) for stored in self._stored.tensors)
+            if is_there == is_here or self._runtime.collectives.mesh.rank:
+                continue
+            said = f"has {what}, and there is none here: it is dropped" if is_there else ""
+            said = said or f"has nothing of {what}, which starts at zero"
+            warnings.warn(f"engine.load: '{self._stored.folder}' {said} (communication.{key})", stacklevel=2)
 
     def fill_others(self) -> Restored:
         """Take up all that is no tensor of a segment. Every rank reads the buffers whole."""
@@ -376,7 +385,7 @@ class Loading:
                 module.set_extra_state(self._stored.value(key))
         if not self._wanted.only_model and self._stored.manifest:
             self._missing += self._training.restore(self._stored, strict=self._wanted.strict)
-            self._tell_of_feedback()
+            self._tell_of_others()
         step = int(self._stored.manifest.get("step", self._updater.steps))
         missing, unexpected = tuple(self._missing), tuple(self._names.strange)
         return Restored(self._stored.folder, step, self._wanted.only_model, missing, unexpected)

@@ -17,6 +17,9 @@ from partita.inspection.modules import is_extra_state
 MODEL, OPTIMIZER = "model.", "optimizer."
 # What codes of gradients have held back, by parameter: a state of training that no other library has.
 FEEDBACK = "partita.feedback."
+# Of the outer optimizer, where replicas train apart: its momentum, and what codes of outer gradients have held back.
+OUTER = "partita.outer."
+MOMENTUM, OUTER_FEEDBACK = OUTER + "momentum.", OUTER + "feedback."
 STATE, GROUPS = OPTIMIZER + "state.", OPTIMIZER + "param_groups."
 # What precedes the first component that an optimizer's state dict begins with.
 _BEGINNING = re.compile(r"((?:[^.]+\.)*?)(?:state|param_groups)\.")
@@ -93,7 +96,7 @@ def _holder(stored: Stored, key: str) -> str:
 
 def _without_optimizers(stored: Stored, keys: Iterable[str]) -> list[str]:
     prefixes = tuple(optimizer_prefixes(stored.keys))
-    return [key for key in keys if not key.startswith((*prefixes, FEEDBACK))]
+    return [key for key in keys if not key.startswith((*prefixes, FEEDBACK, OUTER))]
 
 
 def _choose(stored: Stored, copies: Sequence[str], prefix: str | None) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from partita.checkpoint.backend import StoredTensor
-from partita.checkpoint.format.metadata import METADATA
+from partita.checkpoint.format.manifest import METADATA
 from partita.checkpoint.format.stored import StoredFiles
 from partita.checkpoint.format.system import checksum, read_small
 

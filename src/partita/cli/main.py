@@ -8,7 +8,8 @@ from partita.cli.attention import attention
 from partita.cli.checkpoint import checkpoint
 from partita.cli.convert import convert
 from partita.cli.doctor import doctor
-from partita.cli.plan import plan
+from partita.cli.machine import machine
+from partita.cli.plan import PlanCommand, plan
 from partita.cli.run import run
 from partita.cli.schema import schema
 from partita.cli.simulate import simulate
@@ -24,7 +25,8 @@ app = typer.Typer(
 app.command()(train)
 # What follows SCRIPT is the script's.
 app.command(context_settings={"allow_interspersed_args": False})(run)
-app.command()(plan)
+app.command(cls=PlanCommand)(plan)
+app.command()(machine)
 app.command()(simulate)
 app.command()(doctor)
 app.command()(schema)

@@ -3,14 +3,16 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperCommand
 
 from partita.cli.console import FAILURE, show_error, user_errors
 from partita.errors import ConfigError
@@ -18,10 +20,12 @@ from partita.forecast.papers import reach_rows, state_rows
 from partita.forecast.plan import Plan, lacks
 from partita.forecast.plan import plan as make_plan
 from partita.forecast.search import Forecast
+from partita.forecast.this_machine import measure_machine
 from partita.plan.residence import Tier
 from partita.planner.figures import format_bytes
 from partita.planner.machine import machine_named
 
+TRACES = (".trace.json", ".trace.json.gz")
 _UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _BAR = 48
 _COLORS = {
@@ -33,7 +37,7 @@ _COLORS = {
     "activations": "green",
 }
 _MOST_ROWS = 10
-PAPERS = "papers"
+PAPERS, THIS, DEFAULT_GPU = "papers", "this", "h100"
 
 Model = Annotated[
     str,
@@ -44,7 +48,13 @@ Model = Annotated[
     ),
 ]
 Gpus = Annotated[int, typer.Option(help="How many GPUs.")]
-Gpu = Annotated[str, typer.Option(help="Which: h200, h100, a100-80, v100-32, ...")]
+Gpu = Annotated[
+    str,
+    typer.Option(
+        help="Which: h200, h100, a100-80, v100-32, ..., a file of partita machine, or this: the present one, "
+        "measured by as many ranks (also --this-machine)."
+    ),
+]
 Size = Annotated[str | None, typer.Option(help="Of each node, such as 128GiB.", show_default="the machine's")]
 Rate = Annotated[
     str | None, typer.Option(help="Bytes per second of a node, such as 1.25GB.", show_default="the machine's")
@@ -56,15 +66,24 @@ Files = Annotated[
         "--json",
         "--out",
         metavar="FILE",
-        help="Write all figures there, or the config of the best plan where it ends in .yaml; -: the output.",
+        help="Write all figures there; of the best plan the config where it ends in .yaml, the predicted step for "
+        "Perfetto where it ends in .trace.json; -: the output.",
     ),
 ]
+
+
+class PlanCommand(TyperCommand):
+    """``--this-machine`` is short for ``--gpu this``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = [word for given in args for word in (("--gpu", THIS) if given == "--this-machine" else (given,))]
+        return super().parse_args(ctx, words)
 
 
 def plan(
     model: Model,
     gpus: Gpus = 1,
-    gpu: Gpu = "h100",
+    gpu: Gpu = DEFAULT_GPU,
     host_memory: Size = None,
     disk: Size = None,
     network: Rate = None,
@@ -76,12 +95,13 @@ def plan(
         show_papers(Console())
         return
     with user_errors():
-        machine = machine_named(
-            gpu,
-            host_memory=_bytes("--host-memory", host_memory),
-            disk=_bytes("--disk", disk),
-            network=_bytes("--network", network),
-        )
+        given = {"host_memory": host_memory, "disk": disk, "network": network}
+        changed = {name: _bytes(f"--{name.replace('_', '-')}", text) for name, text in given.items()}
+        if gpu == THIS:
+            figures = {name: value for name, value in changed.items() if value is not None}
+            machine = replace(measure_machine(gpus), **figures)  # type: ignore[arg-type]
+        else:
+            machine = machine_named(gpu, **changed)
         found = make_plan(model, gpus=gpus, gpu=machine, tokens=tokens)
         for file in files or ():
             _write(found, file)
@@ -108,6 +128,9 @@ def _write(found: Plan, file: str) -> None:
     try:
         if file == "-":
             typer.echo(json.dumps(found.data(), indent=2))
+        elif file.endswith(TRACES):
+            if found.best is not None:
+                found.write_trace(file)
         elif Path(file).suffix in (".yaml", ".yml"):
             if found.best is not None:
                 found.write(file)
@@ -136,6 +159,9 @@ def show(found: Plan, console: Console) -> None:
     console.print(f"\n[bold]{found.best.choice.resting.name}[/], on the rank that holds most:", highlight=False)
     for line in _bars(found.best):
         console.print(line)
+    if found.best.sent:
+        along = ", ".join(f"{axes} {format_bytes(num)}" for axes, num in found.best.sent.items())
+        console.print(f"it sends in a step, along {along}", highlight=False)
     console.print("\n[bold]config[/]")
     console.print(yaml.safe_dump(found.config(), sort_keys=False).rstrip(), highlight=False)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from partita.comm import world
 from partita.comm.forks import connections_kept_from_children
-from partita.comm.transport import LANES, PURPOSES, DeviceTransport, HostTransport, Transport
+from partita.comm.transport import LANES, DeviceTransport, HostTransport, Transport, purposes_over
 from partita.comm.world import Rendezvous
 from partita.memory import accelerator
 from partita.plan.mesh_shape import PIPELINE_AXES, MeshShape
@@ -61,7 +61,7 @@ class Processes(Connections):
         with connections_kept_from_children():
             for ranks in shape.groups(axes):
                 assert ranks == sorted(ranks), f"axes out of the mesh's order, in which torch numbers ranks: {axes}"
-                for purpose in PURPOSES:
+                for purpose in purposes_over(axes):
                     backend = accelerator.backend(accelerator.HOST if purpose == "control" else self._device)
                     if (group := self._group(ranks, backend)) is not None:
                         own[purpose] = group

@@ -115,14 +115,14 @@ class Group:
 
     # ------------------------------------------------------------------ activations
 
-    def sum(self, tensor: Tensor, purpose: str) -> Tensor:
+    def sum(self, tensor: Tensor, purpose: str, connections: str = "activations") -> Tensor:
         """The sum of a tensor of any shape over the ranks, in rank order over gloo: the same bits on all of them."""
         if self.size == 1:
             return tensor
         tensor = tensor.contiguous()
         self._count("all_reduce", purpose, 2 * (self.size - 1) * tensor.nbytes // self.size)
         with self._explained(f"all-reduce of {purpose}"):
-            return self.transport.sum(tensor)
+            return self.transport.sum(tensor, connections)
 
     def all_to_all(self, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]], purpose: str) -> list[Tensor]:
         """What every rank sent to this one, in rank order, of the given ``shapes``; ``sent[i]`` goes to rank ``i``.

@@ -1,6 +1,7 @@
 """A rank of a cluster that is not there: what it sends goes nowhere, and all others answer as it would."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,8 +14,23 @@ from partita.errors import PartitaError
 from partita.memory import accelerator
 from partita.plan.mesh_shape import MeshShape
 
-# What the stages of a pipeline have asked those before them for, by the number of arguments that they choose from.
-Requests = dict[int, Tensor]
+
+@dataclass
+class Requests:
+    """What stages of a pipeline ask of the ones before them, each by its rank's index along the pipeline."""
+
+    _asked: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def note(self, index: int, request: Tensor) -> None:
+        self._asked[index, request.numel()] = request.clone()
+
+    def find(self, index: int, num_arguments: int) -> Tensor | None:
+        """That of a rank about a call with so many arguments; of a rank that was not simulated yet (it has an earlier
+        stage, too), that of any other.
+        """
+        others = (request for (_, num), request in self._asked.items() if num == num_arguments)
+        found = self._asked.get((index, num_arguments))
+        return next(others, None) if found is None else found
 
 
 class SimulatedRanks(Connections):
@@ -40,9 +56,10 @@ class SimulatedRanks(Connections):
         return self._transport(shape.group_index(self.rank, axes), shape.group_size(axes))
 
     def _transport(self, index: int, size: int) -> Transport:
+        like: Transport = DeviceTransport(index, size, {}, {})
         if accelerator.is_host(accelerator.SIMULATED):
-            return SimulatedTransport(size, HostTransport(index, size, {}, "network", self.timeout_s), self._requests)
-        return SimulatedTransport(size, DeviceTransport(index, size, {}, {}), self._requests)
+            like = HostTransport(index, size, {}, "network", self.timeout_s)
+        return SimulatedTransport(index, size, like, self._requests)
 
     def close(self) -> None:
         pass
@@ -65,8 +82,8 @@ class SimulatedTransport(Transport):
         like: the transport that it stands for; nothing is sent through it.
     """
 
-    def __init__(self, size: int, like: Transport, requests: Requests) -> None:
-        self._size, self._like, self._requests = size, like, requests
+    def __init__(self, index: int, size: int, like: Transport, requests: Requests) -> None:
+        self._index, self._size, self._like, self._requests = index, size, like, requests
         self.keeps_tags_apart = like.keeps_tags_apart
 
     def handshake(self, exchange: Callable[[object], list[Any]]) -> None:
@@ -87,22 +104,22 @@ class SimulatedTransport(Transport):
     def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], connections: str = "activations") -> None:
         pass
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def sum(self, tensor: Tensor, connections: str = "activations") -> Tensor:
         return tensor * self._size
 
     def send(self, tensor: Tensor, to: int, lane: str) -> Work:
         if lane == "request":
-            self._requests[tensor.numel()] = tensor.clone()
+            self._requests.note(self._index, tensor)
         return ARRIVED
 
     def receive(self, tensor: Tensor, source: int, lane: str) -> Work:
         if lane == "request":
-            if tensor.numel() not in self._requests:
+            if (request := self._requests.find(source, tensor.numel())) is None:
                 raise PartitaError(
                     "a stage of the pipeline is simulated after a later one, which tells what it lacks; simulate the "
                     "last stage first (partita.simulate does)"
                 )
-            tensor.copy_(self._requests[tensor.numel()])
+            tensor.copy_(request)
         return ARRIVED
 
     def broadcast(self, tensor: Tensor) -> Work:

@@ -18,11 +18,20 @@ from torch import Tensor
 from partita.comm.exchange import NUM_AWAITED, PIECE_BYTES, Arriving, Exchange, Receive, Work
 from partita.comm.handshake import find_node_peers
 from partita.comm.node_peers import Fetch, NodePeer, Offer
+from partita.plan.mesh_shape import ACTIVATION_AXES
 
 # Parameter gathers, gradient reductions, what forward and backward exchange, and control messages have connections of
 # their own, so that no order between them has to be kept. Only what is sent for the last is always small.
 PURPOSES = ("parameters", "gradients", "activations", "control")
 BULK_PURPOSES = PURPOSES[:3]
+
+
+def purposes_over(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """What travels between the ranks along ``axes``, of :data:`PURPOSES`: activations along single axes alone."""
+    has_activations = len(axes) == 1 and axes[0] in ACTIVATION_AXES
+    return tuple(purpose for purpose in PURPOSES if purpose != "activations" or has_activations)
+
+
 # What goes from rank to rank of a pipeline, each on connections of its own between each two ranks in each direction.
 LANES = ("forward", "backward", "request")
 _LANE_TAGS = 1  # those of the lanes follow it; other exchanges of activations have tag 0
@@ -78,7 +87,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def sum(self, tensor: Tensor) -> Tensor:
+    def sum(self, tensor: Tensor, connections: str = "activations") -> Tensor:
         """The sum of a tensor over the ranks, a new one, the same bits on all of them."""
 
     @abstractmethod
@@ -105,7 +114,7 @@ class Transport(ABC):
 
 
 class _Backed(Transport):
-    """What all process groups have in common. ``groups``: a process group for each of :data:`PURPOSES`."""
+    """What all process groups have in common. ``groups``: a process group for each purpose (:func:`purposes_over`)."""
 
     def __init__(self, index: int, size: int, groups: Mapping[str, dist.ProcessGroup]) -> None:
         self._index, self._size, self._groups = index, size, groups
@@ -160,9 +169,9 @@ class DeviceTransport(_Backed):
     def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], connections: str = "activations") -> None:
         _all_to_all(list(received), list(sent), group=self._groups[connections], async_op=True).wait()
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def sum(self, tensor: Tensor, connections: str = "activations") -> Tensor:
         total = tensor.clone()
-        _all_reduce(total, group=self._groups["activations"], async_op=True).wait()
+        _all_reduce(total, group=self._groups[connections], async_op=True).wait()
         return total
 
     def close(self) -> None:
@@ -190,9 +199,8 @@ class HostTransport(_Backed):
     def handshake(self, exchange: Callable[[object], list[Any]]) -> None:
         if self.peers is None and self._within_node != "network":
             required = self._within_node == "memory"
-            self.peers = find_node_peers(
-                self._index, exchange, BULK_PURPOSES, timeout_s=self._timeout_s, required=required
-            )
+            purposes = [purpose for purpose in BULK_PURPOSES if purpose in self._groups]
+            self.peers = find_node_peers(self._index, exchange, purposes, timeout_s=self._timeout_s, required=required)
 
     def all_gather(self, whole: Tensor, part: Tensor, purpose: str, tag: int) -> Work:
         rows = whole.view(self._size, -1)
@@ -237,22 +245,22 @@ class HostTransport(_Backed):
             return _Whole(Fetch(tensor, tensor.numel(), peer.process, peer.channels["activations"], tag), tensor)
         return _receive(tensor, group=self._groups["activations"], group_src=source, tag=tag)
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def sum(self, tensor: Tensor, connections: str = "activations") -> Tensor:
         flat, total = tensor.view(-1), torch.empty_like(tensor)
         if self._size == 2 or tensor.nbytes < _SMALL_BYTES:  # a whole of two is two halves, and takes one turn
-            self._sum_of([flat] * self._size, total.view(-1))
+            self._sum_of([flat] * self._size, total.view(-1), connections)
             return total
         parts = list(total.view(-1).tensor_split(self._size))
         mine = parts[self._index]
-        self._sum_of(flat.tensor_split(self._size), mine)
-        self.all_to_all(parts, [mine] * self._size)
+        self._sum_of(flat.tensor_split(self._size), mine, connections)
+        self.all_to_all(parts, [mine] * self._size, connections)
         return total
 
-    def _sum_of(self, sent: Sequence[Tensor], out: Tensor) -> None:
+    def _sum_of(self, sent: Sequence[Tensor], out: Tensor, connections: str) -> None:
         """Write into ``out`` the sum, in rank order, of what the ranks have for this one."""
         own = sent[self._index]
         received = [own if rank == self._index else torch.empty_like(out) for rank in range(self._size)]
-        self.all_to_all(received, sent)
+        self.all_to_all(received, sent, connections)
         values = _sum([*received[: self._index], *received[self._index + 1 :]], own, self._index, out)
         if values is not out:
             out.copy_(values)

@@ -5,13 +5,13 @@ A setting that another one contradicts is an error; one that is harmless and idl
 
 from collections.abc import Iterator, Mapping
 
-from partita.config.messages import Row, conflict, row, setting
+from partita.config.messages import Contradiction, Row, conflict, row, setting
 from partita.config.schema import Config
-from partita.config.wires import gradient_codec, warmup_steps
-from partita.plan.wire import AT_RANDOM, HELD_BACK
+from partita.config.wire_checks import contradicting_wires
+from partita.config.wires import SENDS_MOMENTUM, gradient_codec
+from partita.plan.wire import LOW_RANK
 
-# Settings that do not go together: the keys to show, what is wrong, and one fix.
-Contradiction = tuple[tuple[str, ...], str, str]
+_ADAMS = ("adam", "adamw", *SENDS_MOMENTUM)
 # A key that means something only where another one has certain values: those, also in words, and what is so elsewhere.
 _BELONGS: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ("zero.keep_gathered", "zero.stage", (3,), "stage 3; at stages 0 to 2 parameters are always whole"),
@@ -30,7 +30,9 @@ _BELONGS: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ("precision.loss_scale_window", "precision.compute", ("fp16",), "fp16 compute; under {0} the loss is not scaled"),
     ("precision.initial_loss_scale", "precision.loss_scale", ("dynamic",), "a dynamic loss scale; {0} stays as it is"),
     ("precision.loss_scale_window", "precision.loss_scale", ("dynamic",), "a dynamic loss scale; {0} stays as it is"),
-    ("optimizer.eps", "optimizer.name", ("adam", "adamw", "onebit_adam"), "adam and adamw; {0} divides by nothing"),
+    ("communication.low_rank", "communication.gradients", (LOW_RANK,), "gradients: low_rank; {0} has no factors"),
+    ("optimizer.eps", "optimizer.name", _ADAMS, "adam and adamw; {0} divides by nothing"),
+    ("optimizer.refresh", "optimizer.name", ("zeroone_adam",), "zeroone_adam; {0} has a second moment of every step"),
     ("optimizer.momentum", "optimizer.name", ("sgd",), "sgd; the momentum of {0} is betas[0]"),
 )
 
@@ -92,8 +94,7 @@ def _states(config: Config, compute: str, accumulates: bool) -> Iterator[Contrad
             "precision.moments: int8 belongs to adam and adamw",
             "leave precision.moments out",
         )
-    yield from _feedback(config)
-    yield from _changes(config, compute)
+    yield from contradicting_wires(config, compute)
     if precision.gradients != "in_backward":
         return
     if compute == "fp16":
@@ -122,107 +123,6 @@ def _states(config: Config, compute: str, accumulates: bool) -> Iterator[Contrad
             "precision.gradients: in_backward updates the parameters in every backward: no gradient rests to which "
             "that of another micro-batch could be added",
             "set precision.gradients to fp32, or batch.accumulate to 1",
-        )
-
-
-def _feedback(config: Config) -> Iterator[Contradiction]:
-    """Of codes that hold back what they lose."""
-    codec, offload = gradient_codec(config), config.zero.offload
-    yield from _warm_up(config)
-    if codec not in HELD_BACK:
-        return
-    if config.precision.gradients == "in_backward":
-        yield (
-            ("communication.gradients", "precision.gradients"),
-            f"communication.gradients: {codec} holds back what codes lose once a step is known to be finite; "
-            "precision.gradients: in_backward updates before that",
-            "set communication.gradients to int8",
-        )
-    for key in ("optimizer", "gradients"):
-        if getattr(offload, key) in ("disk", "auto") and (key, offload.gradients) != ("gradients", "auto"):
-            yield (
-                ("communication.gradients", f"zero.offload.{key}"),
-                f"what communication.gradients: {codec} holds back rests on the device or on the host, as the "
-                "optimizer states do; gradients come there, too",
-                f"set zero.offload.{key} to host",
-            )
-    if codec == "onebit" and config.optimizer.name == "sgd" and config.optimizer.momentum == 0:
-        yield (
-            ("communication.gradients", "optimizer.name", "optimizer.momentum"),
-            "communication.gradients: onebit sends signs, which say nothing of a value's size: it takes a running "
-            "average, and plain sgd keeps none",
-            "set optimizer.momentum to 0.9, or communication.gradients to ternary",
-        )
-
-
-def _warm_up(config: Config) -> Iterator[Contradiction]:
-    """Of the steps before codes begin to travel."""
-    total, num = config.schedule.total_steps, warmup_steps(config)
-    if total is not None and num >= total:
-        yield (
-            ("communication.warmup_steps", "schedule.total_steps"),
-            "communication.warmup_steps: all of the training's steps would be before codes travel",
-            f"set communication.warmup_steps to less than {total}",
-        )
-    if num and config.precision.gradients == "in_backward":
-        yield (
-            ("communication.warmup_steps", "precision.gradients"),
-            "under precision.gradients: in_backward codes travel from the first step on",
-            "leave communication.warmup_steps out",
-        )
-    if config.optimizer.name != "onebit_adam":
-        return
-    if config.communication.gradients in AT_RANDOM:
-        yield (
-            ("optimizer.name", "communication.gradients"),
-            "optimizer.name: onebit_adam has its running average travel, in codes that hold back what they lose",
-            "set communication.gradients to onebit, ternary, 2bit or topk",
-        )
-    if not num:
-        yield (
-            ("optimizer.name", "communication.warmup_steps", "schedule.total_steps"),
-            "optimizer.name: onebit_adam measures its second moment in a warm-up",
-            "set communication.warmup_steps, or schedule.total_steps, of which it is 15 %",
-        )
-    if config.zero.replicate != "none":
-        yield (
-            ("optimizer.name", "zero.replicate"),
-            "optimizer.name: onebit_adam has all ranks know one running average; zero.replicate has one a node",
-            "leave zero.replicate out",
-        )
-    if config.precision.master == "split":
-        yield (
-            ("optimizer.name", "precision.master"),
-            "precision.master: split belongs to adamw, adam, sgd and lion",
-            "set precision.master to fp32",
-        )
-
-
-def _changes(config: Config, compute: str) -> Iterator[Contradiction]:
-    """Of parameters that travel as codes."""
-    codec, zero = config.communication.parameters, config.zero
-    if codec == "full":
-        return
-    if zero.stage == 3:
-        if codec != "int8":
-            yield (
-                ("communication.parameters", "zero.stage"),
-                f"communication.parameters: {codec} is too coarse to compute with: what travels at stage 3 are the "
-                "parameters themselves, at stages 1 and 2 their changes",
-                "set communication.parameters to int8, or zero.stage to 2",
-            )
-        return
-    if config.precision.master == "split" and compute == "bf16":
-        yield (
-            ("communication.parameters", "precision.master"),
-            "precision.master: split has its high halves in the parameters, which changes in codes make other ones",
-            "set precision.master to fp32",
-        )
-    if zero.offload.parameters != "none":
-        yield (
-            ("communication.parameters", "zero.offload.parameters"),
-            "changes in codes are added to parameters on the device",
-            "leave zero.offload.parameters out",
         )
 
 
@@ -292,12 +192,6 @@ def _training(config: Config) -> Iterator[Contradiction]:
 
 def _attention(config: Config) -> Iterator[Contradiction]:
     attention = config.attention
-    if config.parallel.sequence > 1 and (attention.pattern != "dense" or attention.packed):
-        yield (
-            ("attention.pattern", "attention.packed", "parallel.sequence"),
-            "block-sparse attention computes whole sequences, which the ranks of parallel.sequence share",
-            "set attention.pattern to dense and attention.packed to false, or parallel.sequence to 1",
-        )
     if attention.packed and attention.pattern != "dense":
         yield (
             ("attention.packed", "attention.pattern"),

@@ -194,6 +194,9 @@ def _folded(name: str) -> str:
 
 # ------------------------------------------------------------------------------------- settings that do not go together
 
+# Settings that do not go together: the keys to show, what is wrong, and one fix.
+Contradiction = tuple[tuple[str, ...], str, str]
+
 
 @dataclass(frozen=True)
 class Row:

@@ -89,6 +89,8 @@ def resolve(config: Config, num_ranks: int, device_type: str, ranks_per_node: in
     for key in ("gradients", "parameters"):
         if getattr(config.communication, key) != "full" and mesh.data * mesh.sequence == 1:
             notices.append(f"ignored: communication.{key} (there is one data rank: nothing travels)")
+        elif getattr(config.communication, key) != "full" and config.communication.every is not None and mesh.node == 1:
+            notices.append(f"ignored: communication.{key} (under communication.every it is of what replicas exchange)")
     if config.communication.within_node != "auto" and device_type != "cpu":
         notices.append(f"ignored: communication.within_node (on {device_type} its own backend chooses the way)")
     if config.activations.offload == "host" and device_type == "cpu":
@@ -105,6 +107,8 @@ def describe(resolved: Resolved) -> str:
     kept = ", kept whole after forward" * zero.keep_gathered + ", gradients too" * zero.keep_gradients
     kept += ", hierarchical" * zero.hierarchical
     kept += ", within each node" * (mesh.node > 1 and zero.replicate == "nodes")
+    if mesh.node > 1 and (every := config.communication.every) is not None:
+        kept += f", in each of {mesh.node} replicas, which meet every {every} steps"
     of_each = " of each unit" * (precision.gradients == "in_backward")
     clipped = f", gradients{of_each} clipped to norm {config.clip_grad_norm:g}" if config.clip_grad_norm else ""
     optimizer = f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}"
@@ -162,11 +166,17 @@ def _resolve_mesh(config: Config, num_ranks: int, ranks_per_node: int | None) ->
             )
     key = _splits_nodes(config)
     node = 1 if key is None else _nodes(key, data, inner // parallel.pipeline, ranks_per_node)
+    if isinstance(asked := config.communication.replicas, int) and config.communication.every is not None:
+        if data % asked:
+            rows = [*rows, row(config, "communication.replicas")]
+            problem = f"communication.replicas: {data} data ranks are no {asked} groups of one size"
+            raise conflict(problem, rows, "set communication.replicas to a number that divides the data ranks")
+        node = asked
     if node == data > 1 and config.zero.replicate == "nodes":
         rows = [*rows, Row("ranks on a node", ranks_per_node, "launcher")]
         problem = "zero.replicate: nodes splits the states over the data ranks of a node, and each node has one"
         raise conflict(problem, rows, "leave zero.replicate out, or set zero.stage: 0")
-    if key is None and config.communication.gradients != "full":
+    if key is None and config.communication.gradients not in ("full", "auto"):
         node = _even_nodes(data, inner // parallel.pipeline, ranks_per_node)
     return MeshShape(parallel.pipeline, data, parallel.sequence, parallel.tensor, node), rows
 
@@ -197,6 +207,8 @@ def _splits_nodes(config: Config) -> str | None:
     """The setting that treats ranks of one node otherwise than those of others, if there is one."""
     if config.zero.hierarchical:
         return "zero.hierarchical"
+    if config.communication.every is not None:
+        return "communication.every"
     return "zero.replicate" if config.zero.replicate == "nodes" else None
 
 

@@ -137,13 +137,17 @@ class Optimizer(Section):
     """The optimizer that is built where ``initialize`` is given none."""
 
     name: Literal["adamw", "adam", "sgd", "lion", "onebit_adam", "zeroone_adam", "onebit_lamb"] = Field(
-        "adamw", description="adamw, adam, sgd, lion; onebit_adam: its running average travels, as codes"
+        "adamw",
+        description="adamw, adam, sgd, lion; onebit_adam and zeroone_adam: their running average travels, as codes",
     )
     lr: NotNegative = Field(1.0e-3, description="learning rate (the highest of the schedule)")
     betas: SharePair = Field((0.9, 0.999), description="decay of the two running averages (not of sgd's one)")
-    eps: Positive = Field(1.0e-8, description="added to the divisor (adamw, adam and onebit_adam)")
+    eps: Positive = Field(1.0e-8, description="added to the divisor (not of sgd and lion)")
     weight_decay: NotNegative = Field(0.01, description="decay of the weights: decoupled in adamw, L2 elsewhere")
     momentum: Share = Field(0.0, description="decay of the running average (sgd only)")
+    refresh: Count = Field(
+        16, description="zeroone_adam: refreshes of the second moment after which they are twice as many steps apart"
+    )
 
 
 class Schedule(Section):
@@ -253,9 +257,11 @@ class Communication(Section):
     gradients: Text = Field(
         "full",
         description="encoding of gradients as they travel; full: precision.gradients; int8, int4: codes in blocks, "
-        "rounded at random, and summed in fp32; 2bit, ternary, onebit, topk: coarser ones, to nearest, whose error is "
-        "held back and sent later; sums that go back do so as int8",
+        "rounded at random, and summed in fp32; 2bit, ternary, onebit, topk: coarser ones, to nearest, and low_rank: "
+        "matrices as two thin factors (PowerSGD), whose error is held back and sent later; sums that go back do so as "
+        "int8, or held back, too; auto: full, and the first steps say which would be faster",
     )
+    low_rank: Count = Field(4, description="columns of each factor of gradients: low_rank")
     parameters: Text = Field(
         "full",
         description="encoding of parameters as they travel; full: precision.compute. Stage 3: as they are gathered, "
@@ -263,8 +269,18 @@ class Communication(Section):
     )
     warmup_steps: Auto | CountOrZero = Field(
         "auto",
-        description="optimizer steps before codes travel; auto: none, of onebit_adam 15 % of schedule.total_steps",
+        description="optimizer steps before codes travel; auto: none, of onebit_adam 15 % of schedule.total_steps, of "
+        "zeroone_adam optimizer.refresh",
     )
+    every: Count | None = Field(
+        None,
+        description="replicas train apart, and exchange how far they have come every so many optimizer steps (DiLoCo); "
+        "gradients is then the encoding of that; null: they exchange every gradient",
+    )
+    replicas: Auto | Count = Field("auto", description="every: groups of data ranks that train apart; auto: the nodes")
+    outer_lr: Positive = Field(0.7, description="every: learning rate of the outer optimizer, which the replicas share")
+    outer_momentum: Share = Field(0.9, description="every: decay of the outer optimizer's running average")
+    outer_nesterov: Flag = Field(True, description="every: the outer optimizer looks ahead along its running average")
     buffers: Literal["broadcast", "local"] = Field(
         "broadcast", description="buffers that change (BatchNorm) follow rank 0, or stay each rank's own"
     )
@@ -330,8 +346,8 @@ class Config(Section):
 # Documented settings of which this version has only some values, the default first. A value that arrives is added to
 # its line; when all are there, the line is deleted.
 AVAILABLE: dict[str, tuple[object, ...]] = {
-    "optimizer.name": ("adamw", "adam", "sgd", "lion", "onebit_adam"),
-    "communication.gradients": ("full", "int8", "int4", "2bit", "ternary", "onebit", "topk"),
+    "optimizer.name": ("adamw", "adam", "sgd", "lion", "onebit_adam", "zeroone_adam"),
+    "communication.gradients": ("full", "int8", "int4", "2bit", "ternary", "onebit", "topk", "low_rank", "auto"),
     "communication.parameters": ("full", "int8", "int4", "2bit", "ternary", "onebit", "topk"),
 }
 

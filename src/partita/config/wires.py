@@ -5,17 +5,37 @@ from partita.config.schema import Config
 # Of all steps, those in which 1-bit Adam's second moment is still measured (Tang et al., 2021, section 7, has 15 % to
 # 20 %).
 WARM_UP = 0.15
+# Optimizers whose running average travels in place of gradients.
+SENDS_MOMENTUM = ("onebit_adam", "zeroone_adam")
 
 
 def gradient_codec(config: Config) -> str:
     """The codec of gradients, or of the running average that travels in their place."""
-    asked = config.communication.gradients
-    return "onebit" if asked == "full" and config.optimizer.name == "onebit_adam" else asked
+    asked = "full" if config.communication.gradients == "auto" else config.communication.gradients
+    return "onebit" if asked == "full" and config.optimizer.name in SENDS_MOMENTUM else asked
 
 
 def warmup_steps(config: Config) -> int:
     """Optimizer steps before codes begin to travel."""
-    asked = config.communication.warmup_steps
+    asked, optimizer = config.communication.warmup_steps, config.optimizer
     if asked != "auto":
         return asked
-    return int(WARM_UP * (config.schedule.total_steps or 0)) if config.optimizer.name == "onebit_adam" else 0
+    if optimizer.name == "zeroone_adam":
+        return optimizer.refresh
+    return int(WARM_UP * (config.schedule.total_steps or 0)) if optimizer.name == "onebit_adam" else 0
+
+
+def travels_in_full(config: Config, step: int) -> bool:
+    """Whether no codes travel in the step after so many: before they begin to, and where 0/1 Adam's second moment is
+    refreshed.
+    """
+    refreshes = config.optimizer.name == "zeroone_adam" and is_refresh(step, config.optimizer.refresh)
+    return refreshes or step < warmup_steps(config)
+
+
+def is_refresh(step: int, num: int) -> bool:
+    """Whether the step after so many refreshes the second moment: of each ``num`` refreshes, one and the next are twice
+    as many steps apart as of the ``num`` before (Lu et al., "0/1 Adam", 2022, section 6).
+    """
+    apart = 1 << (step // num + 1).bit_length() - 1
+    return (step - num * (apart - 1)) % apart == 0

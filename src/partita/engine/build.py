@@ -1,6 +1,6 @@
 """What an engine is made of: from the config, the model and what the user passes beside them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,20 +17,24 @@ from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
 from partita.comm.together import check_settings_alike, together
 from partita.config.resolve import Resolved
-from partita.config.wires import warmup_steps
+from partita.config.schema import Config
+from partita.config.wires import travels_in_full
 from partita.engine.budget import agreed_budget
+from partita.engine.wire_choice import WireChoice
 from partita.huggingface.conversion import open_weights
 from partita.huggingface.weights import Weights
 from partita.inspection.gathered import Gathered
 from partita.inspection.whole import Whole
 from partita.memory.accelerator import is_simulated
 from partita.memory.ledger import Ledger
+from partita.memory.room import check_room
 from partita.memory.scratch import open_scratch
 from partita.memory.shortage import Shortages
 from partita.memory.tiers import StateMemory
 from partita.optim.build import Factory, build_optimizer, build_schedule, settings_of, wants_kernels
 from partita.optim.in_backward import BackwardUpdater
 from partita.optim.loss_scale import LossScale
+from partita.optim.outer import OuterOptimizer
 from partita.optim.step import StepUpdater
 from partita.optim.traits import check_elementwise, counted_attributes, states_per_element
 from partita.optim.updater import Updater
@@ -45,8 +49,8 @@ from partita.parallel.samples import SAMPLE_AXES, SameSamples
 from partita.plan.mesh_shape import AXES, STATE_AXES
 from partita.planner.blueprint import Blueprint, make_blueprint
 from partita.planner.parameters import check_quantized, find_quantized
-from partita.sharding.assemble import check_alike
-from partita.sharding.resting import check_unclaimed
+from partita.sharding.assemble import check_alike, check_buckets_alike
+from partita.sharding.resting import check_here, check_unclaimed
 from partita.sharding.runtime import Runtime
 
 
@@ -79,9 +83,12 @@ class Parts:
     parallel: Parallel
     samples: SameSamples
     pipeline: Pipeline
+    wire_choice: WireChoice | None
 
     def leave_modules(self) -> None:
         """Give the model's modules their own forwards back, from the outermost change to the innermost."""
+        if self.wire_choice is not None:
+            self.wire_choice.close()
         self.activations.remove()
         self.attention.remove()
         self.pipeline.remove()
@@ -98,6 +105,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     parallel = None
     try:
         with together(all_ranks):
+            check_here(model)
             parallel = apply(model, resolved, mesh, collectives, seed)
         return _build(model, resolved, collectives, given, parallel)
     except BaseException:
@@ -121,12 +129,10 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         check_unclaimed(model)
         check_quantized(find_quantized(model), mesh.device)
         blueprint = make_blueprint(model, resolved, num_moments, budget, parallel.shares)
+        check_room(blueprint, model, mesh.device)
         attention = SparseAttention(model, settings.attention)
         chosen = Chosen.of(model, settings, [unit.name for unit in blueprint.units])
-    every = all_ranks.exchange_objects(blueprint.groups, "partita.initialize")
-    collectives.open(dict.fromkeys(axes for of_rank in every for axes in of_rank))  # also those of other stages alone
-    check_alike(model, blueprint.units, all_ranks, exact=collectives.group(STATE_AXES).size < all_ranks.size)
-    check_settings_alike(settings_of(optimizer), all_ranks)
+    _agree(model, blueprint, optimizer, settings, collectives)
     rows = [unit.row for unit in blueprint.units]
     if any(mesh.shape.group_size(row.master.shard_axes) > 1 or not row.updates_on_device for row in rows):
         check_elementwise(optimizer)
@@ -137,10 +143,8 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
     try:
         with shortages.explained("initialize"):
             runtime = Runtime(model, blueprint, collectives, memory, source)
-        scale = LossScale(settings.precision, resolved.compute_dtype == "fp16")
-        kind = BackwardUpdater if settings.precision.gradients == "in_backward" else StepUpdater
         with together(all_ranks, runtime.give_back):
-            updater = kind(runtime, optimizer, scale, settings.clip_grad_norm, counted, warmup_steps(settings))
+            updater = _make_updater(runtime, optimizer, resolved, counted)
             whole = Whole(runtime, updater)
             gathered = Gathered(runtime, updater, whole, parallel.changes)
             checkpoints = Checkpoints(model, runtime, updater, scheduler, settings)
@@ -149,6 +153,7 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         memory.close()
         raise
     weights = source.folder if source is not None else None
+    parallel.lines += attention.lines
     attention.apply()  # inside what runs again in backward
     schedule = schedule_of(resolved)
     under_way = simulate(schedule).most_kept[mesh.coordinate("pipeline")]
@@ -170,4 +175,34 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         parallel,
         samples,
         Pipeline(model, parallel, schedule, collectives),
+        WireChoice(blueprint, collectives) if _measures_wires(settings, runtime) else None,
     )
+
+
+def _agree(
+    model: nn.Module, blueprint: Blueprint, optimizer: Optimizer, settings: Config, collectives: Collectives
+) -> None:
+    """See that all ranks have the same on paper, and connect the groups that any of them needs."""
+    all_ranks = collectives.all_ranks
+    every = all_ranks.exchange_objects(blueprint.groups, "partita.initialize")
+    collectives.open(dict.fromkeys(axes for of_rank in every for axes in of_rank))  # also those of other stages alone
+    check_alike(model, blueprint.units, all_ranks, exact=collectives.group(STATE_AXES).size < all_ranks.size)
+    if settings.precision.gradients == "in_backward":
+        check_buckets_alike(blueprint.buckets, all_ranks)
+    check_settings_alike(settings_of(optimizer), all_ranks)
+
+
+def _make_updater(runtime: Runtime, optimizer: Optimizer, resolved: Resolved, counted: Sequence[str]) -> Updater:
+    settings = resolved.config
+    scale = LossScale(settings.precision, resolved.compute_dtype == "fp16")
+    kind = BackwardUpdater if settings.precision.gradients == "in_backward" else StepUpdater
+    in_full = partial(travels_in_full, settings)
+    updater = kind(runtime, optimizer, scale, settings.clip_grad_norm, counted, in_full)
+    if runtime.apart_group.size > 1:
+        updater.outer = OuterOptimizer(runtime, optimizer, updater.views, settings.communication)
+    return updater
+
+
+def _measures_wires(settings: Config, runtime: Runtime) -> bool:
+    """Whether the first steps are to say which wire would be faster."""
+    return settings.communication.gradients == "auto" and runtime.gradient_group.size > 1

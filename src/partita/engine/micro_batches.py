@@ -87,6 +87,8 @@ class MicroBatches:
             if result.stepped:
                 parts.runtime.updated()
                 parts.activations.updated()
+                if parts.wire_choice is not None:
+                    parts.wire_choice.after_update()
                 parts.scheduler.step()
             result = parts.checkpoints.after_update(result)
         self.begin(done % self._num_backwards)

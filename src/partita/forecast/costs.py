@@ -9,11 +9,14 @@ from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedUnit
 from partita.plan.residence import Residence, Tier
 from partita.plan.steps import steps
+from partita.planner.curve import Curve
 from partita.planner.machine import LATENCY_S, LAUNCH_S, Machine
-from partita.planner.timeline import DEVICE, HOST, StepTime, UnitTimes, step_time
+from partita.planner.timeline import DEVICE, HOST, RANKS, Job, StepTime, UnitTimes, step_time
 from partita.planner.traffic import sent_by_steps
 
 NO_WORK = Work()
+# The collectives that are measured, and the curves that say how long they take.
+_MEASURED = {"all_gather": "gather", "reduce_scatter": "reduce"}
 
 
 @dataclass(frozen=True)
@@ -42,16 +45,27 @@ class Rates:
     dtype: str
     num_moments: int = 2
     _moves: dict[int, tuple[PlannedUnit, Moves]] = field(default_factory=dict)
+    _curves: dict[str, Curve] = field(init=False)
     _links: dict[tuple[tuple[str, ...], MeshShape], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._curves = dict(self.machine.curves)
 
     def seconds(self, work: Work, mesh: MeshShape) -> float:
         """Of work on the device, and of what is sent while it waits."""
         machine = self.machine
-        moved_s = work.moved_bytes / (machine.reached * machine.memory_rate)
-        computed = max(work.num_ops * LAUNCH_S, work.flops / machine.flops_per_s(self.dtype) + moved_s)
+        if machine.curves:
+            computed = sum(num * self._job(kind, size) for (kind, size), num in work.jobs.items())
+        else:
+            moved_s = work.moved_bytes / (machine.reached * machine.memory_rate)
+            computed = max(work.num_ops * LAUNCH_S, work.flops / machine.flops_per_s(self.dtype) + moved_s)
         if not work.sent_bytes:
             return computed
         return computed + work.sent_bytes / self.link(("tensor",), mesh) + 2 * LATENCY_S * mesh.tensor
+
+    def _job(self, kind: str, size: float) -> float:
+        curve = self._curves.get(kind)
+        return curve.seconds(size) if curve and size else 0.0
 
     def link(self, axes: tuple[str, ...], mesh: MeshShape) -> float:
         if (axes, mesh) not in self._links:
@@ -82,6 +96,7 @@ class Rates:
         away = row.param_rest.tier is not Tier.DEVICE and not machine.one_memory
         on_host = not row.updates_on_device and row.master.tier is not Tier.DEVICE
         rate = machine.host_rate / on_node if on_host or machine.one_memory else machine.memory_rate
+        update = "host_update" if on_host and "host_update" in self._curves else "update"
         uses_disk = row.master.tier is Tier.DISK
         return Moves(
             gather,
@@ -90,7 +105,7 @@ class Rates:
             parameters / max(disk, 1.0) if row.param_rest.tier is Tier.DISK else 0.0,
             way("grad_arrival", "grad_step"),
             held("grad_step") / host_link if row.grad_step.tier is not Tier.DEVICE and not machine.one_memory else 0.0,
-            touched / (machine.reached * rate),
+            self._job(update, touched) if machine.curves else touched / (machine.reached * rate),
             HOST if on_host else DEVICE,
             2 * states / max(disk, 1.0) if uses_disk else 0.0,
             held("param_compute") / host_link if on_host and not (away or machine.one_memory) else 0.0,
@@ -98,8 +113,11 @@ class Rates:
         )
 
     def _sent(self, src: Residence, dst: Residence, padded: int, mesh: MeshShape) -> float:
-        sent = sent_by_steps(steps(src, dst, mesh), src, padded, mesh)
-        return sum(num / self.link(axes, mesh) + LATENCY_S for _, axes, num in sent)
+        found = 0.0
+        for collective, axes, num in sent_by_steps(steps(src, dst, mesh), src, padded, mesh):
+            measured = self._curves.get(_MEASURED.get(collective, ""))
+            found += measured.seconds(num) if measured and num else num / self.link(axes, mesh) + LATENCY_S
+        return found
 
     def computing(self, trace: Trace, stage: Stage, mesh: MeshShape) -> float:
         """Seconds of one micro-batch on a stage's device."""
@@ -109,8 +127,16 @@ class Rates:
         each = {id(piece): self.seconds(piece.forward, mesh) + self.seconds(piece.backward, mesh) for piece in pieces}
         return sum(each[id(piece)] for piece in pieces)
 
-    def step(self, sized: Sized, stage: Stage, units: Sequence[PlannedUnit], trace: Trace, num_micros: int) -> StepTime:
-        """A step of one pipeline stage, with what it waits for the others."""
+    def step(
+        self,
+        sized: Sized,
+        stage: Stage,
+        units: Sequence[PlannedUnit],
+        trace: Trace,
+        num_micros: int,
+        jobs: list[Job] | None = None,
+    ) -> StepTime:
+        """A step of one pipeline stage, with what it waits for the others. ``jobs`` gets what it consists of."""
         mesh, start, stop = units[0].segments[0].mesh, *stage.blocks
         blocks = dict(zip(trace.names[start:stop], trace.blocks[start:stop], strict=True))
         times = list[UnitTimes]()
@@ -123,7 +149,9 @@ class Rates:
         if stop == len(trace.blocks):
             times.append(UnitTimes(self.seconds(trace.after.forward, mesh), 0.0))
         row = units[0].row
-        found = step_time(times, num_micros, reduces_each=not row.grad_between.partial_axes)
+        # Where the ranks compute on the cores that also copy between them, nothing is beside anything.
+        ranks = DEVICE if self.machine.one_memory else RANKS
+        found = step_time(times, num_micros, reduces_each=not row.grad_between.partial_axes, ranks=ranks, jobs=jobs)
         if mesh.pipeline == 1:
             return found
         edges = self._edge_seconds(trace.blocks[stop - 1], mesh) * num_micros

@@ -1,5 +1,6 @@
 """What a forward and a backward keep, compute and send, block by block."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,13 +10,15 @@ from torch import Tensor
 @dataclass
 class Work:
     """``flops`` of matrix products; ``moved_bytes`` that all other operators read and write; ``sent_bytes`` to other
-    ranks, while the caller waits.
+    ranks, while the caller waits. ``jobs``: how many operators of each (kind, size), as
+    :class:`~partita.planner.machine.Machine` measures them.
     """
 
     flops: int = 0
     moved_bytes: int = 0
     sent_bytes: int = 0
     num_ops: int = 0
+    jobs: Counter[tuple[str, int]] = field(default_factory=Counter)
 
 
 @dataclass
@@ -24,6 +27,8 @@ class Piece:
 
     ``kept_bytes`` stay from its forward to its backward, its output among them; the peaks are above what was there when
     its forward began, and above what all forwards up to its own have kept. ``output_bytes``: of what it returns.
+    ``gradient_bytes``: of parameters that its backward gives gradients to; ``growing_peak`` is that of its backward if
+    these stay where autograd leaves them.
     """
 
     kept_bytes: int = 0
@@ -32,6 +37,8 @@ class Piece:
     output_bytes: int = 0
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)
+    gradient_bytes: int = 0
+    growing_peak: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,25 @@ class Trace:
             most = max(most, self.before.backward_peak)
         return most + (kept_forwards - 1) * live
 
+    def growing_peak(self, start: int = 0, stop: int | None = None) -> int:
+        """The same of one micro-batch whose gradients stay where autograd leaves them, less these: what is there beside
+        all of them. While activations are at their most, they have only begun to come.
+        """
+        stop = len(self.blocks) if stop is None else stop
+        most, grown = self.peak(start, stop), 0
+        below = [self.before.kept_bytes if start == 0 else 0]
+        for piece in self.blocks[start:stop]:
+            below.append(below[-1] + piece.kept_bytes)
+        if stop == len(self.blocks):
+            most, grown = max(most, below[-1] + self.after.growing_peak), self.after.gradient_bytes
+        for piece, kept in zip(reversed(self.blocks[start:stop]), reversed(below), strict=False):
+            most = max(most, kept + piece.growing_peak + grown)
+            grown += piece.gradient_bytes
+        if start == 0:
+            most = max(most, self.before.growing_peak + grown)
+            grown += self.before.gradient_bytes
+        return max(0, most - grown)
+
     def scaled(self, factor: float) -> "Trace":
         """As many samples more, or fewer: what a trace of one of them says of several."""
         made = dict[int, Piece]()
@@ -86,7 +112,10 @@ class Trace:
 
 def _times(work: Work, factor: float) -> Work:
     flops, moved, sent = (int(size * factor) for size in (work.flops, work.moved_bytes, work.sent_bytes))
-    return Work(flops, moved, sent, work.num_ops)
+    jobs = Counter[tuple[str, int]]()
+    for (kind, size), num in work.jobs.items():
+        jobs[kind, int(size * factor)] += num
+    return Work(flops, moved, sent, work.num_ops, jobs)
 
 
 class Sends:

@@ -14,8 +14,10 @@ from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.errors import ConfigError
 from partita.forecast.choice import Sections
+from partita.forecast.given import given_plan
 from partita.forecast.search import Forecast, Search
 from partita.forecast.source import Source, read_source
+from partita.memory import accelerator
 from partita.plan.residence import Tier
 from partita.planner.figures import format_bytes
 from partita.planner.machine import Machine, machine_named
@@ -64,6 +66,15 @@ class Plan:
     def write(self, path: str | Path) -> None:
         """Write :meth:`config` as YAML."""
         Path(path).write_text(yaml.safe_dump(self.config(), sort_keys=False), encoding="utf-8")
+
+    def write_trace(self, path: str | Path) -> None:
+        """Write the predicted step of the best plan for Perfetto (ui.perfetto.dev).
+
+        Raises:
+            ConfigError: nothing fits, or it cannot be written.
+        """
+        kind = "cpu" if self.machine.one_memory else accelerator.USUAL_KIND
+        given_plan(self.source, self.config(), self.num_gpus, kind).write_trace(Path(path), self.machine)
 
     @property
     def on_node(self) -> int:
@@ -149,5 +160,6 @@ def _data(forecast: Forecast) -> dict[str, Any]:
         "lacking_bytes": {tier.value: num for tier, num in forecast.lacking.items()},
         "step_s": None if time is None else time.total_s,
         "compute_s": None if time is None else time.compute_s,
+        "sent_bytes": None if forecast.sent is None else dict(forecast.sent),
         "waits_s": None if time is None else time.waits_s,
     }

@@ -1,5 +1,6 @@
 """Follows the storages that a forward and a backward make and give back, and the operators that they run."""
 
+import re
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from partita.errors import ConfigError
 from partita.forecast.pieces import Piece, Sends, Trace, Work
 from partita.forecast.shortened import Stand
 
+# Operators that compute a function of each element, or of each row, which takes longer than reading and writing it.
+_FUNCTIONS = re.compile(r"exp|log|gelu|silu|tanh|sigmoid|softmax|norm|erf|rsqrt|sin|cos|pow|div")
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -32,6 +35,8 @@ class Recorder(TorchDispatchMode):
         self._live, self._seen_sent = 0, 0
         self._at: tuple[str, int] = ("forward", -1)
         self._peaks = defaultdict[tuple[str, int], int](int)
+        self._growing = defaultdict[tuple[str, int], int](int)
+        self._gradients = defaultdict[tuple[str, int], int](int)
         self._work = defaultdict[tuple[str, int], Work](Work)
         self._entered, self._left, self._outputs = (dict[int, int]() for _ in range(3))
         self._handles = [
@@ -46,6 +51,15 @@ class Recorder(TorchDispatchMode):
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+    def arrived(self, gradient_bytes: int) -> None:
+        """A gradient came, and went where gradients rest."""
+        self._gradients[self._at] += gradient_bytes
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        self._peaks[self._at] = max(self._peaks[self._at], self._live)
+        self._growing[self._at] = max(self._growing[self._at], self._live + self._gradients[self._at])
 
     def _entering(self, number: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -82,7 +96,7 @@ class Recorder(TorchDispatchMode):
     def _go(self, phase: str, number: int) -> None:
         self._count_sent()
         self._at = (phase, number)
-        self._peaks[self._at] = max(self._peaks[self._at], self._live)
+        self._note_peak()
 
     def _count_sent(self) -> None:
         self._work[self._at].sent_bytes += self._sends.sent_bytes - self._seen_sent
@@ -109,7 +123,7 @@ class Recorder(TorchDispatchMode):
         key, num_bytes = storage._cdata, storage.nbytes()
         self._alive[key] = num_bytes
         self._live += num_bytes
-        self._peaks[self._at] = max(self._peaks[self._at], self._live)
+        self._note_peak()
         weakref.finalize(storage, self._gone, key)
 
     def _gone(self, key: int) -> None:
@@ -119,16 +133,23 @@ class Recorder(TorchDispatchMode):
         work = self._work[self._at]
         packet = func._overloadpacket
         name = packet.__name__
+        flops, kind = 0, "product"
         if name == _ATTENTION:
-            work.flops += sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
+            flops, kind = sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape), "attention"
         elif name == f"{_ATTENTION}_backward":
-            work.flops += sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape)
+            flops = sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape)
+            kind = "attention_backward"
         elif packet in flop_registry:
-            work.flops += flop_registry[packet](*args, **kwargs, out_val=result)
+            flops = flop_registry[packet](*args, **kwargs, out_val=result)
         elif made or name.endswith("_"):
-            work.moved_bytes += made + sum(leaf.nbytes for leaf in given)
+            work.moved_bytes += (moved := made + sum(leaf.nbytes for leaf in given))
+            read = 2 * made if name == "embedding" else moved  # of whose table only some rows are read
+            work.jobs["function" if _FUNCTIONS.search(name) else "element", read] += 1
         else:
             return
+        if flops:
+            work.flops += flops
+            work.jobs[kind, flops] += 1
         work.num_ops += 1
 
     def result(self, stand: Stand) -> Trace:
@@ -145,8 +166,21 @@ class Recorder(TorchDispatchMode):
                 self._outputs[number],
                 self._work["forward", number],
                 self._work["backward", number],
+                self._gradients["backward", number],
+                self._growing["backward", number] - left,
             )
-        peaks, work = (self._peaks["forward", -1], self._peaks["backward", -1]), self._work
-        before = Piece(self._entered.get(0, 0), *peaks, 0, work["forward", -1], work["backward", -1])
-        after = Piece(0, self._peaks["forward", num] - self._left.get(num - 1, 0), 0, 0, work["forward", num], Work())
+        above, work, there = ("forward", num), self._work, self._left.get(num - 1, 0)
+        back = ("backward", -1)
+        peaks = (self._peaks["forward", -1], self._peaks[back])
+        before = Piece(
+            self._entered.get(0, 0),
+            *peaks,
+            0,
+            work["forward", -1],
+            work[back],
+            self._gradients[back],
+            self._growing[back],
+        )
+        after = Piece(0, self._peaks[above] - there, 0, 0, work[above], Work())
+        after.gradient_bytes, after.growing_peak = self._gradients[above], self._growing[above] - there
         return Trace(before, tuple(name for name, _ in stand), tuple(pieces[block] for _, block in stand), after)

@@ -9,6 +9,7 @@ from partita.config.resolve import Resolved, ResolvedBatch
 from partita.config.schema import Config
 from partita.forecast.choice import CHECKPOINTS, Choice, Resting, meshes, restings
 from partita.forecast.costs import Rates
+from partita.forecast.sent import sent_by_axes
 from partita.forecast.sized import Sized, Stage, size_model
 from partita.forecast.source import Source
 from partita.plan.mesh_shape import MeshShape
@@ -31,12 +32,15 @@ PIPELINE_MICROS = 4
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a plan comes to, on the rank that holds most: bytes by (what, tier), and a step. ``budget`` is of a rank."""
+    """What a plan comes to, on the rank that holds most: bytes by (what, tier), and a step; ``sent``: bytes in it, by
+    axes, of the rank that sends most. ``budget`` is of a rank.
+    """
 
     choice: Choice
     held: Held
     budget: MemoryBudget
     time: StepTime | None = None
+    sent: Mapping[str, int] | None = None
 
     @cached_property
     def by_tier(self) -> Counter[Tier]:
@@ -165,7 +169,7 @@ class Search:
                     if self._computing_s(choice, ends) < self._best.get(resting, float("inf")):
                         time = self._time(choice, units)
                         self._best[resting] = min(time.total_s, self._best.get(resting, float("inf")))
-                        yield replace(found, time=time)
+                        yield replace(found, time=time, sent=self._sent(choice, units))
                 if taken == (1 if mesh.pipeline == 1 else PIPELINE_MICROS):
                     break
 
@@ -205,6 +209,12 @@ class Search:
         trace = sized.traces[choice.checkpoint].scaled(choice.micro)
         times = (self.rates.step(sized, stage, own, trace, choice.accumulate) for stage, own in units.items())
         return max(times, key=lambda time: time.total_s)
+
+    def _sent(self, choice: Choice, units: Mapping[Stage, Sequence[PlannedUnit]]) -> Mapping[str, int]:
+        """By the end of the pipeline that sends more in a step."""
+        trace = self.sized(choice.mesh.tensor).traces[choice.checkpoint].scaled(choice.micro)
+        every = (sent_by_axes(own, stage, trace, choice.accumulate) for stage, own in units.items())
+        return max(every, key=lambda sent: sum(sent.values()))
 
 
 def _divisors(num: int) -> list[int]:

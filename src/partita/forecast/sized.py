@@ -103,7 +103,7 @@ class Sized:
             size = resolved.mesh.group_size
 
             def num_copies(copies: Copies) -> int:
-                return size(row.replica_axes) * size(copies.axes)
+                return size(row.alike_axes) * size(copies.axes)
 
             layouts = lay_out(entries, size(row.part_axes), num_copies)
             rows = [self._row(resolved, tiers, layout.encoding, layout.copies) for layout in layouts]

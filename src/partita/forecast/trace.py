@@ -40,8 +40,8 @@ def trace(
     Raises:
         ConfigError: the forward cannot be run without data.
     """
-    with _on_paper(model, dtypes, shares):
-        recorder = Recorder(list(dict.fromkeys(block for _, block in stand)), sends or Sends(1))
+    recorder = Recorder(list(dict.fromkeys(block for _, block in stand)), sends or Sends(1))
+    with _on_paper(model, dtypes, shares, recorder):
         compute = next(iter(dtypes.values()), torch.float32)
         given = tree_map_only(Tensor, lambda x: x.to(compute) if x.is_floating_point() else x, batch)
         try:
@@ -78,8 +78,17 @@ def loss_of(output: Any) -> Tensor:
 
 
 @contextmanager
-def _on_paper(model: nn.Module, dtypes: Mapping[int, torch.dtype], shares: Shares) -> Iterator[None]:
-    """The model with a rank's parameters, as they are computed with, on the ``meta`` device."""
+def _on_paper(
+    model: nn.Module, dtypes: Mapping[int, torch.dtype], shares: Shares, recorder: Recorder
+) -> Iterator[None]:
+    """The model with a rank's parameters, as they are computed with, on the ``meta`` device. A gradient goes where
+    gradients rest as soon as it is there; what that takes is another estimate's.
+    """
+
+    def drop(param: Tensor) -> None:
+        param.grad = None
+        recorder.arrived(param.nbytes)
+
     made, before = dict[int, Tensor](), list[tuple[dict[str, Any], dict[str, Any]]]()
     try:
         for module in model.modules():
@@ -93,7 +102,7 @@ def _on_paper(model: nn.Module, dtypes: Mapping[int, torch.dtype], shares: Share
                     values = torch.empty(shape, dtype=dtypes.get(id(param), param.dtype), device="meta")
                     made[id(param)] = fake = nn.Parameter(values, requires_grad=param.requires_grad)
                     if fake.requires_grad:
-                        fake.register_post_accumulate_grad_hook(_drop)
+                        fake.register_post_accumulate_grad_hook(drop)
                 module._parameters[name] = made[id(param)]  # type: ignore[assignment]
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -102,8 +111,3 @@ def _on_paper(model: nn.Module, dtypes: Mapping[int, torch.dtype], shares: Share
     finally:
         for own, values_before in before:
             own.update(values_before)
-
-
-def _drop(param: Tensor) -> None:
-    """A gradient goes where gradients rest as soon as it is there; what that takes is another estimate's."""
-    param.grad = None

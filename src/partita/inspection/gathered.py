@@ -11,6 +11,7 @@ from partita.errors import PartitaError
 from partita.inspection.whole import Whole
 from partita.optim.updater import Updater
 from partita.parallel.applied import Changes
+from partita.plan.mesh_shape import STATE_AXES
 from partita.planner.parameters import Holding, find_quantized
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member, Unit, replace_data
@@ -31,6 +32,11 @@ class Gathered:
     def hold(self, items: tuple[nn.Module | nn.Parameter, ...], modify: bool) -> Iterator[None]:
         """Hold the units of the given modules and parameters whole (see :meth:`Engine.gathered`)."""
         self._updater.take_written()
+        if modify and self._updater.outer is not None and self._updater.outer.in_round:
+            raise PartitaError(
+                "engine.gathered(modify=True) while replicas that train apart have other values each "
+                "(communication.every): modify after the step that ends a round, or after engine.save"
+            )
         wanted = self._parameters_of(items)
         units = [unit for unit in self._runtime.units if any(id(m.param) in wanted for m in unit.members)]
         sharded = [unit for unit in units if not unit.rests_whole]
@@ -113,7 +119,8 @@ class Gathered:
     def _write_back(self, units: Sequence[Unit], names: AbstractSet[str]) -> None:
         """Make rank 0's values those of all ranks, of what rests, and, of the parameters named, of the optimizer."""
         for unit in units:
-            self._runtime.gradient_group.broadcast([segment.full for segment in unit.segments], "parameters")
+            alike = self._runtime.collectives.group(STATE_AXES)
+            alike.broadcast([segment.full for segment in unit.segments], "parameters")
             for segment in unit.segments:
                 if not segment.planned.rests_whole:
                     segment.rest.store(segment.part(segment.full, segment.plan.param_rest))

@@ -17,6 +17,7 @@ from partita.memory.accelerator import is_host
 from partita.memory.capacity import free_now
 from partita.optim.updater import Updater
 from partita.optim.views import View
+from partita.plan.mesh_shape import STATE_AXES
 from partita.planner.parameters import Holding, find_everywhere
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member, Segment, replace_data
@@ -34,7 +35,7 @@ class Whole:
         self._runtime, self._updater = runtime, updater
         self._collectives: Collectives = runtime.collectives
         self._group, self._all_ranks = runtime.gradient_group, runtime.collectives.all_ranks
-        self.shares = self._all_ranks.size > self._group.size
+        self.shares = self._all_ranks.size > runtime.collectives.group(STATE_AXES).size
         self.is_first = runtime.collectives.mesh.is_first_replica()
         self.holdings = find_everywhere(runtime.model)
         self._named = {fqn: holding for holding in self.holdings for fqn in holding.fqns}

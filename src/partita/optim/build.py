@@ -9,11 +9,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from partita.config import schema
+from partita.config.wires import SENDS_MOMENTUM
 from partita.errors import ConfigError
 from partita.memory.accelerator import is_host
 from partita.optim.fused import FusedAdam, FusedLion, FusedSGD
 from partita.optim.onebit_adam import OnebitAdam
 from partita.optim.schedule import Schedule
+from partita.optim.zeroone_adam import RefreshedAdam
 
 Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
 Scheduling = Callable[[Optimizer], LRScheduler]
@@ -33,9 +35,9 @@ def build_optimizer(
     """
     if given is not None:
         _check_states(config)
-        if config.optimizer.name == "onebit_adam":
+        if config.optimizer.name in SENDS_MOMENTUM:
             raise ConfigError(
-                "optimizer.name: onebit_adam has running averages travel, and an optimizer was passed to "
+                f"optimizer.name: {config.optimizer.name} has running averages travel, and an optimizer was passed to "
                 "partita.initialize: leave one of the two out"
             )
     if isinstance(given, Optimizer):
@@ -92,10 +94,9 @@ def _configured(params: list[nn.Parameter], config: schema.Config, kernels: bool
     betas = tuple(section.betas)
     if section.name == "lion":
         return FusedLion(params, lr=section.lr, betas=betas, weight_decay=section.weight_decay)
-    if section.name == "onebit_adam":
-        return OnebitAdam(
-            params, lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay
-        )
+    if section.name in SENDS_MOMENTUM:
+        made = OnebitAdam if section.name == "onebit_adam" else RefreshedAdam
+        return made(params, lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay)
     decoupled = section.name == "adamw"
     adam = {"lr": section.lr, "betas": betas, "eps": section.eps, "weight_decay": section.weight_decay}
     if kernels:

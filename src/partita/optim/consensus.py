@@ -4,7 +4,7 @@ import math
 import struct
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from partita.errors import PartitaError
 from partita.memory import accelerator
 from partita.optim.loss_scale import LossScale
+from partita.plan.mesh_shape import AXES, expand
 from partita.sharding.reducer import GradientReducer
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member
@@ -50,6 +51,10 @@ class Consensus:
         self._written = runtime.written
         self._loss_scale = loss_scale
         self._told_unscaled = False
+        shape, row = runtime.collectives.mesh.shape, runtime.units[0].planned.row
+        of_replica = tuple(axis for axis in expand(AXES) if axis not in row.apart_axes)
+        # The mesh's numbers of the ranks, which is their order among all.
+        self._replicas = [sorted(ranks) for ranks in shape.groups(of_replica)]
 
     @property
     def members(self) -> list[Member]:
@@ -140,7 +145,7 @@ class Consensus:
 
     def norm(self, squares: Sequence[Tensor], agreed: Agreed, step: int) -> tuple[float, float]:
         """The root of the sum of all ranks' ``squares`` (of scaled gradients, each copy's once), not finite where one
-        of them is not; and what the gradients are multiplied by.
+        of them is not; and what the gradients are multiplied by. Replicas that train apart have a norm each.
 
         It is rounded to fp32: the float64 sums differ in their last digits where the ranks' parts are other ones.
 
@@ -158,10 +163,10 @@ class Consensus:
         every = self._all_ranks.exchange(message, "the norm of engine.step").wait().tolist()
         if any(has_written for _, _, has_written in every):
             self.compare_written(step)
-        total = 0.0
-        for square, _, _ in every:
-            total += square
-        norm = torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=torch.float32, device="cpu").item()
+        norms = [_root_of_sum(every[rank][0] for rank in replica) for replica in self._replicas]
+        own = norms[next(i for i, replica in enumerate(self._replicas) if self._all_ranks.index in replica)]
+        skipped_elsewhere = math.isfinite(own) and not all(map(math.isfinite, norms))  # then by all
+        norm = math.nan if skipped_elsewhere else own
         return norm, self._one_scale([scale for _, scale, _ in every], step)
 
     def check(self, agreed: Agreed, step: int) -> None:
@@ -187,3 +192,11 @@ class Consensus:
         every = self._all_ranks.exchange_objects((number, name, self._reducer.suspect), "engine.step")
         _, first, _ = min(every, key=lambda told: told[0])
         return first, [str(rank) for rank, (_, _, suspect) in enumerate(every) if suspect]
+
+
+def _root_of_sum(squares: Iterable[float]) -> float:
+    """In float64, rounded to fp32."""
+    total = 0.0
+    for square in squares:
+        total += square
+    return torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=torch.float32, device="cpu").item()

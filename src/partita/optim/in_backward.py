@@ -139,7 +139,7 @@ class BackwardUpdater(Updater):
         bucket = queued.bucket
         columns = [segment.layout.part_elements for segment in bucket.segments]
         squares = torch.stack([square(part) for part in sums.split(columns)])
-        if not bucket.is_first_copy:
+        if not bucket.is_measured:
             squares.zero_()
         flags = torch.tensor([id(member) in used for member in bucket.members], dtype=torch.float64, device="cpu")
         told = self._consensus.sums(squares, flags)

@@ -81,10 +81,15 @@ class StepUpdater(Updater):
         if not is_finite:
             self._skip(measured.scale)
             return result
+        if self.outer is not None:
+            self.outer.before_update()
         self._run(measured.used, factor_of(norm, measured.scale, max_norm), in_full=in_full)
         if in_full and not self.in_full:
             self.loaded()
         self._reducer.zero()
+        if self.outer is not None:
+            self.wait_for_updates()
+            self.outer.after_update(self.steps, in_full=in_full)
         if measured.scale == self.scale.value:
             self.scale.succeeded()
         return result
@@ -104,7 +109,7 @@ class StepUpdater(Updater):
         self._reducer.complete_unreduced()
         self._reducer.held_back.leave_out_unused(agreed.used)
         self._reducer.add_copies()
-        squares = [part for bucket in self._reducer.buckets if bucket.is_first_copy for part in _squares(bucket)]
+        squares = [part for bucket in self._reducer.buckets if bucket.is_measured for part in _squares(bucket)]
         norm, scale = self._consensus.norm(squares, agreed, self.steps + 1)
         return Measured(agreed.used, norm / scale, scale)
 
@@ -134,7 +139,7 @@ class StepUpdater(Updater):
     def _run(self, used: set[int], factor: float, *, in_full: bool) -> None:
         self._runtime.executor.in_full = in_full
         for group in self.optimizer.param_groups:
-            if "frozen" in group:  # of OnebitAdam
+            if "frozen" in group:  # of optimizers whose average travels
                 group["frozen"] = not in_full
                 group["averaged"] = not in_full and self._reducer.held_back.has_averages
         # What is held back of sums that travel is of sums as the optimizer gets them.
@@ -142,9 +147,9 @@ class StepUpdater(Updater):
         if factor != 1.0:
             for grad in (grad for bucket in at_once for grad in _owned(bucket)):
                 grad.mul_(factor)
+        self._reducer.spread(used, factor, in_full=in_full)
         if self._reducer.held_back:
             factor = 1.0
-        self._reducer.spread(used, in_full=in_full)
         self._reducer.held_back.commit(used)
         self._updates.run(used, factor, self._guard)
 

@@ -5,7 +5,7 @@ are known, or in backward (:mod:`partita.optim.in_backward`), where none of them
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from partita.memory.streams import Event
 from partita.optim.consensus import Consensus
 from partita.optim.guard import Guard
 from partita.optim.loss_scale import LossScale
+from partita.optim.outer import OuterOptimizer
 from partita.optim.segment_update import Context
 from partita.optim.snapshot import copies
 from partita.optim.states import OptimizerStates
@@ -56,7 +57,7 @@ class Updater(ABC):
     Args:
         clip_norm: the largest norm of what is clipped together; None leaves gradients as they are.
         counted: attributes that the optimizer counts in.
-        warmup_steps: steps before codes begin to travel.
+        in_full: whether no codes travel in the step after so many.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Updater(ABC):
         scale: LossScale,
         clip_norm: float | None,
         counted: Sequence[str] = (),
-        warmup_steps: int = 0,
+        in_full: Callable[[int], bool] = lambda step: False,
     ) -> None:
         self.optimizer = optimizer
         self.scale = scale
@@ -82,7 +83,8 @@ class Updater(ABC):
         self._updates = Updates(runtime, context, counted)
         self._consensus = Consensus(runtime, scale)
         self._counted = counted
-        self._warmup_steps = warmup_steps
+        self._in_full = in_full
+        self.outer: OuterOptimizer | None = None  # where replicas train apart
         self._clip_norm = clip_norm
         self._runtime = runtime
         self._reducer = runtime.reducer
@@ -154,7 +156,13 @@ class Updater(ABC):
     @property
     def in_full(self) -> bool:
         """Whether gradients and parameters travel as they are in the step that comes, and as codes later."""
-        return self.steps < self._warmup_steps
+        return self._in_full(self.steps)
+
+    def settle(self) -> None:
+        """Make what is saved of this run all there is to go on from, in this run, too. A collective."""
+        if self.outer is not None:
+            self.outer.settle(self.steps, in_full=self.in_full)
+        self._runtime.settle()
 
     @abstractmethod
     def loaded(self) -> None:

@@ -1,6 +1,8 @@
 """Scaled dot products as modules ask for them, and what is computed in their place."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -26,10 +28,25 @@ class DotProduct:
     enable_gqa: bool = False
 
 
+Attend = Callable[[DotProduct], Tensor]
+_ahead: ContextVar[Attend | None] = ContextVar("_ahead", default=None)
+
+
+@contextmanager
+def ahead_of_others(attend: Attend) -> Iterator[None]:
+    """Inside it ``attend`` computes what any :class:`InPlaceOfDotProducts` meets, in whatever order they came."""
+    token = _ahead.set(attend)
+    try:
+        with InPlaceOfDotProducts(attend):
+            yield
+    finally:
+        _ahead.reset(token)
+
+
 class InPlaceOfDotProducts(TorchFunctionMode):
     """While it is on, ``attend`` computes scaled dot products, however they are called."""
 
-    def __init__(self, attend: Callable[[DotProduct], Tensor]) -> None:
+    def __init__(self, attend: Attend) -> None:
         super().__init__()
         self._attend = attend
 
@@ -42,4 +59,4 @@ class InPlaceOfDotProducts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _called(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._attend(DotProduct(*args, **kwargs))
+        return (_ahead.get() or self._attend)(DotProduct(*args, **kwargs))

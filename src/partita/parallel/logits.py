@@ -22,7 +22,8 @@ from partita.comm.mesh import Mesh
 from partita.errors import PartitaError
 from partita.parallel.sequence.exchange import gather, sum_of_parts
 from partita.parallel.sequence.slices import Slices
-from partita.parallel.tensor.functions import cross_entropy, eager, gathered
+from partita.parallel.tensor.functions import cross_entropy, gathered
+from partita.sharding.compiler import eager
 
 _log = logging.getLogger("partita")
 _CALL = "a read of split logits"

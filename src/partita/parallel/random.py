@@ -13,6 +13,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from partita.errors import PartitaError
 from partita.memory import accelerator
 from partita.plan.mesh_shape import MeshShape
 from partita.planner.group_units import find_blocks
+from partita.sharding.compiler import eager
 from partita.sharding.hooks import Hook
 
 # What the streams' numbers have in their upper bits; the host's generator starts from the lower 32.
@@ -63,17 +65,18 @@ class RandomStreams:
             handle.remove()
 
     def _follow(self, name: str, module: nn.Module, part: str) -> None:
-        @torch._dynamo.disable  # type: ignore[untyped-decorator]
-        def begin(module: nn.Module, args: Any) -> None:
-            if module.training and (number := self._number(name, part)) is not None:
-                self._begin(module, number)
+        self._handles.append(module.register_forward_pre_hook(Hook(partial(self._begin, name, part))))
+        self._handles.append(module.register_forward_hook(Hook(self._end), always_call=True))
 
-        @torch._dynamo.disable  # type: ignore[untyped-decorator]
-        def end(module: nn.Module, args: Any, output: Any) -> None:
-            self._end(module)
+    @eager
+    def _begin(self, name: str, part: str, module: nn.Module, args: Any) -> None:
+        if module.training and (number := self._number(name, part)) is not None:
+            self._before.append((module, _start(number, self._device)))
 
-        self._handles.append(module.register_forward_pre_hook(Hook(begin)))
-        self._handles.append(module.register_forward_hook(Hook(end), always_call=True))
+    @eager
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._before and self._before[-1][0] is module:
+            _go_back(self._before.pop()[1], self._device)
 
     def _number(self, name: str, part: str) -> int | None:
         """What a module's stream starts from; None where no forward of the model is under way.
@@ -103,13 +106,6 @@ class RandomStreams:
             )
         self._calls[around, name] += 1
         return _hashed(around, name, call, part)
-
-    def _begin(self, module: nn.Module, number: int) -> None:
-        self._before.append((module, _start(number, self._device)))
-
-    def _end(self, module: nn.Module) -> None:
-        if self._before and self._before[-1][0] is module:
-            _go_back(self._before.pop()[1], self._device)
 
 
 # Of the host's generator, and of the device's where it has one.

@@ -19,6 +19,8 @@ STATE_AXES = ("data", "sequence")
 MODULE_AXES = ("data", "sequence", "tensor")
 # Ranks along these have other blocks of the model.
 PIPELINE_AXES = ("pipeline",)
+# Along one of these, activations travel.
+ACTIVATION_AXES = ("pipeline", "sequence", "tensor")
 _STAGES = "pipeline:"
 
 

@@ -12,7 +12,7 @@ from partita.plan.residence import FP32, Residence, Tier
 from partita.plan.span import SegmentLayout, Span
 from partita.plan.state_plan import StatePlan
 from partita.plan.steps import AllGather, ReduceScatter, Step, in_phases, on_wires, steps
-from partita.plan.wire import AS_THEY_ARE, FULL, Wire, Wires, hops, scratch_bytes
+from partita.plan.wire import AS_THEY_ARE, FULL, Matrix, Wire, Wires, hops, scratch_bytes
 
 # Small segments share a bucket up to this size; it bounds the number of messages, not the memory.
 BUCKET_BYTES = 4 * 2**20
@@ -159,8 +159,53 @@ class PlannedSegment:
         return 1.0 / self.mesh.group_size(self.row.copies.averaged)
 
     def is_first_copy(self, rank: int) -> bool:
-        """Whether, of the ranks that have the same part of the states, ``rank`` is the one that measures and saves."""
+        """Whether, of the ranks that have the same part of the states, ``rank`` is the one that saves."""
+        return all(self.mesh.coordinate(rank, axis) == 0 for axis in (*self.row.alike_axes, *self.row.copies.axes))
+
+    def is_first_of_replica(self, rank: int) -> bool:
+        """The same among the ranks of one replica, where these train apart: each measures its own gradients."""
         return all(self.mesh.coordinate(rank, axis) == 0 for axis in (*self.row.replica_axes, *self.row.copies.axes))
+
+    def outer_steps(self, *, in_full: bool = False) -> tuple[Step, ...]:
+        """From the replicas' outer gradients to their sums, which all have; ``in_full``: before codes travel."""
+        src, wires = self.row.outer_gradient, AS_THEY_ARE if in_full else self.row.wires
+        return in_phases(on_wires(steps(src, replace(src, partial_axes=()), self.mesh), wires.outer, wires.outer_sums))
+
+    @property
+    def outer_held_sizes(self) -> tuple[int, ...]:
+        """Elements of what codes of outer gradients hold back: of a rank's own, and of the sums that it sends back."""
+        if not self.row.wires.outer.feedback:
+            return ()
+        num_elements = self.layout.part_elements
+        return num_elements, num_elements // self.mesh.group_size(self.row.apart_axes)
+
+    @property
+    def outer_publication(self) -> tuple[Step, ...]:
+        """From the parts that the outer optimizer updates to the master weights."""
+        part = replace(self.row.master, shard_axes=self.row.part_axes)
+        return steps(part, self.row.master, self.mesh)
+
+    @property
+    def sums_factors(self) -> bool:
+        """Whether sums of matrices are sums of low-rank factors, once codes travel."""
+        return self.row.wires.factor_rank > 0 and bool(self.gradient_reductions)
+
+    @cached_property
+    def matrices(self) -> dict[str, Matrix]:
+        """By name, the parameters of which low-rank factors travel."""
+        rank = self.row.wires.factor_rank
+        found = {span.fqn: Matrix.of(span.place.sizes) for span in self.layout.spans}
+        return {fqn: matrix for fqn, matrix in found.items() if self.sums_factors and matrix.factor_columns(rank)}
+
+    @property
+    def factor_elements(self) -> tuple[int, int]:
+        """Values in the two messages of a sum of factors: left ones with what travels as it is, and right ones."""
+        left, right = sum(span.num_elements for span in self.layout.spans), 0
+        for matrix in self.matrices.values():
+            num = matrix.factor_columns(self.row.wires.factor_rank)
+            left += matrix.rows * num - matrix.rows * matrix.columns
+            right += matrix.columns * num
+        return left, right
 
     @property
     def held_sizes(self) -> tuple[int, ...]:
@@ -168,6 +213,8 @@ class PlannedSegment:
         after the other.
         """
         num_elements, sizes = self.layout.padded, list[int]()
+        if self.sums_factors:
+            return (num_elements,)
         further = self.carriage(self.row.wires.sums) if self.carries else self.gradient_phases[1]
         for op in (*self.gradient_phases[0], *further):
             if isinstance(op, ReduceScatter):

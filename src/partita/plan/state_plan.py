@@ -6,8 +6,9 @@ the replicated row: Zhao et al., "PyTorch FSDP", 2023, section 3.2.2, hybrid sha
 planner, the simulator and the runtime read this very table; nothing else decides where a state rests.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import combinations, permutations
+from typing import Any
 
 from partita.plan.mesh_shape import BATCH_AXES, MODULE_AXES, STATE_AXES, MeshShape, expand
 from partita.plan.residence import FP32, Encoding, Residence, Tier
@@ -53,7 +54,8 @@ class StatePlan:
     the optimizer runs in backward, and gradients are in ``grad_step`` only until it has. ``feedback``: what codes of
     gradients have held back, of which each rank has its own, and what counts is their sum (there is none where
     ``wires`` hold nothing back). ``copies``: the axes over which the gradients in ``grad_step`` are still to be added
-    up, once, before they are measured. ``wires``: what travels on the way.
+    up, once, before they are measured. ``wires``: what travels on the way. ``apart_axes``: those along which replicas
+    train apart, and meet every so many steps; all other axes of the row are then of one replica.
     """
 
     name: str
@@ -69,6 +71,7 @@ class StatePlan:
     gradients_rest: bool = True
     copies: Copies = NO_COPIES
     wires: Wires = AS_THEY_ARE
+    apart_axes: tuple[str, ...] = ()
 
     @property
     def updates_on_device(self) -> bool:
@@ -97,6 +100,18 @@ class StatePlan:
         """The axes along which ranks have the same part."""
         return tuple(axis for axis in expand(self.summed_axes) if axis not in expand(self.part_axes))
 
+    @property
+    def alike_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks have the same part where replicas do not train apart, or have just met: of these
+        the first counts in looks and checkpoints.
+        """
+        return (*self.apart_axes, *self.replica_axes)
+
+    @property
+    def outer_gradient(self) -> Residence:
+        """How far a replica's master weights have come in a round, of which the sum over the replicas counts."""
+        return Residence(self.part_axes, self.apart_axes, FP32)
+
     def groups(self, mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
         """The axes of each group that training communicates over: those of the moves between its residences, of its
         copies, of what reduces together, of the batch and of the modules, and all.
@@ -107,7 +122,7 @@ class StatePlan:
         moved = [op.axes for op in moves if isinstance(op, AllGather | ReduceScatter | AllReduce)]
         if self.wires.gradients.is_coded:
             moved += [axes for combined in tuple(moved) for axes in hops(combined, mesh)]
-        alike = (self.summed_axes, self.copies.axes, BATCH_AXES, MODULE_AXES)
+        alike = (self.summed_axes, self.copies.axes, BATCH_AXES, MODULE_AXES, STATE_AXES, self.apart_axes)
         found = dict.fromkeys((mesh.all_axes, *map(mesh.named, alike), *moved))
         return tuple(axes for axes in found if axes)
 
@@ -170,6 +185,21 @@ def preset(
         gradients_rest=rest,
         copies=copies.on(mesh),
     )
+
+
+def apart(row: StatePlan) -> StatePlan:
+    """The row for replicas, one on each node, that train apart: what is split or summed over all ranks that have the
+    same parameters is so over those of a node.
+    """
+
+    def within(residence: Residence) -> Residence:
+        axes = residence.shard_axes, residence.partial_axes
+        shard, partial = (LOCAL if found == STATES else found for found in axes)
+        return replace(residence, shard_axes=shard, partial_axes=partial)
+
+    columns = {f.name: getattr(row, f.name) for f in fields(row)}
+    found: dict[str, Any] = {name: within(value) for name, value in columns.items() if isinstance(value, Residence)}
+    return replace(row, **found, apart_axes=("node",))
 
 
 def preset_name(

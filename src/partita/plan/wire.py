@@ -9,6 +9,7 @@ of a block with their places (Stich et al., "Sparsified SGD with memory", 2018).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import BLOCK, FP32, Encoding
@@ -51,6 +52,7 @@ CODECS = {codec.name: codec for codec in _CODECS}
 # By the names that a configuration has for them: those that round at random, and those too coarse for that, whose error
 # is held back.
 AT_RANDOM = ("int8", "int4")
+LOW_RANK = "low_rank"  # no codec of blocks: matrices travel as two thin factors
 HELD_BACK = {"2bit": "two_bits", "ternary": "ternary", "onebit": "sign", "topk": "top8"}
 
 
@@ -104,14 +106,40 @@ class Wires:
     ``momentum``: what ranks send is the optimizer's running average as it would be by their own gradients: so much of
     the last one, which all of them have, and the rest of the gradient (Tang et al., "1-bit Adam", 2021). The average
     of these is the next running average, which goes back to all. 0: they send gradients.
+
+    ``outer`` and ``outer_sums``: of the outer gradients of replicas that train apart, how far each has come in a round,
+    to where they are summed up, and back. ``factor_rank``: sums of matrices are low-rank factors of so many columns,
+    which all ranks have (Vogels et al., "PowerSGD", 2019); 0: they are not.
     """
 
     gradients: Wire = FULL
     sums: Wire = FULL
     parameters: Wire = FULL
     changes: Wire = FULL
+    outer: Wire = FULL
+    outer_sums: Wire = FULL
     starts_full: bool = False
     momentum: float = 0.0
+    factor_rank: int = 0
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A parameter as ``[rows, columns]``: what its low-rank factors are of."""
+
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, shape: Sequence[int]) -> "Matrix":
+        """All dims but the first are columns."""
+        rows, columns = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
+        return cls(rows, columns)
+
+    def factor_columns(self, rank: int) -> int:
+        """Columns of each factor; 0 where the factors would be no fewer values than the matrix."""
+        num = min(rank, self.rows, self.columns)
+        return num if (self.rows + self.columns) * num < self.rows * self.columns else 0
 
 
 AS_THEY_ARE = Wires()

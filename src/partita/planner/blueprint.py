@@ -15,15 +15,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
-from partita.config.wires import gradient_codec, warmup_steps
+from partita.config.wires import SENDS_MOMENTUM, gradient_codec, warmup_steps
 from partita.errors import ConfigError
 from partita.plan.place import Place
 from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
 from partita.plan.residence import BF16, ENCODINGS, FP32, INT8, SPLIT, Encoding
 from partita.plan.share import NO_COPIES, NO_SHARES, Copies, Share, Shares
 from partita.plan.span import Entry, lay_out
-from partita.plan.state_plan import Encodings, StatePlan, Tiers, preset, preset_name
-from partita.plan.wire import AT_RANDOM, CODECS, HELD_BACK, Wire, Wires
+from partita.plan.state_plan import Encodings, StatePlan, Tiers, apart, preset, preset_name
+from partita.plan.wire import AT_RANDOM, CODECS, HELD_BACK, LOW_RANK, Wire, Wires
 from partita.planner.budget import MemoryBudget
 from partita.planner.dtypes import encoding_of
 from partita.planner.group_units import UnitSpec, group_units, keep_fp32_modules
@@ -85,16 +85,20 @@ def row_of(
         replicated=replicated,
     )
     row = preset(name, encodings, tiers, resolved.mesh, copies)
-    return replace(row, wires=_wires(resolved.config, row))
+    if resolved.config.communication.every is not None and resolved.mesh.node > 1:
+        row = apart(row)
+    return replace(row, wires=wires_of(resolved.config, row))
 
 
-def _wires(config: Config, row: StatePlan) -> Wires:
-    """Codes that are added up are right on average, or hold back what they lose; parameters come alike from each
-    gather. What has no floating point of its own travels as it is.
+def wires_of(config: Config, row: StatePlan) -> Wires:
+    """What travels in a row. Codes that are added up are right on average, or hold back what they lose; parameters come
+    alike from each gather. What has no floating point of its own travels as it is.
     """
-    wires, name = _gradient_wires(gradient_codec(config), row), config.communication.parameters
+    wires, name = _gradient_wires(config, row), config.communication.parameters
+    if row.apart_axes:
+        wires = Wires(outer=wires.gradients, outer_sums=wires.sums)
     wires = replace(wires, starts_full=warmup_steps(config) > 0)
-    if config.optimizer.name == "onebit_adam":
+    if config.optimizer.name in SENDS_MOMENTUM:
         wires = replace(wires, momentum=config.optimizer.betas[0])
     gathered = CODECS.get(HELD_BACK.get(name, name)) if row.param_compute.encoding.name in ENCODINGS else None
     if row.param_rest.shard_axes:
@@ -102,8 +106,11 @@ def _wires(config: Config, row: StatePlan) -> Wires:
     return replace(wires, changes=Wire(FP32, gathered))
 
 
-def _gradient_wires(name: str, row: StatePlan) -> Wires:
+def _gradient_wires(config: Config, row: StatePlan) -> Wires:
+    name = gradient_codec(config)
     encoding = row.grad_step.encoding
+    if name == LOW_RANK:
+        return Wires(factor_rank=config.communication.low_rank)
     if name in HELD_BACK:
         summed = Wire(encoding, CODECS[HELD_BACK[name]], feedback=True)
         if not row.replica_axes:
@@ -138,7 +145,7 @@ def make_blueprint(
     row, size = row_of(resolved), resolved.mesh.group_size
 
     def num_copies(copies: Copies) -> int:
-        return size(row.replica_axes) * size(copies.axes)
+        return size(row.alike_axes) * size(copies.axes)
 
     layouts = [lay_out(of_unit, size(row.part_axes), num_copies) for of_unit in entries]
 

@@ -2,9 +2,10 @@
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -12,6 +13,7 @@ import yaml
 from partita.errors import ConfigError
 from partita.plan.mesh_shape import AXES, MeshShape, expand
 from partita.planner.budget import MemoryBudget
+from partita.planner.curve import Curve
 
 # What large matrix products, copies and messages reach of the rates on data sheets; what was measured reaches itself.
 REACHED = 0.6
@@ -29,6 +31,11 @@ class Machine:
     of 32-bit ones), ``memory_rate`` of its memory, ``node_link`` between GPUs of a node, ``host_link`` between a GPU
     and its host; ``network``, ``host_rate`` (memory) and ``disk_rate`` are of the node. ``reached``: the share of all
     rates that training reaches. ``one_memory``: the device is the host's own processor.
+
+    ``curves`` are of a machine that was measured: (kind, (size, seconds) at each size), of one job of a kind. Sizes are
+    FLOPs of ``product``, ``attention`` and ``attention_backward``; bytes read and written by an ``element`` operator,
+    by a ``function`` (an exponential, a norm, of each element) and by an ``update``; bytes that a rank sends in a
+    ``gather`` and in a ``reduce``. They count where there are any, and the rates above do not.
     """
 
     name: str
@@ -47,6 +54,7 @@ class Machine:
     bf16: bool = True
     reached: float = REACHED
     one_memory: bool = False
+    curves: tuple[tuple[str, Curve], ...] = ()
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -57,6 +65,10 @@ class Machine:
         for name in ("gpus", "memory", "tflops", "tflops_fp32", "memory_rate", "node_link", "network", "host_rate"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"machine '{self.name}': {name}: expected more than 0; got {getattr(self, name):g}")
+
+    def curve(self, kind: str) -> Curve | None:
+        """As it was measured, if it was."""
+        return next((curve for name, curve in self.curves if name == kind), None)
 
     @property
     def compute_dtype(self) -> str:
@@ -101,22 +113,67 @@ class Machine:
 @cache
 def machines() -> Mapping[str, Machine]:
     """Those that partita knows, by name."""
-    data: dict[str, dict[str, Any]] = yaml.safe_load(
-        files("partita.planner").joinpath("machines.yaml").read_text(encoding="utf-8")
-    )
-    return {name: Machine(name, source=row.pop("from"), **row) for name, row in data.items()}
+    text = files("partita.planner").joinpath("machines.yaml").read_text(encoding="utf-8")
+    return {name: _machine(name, row) for name, row in yaml.safe_load(text).items()}
+
+
+def _machine(name: str, row: Mapping[str, Any]) -> Machine:
+    """Of a row of a machine file."""
+    figures = {key: value for key, value in row.items() if key not in ("from", "curves")}
+    points = {kind: tuple((size, seconds) for size, seconds in of) for kind, of in row.get("curves", {}).items()}
+    curves = tuple((kind, Curve(of)) for kind, of in points.items())
+    return Machine(name, curves=curves, source=row.get("from", ""), **figures)
+
+
+def read_machine(path: Path) -> Machine:
+    """The one that a file in the format of ``machines.yaml`` is of.
+
+    Raises:
+        ConfigError: the file cannot be read, or is of no machine, or of several.
+    """
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        ((name, row),) = data.items()
+        return _machine(str(name), row)
+    except OSError as error:
+        raise ConfigError(f"--gpu: '{path}' cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"--gpu: '{path}' is no file of one machine ({str(error).partition(chr(10))[0]}); partita machine --out "
+            f"'{path}' writes one"
+        ) from None
+
+
+def write_machine(machine: Machine, path: Path) -> None:
+    """As :func:`read_machine` reads it.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    row = asdict(machine)
+    name, row["from"] = row.pop("name"), row.pop("source")
+    row["curves"] = {kind: [list(point) for point in curve.points] for kind, curve in machine.curves}
+    try:
+        path.write_text(yaml.safe_dump({name: row}, sort_keys=False), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"'{path}' cannot be written: {error.strerror}; name another file") from None
 
 
 def machine_named(name: str, **changed: float | None) -> Machine:
-    """One of :func:`machines`, with what is given in place of its own: ``host_memory``, ``disk``, ``network``, ...
+    """One of :func:`machines`, or that of a file, with what is given in place of its own: ``host_memory``, ``disk``,
+    ``network``, ...
 
     Raises:
         ConfigError: there is none of that name, or a figure is none.
     """
-    found = machines().get(name.lower())
+    is_file = name.endswith((".yaml", ".yml"))
+    found = read_machine(Path(name)) if is_file else machines().get(name.lower())
     if found is None:
         near = difflib.get_close_matches(name.lower(), machines(), n=2, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ConfigError(f"--gpu: there is no machine '{name}'; {hint}known are {', '.join(machines())}")
+        raise ConfigError(
+            f"--gpu: there is no machine '{name}'; {hint}known are {', '.join(machines())}, and the files "
+            "that partita machine writes"
+        )
     given = {key: value for key, value in changed.items() if value is not None}
     return replace(found, **given)  # type: ignore[arg-type]

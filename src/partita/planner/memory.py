@@ -14,6 +14,8 @@ from partita.plan.residence import FP32, Residence, Tier
 ADAM_MOMENTS = 2
 # What codes hold back is there twice: as it was before the step, and as it will be if the step ends in an update.
 HELD_COPIES = 2
+# The weights with which a round began, and the outer optimizer's momentum.
+OUTER_STATES = 2
 
 
 def model_state_bytes(
@@ -24,7 +26,8 @@ def model_state_bytes(
     Without a ``rank``: the most that any of them may hold, so that what follows from it is the same on all.
 
     The states are ``parameters``, ``gradients``, ``feedback`` (of codes that hold back what they lose), ``momentum``
-    (the running average that all ranks have, where what they send is made of it), ``master``
+    (the running average that all ranks have, where what they send is made of it), ``outer`` (of the outer optimizer,
+    where replicas train apart), ``master``
     (only where it has memory of its own) and ``moments``, of which the optimizer keeps ``num_moments`` for each
     element. Padding is included. Gradients that rest nowhere else are counted where autograd leaves them, as large as
     their parameters, from backward to the step.
@@ -61,6 +64,9 @@ def _states(segment: PlannedSegment, rank: int | None, num_moments: int) -> Iter
         yield "feedback", row.feedback, HELD_COPIES * sum(map(row.feedback.encoding.num_bytes, sizes))
     if segment.carries:
         yield "momentum", row.feedback, FP32.num_bytes(segment.layout.padded)
+    if row.apart_axes:
+        outer = OUTER_STATES * segment.layout.part_elements + sum(segment.outer_held_sizes)
+        yield "outer", row.feedback, FP32.num_bytes(outer)
     if not segment.master_is_parameter:
         yield "master", row.master, segment.held_bytes(row.master)
     values = _value_bytes(segment, row.moments, rank)

@@ -12,6 +12,7 @@ from partita.plan.planned import PlannedUnit
 from partita.plan.residence import Tier
 from partita.plan.state_plan import Encodings, StatePlan, Tiers, further_stages, preset
 from partita.planner.blueprint import Blueprint
+from partita.planner.budget import MemoryBudget
 from partita.planner.figures import format_bytes
 from partita.planner.memory import bytes_by_tier, model_state_bytes
 from partita.planner.placement import chosen_tiers
@@ -44,6 +45,28 @@ def find_remedies(blueprint: Blueprint, short: AbstractSet[Tier], activation_byt
     best.append(Remedy(_smaller_batches(blueprint.config), activation_bytes // 2))
     useful = [remedy for remedy in best if remedy.num_bytes > 0]
     return sorted(useful, key=lambda remedy: -remedy.num_bytes)[:most]
+
+
+def fitting_changes(blueprint: Blueprint, budget: MemoryBudget, most: int = 3) -> list[str]:
+    """The changes of stage and tiers with which states and working memory fit, those that change least first. On one
+    rank all stages are the same.
+    """
+    name, offload = blueprint.units[0].row.name, blueprint.config.zero.offload
+    splits = any(segment.mesh.num_ranks > 1 for unit in blueprint.units for segment in unit.segments)
+    stages = [("", name), *((f"zero.stage: {stage}", further) for stage, further in further_stages(name) if splits)]
+    away = [tier.value for tier in (Tier.HOST, Tier.DISK) if not (budget.one_memory and tier is Tier.HOST)]
+    tiers: list[dict[str, str]] = [{}]
+    tiers += [{"optimizer": tier} for tier in away] + [{"optimizer": tier, "parameters": tier} for tier in away]
+    found = list[tuple[int, int, str]]()  # changes in all, and of tiers, which cost more than stages
+    for change, further in stages:
+        for states in tiers:
+            units = changed_units(blueprint.units, further, offload.model_copy(update=states))
+            needed = bytes_by_tier(model_state_bytes(units, None, blueprint.num_moments))
+            needed += working_bytes(units, blueprint.config.zero.prefetch_bytes, blueprint.num_moments)
+            words = [change] * bool(change) + [f"zero.offload.{state}: {tier}" for state, tier in states.items()]
+            if words and not budget.lacking(needed):
+                found.append((len(words), len(states), ", ".join(words)))
+    return [words for *_, words in sorted(found, key=lambda each: each[:2])[:most]]
 
 
 def _held(units: Sequence[PlannedUnit], blueprint: Blueprint, tiers: AbstractSet[Tier]) -> int:

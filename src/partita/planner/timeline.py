@@ -51,40 +51,68 @@ class StepTime:
         return StepTime(self.total_s + bubble, self.compute_s, {**self.waits_s, "pipeline": bubble})
 
 
-class _Clocks:
-    """When each resource is free; what the device waited for."""
+@dataclass(frozen=True)
+class Job:
+    """``what`` is done for the ``unit`` of that number, by a resource; in seconds from the step's beginning."""
 
-    def __init__(self) -> None:
+    what: str
+    unit: int
+    resource: str
+    start_s: float
+    stop_s: float
+
+
+class _Clocks:
+    """When each resource is free; what the device waited for. ``jobs``: what it did, told as it is found."""
+
+    def __init__(self, ranks: str = RANKS, jobs: list[Job] | None = None) -> None:
+        self.ranks, self._jobs = ranks, jobs
         self.free, self.waits = defaultdict[str, float](float), defaultdict[str, float](float)
         self.busy = 0.0
 
-    def run(self, resource: str, seconds: float, after: float = 0.0) -> float:
-        """A job that may begin at ``after``; its end."""
+    def run(self, job: tuple[str, int], resource: str, seconds: float, after: float = 0.0) -> float:
+        """A job (what, for which unit) that may begin at ``after``; its end."""
         if not seconds:
             return after
         start = max(self.free[resource], after)
         self.free[resource] = start + seconds
+        self._note(job, resource, start, start + seconds)
         return start + seconds
 
-    def compute(self, seconds: float, needed: Sequence[tuple[str, float]]) -> float:
+    def _note(self, job: tuple[str, int], resource: str, start: float, stop: float) -> None:
+        if self._jobs is not None and stop > start:
+            self._jobs.append(Job(*job, resource, start, stop))
+
+    def compute(self, job: tuple[str, int], seconds: float, needed: Sequence[tuple[str, float]]) -> float:
         """On the device, once all that is needed is there: (who brings it, when)."""
         who, when = max(needed, key=lambda each: each[1], default=(DEVICE, 0.0))
         if when > self.free[DEVICE]:
             self.waits[who] += when - self.free[DEVICE]
+            self._note((f"wait for {who}", job[1]), DEVICE, self.free[DEVICE], when)
             self.free[DEVICE] = when
+        self._note(job, DEVICE, self.free[DEVICE], self.free[DEVICE] + seconds)
         self.free[DEVICE] += seconds
         self.busy += seconds
         return self.free[DEVICE]
 
 
-def step_time(units: Sequence[UnitTimes], num_micros: int, *, reduces_each: bool) -> StepTime:
+def step_time(
+    units: Sequence[UnitTimes],
+    num_micros: int,
+    *,
+    reduces_each: bool,
+    ranks: str = RANKS,
+    jobs: list[Job] | None = None,
+) -> StepTime:
     """Follow a step of ``num_micros`` micro-batches through the units, in their order.
 
     Args:
         reduces_each: gradients are summed after each micro-batch; otherwise after the last.
+        ranks: the resource that sends and receives.
+        jobs: gets what is done in the micro-batches that are followed one by one.
     """
-    clocks = _Clocks()
-    updated = [_update(clocks, unit) for unit in units]
+    clocks = _Clocks(ranks, jobs)
+    updated = [_update(clocks, number, unit) for number, unit in enumerate(units)]
     followed = min(num_micros, FOLLOWED)
     ends, end = list[dict[str, float]](), 0.0
     for micro in range(followed):
@@ -107,13 +135,18 @@ def step_time(units: Sequence[UnitTimes], num_micros: int, *, reduces_each: bool
     return StepTime(total, clocks.busy, dict(clocks.waits))
 
 
-def _update(clocks: _Clocks, unit: UnitTimes) -> tuple[str, float]:
+def _update(clocks: _Clocks, number: int, unit: UnitTimes) -> tuple[str, float]:
     """Who makes the unit's parameters new, the last of all, and when they are."""
-    jobs = ((unit.updated_by, unit.update), (DISK, unit.swap), (HOST_LINK, unit.bring), (RANKS, unit.publish))
+    jobs = (
+        ("update", unit.updated_by, unit.update),
+        ("swap", DISK, unit.swap),
+        ("copy", HOST_LINK, unit.bring),
+        ("publish", clocks.ranks, unit.publish),
+    )
     who, end = unit.updated_by, 0.0
-    for resource, seconds in jobs:
+    for what, resource, seconds in jobs:
         if seconds:
-            who, end = resource, clocks.run(resource, seconds, end)
+            who, end = resource, clocks.run((what, number), resource, seconds, end)
     return who, end
 
 
@@ -136,14 +169,15 @@ def _pass(
             needed.append(updated[at])
             ready = max(ready, updated[at][1])
         if unit.read:
-            needed.append((DISK, ready := clocks.run(DISK, unit.read, ready)))
+            needed.append((DISK, ready := clocks.run(("read", at), DISK, unit.read, ready)))
         if unit.fetch:
-            needed.append((HOST_LINK, ready := clocks.run(HOST_LINK, unit.fetch, ready)))
+            needed.append((HOST_LINK, ready := clocks.run(("copy", at), HOST_LINK, unit.fetch, ready)))
         if gather := (unit.gather_again if backward else unit.gather):
-            needed.append((RANKS, clocks.run(RANKS, gather, ready)))
-        ends = clocks.compute(unit.backward if backward else unit.forward, needed)
+            needed.append((clocks.ranks, clocks.run(("gather", at), clocks.ranks, gather, ready)))
+        job = ("backward" if backward else "forward", at)
+        ends = clocks.compute(job, unit.backward if backward else unit.forward, needed)
         begun.append(ends)
         if backward and reduces:
-            summed = clocks.run(RANKS, unit.reduce, ends)
-            end = max(end, clocks.run(HOST_LINK, unit.stow, summed))
+            summed = clocks.run(("reduce", at), clocks.ranks, unit.reduce, ends)
+            end = max(end, clocks.run(("copy", at), HOST_LINK, unit.stow, summed))
     return end

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from partita.plan.mesh_shape import AXES, BATCH_AXES, PIPELINE_AXES, MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
-from partita.plan.residence import Encoding, Residence
+from partita.plan.residence import FP32, Encoding, Residence
 from partita.plan.steps import AllGather, Encode, ReduceScatter, Slice, Step, in_phases, on_wires, steps
 from partita.plan.traffic import TrafficKey, TrafficMeter, TrafficReport
 from partita.plan.wire import Wire, hops
@@ -31,13 +31,15 @@ class StepShape:
     after how many of them gradients that rest split are reduced (if after none of them, then at the step); None: after
     each, as without ``no_sync``. ``returns_loss``: the mean loss over the ranks is asked for, as ``train_batch`` does
     (which also has the ranks tell each other what they have drawn).
-    ``announced``: a unit's number is exchanged beside each gather, as it is on accelerators.
+    ``announced``: a unit's number is exchanged beside each gather, as it is on accelerators. ``ends_round``: replicas
+    that train apart meet.
     """
 
     accumulate: int = 1
     num_reduced: int | None = None
     returns_loss: bool = False
     announced: bool = False
+    ends_round: bool = False
 
 
 def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -> TrafficReport:
@@ -57,6 +59,12 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
         sent.reductions(bucket, num_reduced)
     for segment in segments:
         sent.count(segment.publication, segment.row.master, segment.layout.padded, "parameters")
+    for segment in segments if shape.ends_round and segments[0].row.apart_axes else ():
+        row, padded = segment.row, segment.layout.padded
+        sent.count(segment.outer_steps(), row.outer_gradient, padded, "gradients")
+        part = replace(row.master, shard_axes=row.part_axes)
+        sent.count(segment.outer_publication, part, padded, "parameters")
+        sent.count(segment.publication, row.master, padded, "parameters")
     if not all(unit.rests_whole for unit in units):
         sent.messages(units[0].row.summed_axes, WORD_BYTES, shape.accumulate)  # the end of a micro-batch
     num_members = sum(len(segment.layout.spans) for segment in segments)
@@ -101,6 +109,10 @@ class _Sent:
         gradients that rest nowhere, the norms and which were used are summed there, too.
         """
         row, num_elements = bucket[0].row, sum(segment.layout.padded for segment in bucket)
+        if bucket[0].sums_factors:
+            self.factors(bucket, num_reduced)
+            if not row.copies.axes:
+                return
         arriving, remaining = (
             on_wires(steps(src, dst, self._mesh), row.wires.gradients, row.wires.sums)
             for src, dst in ((row.grad_arrival, row.grad_between), (row.grad_between, row.grad_step))
@@ -115,6 +127,17 @@ class _Sent:
         if not row.gradients_rest and axes:
             num, num_words = self._mesh.group_size(axes), sum(1 + len(segment.layout.spans) for segment in bucket)
             self.meter.add(TrafficKey("all_reduce", axes, "control"), 2 * (num - 1) * num_words * WORD_BYTES // num)
+
+    def factors(self, bucket: Sequence[PlannedSegment], num_reduced: int) -> None:
+        """The sums of low-rank factors of one bucket, and of what travels as it is beside them."""
+        row = bucket[0].row
+        calls = num_reduced if steps(row.grad_arrival, row.grad_between, self._mesh) else 1
+        axes = self._mesh.named(row.summed_axes)
+        num = self._mesh.group_size(axes)
+        for values in zip(*(segment.factor_elements for segment in bucket), strict=True):
+            if num_bytes := FP32.num_bytes(sum(values)):
+                sent = 2 * (num - 1) * num_bytes // num
+                self.meter.add(TrafficKey("all_reduce", axes, "gradients"), calls * sent, calls)
 
     def messages(self, axes: tuple[str, ...], num_bytes: int, calls: int = 1) -> None:
         """Messages of ``num_bytes`` that every rank of a group sends to every other."""

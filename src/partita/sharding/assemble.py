@@ -20,7 +20,8 @@ from partita.comm.together import together
 from partita.errors import ConfigError
 from partita.memory.tiers import StateMemory
 from partita.plan.box import Box
-from partita.plan.planned import PlannedUnit
+from partita.plan.mesh_shape import STATE_AXES
+from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.planner.dtypes import dtype_of
 from partita.planner.parameters import find_everywhere, find_holdings, find_quantized
 from partita.sharding import quantized
@@ -64,6 +65,23 @@ def check_alike(model: nn.Module, units: Sequence[PlannedUnit], group: Group, *,
     raise ConfigError(
         f"the ranks' models differ: rank 0 has {one} where rank {rank} has {other}; build the same model on every rank"
     )
+
+
+def check_buckets_alike(buckets: Sequence[Sequence[PlannedSegment]], group: Group) -> None:
+    """See that all ranks reduce the gradients of the same parameters together, as updates in backward need it: what
+    becomes of each bucket is agreed on among all of them, when its sums have come.
+
+    Raises:
+        ConfigError: on every rank: they do not.
+    """
+    own = [[span.fqn for segment in bucket for span in segment.layout.spans] for bucket in buckets]
+    digests = group.exchange_objects(hashlib.sha256(repr(own).encode()).hexdigest(), "partita.initialize")
+    if len(set(digests)) > 1:
+        raise ConfigError(
+            "precision.gradients: in_backward: parallel.tensor gives ranks parts of parameters that differ in size, so "
+            "that they reduce other gradients together than other ranks do; set precision.gradients to fp32, or "
+            "parallel.tensor to a number that divides heads, widths and vocabulary"
+        )
 
 
 class Source(Protocol):
@@ -185,7 +203,7 @@ class Assembly:
             Exception: on every rank, where any rank fails.
         """
         in_parts = self._comes_in_parts(unit)
-        group = self._collectives.group(unit.segments[0].plan.summed_axes)
+        group = self._collectives.group(STATE_AXES)
         with together(self._collectives.all_ranks, self._undo):
             lay(unit)
             self._fill_alone(unit)

@@ -44,8 +44,8 @@ class Bucket:
     ranks or another memory; ``sums_pass``: the tier of the buffer pool that sums go through (None: they rest);
     ``steps`` to the sums (``ways``: also before codes travel), ``copies`` to those over all copies, ``spreading`` what
     follows at the step, and ``carriage`` of running averages to all ranks; ``divisor``:
-    ranks times micro-batches; ``has_all_copies``: those are made; ``is_first_copy``: this rank's shard counts;
-    ``feedback``: what codes have held back, where they do.
+    ranks times micro-batches; ``has_all_copies``: those are made; ``is_first_copy``: this rank's shard counts, and
+    ``is_measured``: in the norm; ``feedback``: what codes have held back, where they do.
     """
 
     def __init__(self, layout: BucketLayout, accumulate: int, ledger: Ledger) -> None:
@@ -55,8 +55,7 @@ class Bucket:
         self.dtype = dtype_of(self.plan.grad_step.encoding)
         self.num_bytes = layout.num_elements * self.dtype.itemsize
         self.shard_bytes = layout.num_columns * self.dtype.itemsize
-        self.in_place = planned.gradient_in_place
-        self.rests_whole = planned.gradient_rests_whole
+        self.in_place, self.rests_whole = planned.gradient_in_place, planned.gradient_rests_whole
         self.passes = planned.gradient_passes
         self.moves = self.passes or bool(planned.gradient_reductions)
         self.sums_pass = None if self.plan.gradients_rest else self.plan.grad_step.tier
@@ -66,22 +65,20 @@ class Bucket:
         self.carriage = planned.carriage(planned.row.wires.sums) if planned.carries else ()
         self.copies = SumOfCopies(planned)
         self.is_first_copy = layout.segments[0].is_first_copy
+        self.is_measured = layout.segments[0].is_first_of_replica
         self.has_all_copies = not self.copies.steps
         self.feedback: Feedback | None = None
         self.divisor = planned.mesh.group_size(self.plan.summed_axes) * accumulate
         self._reduces_twice = len(planned.gradient_reductions) > 1
-        self._row = 0
-        self._sees_whole = planned.num_shards(self.plan.grad_step) == 1
-        self._ledger = ledger
-        self._state = BucketState.OPEN
-        self._reduced = Event()
+        self._row, self._sees_whole = 0, planned.num_shards(self.plan.grad_step) == 1
+        self._ledger, self._bytes_in_place = ledger, 0
+        self._state, self._reduced = BucketState.OPEN, Event()
         self._whole: Tensor | None = None
         self._slot: Slot | None = None  # whose memory ``whole`` is, where it is borrowed
         self._shard: Kept | None = None
         self._carry: Tensor | None = None  # of what rests whole: the sum so far, while more is collected
         self._squares = list[Tensor]()
         self._versions = dict[int, int]()  # of gradients in place, as backward left them
-        self._bytes_in_place = 0
         self._arrived = set[int]()  # members whose gradients lie in ``whole``
         self._fresh = set[int]()  # that brought one in this wave
         self._previously = set[int]()  # in the last wave
@@ -264,10 +261,10 @@ class Bucket:
             if feedback is not None:
                 feedback.weigh(sent)
             with nullcontext(()) if feedback is None else feedback.lent(scale or 1.0, movement.device) as held:
-                begun = movement.holding(held).begin(
-                    ops, sent, summed, purpose="gradients", accumulate=adds and not apart, received=received
-                )
-                finish_all(begun)
+                moving, adding = movement.holding(held), adds and not apart
+                if feedback is None or not feedback.sum_factors(sent, summed, moving, held, accumulate=adding):
+                    begun = moving.begin(ops, sent, summed, purpose="gradients", accumulate=adding, received=received)
+                    finish_all(begun)
             if feedback is not None:
                 self.layout.clear_gaps(shard, only=self._row)
             if apart:
@@ -305,12 +302,15 @@ class Bucket:
         """What comes from now on is of another backward."""
         self._fresh.clear()
 
-    def spread(self, movement: Movement, received: Tensor | None, used: AbstractSet[int], in_full: bool) -> None:
+    def spread(
+        self, movement: Movement, received: Tensor | None, used: AbstractSet[int], factor: float, in_full: bool
+    ) -> None:
         """Bring the sums to where the optimizer works on more than this rank's row.
 
         Args:
             received: scratch memory that it takes.
             used: ids of the members that got a gradient on any rank.
+            factor: what this rank's row was multiplied by.
         """
         assert self._shard is not None
         row, feedback = self._shard.lend().tensor, None if in_full else self.feedback
@@ -318,7 +318,7 @@ class Bucket:
             feedback.carry(row, movement, received, self.layout.pieces_of_unused(used))
             if self._sees_whole and self._whole is not None:
                 self._whole.view(-1).copy_(feedback.average)
-        elif self.spreading:
+        elif self.spreading and (feedback is None or not feedback.scale_factors(self._whole, factor)):
             assert self._whole is not None
             ops = self._full_phases[1] if in_full else self.spreading
             with nullcontext(()) if feedback is None else feedback.lent(1.0, movement.device) as held:

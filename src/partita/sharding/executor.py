@@ -11,7 +11,7 @@ from partita.memory.allocate import allocate
 from partita.memory.buffer_pool import BufferPool, Loan, Slot
 from partita.memory.streams import Event, finish, record
 from partita.memory.tiers import Kept, Lease
-from partita.memory.timeline import told
+from partita.memory.timeline import span, told
 from partita.plan.residence import Residence, Tier
 from partita.plan.steps import AllGather, Copy, Read, steps
 from partita.sharding.coded import gather_changes
@@ -145,7 +145,8 @@ class Executor:
         published = self._stream.run(told(bring, "gather", "updated parameters"))
         for unit in units:
             unit.updated = published
-        published.wait()
+        with span("wait for gather", "updated parameters"):
+            published.wait()
 
     def run_after(self, event: Event, work: Callable[[], object]) -> Event:
         """Run ``work``, which gathers, in its turn among the gathers, once ``event`` has passed."""

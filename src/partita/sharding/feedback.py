@@ -15,12 +15,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from partita.comm.transport import write_out
 from partita.memory.streams import finish
 from partita.memory.tiers import StateMemory
 from partita.plan.planned import PlannedSegment
 from partita.plan.wire import FULL
 from partita.planner.memory import HELD_COPIES
 from partita.sharding.bucket_layout import BucketLayout, Piece
+from partita.sharding.factors import Factors
 from partita.sharding.movement import Movement, finish_all
 from partita.sharding.unit import Member, Segment
 
@@ -46,6 +48,7 @@ class Feedback:
         self._is_open = False  # codes were sent since the last update
         # The optimizer's running average that all ranks have, of which what they send is made.
         self.average: Tensor | None = None
+        self.factors = Factors(layout, planned.row.wires.factor_rank) if planned.sums_factors else None
         self._momentum, wires = planned.row.wires.momentum, planned.row.wires
         self._num_summed = planned.mesh.group_size(planned.row.summed_axes)
         if planned.carries:
@@ -79,6 +82,27 @@ class Feedback:
         self._layout.clear_gaps(self._levels(values)[0].view(self._layout.num_rows, -1))
         if values is not self._next:
             self._next.copy_(values)
+
+    def sum_factors(
+        self, sent: Tensor, out: Tensor, movement: Movement, held: Sequence[Tensor], *, accumulate: bool
+    ) -> bool:
+        """Where sums are of low-rank factors: have ``sent`` be the sum, write this rank's row of it into ``out``, or
+        add it; whether they are.
+        """
+        if self.factors is not None:
+            rows = sent.view(self._layout.num_rows, -1)
+            self.factors.reduce(rows, held[0].view_as(rows), movement.group(self._layout.segments[0].plan.summed_axes))
+            write_out(rows[self._row], out, accumulate=accumulate)
+        return self.factors is not None
+
+    def scale_factors(self, whole: Tensor | None, factor: float) -> bool:
+        """Where every rank has decoded the ``whole`` sum: multiply the rows of the others, too; whether it has."""
+        if self.factors is None or not self.factors.are_whole or whole is None:
+            return False
+        for number, row in enumerate(whole.view(self._layout.num_rows, -1)):
+            if number != self._row:
+                row.mul_(factor)
+        return True
 
     def leave_out(self, shard: Tensor, unused: Iterable[Sequence[Piece]]) -> None:
         """Where nobody has a gradient, what codes brought of what was held back is no gradient either."""
@@ -124,15 +148,21 @@ class Feedback:
             for before, after in self._places(pieces):
                 after.copy_(before)
         self._held, self._next, self._is_open = self._next, self._held, False
+        if self.factors is not None:
+            self.factors.commit()
 
     def forget(self) -> None:
         """The step ends without an update."""
         self._is_open = False
+        if self.factors is not None:
+            self.factors.forget()
 
     def clear(self) -> None:
         """Hold nothing."""
         self._held.zero_()
         self._is_open = False
+        if self.factors is not None:
+            self.factors.clear()
 
     @property
     def own(self) -> Tensor:
@@ -148,6 +178,8 @@ class Feedback:
     def flush(self, movement: Movement) -> None:
         """Bring the sum over the ranks, in full, into each rank's :attr:`own`. A collective, between two steps."""
         assert not self._is_open
+        if self.factors is not None:  # a run that goes on from a checkpoint starts them anew
+            self.factors.clear()
         values = self._held.to(movement.device)
         first, *further = self._levels(values)
         rows = first.view(self._layout.num_rows, -1)

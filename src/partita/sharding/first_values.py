@@ -3,7 +3,8 @@
 Ranks that hold the same need none of it: they exchange what they hold (:mod:`partita.sharding.assemble`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -47,13 +48,13 @@ class FirstValues:
 
     def make(self, names: Sequence[str]) -> None:
         """Have values for parameters on the ``meta`` device: their modules initialize them, whole."""
-        holdings = self._wanted(names)
-        fresh = [holding for holding in holdings if holding.param.is_meta]
-        for holding in fresh:
-            replace_data(holding.param, torch.empty_like(holding.param.data, device=self._device))
+        fresh = [holding for holding in self._wanted(names) if holding.param.is_meta]
         owners = {id(owner): owner for holding in fresh for owner, _ in holding.owners}
-        for key, owner in reversed(owners.items()):  # parents last: they may set what is inside them anew
-            initialize_module(self._model, owner, self._paths[key], self._device)
+        with _as_held_here(fresh):
+            for holding in fresh:
+                replace_data(holding.param, torch.empty_like(holding.param.data, device=self._device))
+            for key, owner in reversed(owners.items()):  # parents last: they may set what is inside them anew
+                initialize_module(self._model, owner, self._paths[key], self._device)
 
     @torch.no_grad()
     def send(self, names: Sequence[str]) -> None:
@@ -74,3 +75,16 @@ class FirstValues:
             if is_elsewhere(param):
                 with torch._C.DisableTorchFunctionSubclass():
                     replace_data(param, torch.empty_like(param.data, device="meta"))
+
+
+@contextmanager
+def _as_held_here(holdings: Sequence[Holding]) -> Iterator[None]:
+    """A block in which parameters that other stages hold are like any: their modules fill them."""
+    away = [(holding.param, type(holding.param)) for holding in holdings if is_elsewhere(holding.param)]
+    for param, _ in away:
+        param.__class__ = nn.Parameter
+    try:
+        yield
+    finally:
+        for param, kind in away:
+            param.__class__ = kind

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from partita.sharding.compiler import eager
 from partita.sharding.events import Backwards, FollowedUnit, Subscriber, Visit
 from partita.sharding.nested import map_tensors, tensors_in
 from partita.sharding.unit import Unit
@@ -78,7 +79,7 @@ class UnitHooks:
         for handle in self._handles:
             handle.remove()
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    @eager
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         visit = Visit(self._followed)
         if self._follows:
@@ -92,7 +93,7 @@ class UnitHooks:
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(visit.close_backward)
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    @eager
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self._stack:
             return None
@@ -178,13 +179,13 @@ class ForwardHooks:
         for handle in self._handles:
             handle.remove()
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    @eager
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._depth += 1
         self._depth_changed(self._depth)
         return self._prepare(args, kwargs) if self._depth == 1 else (args, kwargs)
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    @eager
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth = max(self._depth - 1, 0)
         self._depth_changed(self._depth)

@@ -355,9 +355,11 @@ class GradientReducer:
                 self._receiving.give_back(slot, self._launched)
         self.drain()
 
-    def spread(self, used: AbstractSet[int], *, in_full: bool) -> None:
+    def spread(self, used: AbstractSet[int], factor: float, *, in_full: bool) -> None:
         """Gather sums where the optimizer works on whole gradients, and running averages where all ranks have them, of
-        what any rank has ``used``; ``in_full``: codes did not travel in this step yet."""
+        what any rank has ``used``; ``factor``: what sums were multiplied by; ``in_full``: codes did not travel in this
+        step yet.
+        """
         chosen = [b for b in self.buckets if b.spreading or (b.carriage and not in_full)]
         room = max(map(self._received_bytes, chosen), default=0)
         slot = self._receiving.borrow(room) if room else None
@@ -366,13 +368,14 @@ class GradientReducer:
         def gather() -> None:
             for bucket in chosen:
                 received = None if slot is None else over(slot.storage, torch.uint8, room)
-                bucket.spread(self._seeded(), received, used, in_full)
+                bucket.spread(self._seeded(), received, used, factor, in_full)
 
         if chosen:
             spread = self._stream.run(partial(after, awaited, gather))
             if slot is not None:
                 self._receiving.give_back(slot, spread)
-            spread.wait()
+            with span("wait for reduce"):
+                spread.wait()
 
     def zero(self) -> None:
         """Forget all gradients; their memory is kept for the next step where the table says that it rests."""

@@ -15,16 +15,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from partita.errors import ConfigError, PartitaError
-
-_METADATA = frozenset(
-    """
-    shape dtype device requires_grad grad is_leaf ndim layout is_cuda is_cpu is_meta grad_fn names _version
-    is_sparse is_quantized size dim numel stride is_floating_point requires_grad_ is_contiguous element_size
-    nelement is_complex __hash__ __len__ register_hook register_post_accumulate_grad_hook storage_offset
-    retains_grad itemsize nbytes _backward_hooks _post_accumulate_grad_hooks is_sparse_csr is_mkldnn is_nested
-    is_xla is_xpu is_mps
-    """.split()
-)
+from partita.planner.elsewhere import is_elsewhere
+from partita.sharding.placeholder import METADATA, asked_for
 
 
 class Guardian(Protocol):
@@ -53,6 +45,7 @@ class _Claim:
         guardian.touched(param, what)
 
 
+_left_shares = WeakIdKeyDictionary()  # parameters of which an engine has left this rank's share alone
 _claims = WeakIdKeyDictionary()  # parameter of an engine -> _Claim; only a tensor is at hand when it is touched
 
 
@@ -67,10 +60,7 @@ class Resting(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        name = getattr(func, "__name__", str(func))
-        if name in ("__get__", "__set__"):
-            name = getattr(getattr(func, "__self__", None), "__name__", name)
-        if name not in _METADATA:
+        if (name := asked_for(func)) not in METADATA:
             for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
                 if type(leaf) is cls:
                     _claims[leaf].touched(leaf, name)
@@ -96,10 +86,15 @@ def disclaim(param: nn.Parameter) -> None:
         _claims[param] = _Claim(claim.name)
 
 
+def leave_share(param: nn.Parameter) -> None:
+    """An engine ended, or did not start, and this rank has no more of ``param`` than its share: no other takes it."""
+    _left_shares[param] = True
+
+
 def is_claimed(param: nn.Parameter) -> bool:
-    """Whether ``param`` belongs to an engine, or has no data since it did."""
+    """Whether ``param`` belongs to an engine, or has no data, or a share of it alone, since it did."""
     claim = _claims.get(param)
-    return claim is not None and (is_resting(param) or claim.guardian() is not None)
+    return param in _left_shares or (claim is not None and (is_resting(param) or claim.guardian() is not None))
 
 
 def check_unclaimed(model: nn.Module) -> None:
@@ -110,10 +105,26 @@ def check_unclaimed(model: nn.Module) -> None:
     """
     for name, param in model.named_parameters():
         if is_claimed(param):
-            raise ConfigError(
-                f"parameter '{name}' already belongs to another engine (one that is open, or was closed while the "
-                "parameter was split over the ranks): close that one first, or build the model anew and pass weights="
-            )
+            raise _claimed(name)
+
+
+def check_here(model: nn.Module) -> None:
+    """Refuse parameters that another engine has left on other stages of its pipeline; before this one's are cut.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    for name, param in model.named_parameters():
+        if is_elsewhere(param):
+            raise _claimed(name)
+
+
+def _claimed(name: str) -> ConfigError:
+    return ConfigError(
+        f"parameter '{name}' already belongs to another engine (one that is open, or was closed while the parameter "
+        "was split over the ranks, or failed to start when they had taken their shares): close that one first, or "
+        "build the model anew and pass weights="
+    )
 
 
 def rest(param: nn.Parameter) -> None:

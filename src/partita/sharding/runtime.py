@@ -48,8 +48,9 @@ NUM_STATES = 4
 class Runtime:
     """Everything between the user's modules and the optimizer.
 
-    Attributes: ``gradient_group``: the ranks that hold the same parameters; ``part_index``: which part of each segment
-    is this rank's.
+    Attributes: ``gradient_group``: the ranks whose gradients are summed up, which hold the same parameters;
+    ``apart_group``: of replicas that train apart, those that have the same part; ``part_index``: which part of each
+    segment is this rank's.
 
     Args:
         blueprint: of this model.
@@ -69,6 +70,7 @@ class Runtime:
         self.model, self.memory, self.collectives = model, memory, collectives
         ledger, mesh, config = memory.ledger, collectives.mesh, blueprint.config
         row = row_of(blueprint.resolved)
+        self.apart_group = collectives.group(row.apart_axes)
         self.gradient_group = collectives.group(row.summed_axes)
         self.part_index = mesh.index(row.part_axes)
         kept = keep_fp32_modules(model, config.precision.keep_fp32)
@@ -164,7 +166,11 @@ class Runtime:
                 self.residency.hold([unit])
             for member in unit.members:
                 resting.disclaim(member.param)
-                if unit.give_back(member) and member.rounded:
+                if not unit.give_back(member):
+                    continue
+                if member.is_cut:
+                    resting.leave_share(member.param)
+                if member.rounded:
                     rounded.append(member.fqn)
             if unit.slot is not None:
                 self.executor.release(unit)
@@ -280,12 +286,16 @@ class Runtime:
                 yield unit, member
 
     def close(self) -> None:
-        """Take the hooks off. Parameters stay where they are; those that are whole are the user's own again."""
+        """Take the hooks off. Parameters stay where they are; those that are whole are the user's own again, and those
+        of which this rank has a part no engine takes again.
+        """
         for hook in self._hooks:
             hook.remove()
         with torch._C.DisableTorchFunctionSubclass():
             for _, member in self.members():
                 resting.disclaim(member.param)
+                if member.is_cut:
+                    resting.leave_share(member.param)
                 member.uncover()
         self.memory.close()
 

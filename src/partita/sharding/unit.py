@@ -74,6 +74,12 @@ class Member:
         return self.holding.param
 
     @property
+    def is_cut(self) -> bool:
+        """Whether the user's object is a part of the global parameter now."""
+        place = self.span.place
+        return place.sizes != place.shape and self.param.shape == self.shape
+
+    @property
     def grad(self) -> Tensor | None:
         """The gradient that autograd left with the parameter, if it is there still."""
         grad = self.param.grad
@@ -150,8 +156,13 @@ class Segment:
 
     @property
     def is_first_copy(self) -> bool:
-        """Whether this rank is the one that measures and saves its part, of those that have the same."""
+        """Whether this rank is the one that saves its part, of those that have the same."""
         return self.planned.is_first_copy(self._rank)
+
+    @property
+    def is_first_of_replica(self) -> bool:
+        """Whether this rank is the one that measures its part, of those of its replica that have the same."""
+        return self.planned.is_first_of_replica(self._rank)
 
     @property
     def master_spans(self) -> tuple[Span, ...]:

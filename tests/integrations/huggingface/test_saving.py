@@ -126,23 +126,29 @@ PROMPTS = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
 @dataclass(frozen=True)
 class Adapter:
     """A PEFT configuration. ``chooses``: PEFT saves tensors of the model as they are; else it computes what it saves,
-    for which the whole model is gathered.
+    for which the whole model is gathered. ``added``: by transformers, into a model that stays its own.
     """
 
     kind: str
     given: dict[str, Any]
     chooses: bool = True
+    added: bool = False
 
-    def put_on(self, model: nn.Module) -> nn.Module:
+    def put_on(self, model: LlamaForCausalLM) -> nn.Module:
         import peft
 
+        config = getattr(peft, self.kind)(**self.given)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
-            return peft.get_peft_model(model, getattr(peft, self.kind)(**self.given))
+            if self.added:
+                model.add_adapter(config)
+                return model
+            return peft.get_peft_model(model, config)
 
 
 ADAPTERS = {
     "LoRA, a trained copy": Adapter("LoraConfig", ON | {"r": 4, "modules_to_save": ["lm_head"]}),
+    "LoRA, added": Adapter("LoraConfig", ON | {"r": 4, "modules_to_save": ["lm_head"]}, added=True),
     "P-tuning": Adapter("PromptEncoderConfig", PROMPTS | {"encoder_hidden_size": 8}),
     "VeRA": Adapter("VeraConfig", ON | {"r": 4, "target_modules": ["q_proj"]}),  # the same buffers at many places
 }

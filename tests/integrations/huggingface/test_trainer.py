@@ -96,6 +96,14 @@ def test_bf16_casts_or_autocasts() -> None:
     assert first != plain
 
 
+def test_bf16_without_clipping() -> None:
+    """On one rank the plain Trainer's numbers hold with no norm in them, of which bf16 makes much."""
+    arguments = BF16 | {"max_grad_norm": 0.0}
+    plain, *others = on(1, Run(None, arguments), *(Run(at(stage, **AUTOCAST), arguments) for stage in (1, 3)))
+    for rows in others:
+        assert_close(rows, plain)
+
+
 def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
     """As torch's, by a norm that is exact: torch adds up squares in fp32, which is off by 1e-6 and more."""
     gradients = [param.grad for param in parameters if param.grad is not None]

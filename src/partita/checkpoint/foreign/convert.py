@@ -9,7 +9,7 @@ from partita.checkpoint.foreign.fsdp import open_fsdp
 from partita.checkpoint.foreign.trainer import Model, find_optimizer, open_trainer
 from partita.checkpoint.foreign.universal import find_universal, open_universal
 from partita.checkpoint.format.folder import complete
-from partita.checkpoint.format.metadata import METADATA
+from partita.checkpoint.format.manifest import METADATA
 from partita.errors import PartitaError
 
 

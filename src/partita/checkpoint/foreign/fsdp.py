@@ -6,7 +6,7 @@ from pathlib import Path
 
 from partita.checkpoint.backend import Stored
 from partita.checkpoint.foreign.torch_files import TorchFiles
-from partita.checkpoint.format.metadata import METADATA, add_metadata, read_metadata
+from partita.checkpoint.format.manifest import METADATA
 from partita.checkpoint.format.stored import StoredFiles
 from partita.checkpoint.format.system import damaged
 from partita.errors import PartitaError
@@ -40,6 +40,8 @@ def open_fsdp(folder: Path) -> Stored | None:
 
 
 def _sharded(folder: Path, parts: list[str]) -> StoredFiles:
+    from partita.checkpoint.format.metadata import add_metadata, read_metadata
+
     stored = StoredFiles(folder)
     for part in parts:
         index = folder / part / METADATA

@@ -28,8 +28,16 @@ from partita.checkpoint.format.folder import (
     publish,
     start_partial,
 )
-from partita.checkpoint.format.manifest import FORMAT, MANIFEST, SEQUENCE, add_aliases, add_table, sealed, table_of
-from partita.checkpoint.format.metadata import METADATA, metadata_of
+from partita.checkpoint.format.manifest import (
+    FORMAT,
+    MANIFEST,
+    METADATA,
+    SEQUENCE,
+    add_aliases,
+    add_table,
+    sealed,
+    table_of,
+)
 from partita.checkpoint.format.record import BoxLayout, FileLayout
 from partita.checkpoint.format.stored import StoredFiles
 from partita.checkpoint.format.system import Lock, checksum, explained, is_locked, read_small, write_small
@@ -135,6 +143,8 @@ class FileDraft(Draft):
     @collector_paused()
     def _publish(self) -> None:
         """Write index and manifest, and make the checkpoint visible."""
+        from partita.checkpoint.format.metadata import metadata_of
+
         stored, tables, files = StoredFiles(self._partial), dict[str, str](), dict[str, int]()
         for rank in range(self._num_ranks):
             table = read_small(self._partial / _table_name(rank))

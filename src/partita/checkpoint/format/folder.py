@@ -15,8 +15,7 @@ import secrets
 import shutil
 from pathlib import Path
 
-from partita.checkpoint.format.manifest import MANIFEST, SEQUENCE
-from partita.checkpoint.format.metadata import METADATA
+from partita.checkpoint.format.manifest import MANIFEST, METADATA, SEQUENCE
 from partita.checkpoint.format.system import explained, is_locked, sync_folder
 from partita.errors import PartitaError
 

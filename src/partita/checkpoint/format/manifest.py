@@ -14,6 +14,9 @@ from partita.memory.collector import collector_paused
 from partita.plan.box import Box
 
 MANIFEST = "manifest.json"
+# The index of torch.distributed.checkpoint, beside it. Who reads or writes one imports that library then: it brings
+# DTensor and sympy, which take half a second.
+METADATA = ".metadata"
 # In a manifest: raised when readers of earlier versions would take something for what it is not.
 FORMAT = 1
 # In a manifest: one more than that of any checkpoint that was in the folder before.

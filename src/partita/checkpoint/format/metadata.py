@@ -31,8 +31,6 @@ from partita.checkpoint.names import path_of
 from partita.errors import PartitaError
 from partita.plan.box import Box
 
-METADATA = ".metadata"
-
 
 class _Sealed(type):
     """Its classes are as they are: a pickle may set attributes of what it names, for the whole process."""

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from partita.checkpoint.backend import Chunk, Stored
 from partita.checkpoint.format.folder import chosen
-from partita.checkpoint.format.manifest import MANIFEST, read_manifest
-from partita.checkpoint.format.metadata import METADATA, add_metadata, read_metadata
+from partita.checkpoint.format.manifest import MANIFEST, METADATA, read_manifest
 from partita.checkpoint.format.reading import Reading
 from partita.checkpoint.format.record import read_tensor
 from partita.checkpoint.format.system import checksum, damaged, read_range
@@ -110,6 +109,8 @@ def open_stored(folder: Path) -> StoredFiles:
         if index.name == MANIFEST:
             read_manifest(stored)
         else:
+            from partita.checkpoint.format.metadata import add_metadata, read_metadata
+
             add_metadata(stored, read_metadata(index))
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise damaged(index) from error

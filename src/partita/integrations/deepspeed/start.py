@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from partita.comm import world
 from partita.comm.mesh import Mesh
@@ -37,9 +37,9 @@ class Arguments:
     ``args``: has ``deepspeed_config``, where ``config`` is not given, and gets its ``local_rank``.
     ``model_parameters``: what the configuration's optimizer updates: parameters, or groups of them; None: all.
     ``optimizer`` and ``lr_scheduler``: objects, or callables that make them of parameters and of the optimizer.
-    ``training_data``: a dataset, of which each rank gets micro-batches of its own. ``config`` (or ``config_params``): a
-    file, or a mapping. ``distributed_port`` and ``dist_init_required`` have no effect: the launcher says where ranks
-    meet.
+    ``training_data``: samples by number, or an IterableDataset; each rank gets micro-batches of its own.
+    ``config`` (or ``config_params``): a file, or a mapping. ``distributed_port`` and ``dist_init_required`` have no
+    effect: the launcher says where ranks meet.
     """
 
     args: Any = None
@@ -67,9 +67,12 @@ class Arguments:
                 "deepspeed.initialize(mpu=) and (mesh_param=): leave them out; tensor_parallel.autotp_size and "
                 "sequence_parallel_size of the configuration say how many ranks share a model and a sequence"
             )
-        if self.training_data is not None and not isinstance(self.training_data, Dataset):
+        if self.training_data is not None and not _is_dataset(self.training_data):
             kind = type(self.training_data).__name__
-            raise ConfigError(f"deepspeed.initialize(training_data=): expected a torch Dataset, got a {kind}")
+            raise ConfigError(
+                "deepspeed.initialize(training_data=): expected samples by number (a torch Dataset, a list, a Hugging "
+                f"Face dataset) or an IterableDataset, got a {kind}"
+            )
         given = {
             "config": self.config,
             "config_params": self.config_params,
@@ -138,6 +141,11 @@ def _on_parameters(given: Arguments, settings: Mapping[str, Any]) -> Factory | N
         return None
     config = load_config(settings)
     return lambda params: build_optimizer(groups, config, None, kernels=False)
+
+
+def _is_dataset(data: Any) -> bool:
+    """What DeepSpeed takes, too: anything that has a length and samples by number, or a stream of them."""
+    return isinstance(data, IterableDataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
 
 
 def _loader(given: Arguments, source: Source, mesh: Mesh, micro: int) -> DataLoader[Any]:

@@ -20,21 +20,32 @@ from partita.integrations.huggingface.engines import Prepared
 def saved_weights(prepared: Prepared) -> Iterator[dict[str, Any]]:
     """The weights that ``save_pretrained`` takes its own from, whole, on rank 0; empty on the others.
 
-    Of a model of PEFT's these are what PEFT saves, so that the frozen model is not gathered. Inside this block the
-    modules are whole that PEFT looks at as it saves: prompt encoders, which it runs, and copies that it trains.
+    Where adapters are saved in place of the model these are what PEFT saves, so that the frozen model is not gathered.
+    Inside this block the modules are whole that PEFT looks at as it saves: prompt encoders, which it runs, and copies
+    that it trains.
     """
     model: Any = prepared.engine.module
-    peft = sys.modules.get("peft")
-    if peft is None or not isinstance(model, peft.PeftModel):
+    peft: Any = sys.modules.get("peft")
+    adapters = _saved_adapters(model, peft) if peft is not None else []
+    if not adapters:
         yield prepared.state_dict()
         return
     copies = [one.modules_to_save for one in model.modules() if isinstance(one, peft.utils.ModulesToSaveWrapper)]
     with prepared.engine.gathered(getattr(model, "prompt_encoder", nn.ModuleDict()), *copies):
-        chosen = [_chosen_by_peft(model, peft) if prepared.engine.mesh.rank == 0 else None]
+        chosen = [_chosen_by_peft(model, adapters, peft) if prepared.engine.mesh.rank == 0 else None]
         yield prepared.state_dict(broadcast_object_list(chosen)[0])
 
 
-def _chosen_by_peft(model: Any, peft: Any) -> set[str] | None:
+def _saved_adapters(model: Any, peft: Any) -> list[str]:
+    """The adapters that are saved in place of the model: all of a model of PEFT's, the active ones that
+    ``add_adapter`` put into one of transformers'; none: the model itself is saved.
+    """
+    if isinstance(model, peft.PeftModel):
+        return list(model.peft_config)
+    return list(model.active_adapters()) if getattr(model, "_hf_peft_config_loaded", False) else []
+
+
+def _chosen_by_peft(model: Any, adapters: list[str], peft: Any) -> set[str] | None:
     """The names of what PEFT saves of a model's state dict; None: it has to compute what it saves (AdaLoRA's ranks,
     VB-LoRA's best vectors), and may need any of it.
     """
@@ -45,7 +56,7 @@ def _chosen_by_peft(model: Any, peft: Any) -> set[str] | None:
     chosen = set[str]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns again as it saves
-        for adapter in model.peft_config:
+        for adapter in adapters:
             try:
                 found = peft.get_peft_model_state_dict(model, dict(shapes), adapter)
             except (NotImplementedError, RuntimeError):  # there are no values to compute with

@@ -15,19 +15,16 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from partita.config.launchers import set_local_world_size
-from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.engine.engine import Engine
 from partita.errors import ConfigError, PartitaError
-from partita.integrations.fed import fed
 from partita.integrations.lightning import checkpoint as checkpoints
 from partita.integrations.lightning import settings
 from partita.integrations.lightning.module import EngineModule, start, start_frozen
 from partita.integrations.lightning.precision import EnginePrecision
+from partita.integrations.lightning.ranks import Ranks
 from partita.integrations.lightning.trainer import StartMethod
 from partita.memory import accelerator
-from partita.plan.mesh_shape import MeshShape
 
 
 class PartitaStrategy(DDPStrategy):
@@ -60,6 +57,7 @@ class PartitaStrategy(DDPStrategy):
         self._weights = None if weights is None else str(weights)
         self._held: list[EngineModule] = []
         super().__init__(cluster_environment=cluster_environment, timeout=timeout, start_method=start_method)
+        self._ranks = Ranks(self, self._config)
         self._backward_sync_control = _BackwardSync()
 
     @property
@@ -81,18 +79,12 @@ class PartitaStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         """Join the other processes."""
         super().setup_environment()
-        if self.num_nodes > 1:
-            set_local_world_size(self.num_processes)  # Lightning's own launch tells nobody
-        fed(self._mesh, self.global_rank, "Fabric's loop")  # what this does not feed is found here
-
-    @property
-    def _mesh(self) -> MeshShape:
-        return resolve(self._config, self.num_nodes * self.num_processes, accelerator.HOST.type).mesh
+        self._ranks.joined("Fabric's loop")
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """Of the samplers that Lightning makes: ranks with one data coordinate are fed the same samples."""
-        return {"num_replicas": self._mesh.data, "rank": self._mesh.coordinate(self.global_rank, "data")}
+        return self._ranks.sampler_arguments
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Where ``fabric.init_module`` builds modules: on the host, with ``empty_init`` on the meta device."""

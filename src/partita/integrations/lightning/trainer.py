@@ -17,18 +17,15 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcess
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from partita.config.launchers import set_local_world_size
-from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.engine.engine import Engine
 from partita.errors import ConfigError, PartitaError
-from partita.integrations.fed import fed
 from partita.integrations.lightning import checkpoint as checkpoints
 from partita.integrations.lightning import settings
 from partita.integrations.lightning.module import EngineModule, start, start_frozen
 from partita.integrations.lightning.precision import EnginePrecision
+from partita.integrations.lightning.ranks import Ranks
 from partita.memory import accelerator
-from partita.plan.mesh_shape import MeshShape
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
@@ -70,6 +67,7 @@ class PartitaStrategy(DDPStrategy):
         self._weights = None if weights is None else str(weights)
         self._held: EngineModule | None = None
         super().__init__(cluster_environment=cluster_environment, timeout=timeout, start_method=start_method)
+        self._ranks = Ranks(self, self._config)
 
     @property
     def engine(self) -> Engine:
@@ -101,18 +99,12 @@ class PartitaStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         """Join the other processes."""
         super().setup_environment()
-        if self.num_nodes > 1:
-            set_local_world_size(self.num_processes)  # Lightning's own launch tells nobody
-        fed(self._mesh, self.global_rank, "Lightning's Trainer")  # what this does not feed is found here
-
-    @property
-    def _mesh(self) -> MeshShape:
-        return resolve(self._config, self.num_nodes * self.num_processes, accelerator.HOST.type).mesh
+        self._ranks.joined("Lightning's Trainer")
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """Of the samplers that Lightning makes: ranks with one data coordinate are fed the same samples."""
-        return {"num_replicas": self._mesh.data, "rank": self._mesh.coordinate(self.global_rank, "data")}
+        return self._ranks.sampler_arguments
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

@@ -15,17 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from partita.errors import PartitaError
 from partita.planner.elsewhere import Elsewhere, is_elsewhere
-
-# Of a parameter these answer without its data.
-_METADATA = frozenset(
-    """
-    shape dtype requires_grad grad is_leaf ndim layout is_cuda is_cpu is_meta grad_fn names _version is_sparse
-    is_quantized size dim numel stride is_floating_point requires_grad_ is_contiguous element_size nelement is_complex
-    __hash__ __len__ register_hook register_post_accumulate_grad_hook storage_offset retains_grad itemsize nbytes
-    _backward_hooks _post_accumulate_grad_hooks is_sparse_csr is_mkldnn is_nested is_xla is_xpu is_mps
-    """.split()
-)
-_ACCESS = ("__get__", "__set__")
+from partita.sharding.placeholder import METADATA, asked_for, is_access
 
 
 class DataNeededError(PartitaError):
@@ -63,7 +53,7 @@ class Absent(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        leaves = tree_leaves((args, kwargs)) if getattr(func, "__name__", "") not in _ACCESS else ()
+        leaves = () if is_access(func) else tree_leaves((args, kwargs))
         if any(is_elsewhere(leaf) or arrived(leaf) is not leaf for leaf in leaves):
             args, kwargs = tree_map(lambda leaf: arrived(_read(leaf)), (args, kwargs))
             return func(*args, **kwargs)
@@ -136,12 +126,10 @@ class AbsentParameter(Elsewhere):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", str(func))
-        if name in _ACCESS:
-            name = getattr(getattr(func, "__self__", None), "__name__", name)
-            if name == "device":
-                return _known[id(args[0])].device
-        if name not in _METADATA:
+        name = asked_for(func)
+        if name == "device" and is_access(func):  # its own is that of its values, which are gone
+            return _known[id(args[0])].device
+        if name not in METADATA:
             args, kwargs = tree_map(_read, (args, kwargs))
             return args[0] if name in ("data", "detach") else func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():

@@ -70,12 +70,20 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
 
 
 def _form(value: Any) -> Any:
-    """What tells arguments apart of which outputs have different forms."""
+    """What tells arguments apart of which outputs have different forms. Every absent block is asked for it in every
+    micro-batch: what comes most often is looked for first, and by its very type.
+    """
+    kind = type(value)
+    if value is None or kind in _PLAIN:
+        return value
     if isinstance(value, Tensor):
         own = value._form if isinstance(value, Absent) else value  # which answers without a call of Python's
         return own.shape, own.dtype
+    if kind is dict or isinstance(value, Mapping):
+        return tuple([(key, _form(item)) for key, item in value.items()])
     if isinstance(value, tuple | list):
-        return tuple(map(_form, value))
-    if isinstance(value, Mapping):
-        return tuple((key, _form(item)) for key, item in value.items())
-    return value if value is None or isinstance(value, bool | int | float | str) else type(value)
+        return tuple([_form(item) for item in value])
+    return value if isinstance(value, bool | int | float | str) else kind
+
+
+_PLAIN = frozenset((bool, int, float, str))

@@ -18,6 +18,7 @@ from partita.parallel.applied import OwnForward, Parallel
 from partita.parallel.pipeline.absent import arrived, is_missing
 from partita.parallel.tensor.linear import LinearForward, is_linear
 from partita.planner.elsewhere import is_elsewhere
+from partita.sharding.compiler import eager
 
 
 @dataclass
@@ -166,7 +167,7 @@ class Apart(OwnForward):
             return self._product(*args, **kwargs)
         return self._through(x, params)
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    @eager
     def _through(self, x: Tensor, params: Sequence[nn.Parameter]) -> Any:
         graph = _OwnGraph(self._weights, params, self._product, x)
         output = [graph.output.detach()]

@@ -12,6 +12,7 @@ from partita.errors import ConfigError, PartitaError
 from partita.parallel.applied import Changes, OwnForward
 from partita.parallel.logits import slice_of
 from partita.parallel.sequence.attention import KINDS, offer_to_transformers
+from partita.parallel.sequence.biases import follow_biases
 from partita.parallel.sequence.blocks import Blocks
 from partita.parallel.sequence.exchange import enter
 from partita.planner.group_units import find_blocks
@@ -88,6 +89,8 @@ def _offer_attention(model: nn.Module, changes: Changes) -> set[str]:
     for key, config in found.items():
         config._attn_implementation = offer_to_transformers(kinds[key])
         changes.add(partial(setattr, config, "_attn_implementation", kinds[key]))
+    if found:
+        follow_biases(model, changes)
     return set(kinds.values())
 
 

@@ -4,7 +4,7 @@ It is seen where modules call it through transformers' attention interface, or `
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -24,6 +24,8 @@ from partita.parallel.sequence.slices import Slices
 
 # What the block that runs has slices of; transformers' registry of attention functions is the process's.
 _running: ContextVar[Slices | None] = ContextVar("_running", default=None)
+# Whether the attention module that runs looks at keys of an encoder, which are whole.
+looks_across: ContextVar[bool] = ContextVar("looks_across", default=False)
 _PREFIX = "partita_"
 # Of transformers' implementations these take a mask that tells which keys each query sees.
 KINDS = ("sdpa", "eager")
@@ -33,7 +35,7 @@ KINDS = ("sdpa", "eager")
 class Call:
     """One attention: ``query`` ``[batch, heads, positions, size]``, ``key`` and ``value`` with as many heads or a
     divisor of them; ``mask`` of the whole sequence, broadcast to ``[batch, heads, positions, positions]``;
-    ``causal`` without one.
+    ``causal`` without one; a ``bias`` of the scores, of the same form.
     """
 
     query: Tensor
@@ -41,6 +43,7 @@ class Call:
     value: Tensor
     mask: Tensor | None
     causal: bool
+    bias: Tensor | None = None
 
     @property
     def num_groups(self) -> int:
@@ -49,6 +52,11 @@ class Call:
 
 
 Attend = Callable[[Call], Tensor]
+
+
+def running() -> Slices | None:
+    """What the block that runs has slices of; None: all positions are there."""
+    return _running.get()
 
 
 def attend(call: Call, slices: Slices, own: Attend, *, whole_heads: bool = False, scale: float | None = None) -> Tensor:
@@ -71,25 +79,34 @@ def attend(call: Call, slices: Slices, own: Attend, *, whole_heads: bool = False
     sizes = Sizes(heads, call.key.shape[1], head_dim, value_dim, positions, batch, itemsize)
     way = choose(sizes, whole_heads=whole_heads, ring=scale is not None)
     if way == HEADS:
-        return _by_heads(call, slices, own, sizes)
+        return by_heads(call, slices, own, sizes)
     if way == KEYS:
         key, value = (gather(x, 2, slices) for x in (call.key, call.value))
-        return own(Call(call.query, key, value, _of_queries(call, slices), False))
+        return own(_own_rows(replace(call, key=key, value=value), slices))
     assert scale is not None
+    assert call.bias is None
     return ring_attention(call.query, call.key, call.value, _of_queries(call, slices), slices, scale)
 
 
-def _by_heads(call: Call, slices: Slices, own: Attend, sizes: Sizes) -> Tensor:
+def by_heads(call: Call, slices: Slices, own: Attend, sizes: Sizes) -> Tensor:
+    """Attention of whole sequences by each rank, of its share of the heads; tensors as :func:`attend` takes them."""
     heads = sizes.own_heads
     query = heads_for_positions(call.query, heads, slices)
     key, value = (heads_for_positions(x, sizes.own_key_heads, slices) for x in (call.key, call.value))
-    mask = call.mask
-    if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
-        mask = mask[:, list(heads[slices.group.index])]
+    mask, bias = (_of_heads(x, heads[slices.group.index]) for x in (call.mask, call.bias))
     result: Tensor = positions_for_heads(
-        own(replace(call, query=query, key=key, value=value, mask=mask)), heads, slices
+        own(replace(call, query=query, key=key, value=value, mask=mask, bias=bias)), heads, slices
     )
     return result
+
+
+def _of_heads(x: Tensor | None, heads: Sequence[int]) -> Tensor | None:
+    return x[:, list(heads)] if x is not None and x.dim() == 4 and x.shape[1] > 1 else x
+
+
+def _own_rows(call: Call, slices: Slices) -> Call:
+    """The call of this rank's queries, with all keys."""
+    return replace(call, mask=_of_queries(call, slices), causal=False, bias=_rows(call.bias, slices))
 
 
 def _of_queries(call: Call, slices: Slices) -> Tensor | None:
@@ -97,9 +114,11 @@ def _of_queries(call: Call, slices: Slices) -> Tensor | None:
     if call.mask is None and call.causal:
         position = torch.arange(slices.length, device=call.query.device)
         return (position[slices.own, None] >= position)[None, None]
-    if call.mask is None or call.mask.shape[-2] == 1:
-        return call.mask
-    return slices.take(call.mask, call.mask.dim() - 2)
+    return _rows(call.mask, slices)
+
+
+def _rows(x: Tensor | None, slices: Slices) -> Tensor | None:
+    return x if x is None or x.shape[-2] == 1 else slices.take(x, x.dim() - 2)
 
 
 @contextmanager
@@ -166,28 +185,34 @@ class _Interface:
         if slices is None:
             result: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **others)
             return result
-        if others.get("position_bias") is not None:
+        bias, across = others.pop("position_bias", None), looks_across.get()
+        num_keys = key.shape[2] if across else slices.length
+        if bias is not None and (bias.shape[-2] not in (1, slices.length) or bias.shape[-1] not in (1, num_keys)):
             raise PartitaError(
-                f"{type(module).__name__} adds a bias to attention that depends on the distance of positions, of which "
-                "each rank sees its own: set parallel.sequence: 1"
+                f"{type(module).__name__} adds a bias {tuple(bias.shape)} to attention of {slices.length} queries to "
+                f"{num_keys} keys, of whose positions each rank sees its own: set parallel.sequence: 1"
             )
         others.pop("position_ids", None)  # of this rank's positions alone; the mask says what they mean
         asked = others.pop("is_causal", None)
         causal = bool(getattr(module, "is_causal", True) if asked is None else asked)
         causal = causal and attention_mask is None and self._kind == "sdpa"  # the others do what the mask says
+        causal = causal and not across
 
         def attention(call: Call) -> Tensor:
             seen_as = _With(module, num_key_value_groups=call.num_groups, is_causal=call.causal)
-            found, _ = own(seen_as, call.query, call.key, call.value, call.mask, is_causal=call.causal, **others)
+            biased = others if call.bias is None else others | {"position_bias": call.bias}
+            found, _ = own(seen_as, call.query, call.key, call.value, call.mask, is_causal=call.causal, **biased)
             transposed: Tensor = found.transpose(1, 2)
             return transposed
 
         plain = self._kind == "sdpa" and not others.get("dropout")
         scaling = others.get("scaling")
         scale = (query.shape[-1] ** -0.5 if scaling is None else scaling) if plain else None
-        call = Call(query, key, value, attention_mask, causal)
+        call = Call(query, key, value, attention_mask, causal, bias)
+        if across:
+            return attention(_own_rows(call, slices)).transpose(1, 2).contiguous(), None
         more = any(isinstance(other, Tensor) for other in others.values()) or hasattr(module, "sinks")
-        mixed = attend(call, slices, attention, whole_heads=more, scale=None if more else scale)
+        mixed = attend(call, slices, attention, whole_heads=more, scale=None if more or bias is not None else scale)
         return mixed.transpose(1, 2).contiguous(), None
 
     def _own(self, module: nn.Module) -> Callable[..., Any]:

@@ -33,7 +33,7 @@ class Blocks:
     """Blocks that follow each other: the sequence is cut before the first one and gathered after the last one.
 
     Their input is ``[batch, positions, width]``. Of their other arguments, those that have the sequence's length in a
-    dim are cut there; masks stay whole, for attention to read.
+    dim are cut there; masks and biases stay whole, for attention to read, and so does what an encoder has computed.
 
     Args:
         blocks: by name, in their order.
@@ -88,19 +88,11 @@ class Blocks:
 
     def cut(self, module: nn.Module, arguments: tuple[Any, Any], slices: Slices) -> tuple[Any, Any]:
         """A block's arguments as its forward takes them: the slices of those that have all positions."""
-        hidden, (args, kwargs) = hidden_in(arguments), arguments
+        hidden = hidden_in(arguments)
         assert hidden is not None
         batch = hidden.shape[0]
-        names = list(inspect.signature(type(module).forward).parameters)[1:]
-        passed = [
-            argument if _is_mask(names[at : at + 1]) else self._slices_of(argument, slices, batch)
-            for at, argument in enumerate(args)
-        ]
-        named = {
-            key: argument if _is_mask([key]) else self._slices_of(argument, slices, batch)
-            for key, argument in kwargs.items()
-        }
-        return tuple(passed), {**named, _KEYWORD: slices}
+        args, kwargs = _changed(module, arguments, lambda tensor: self._slice_of(tensor, slices, batch))
+        return args, {**kwargs, _KEYWORD: slices}
 
     def _slices_of_call(self, module: nn.Module, hidden: Tensor, name: str) -> Slices:
         """Those of a block's input. The first block begins them; a call that a checkpoint of the model's own repeats in
@@ -120,14 +112,11 @@ class Blocks:
         self._of_inputs[hidden] = self.slices
         return self.slices
 
-    def whole(self, value: Any) -> Any:
-        """All positions of hidden states of which this rank has slices, in a block's arguments or its output."""
+    def whole(self, module: nn.Module, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
+        """A block's arguments with all positions of the hidden states of which this rank has slices."""
         slices = self.slices
         assert slices is not None
-        return map_tensors(value, lambda x: gather(x, 1, slices) if _is_slice(x, slices) else x)
-
-    def _slices_of(self, argument: Any, slices: Slices, batch: int) -> Any:
-        return map_tensors(argument, lambda tensor: self._slice_of(tensor, slices, batch))
+        return _changed(module, arguments, lambda x: gather(x, 1, slices) if _is_slice(x, slices) else x)
 
     def _slice_of(self, tensor: Tensor, slices: Slices, batch: int) -> Tensor:
         dim = sequence_dim(tensor, slices.length, batch)
@@ -186,8 +175,23 @@ def hidden_in(arguments: Any) -> Tensor | None:
     return next((tensor for tensor in tensors_in(arguments) if _is_states(tensor)), None)
 
 
-def _is_mask(name: list[str]) -> bool:
-    return bool(name) and "mask" in name[0]
+def _changed(
+    module: nn.Module, arguments: tuple[Any, Any], change: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A block's arguments with their tensors changed, but for those that stay whole."""
+    args, kwargs = arguments
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    names += [""] * (len(args) - len(names))
+    changed = [
+        argument if _stays_whole(name) else map_tensors(argument, change)
+        for name, argument in zip(names, args, strict=False)
+    ]
+    named = {key: value if _stays_whole(key) else map_tensors(value, change) for key, value in kwargs.items()}
+    return tuple(changed), named
+
+
+def _stays_whole(name: str) -> bool:
+    return "mask" in name or "bias" in name or name == "encoder_hidden_states"
 
 
 def sequence_dim(tensor: Tensor, length: int, batch: int) -> int | None:

@@ -2,7 +2,8 @@
 
 Either the ranks exchange positions for heads (S. A. Jacobs et al., "DeepSpeed Ulysses", 2023), or each gathers all keys
 and values for its own queries (as in A. Dubey et al., "The Llama 3 Herd of Models", 2024, section 3.3.2), or keys and
-values go around while each rank adds up what its queries see of them (H. Liu et al., "Ring Attention", 2023).
+values go around while each rank adds up what its queries see of them (H. Liu et al., "Ring Attention", 2023). Of a
+pattern each rank gathers those blocks of keys and values alone that its queries read.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from functools import cached_property
 
 from partita.plan.place import even
 
-HEADS, KEYS, RING = "heads", "keys", "ring"
+HEADS, KEYS, BLOCKS, RING = "heads", "keys", "blocks", "ring"
 # Gathered keys and values that fit: of one attention, on each rank. Kept for backward, they are there for every layer.
 MOST_GATHERED_BYTES = 1 << 30
 
@@ -19,7 +20,8 @@ MOST_GATHERED_BYTES = 1 << 30
 @dataclass(frozen=True)
 class Sizes:
     """Of one attention: query ``heads``, which share ``key_heads`` evenly, of ``head_dim`` (values: ``value_dim``), the
-    number of positions of each rank, samples, and bytes of a number.
+    number of positions of each rank, samples, and bytes of a number. ``reads`` says, where there is a pattern, how many
+    positions of all samples a rank (the first index) reads of another one's (the second).
     """
 
     heads: int
@@ -29,6 +31,7 @@ class Sizes:
     positions: tuple[int, ...]
     batch: int = 1
     itemsize: int = 4
+    reads: tuple[tuple[int, ...], ...] | None = None
 
     @cached_property
     def own_heads(self) -> tuple[tuple[int, ...], ...]:
@@ -52,9 +55,10 @@ class Sizes:
             if backward:
                 return (length * whole * (self.itemsize + 4),) * num
             return tuple((length - self.positions[(rank + 1) % num]) * whole * self.itemsize for rank in range(num))
-        if way == KEYS:
-            lengths = (length - own if backward else own * (num - 1) for own in self.positions)
-            return tuple(positions * self.key_heads * per_position for positions in lengths)
+        if way in (KEYS, BLOCKS):
+            read = self._read_of_others
+            counts = [sum(of_rank) for of_rank in (read if backward else zip(*read, strict=True))]
+            return tuple(count * self.key_heads * per_position // self.batch for count in counts)
         sent = []
         for rank, own in enumerate(self.positions):
             queries, keys = len(self.own_heads[rank]), len(self.own_key_heads[rank])
@@ -65,10 +69,19 @@ class Sizes:
         return tuple(sent)
 
     @property
+    def _read(self) -> tuple[tuple[int, ...], ...]:
+        everything = tuple(self.batch * own for own in self.positions)
+        return (everything,) * len(self.positions) if self.reads is None else self.reads
+
+    @property
+    def _read_of_others(self) -> list[list[int]]:
+        return [[0 if of == rank else n for of, n in enumerate(row)] for rank, row in enumerate(self._read)]
+
+    @property
     def gathered_bytes(self) -> int:
-        """Of all keys and values."""
+        """Of the keys and values that a rank reads, at most."""
         per_position = self.key_heads * (self.head_dim + self.value_dim)
-        return self.batch * sum(self.positions) * per_position * self.itemsize
+        return max(map(sum, self._read)) * per_position * self.itemsize
 
 
 def _shared_evenly(used: Sequence[int]) -> tuple[int, ...]:
@@ -79,8 +92,8 @@ def _shared_evenly(used: Sequence[int]) -> tuple[int, ...]:
 def choose(
     sizes: Sizes, *, whole_heads: bool = False, ring: bool = True, most_gathered_bytes: int = MOST_GATHERED_BYTES
 ) -> str:
-    """The way that fits and sends less: :data:`HEADS` needs a query head per rank, :data:`KEYS` the memory;
-    :data:`RING` where neither is there.
+    """The way that fits and sends less: :data:`HEADS` needs a query head per rank, :data:`KEYS` (of a pattern
+    :data:`BLOCKS`) the memory; :data:`RING` where neither is there.
 
     Args:
         whole_heads: the attention has more that belongs to heads than queries, keys and values: they stay together.
@@ -88,6 +101,7 @@ def choose(
     """
     heads_fit = sizes.heads >= len(sizes.positions) and not whole_heads
     keys_fit = sizes.gathered_bytes <= most_gathered_bytes or not (ring or heads_fit)
+    keys = KEYS if sizes.reads is None else BLOCKS
     if heads_fit and keys_fit:
-        return KEYS if sum(sizes.sent_bytes(KEYS)) < sum(sizes.sent_bytes(HEADS)) else HEADS
-    return HEADS if heads_fit else KEYS if keys_fit else RING
+        return keys if sum(sizes.sent_bytes(keys)) < sum(sizes.sent_bytes(HEADS)) else HEADS
+    return HEADS if heads_fit else keys if keys_fit else RING

@@ -50,6 +50,20 @@ def positions_for_heads(x: Tensor, heads: Heads, slices: Slices) -> Tensor:
     return result
 
 
+def rows_that_are_read(
+    x: Tensor, sent: Sequence[Tensor], places: Sequence[Tensor], num_read: int, slices: Slices
+) -> Tensor:
+    """Of the ranks' rows ``[rows, ...]`` those that this rank reads, ``[num_read, ...]``; what nobody sends is 0. The
+    gradient of a row is the sum of what its readers make of it, in rank order.
+
+    Args:
+        sent: for each rank, the rows of this one that it reads, none of them twice.
+        places: for each rank, where the rows that it sends are among those that are read.
+    """
+    result: Tensor = _Read.apply(x, sent, places, num_read, slices)  # type: ignore[no-untyped-call]
+    return result
+
+
 def sum_of_parts(part: Tensor, slices: Slices) -> Tensor:
     """The sum over the ranks of what each has computed of its slice."""
     result: Tensor = _SumOfParts.apply(part, slices)  # type: ignore[no-untyped-call]
@@ -124,6 +138,30 @@ class _PositionsForHeads(torch.autograd.Function):
         own = gradient.new_empty(batch, len(ctx.heads[slices.group.index]), 0, size)
         sent = gradient.split([len(taken) for taken in ctx.heads], 1)
         return torch.cat(slices.group.all_to_all(sent, slices.shapes(own, 2), PURPOSE), 2), None, None
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, sent: Sequence[Tensor], places: Sequence[Tensor], num_read: int, slices: Slices
+    ) -> Tensor:
+        ctx.sent, ctx.places, ctx.slices, ctx.num_rows = sent, places, slices, len(x)
+        shapes = [[len(place), *x.shape[1:]] for place in places]
+        received = slices.group.all_to_all([x.index_select(0, rows) for rows in sent], shapes, PURPOSE)
+        read = x.new_zeros(num_read, *x.shape[1:])
+        for place, part in zip(places, received, strict=True):
+            read[place] = part
+        return read
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        gradient, slices = gradients[0], ctx.slices
+        shapes = [[len(rows), *gradient.shape[1:]] for rows in ctx.sent]
+        parts = [gradient.index_select(0, place) for place in ctx.places]
+        total = gradient.new_zeros(ctx.num_rows, *gradient.shape[1:])
+        for rows, part in zip(ctx.sent, slices.group.all_to_all(parts, shapes, PURPOSE), strict=True):
+            total[rows] += part  # no row is there twice
+        return total, None, None, None, None
 
 
 class _SumOfParts(torch.autograd.Function):

@@ -33,7 +33,7 @@ def check_block(blocks: Blocks, block: nn.Module, args: Any, kwargs: Any) -> Non
     slices, name = blocks.slices, blocks.name(block)
     assert slices is not None
     with _evaluating(block), torch.no_grad():
-        given = blocks.whole((args, kwargs))
+        given = blocks.whole(block, (args, kwargs))
         sample = shortened(given, slices, min(slices.length // slices.group.size, _POSITIONS))
         try:
             whole = hidden_in(block.forward(*sample[0], **sample[1]))

@@ -6,22 +6,15 @@ ranks go on with the same bits. Between a g and the next f every rank computes t
 """
 
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from partita.comm.group import Group
+from partita.sharding.compiler import eager
 
 PURPOSE = "tensor"
-Called = TypeVar("Called", bound=Callable[..., Any])
-
-
-def eager(function: Called) -> Called:
-    """Have torch's compiler not trace a function: what it does waits for other ranks."""
-    disabled: Called = torch._dynamo.disable(function)
-    return disabled
 
 
 class _Enter(torch.autograd.Function):

@@ -1,0 +1,103 @@
+"""One rank of the cases that are predicted: `python -m benchmarks._predicted_rank CASES FILE STEPS`.
+
+CASES is a JSON list of :class:`benchmarks._predicted_cases.Case`; a line of FILE is a JSON object of what was measured
+of one, as soon as it is known. STEPS: how many are timed (0: bytes are looked at instead).
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import profile
+
+import partita
+from benchmarks._predicted_cases import Case
+from partita.engine.engine import Engine
+from partita.forecast.source import Source, read_source
+from partita.memory.ledger import STATES
+
+WARMUP = 2
+
+
+def measure(case: Case, num_steps: int) -> dict[str, Any]:
+    source = read_source(case.model)
+    _give_values(source.model)
+    with partita.initialize(source.model, case.config, device="cpu") as engine:
+        for _ in range(WARMUP):
+            _step(engine, source)
+        return {"seconds": _seconds(engine, source, num_steps)} if num_steps else _bytes(engine, source)
+
+
+def _give_values(model: nn.Module) -> None:
+    """Small random ones; what is tied stays so."""
+    made = {param: nn.Parameter(0.02 * torch.randn(param.shape)) for param in model.parameters()}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            module._parameters[name] = None if param is None else made[param]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else torch.zeros_like(buffer, device="cpu")
+
+
+def _step(engine: Engine, source: Source) -> None:
+    sizes = engine.blueprint.resolved.batch
+    engine.train_batch([source.batch(sizes.micro, "cpu") for _ in range(sizes.accumulate)])
+
+
+def _seconds(engine: Engine, source: Source, num_steps: int) -> float:
+    times = []
+    for _ in range(num_steps):
+        begin = time.perf_counter()
+        _step(engine, source)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def _bytes(engine: Engine, source: Source) -> dict[str, Any]:
+    before = engine.traffic_report()
+    with profile(profile_memory=True) as profiled:
+        _step(engine, source)
+    memory, sent = engine.memory_report(), engine.traffic_report().since(before)
+    allocated = peak_of(profiled)
+    if any(segment.trains and segment.gradient_in_place for unit in engine.units for segment in unit.segments):
+        allocated -= engine.planned_bytes["gradients", "device"]  # made in the step, and in the ledger
+    return {
+        "held": {" ".join(key): num for key, num in memory.peak.items() if key[0] in STATES and num},
+        "ledger_peak": sum(num for (_, tier), num in memory.peak.items() if tier == "device"),
+        "allocated_peak": allocated,
+        "sent": {
+            " ".join([key.collective, *key.axes, key.purpose]): list(_plain(count)) for key, count in sent.rows.items()
+        },
+    }
+
+
+def _plain(count: Any) -> tuple[int, int]:
+    return count.calls, count.sent_bytes
+
+
+def peak_of(profiled: Any) -> int:
+    """The most that torch's CPU allocator had lent at a time, above what it had when the profile began."""
+    events = profiled.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    now = most = 0
+    for _, num_bytes in changes:
+        now += num_bytes
+        most = max(most, now)
+    return most
+
+
+def main(listed: Sequence[Case], file: Path, num_steps: int) -> None:
+    torch.set_num_threads(1)
+    for case in listed:
+        found = measure(case, num_steps)
+        with file.open("a") as out:
+            out.write(json.dumps({"name": case.name, **found}) + "\n")
+
+
+if __name__ == "__main__":
+    main([Case(**each) for each in json.loads(sys.argv[1])], Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,105 @@
+"""What the ZeRO papers show of a cluster, predicted: throughput per GPU over the number of GPUs, and ZeRO-2 beside
+tensor parallelism alone across nodes.
+
+    python -m benchmarks.papers --save    # into benchmarks/results/papers.md
+    python -m benchmarks.papers --quick   # two numbers of GPUs, one model
+
+Predicted from data sheets (`partita plan`), for V100s with 32 GB, 16 in a node (DGX-2): the order of plans and the
+shape of curves are what it is good for. Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+Trillion Parameter Models", 2020, figures 2 and 3.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks._common import Report
+from partita.errors import ConfigError
+from partita.forecast.given import GivenPlan, given_plan
+from partita.forecast.source import Source, read_source
+from partita.plan.residence import Tier
+from partita.planner.machine import Machine, machine_named
+
+SCALED, WORLDS = "gpt-60b", (64, 96, 128, 192, 256, 400)
+# A model, and how many ranks tensor parallelism alone takes to hold it.
+BESIDE = (("gpt-8b", 16), ("gpt-40b", 32), ("gpt-60b", 64), ("gpt-100b", 64), ("gpt-170b", 64))
+NUM_GPUS = 384
+LARGEST_MICRO, CELLS = 64, 40
+
+Sections = dict[str, Any]
+
+
+def main() -> int:
+    made = argparse.ArgumentParser(description="What the ZeRO papers show of a cluster")
+    made.add_argument("--quick", action="store_true", help="two numbers of GPUs, one model")
+    made.add_argument("--save", action="store_true", help="write the report into benchmarks/results/")
+    options = made.parse_args()
+    report = Report("The papers' figures of a cluster, predicted")
+    report.begin()
+    machine = machine_named("v100-32")
+    worlds = WORLDS[:3:2] if options.quick else WORLDS
+    rates = dict(_scaling(read_source(SCALED), machine, worlds))
+    report.write(
+        f"Throughput of a GPU, {SCALED}, ZeRO-2 x tensor 16, the micro-batch that is fastest of those that fit:"
+    )
+    report.write()
+    most = max(rate for rate, _ in rates.values())
+    bars = ((str(n), str(micro), f"{rate:.1f}", "█" * round(CELLS * rate / most)) for n, (rate, micro) in rates.items())
+    report.table(("GPUs", "micro-batch", "TFLOP/s a GPU", ""), bars)
+    known = [rate for rate, _ in rates.values()]
+    report.expect(known[-1] > known[0], "more GPUs give more throughput a GPU")
+    report.write(f"ZeRO-2 x tensor within a node beside tensor parallelism alone, {NUM_GPUS} GPUs:")
+    report.write()
+    header = ("model", "tensor alone", "its TFLOP/s a GPU", "ZeRO-2's (tensor 16)", "times")
+    report.table(header, _beside(report, machine, BESIDE[2:3] if options.quick else BESIDE))
+    return report.end(options.save)
+
+
+def _scaling(source: Source, machine: Machine, worlds: tuple[int, ...]) -> Iterator[tuple[int, tuple[float, int]]]:
+    for num_gpus in worlds:
+        found = fastest(source, machine, num_gpus, {"zero": {"stage": 2}, "parallel": {"tensor": 16}})
+        if found is not None:
+            yield num_gpus, found
+
+
+def _beside(report: Report, machine: Machine, models: tuple[tuple[str, int], ...]) -> Iterator[list[str]]:
+    for name, tensor in models:
+        source = read_source(name)
+        alone = fastest(source, machine, NUM_GPUS, {"zero": {"stage": 0}, "parallel": {"tensor": tensor}})
+        split = fastest(source, machine, NUM_GPUS, {"zero": {"stage": 2}, "parallel": {"tensor": 16}})
+        shown = ["does not fit" if each is None else f"{each[0]:.1f}" for each in (alone, split)]
+        times = "" if alone is None or split is None else f"{split[0] / alone[0]:.1f}"
+        if alone is not None and split is not None and tensor > machine.gpus:
+            report.expect(split[0] > alone[0], f"{name}: ZeRO-2 is faster than tensor parallelism across nodes")
+        yield [name, f"tensor {tensor}", *shown, times]
+
+
+def fastest(source: Source, machine: Machine, num_gpus: int, sections: Sections) -> tuple[float, int] | None:
+    """TFLOP/s of a GPU, and the micro-batch; None where no micro-batch fits. Blocks are computed again in backward."""
+    found, micro = list[tuple[float, int]](), 1
+    precision = {"compute": "fp16", "gradients": "fp16"}
+    while micro <= LARGEST_MICRO:
+        config = {**sections, "precision": precision, "batch": {"micro": micro}, "activations": {"checkpoint": "units"}}
+        try:
+            given = given_plan(source, config, num_gpus, "cuda")
+        except ConfigError:
+            if micro == 1:
+                raise
+            break
+        if not _fits(given, machine, num_gpus):
+            break
+        flops = 6 * source.num_params * given.resolved.batch.total * (source.context or 1)
+        found.append((flops / given.time(machine).total_s / num_gpus / 1e12, micro))
+        micro *= 2
+    return max(found, default=None)
+
+
+def _fits(given: GivenPlan, machine: Machine, num_gpus: int) -> bool:
+    held = given.held(given.stages[0])
+    on_device = sum(num for (_, tier), num in held.items() if tier == Tier.DEVICE.value)
+    return on_device <= machine.budget(num_gpus).device
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,296 @@
+"""What pipelines idle, and what blocks cost a stage that runs none of them.
+
+    python -m benchmarks.pipeline            # 2 and 4 ranks, about ten minutes
+    python -m benchmarks.pipeline --quick    # short sleeps, few shapes, once: no targets
+    python -m benchmarks.pipeline --save     # into benchmarks/results/pipeline.md
+
+Stages sleep instead of computing, so that more of them than the machine has cores work at the same time. It ends with
+status 1 where a stage idles over 5 % more or less than its order of work does on paper, or an absent block takes more
+than 30 microseconds of a micro-batch.
+"""
+
+import logging
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import partita
+from benchmarks._common import Report, parser
+from partita.parallel.pipeline.edges import Edges
+from partita.parallel.pipeline.run import Pipeline
+from partita.parallel.pipeline.schedule import Shape, make_schedule
+from partita.parallel.pipeline.simulate import simulate
+from partita.train.decoder import Decoder, DecoderShape
+
+TIMEOUT_S = 600
+TOLERANCE, MOST_US = 0.05, 30.0
+IDLE, ABSENT = "idle", "absent"  # for --only
+# Name and stages of a rank.
+ORDERS = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1))
+LENGTH, VOCAB, WIDTH = 16, 64, 32
+
+
+@dataclass(frozen=True)
+class Size:
+    """``forward_s``: of a rank's stages together, for one micro-batch; backward takes twice as much, half of it for the
+    weights; ``depths``: blocks that are absent.
+    """
+
+    forward_s: float = 0.2
+    micros: tuple[int, ...] = (4, 8, 16)
+    reps: int = 1
+    depths: tuple[int, ...] = (8, 32, 128)
+    num_measured: int = 100
+
+
+QUICK = Size(forward_s=0.004, micros=(4,), reps=1, depths=(4, 8), num_measured=4)
+
+
+# -- stages that sleep -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Clock:
+    """When this rank has slept: seconds in all, the beginning of the first nap, and the end of the last one, by the
+    machine's clock. ``awake``: it does not sleep when it is told to.
+    """
+
+    awake: bool = True
+    slept: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        if self.awake:
+            return
+        begin = time.monotonic()
+        time.sleep(seconds)
+        self.last = time.monotonic()
+        self.first = self.first or begin
+        self.slept += self.last - begin
+
+
+class _Nap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, nap: Callable[[], None]) -> Tensor:
+        ctx.nap = nap
+        nap()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.nap()
+        return gradient, None
+
+
+class Sleeping(nn.Module):
+    """A block that sleeps as long in forward as for the gradient of its input, and for that of its weight."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        super().__init__()
+        self.product = nn.Linear(4, 4, bias=False)
+        self.nap = lambda: clock.sleep(seconds)
+        self.product.weight.register_hook(lambda gradient: self.nap())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Nap.apply(self.product(x), self.nap)
+
+
+def naps(order: str, chunks: int, micros: int, size: Size) -> tuple[float, float, float, float]:
+    """Of a batch: seconds that this rank's stages sleep, when they begin and end to, and seconds of the whole batch."""
+    clock, ranks = Clock(), dist.get_world_size()
+    model = nn.Sequential(*(Sleeping(clock, size.forward_s / chunks) for _ in range(ranks * chunks)))
+    config = {
+        "parallel": {"pipeline": ranks, "schedule": order, "chunks": chunks},
+        "zero": {"stage": 1},
+        "batch": {"micro": 2, "accumulate": micros},
+    }
+    batches = [torch.randn(2, 4)] * micros
+    with partita.initialize(model, config, loss_fn=lambda output, _: output.square().mean()) as engine:
+        for _ in range(2):  # forms are asked for, samples compared
+            engine.train_batch(batches)
+        dist.barrier()
+        clock.awake, begin = False, time.monotonic()
+        engine.train_batch(batches)
+        return clock.slept, clock.first, clock.last, time.monotonic() - begin
+
+
+# -- absent blocks -----------------------------------------------------------------------------------------------------
+
+
+def llama(num_blocks: int) -> tuple[nn.Module, str, dict[str, Tensor]]:
+    """A model of transformers, its last block, and a batch."""
+    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_attention_heads": 2, "vocab_size": VOCAB}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_blocks, **sizes))
+    tokens = torch.randint(VOCAB, (2, LENGTH))
+    batch = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
+    return model, f"model.layers.{num_blocks - 1}", batch
+
+
+def decoder(num_blocks: int) -> tuple[nn.Module, str, dict[str, Tensor]]:
+    """Partita's own, likewise."""
+    model = Decoder(DecoderShape(num_blocks, WIDTH, heads=2, kv_heads=2, ffn_width=WIDTH, vocab=VOCAB))
+    tokens = torch.randint(VOCAB, (2, LENGTH))
+    return model, f"blocks.{num_blocks - 1}", {"tokens": tokens, "targets": tokens}
+
+
+MODELS = {"LlamaForCausalLM of transformers": llama, "partita's Decoder": decoder}
+
+
+def until_received(model: str, num_absent: int, size: Size) -> float:
+    """Seconds from the beginning of the last stage's forward, which runs one block, until it waits for what that
+    lacks: the median over micro-batches.
+    """
+    module, last, batch = MODELS[model](num_absent + 1)
+    config = {"parallel": {"pipeline": 2, "cut": [last]}, "batch": {"micro": 2, "accumulate": size.num_measured}}
+    began, spent = list[float](), list[float]()
+    forward, receive = Pipeline.forward, Edges.receive
+
+    def begin(*args: Any) -> Any:
+        began.append(time.perf_counter())
+        return forward(*args)
+
+    def end(*args: Any) -> Any:
+        spent.append(time.perf_counter() - began[-1])
+        return receive(*args)
+
+    Pipeline.forward, Edges.receive = begin, end  # type: ignore[method-assign]
+    try:
+        with partita.initialize(module, config) as engine:
+            engine.train_batch([batch] * size.num_measured)
+            spent.clear()
+            engine.train_batch([batch] * size.num_measured)
+    finally:
+        Pipeline.forward, Edges.receive = forward, receive  # type: ignore[method-assign]
+    return statistics.median(spent) if spent else 0.0
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """Of the straight line with the least squares through points ``(x, y)``."""
+    return statistics.linear_regression(*zip(*points, strict=True)).slope
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def on_ranks(num_ranks: int, work: Callable[..., Any], *calls: tuple[Any, ...]) -> list[list[Any]]:
+    """``work`` called with each of the arguments on so many processes; its results, by call and rank."""
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (num_ranks, f"{folder}/store", work, calls, answers)
+        ranks = [
+            context.Process(target=_main_of_rank, args=(rank, *arguments), daemon=True) for rank in range(num_ranks)
+        ]
+        for process in ranks:
+            process.start()
+        found: list[list[Any]] = answers.get(timeout=TIMEOUT_S)
+        for process in ranks:
+            process.join(TIMEOUT_S)
+    return found
+
+
+def _main_of_rank(
+    rank: int,
+    num_ranks: int,
+    file: str,
+    work: Callable[..., Any],
+    calls: Sequence[tuple[Any, ...]],
+    answers: "multiprocessing.Queue[object]",
+) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    logging.getLogger("partita").setLevel(logging.WARNING)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=num_ranks)
+    torch.manual_seed(0)
+    every = list[list[Any]]()
+    for call in calls:
+        rows: list[Any] = [None] * num_ranks
+        dist.all_gather_object(rows, work(*call))
+        every.append(rows)
+    if rank == 0:
+        answers.put(every)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# -- report ------------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    options = parser("What pipelines idle, and what absent blocks cost", (2, 4)).parse_args()
+    size = QUICK if options.quick else Size()
+    report = Report("Pipeline")
+    report.begin()
+    chosen = options.only or (IDLE, ABSENT)
+    if IDLE in chosen:
+        report.write(_OF_IDLE.format(size=size, ms=size.forward_s * 1e3))
+        report.write()
+        header = ["ranks", "micro-batches", "order", "stages a rank", "on paper", "measured, by rank", "off by at most"]
+        header.append("before and after")
+        report.table(header, _idle(report, options, size))
+    if ABSENT in chosen:
+        report.write(_OF_ABSENT)
+        report.write()
+        header = ["model", *(f"{depth} absent" for depth in size.depths), "us a block"]
+        report.table(header, _absent(report, options, size))
+    return report.end(options.save)
+
+
+_OF_IDLE = """Each stage sleeps {ms:g} ms in the forward of a micro-batch (a rank's stages together), as long for the
+gradient of its input, and as long for that of its weight. *measured*: the share of the time between the first nap of
+any rank and the last one's end in which a rank does not sleep, the least of {size.reps}. *on paper*: the order of work,
+simulated with those times, which is (p-1)/(m+p-1) for p ranks and m micro-batches under `gpipe` and `1f1b`,
+(p-1)/(mv+p-1) for v stages a rank under `interleaved`, and (p-1)/(3m+p-1) under `zero_bubble`. *before and after*:
+milliseconds of the batch outside that time: the ranks agree on samples, norm and loss, and update."""
+
+_OF_ABSENT = """The last of two ranks runs the last block of a model alone. Microseconds from the beginning of its
+forward until it waits for what that block lacks, a median over micro-batches; *us a block*: the slope over the blocks
+that are absent."""
+
+
+def _idle(report: Report, options: Namespace, size: Size) -> Iterator[list[str]]:
+    for ranks in [2] if options.quick else options.ranks:
+        cells = [(*order, micros, size) for micros in size.micros for order in ORDERS]
+        every = on_ranks(ranks, naps, *(cell for cell in cells for _ in range(size.reps)))
+        for number, (order, chunks, micros, _) in enumerate(cells):
+            expected = simulate(make_schedule(order, Shape(ranks, micros, chunks))).bubble
+            found, beside = min(map(_shares, every[number * size.reps : (number + 1) * size.reps]))
+            off = max((share / expected - 1 for share in found), key=abs)
+            what = f"{order} on {ranks} ranks, {micros} micro-batches: idles {off:+.1%} beside what it does on paper"
+            report.expect(options.quick or abs(off) <= TOLERANCE, what)
+            shares = " ".join(f"{share:.4f}" for share in found)
+            cell = [str(ranks), str(micros), order, str(chunks), f"{expected:.4f}", shares, f"{off:+.1%}"]
+            yield [*cell, f"{beside * 1e3:.1f}"]
+
+
+def _shares(by_rank: Sequence[tuple[float, float, float, float]]) -> tuple[list[float], float]:
+    """Of the ranks' naps: the share of the time in which each is awake, and what the batch takes beside that time."""
+    slept, first, last, whole = zip(*by_rank, strict=True)
+    lasted = max(last) - min(first)
+    return [1 - own / lasted for own in slept], max(whole) - lasted
+
+
+def _absent(report: Report, options: Namespace, size: Size) -> Iterator[list[str]]:
+    cells = [(name, depth, size) for name in MODELS for depth in size.depths]
+    last = {cell[:2]: found[-1] * 1e6 for cell, found in zip(cells, on_ranks(2, until_received, *cells), strict=True)}
+    for name in MODELS:
+        us = slope([(depth, last[name, depth]) for depth in size.depths])
+        report.expect(options.quick or us <= MOST_US, f"{name}: {us:.1f} us for an absent block, of {MOST_US:g}")
+        yield [name, *(f"{last[name, depth]:.0f}" for depth in size.depths), f"{us:.1f}"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""Block-sparse attention of a cut sequence: each rank computes its own queries, and is sent the blocks of keys and
+values that these read; or ranks exchange heads for positions, where that sends less.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from partita.attention.blocks import Visits, visits
+from partita.attention.layout import Layout
+from partita.attention.segments import Sizes, segments_of
+from partita.attention.visited import Recent, Visited, of_batch
+from partita.errors import PartitaError
+from partita.parallel.sequence import choose
+from partita.parallel.sequence.attention import Call, by_heads
+from partita.parallel.sequence.exchange import rows_that_are_read
+from partita.parallel.sequence.slices import Slices
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is known of a whole batch whose sequence is cut; arguments are :func:`partita.attention.block_sparse`'s."""
+
+    layout: Layout
+    slices: Slices
+    seen: Tensor | None
+    documents: Tensor | None
+
+    def check(self, q: Tensor, k: Tensor) -> None:
+        """Raises PartitaError: the tensors are not this rank's slice, or what is said of the keys is not of all."""
+        own, whole = self.slices.num_own, [q.shape[0], self.slices.length]
+        where = f"where this rank has {own} of {self.slices.length} positions (parallel.sequence)"
+        if q.shape[2] != own or k.shape[2] != own:
+            raise PartitaError(
+                f"block-sparse attention from {q.shape[2]} queries to {k.shape[2]} keys, {where}: a pattern takes "
+                "those of a block's own input"
+            )
+        for name, given in (("seen", self.seen), ("documents", self.documents)):
+            if given is not None and list(given.shape) != whole:
+                raise PartitaError(
+                    f"block_sparse: {name}: expected {whole} (samples, all positions); got {list(given.shape)}, {where}"
+                )
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What this rank's queries ``visited`` of the blocks that they read, and who reads what.
+
+    ``counts``: the positions that a rank (the first index) reads of another one's (the second), of all samples of a
+    kind. ``sent``: of each rank, the rows [samples x own positions] of this rank that it reads; ``places``: of each
+    rank, where those that come from it belong in what is read, [samples x blocks x block].
+    """
+
+    visited: Visited
+    counts: tuple[tuple[int, ...], ...]
+    sent: list[Tensor]
+    places: list[Tensor]
+
+
+_recent = Recent[Reading]()
+
+
+def attend(batch: Batch, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> Tensor:
+    """Shapes are :func:`partita.attention.block_sparse`'s, of this rank's positions alone."""
+    batch.check(q, k)
+    slices, layout = batch.slices, batch.layout
+    num_samples = 1 if batch.seen is None and batch.documents is None else q.shape[0]
+    kind = layout, num_samples, slices.ranges, slices.group.index, q.device
+    found = _recent.found(kind, (batch.seen, batch.documents), lambda: reading(batch, num_samples, q.device))
+    alike = q.shape[0] // num_samples
+    positions = tuple(stop - start for start, stop in slices.ranges)
+    sizes = choose.Sizes(
+        q.shape[1],
+        k.shape[1],
+        *(k.shape[3], v.shape[3], positions, q.shape[0], q.itemsize),
+        reads=tuple(tuple(alike * count for count in of_rank) for of_rank in found.counts),
+    )
+    if choose.choose(sizes, ring=False) == choose.HEADS:
+        whole = Sizes(num_samples, slices.length, slices.length)
+
+        def own(call: Call) -> Tensor:
+            visited = of_batch(layout, whole, batch.seen, batch.documents)
+            return visited.attend(call.query, call.key, call.value, dropout, scale)
+
+        return by_heads(Call(q, k, v, None, False), slices, own, sizes)
+    keys, values = _read(k, v, found, slices, num_samples)
+    return found.visited.attend(q, keys, values, dropout, scale)
+
+
+def _read(k: Tensor, v: Tensor, found: Reading, slices: Slices, num_samples: int) -> tuple[Tensor, Tensor]:
+    """[samples, key heads, positions of the blocks that are read, width] of keys, and of values."""
+    num_all, heads = k.shape[:2]
+    both = torch.cat((k, v), -1).reshape(num_samples, -1, k.shape[2], k.shape[3] + v.shape[3])
+    rows = both.transpose(1, 2).flatten(0, 1)
+    num = found.visited.visits.sizes.keys
+    read = rows_that_are_read(rows, found.sent, found.places, num_samples * num, slices)
+    back = read.unflatten(0, (num_samples, num)).transpose(1, 2).reshape(num_all, heads, num, -1)
+    return back[..., : k.shape[3]], back[..., k.shape[3] :]
+
+
+def reading(batch: Batch, num_samples: int, device: torch.device) -> Reading:
+    """Made by each rank by itself, of what it knows of all.
+
+    Args:
+        num_samples: 1 where all samples are seen alike.
+    """
+    slices, own = batch.slices, batch.slices.group.index
+    seen, documents = (None if each is None else each.cpu() for each in (batch.seen, batch.documents))
+    segments = segments_of(Sizes(num_samples, slices.length, slices.length), seen, documents)
+    by_rank = [
+        visits(batch.layout, Sizes(num_samples, stop - start, slices.length), segments.of_queries(start, stop), seen)
+        for start, stop in slices.ranges
+    ]
+    counts, sent = [], []
+    for found in by_rank:
+        sample, position, _ = _positions(found)
+        owners = [(position >= start) & (position < stop) for start, stop in slices.ranges]
+        counts.append(tuple(int(each.sum()) for each in owners))
+        mine = owners[own]
+        sent.append((sample[mine] * slices.num_own + position[mine] - slices.own.start).to(device))
+    read = by_rank[own].of_read()
+    sample, position, number = _positions(by_rank[own])
+    place = sample * read.sizes.keys + number
+    places = [place[(position >= start) & (position < stop)].to(device) for start, stop in slices.ranges]
+    return Reading(Visited(read), tuple(counts), sent, places)
+
+
+def _positions(found: Visits) -> tuple[Tensor, Tensor, Tensor]:
+    """(sample, position, its number among the sample's that are read) of every key in the blocks that are read."""
+    sample, col, number = found.read
+    position, number = ((each[:, None] * found.block + torch.arange(found.block)).flatten() for each in (col, number))
+    is_there = position < found.sizes.keys
+    return sample.repeat_interleave(found.block)[is_there], position[is_there], number[is_there]

@@ -1,0 +1,103 @@
+"""The visits of a batch, and what is made of them once: attention over them on any device."""
+
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import cache
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from partita.attention import flex
+from partita.attention.blocks import Visits, visits
+from partita.attention.gathered import Dropout, Gathered, Gathering, Job, jobs_of
+from partita.attention.layout import Layout
+from partita.attention.segments import Sizes, segments_of
+from partita.memory import accelerator
+
+T = TypeVar("T")
+
+
+class Visited:
+    """Shared by all layers, forward and backward."""
+
+    def __init__(self, visits: Visits) -> None:
+        self.visits = visits
+        self._jobs: dict[torch.device, list[Job]] = {}
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> Tensor:
+        """Shapes and arguments are :func:`partita.attention.block_sparse`'s, sizes those of the visits."""
+        sizes = self.visits.sizes
+        if flex.runs_on(q.device) and not dropout:
+            return flex.attend(q, k, v, self.visits, scale)
+        groups = q.shape[1] // k.shape[1]
+        samples = sizes.samples
+        heads = q.shape[0] // samples * k.shape[1]
+        queries = q.reshape(samples, heads, groups, *q.shape[2:])
+        keys, values = (x.reshape(samples, heads, *x.shape[2:]) for x in (k, v))
+        drop = Dropout(dropout, int(torch.randint(2**62, ()))) if dropout else None
+        on_host = accelerator.is_host(q.device)
+        if not on_host and not flex.runs_on(q.device):
+            _warn_of_products(q.device)
+        flash = on_host and drop is None and q.shape[-1] == v.shape[-1]
+        how = Gathering(self._jobs_on(q.device), (sizes.queries, sizes.keys, self.visits.block), scale, drop, flash)
+        out: Tensor = Gathered.apply(queries, keys, values, how)  # type: ignore[no-untyped-call]
+        return out.reshape(*q.shape[:-1], v.shape[-1])
+
+    def _jobs_on(self, device: torch.device) -> list[Job]:
+        if device not in self._jobs:
+            jobs = jobs_of(self.visits)
+            self._jobs[device] = [
+                Job(job.rows.to(device), job.cols.to(device), None if job.mask is None else job.mask.to(device))
+                for job in jobs
+            ]
+        return self._jobs[device]
+
+
+@cache
+def _warn_of_products(device: torch.device) -> None:
+    warnings.warn(
+        f"block-sparse attention on {device} is computed by matrix products over gathered blocks: FlexAttention takes "
+        "Triton, which is not there for it",
+        stacklevel=4,
+    )
+
+
+class Recent(Generic[T]):
+    """What was made for the last few kinds of batch. Layers that are given the same tensors share it."""
+
+    LIMIT = 8
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[object, tuple[T, list[weakref.ref[Tensor]]]] = OrderedDict()
+
+    def found(self, kind: object, given: tuple[Tensor | None, ...], make: Callable[[], T]) -> T:
+        """What ``make`` made of a kind of batch and these very tensors, as long as they are what they were then."""
+        tensors = [tensor for tensor in given if tensor is not None]
+        key = kind, tuple(tensor if tensor is None else (id(tensor), tensor._version) for tensor in given)
+        if key in self._kept:
+            found, owners = self._kept[key]
+            if all(owner() is tensor for owner, tensor in zip(owners, tensors, strict=True)):
+                self._kept.move_to_end(key)
+                return found
+        found = make()
+        self._kept[key] = found, [weakref.ref(tensor) for tensor in tensors]
+        while len(self._kept) > self.LIMIT:
+            self._kept.popitem(last=False)
+        return found
+
+
+_recent = Recent[Visited]()
+
+
+def of_batch(layout: Layout, sizes: Sizes, seen: Tensor | None, documents: Tensor | None) -> Visited:
+    """All visits of a batch; arguments are :func:`partita.attention.block_sparse`'s."""
+
+    def make() -> Visited:
+        host_seen, host_documents = (None if each is None else each.cpu() for each in (seen, documents))
+        segments = segments_of(sizes, host_seen, host_documents)
+        return Visited(visits(layout, sizes, segments, host_seen))
+
+    return _recent.found((layout, sizes), (seen, documents), make)

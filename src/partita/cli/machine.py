@@ -1,0 +1,46 @@
+"""``partita machine``: the present machine, measured, as a file for ``partita plan --gpu FILE``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from partita.cli.console import user_errors
+from partita.forecast.this_machine import measure_machine
+from partita.planner.figures import format_bytes
+from partita.planner.machine import Machine, write_machine
+
+Ranks = Annotated[
+    int,
+    typer.Option(min=1, help="Ranks that compute and send at the same time: of a CPU each has a part of the cores."),
+]
+OutFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write it there (.yaml).")]
+
+
+def machine(ranks: Ranks = 1, out: OutFile = None) -> None:
+    """Measure this machine: its memories, and how fast so many ranks compute, copy and send beside each other."""
+    with user_errors():
+        found = measure_machine(ranks, out.stem if out else "this machine")
+        if out is not None:
+            write_machine(found, out)
+    show(found, Console())
+
+
+def show(found: Machine, console: Console) -> None:
+    """A row for each kind of job: how long a small one takes, and the rate of large ones."""
+    console.print(
+        f"[bold]{found.name}[/], {found.source}: memory {format_bytes(found.memory)}, disk {format_bytes(found.disk)} "
+        f"at {format_bytes(found.disk_rate)}/s",
+        highlight=False,
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("jobs of a rank", "a small one", "the largest", "rate"):
+        table.add_column(name, justify="left" if name == "jobs of a rank" else "right")
+    for kind, curve in found.curves:
+        (_, small_s), (size, large_s) = curve.points[0], curve.points[-1]
+        unit = "GFLOP/s" if kind in ("product", "attention", "attention_backward") else "GB/s"
+        small, large = f"{1e6 * small_s:.3g} us", f"{1e3 * large_s:.3g} ms"
+        table.add_row(kind.replace("_", " "), small, large, f"{size / large_s / 1e9:.3g} {unit}")
+    console.print(table)

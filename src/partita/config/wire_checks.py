@@ -1,0 +1,174 @@
+"""What must hold between settings of what travels, and others."""
+
+from collections.abc import Iterator
+
+from partita.config.messages import Contradiction, setting
+from partita.config.schema import Config
+from partita.config.wires import SENDS_MOMENTUM, gradient_codec, warmup_steps
+from partita.plan.wire import AT_RANDOM, HELD_BACK, LOW_RANK
+
+
+def contradicting_wires(config: Config, compute: str) -> Iterator[Contradiction]:
+    """One for each rule that is broken."""
+    yield from _apart(config)
+    yield from _feedback(config)
+    yield from _changes(config, compute)
+
+
+def _feedback(config: Config) -> Iterator[Contradiction]:
+    """Of codes that hold back what they lose."""
+    codec, offload = gradient_codec(config), config.zero.offload
+    yield from _warm_up(config)
+    if codec not in (*HELD_BACK, LOW_RANK):
+        return
+    yield from _factors(config)
+    if config.precision.gradients == "in_backward":
+        yield (
+            ("communication.gradients", "precision.gradients"),
+            f"communication.gradients: {codec} holds back what codes lose once a step is known to be finite; "
+            "precision.gradients: in_backward updates before that",
+            "set communication.gradients to int8",
+        )
+    for key in ("optimizer", "gradients"):
+        if getattr(offload, key) in ("disk", "auto") and (key, offload.gradients) != ("gradients", "auto"):
+            yield (
+                ("communication.gradients", f"zero.offload.{key}"),
+                f"what communication.gradients: {codec} holds back rests on the device or on the host, as the "
+                "optimizer states do; gradients come there, too",
+                f"set zero.offload.{key} to host",
+            )
+    if codec == "onebit" and config.optimizer.name == "sgd" and config.optimizer.momentum == 0:
+        yield (
+            ("communication.gradients", "optimizer.name", "optimizer.momentum"),
+            "communication.gradients: onebit sends signs, which say nothing of a value's size: it takes a running "
+            "average, and plain sgd keeps none",
+            "set optimizer.momentum to 0.9, or communication.gradients to ternary",
+        )
+
+
+def _apart(config: Config) -> Iterator[Contradiction]:
+    """Of replicas that train apart."""
+    asked, default = config.communication, Config().communication
+    if asked.every is None:
+        for key in ("replicas", "outer_lr", "outer_momentum", "outer_nesterov"):
+            if getattr(asked, key) != getattr(default, key):
+                yield (
+                    (f"communication.{key}", "communication.every"),
+                    f"communication.{key} is of replicas that train apart",
+                    "set communication.every to the optimizer steps between two exchanges",
+                )
+        return
+    for key, why in (
+        ("zero.hierarchical", "splits parameters over all nodes"),
+        ("zero.replicate", "has all nodes add up every gradient"),
+        ("communication.parameters", "has codes stand for the parameters of a replica"),
+        ("precision.gradients", "updates a unit before it is known whether all replicas' gradients are finite"),
+        ("precision.master", "has no master weights that could be compared with those of the last exchange"),
+        ("precision.moments", "has averages in blocks, of which there is no mean over the replicas"),
+        ("optimizer.name", "has the running average of all ranks in place of each replica's"),
+    ):
+        value = setting(config, key)
+        refused = {
+            "precision.gradients": value == "in_backward",
+            "optimizer.name": value in SENDS_MOMENTUM,
+        }
+        if refused.get(key, value != setting(Config(), key)):
+            yield (
+                (key, "communication.every"),
+                f"{key}: {value} {why}; under communication.every each replica trains apart",
+                f"leave {key} or communication.every out",
+            )
+    if config.zero.offload.optimizer in ("disk", "auto"):
+        yield (
+            ("zero.offload.optimizer", "communication.every"),
+            "what replicas that train apart compare rests on the device or on the host",
+            "set zero.offload.optimizer to host",
+        )
+
+
+def _factors(config: Config) -> Iterator[Contradiction]:
+    """Of gradients as low-rank factors."""
+    if config.communication.gradients != LOW_RANK:
+        return
+    for key, is_set, why in (
+        ("zero.replicate", config.zero.replicate != "none", "has sums go from node to node as parts of matrices"),
+        ("communication.every", config.communication.every is not None, "exchanges parts, which are no matrices"),
+        ("optimizer.name", config.optimizer.name in SENDS_MOMENTUM, "sends averages back as codes of parts"),
+    ):
+        if is_set:
+            yield (
+                ("communication.gradients", key),
+                f"communication.gradients: low_rank makes factors of whole matrices; {key} {why}",
+                "set communication.gradients to ternary",
+            )
+
+
+def _warm_up(config: Config) -> Iterator[Contradiction]:
+    """Of the steps before codes begin to travel."""
+    total, num = config.schedule.total_steps, warmup_steps(config)
+    if total is not None and num >= total:
+        yield (
+            ("communication.warmup_steps", "schedule.total_steps"),
+            "communication.warmup_steps: all of the training's steps would be before codes travel",
+            f"set communication.warmup_steps to less than {total}",
+        )
+    if num and config.precision.gradients == "in_backward":
+        yield (
+            ("communication.warmup_steps", "precision.gradients"),
+            "under precision.gradients: in_backward codes travel from the first step on",
+            "leave communication.warmup_steps out",
+        )
+    if (name := config.optimizer.name) not in SENDS_MOMENTUM:
+        return
+    if config.communication.gradients in AT_RANDOM:
+        yield (
+            ("optimizer.name", "communication.gradients"),
+            f"optimizer.name: {name} has its running average travel, in codes that hold back what they lose",
+            "set communication.gradients to onebit, ternary, 2bit or topk",
+        )
+    if not num:
+        yield (
+            ("optimizer.name", "communication.warmup_steps", "schedule.total_steps"),
+            f"optimizer.name: {name} measures its second moment in a warm-up",
+            "set communication.warmup_steps, or schedule.total_steps, of which it is 15 %",
+        )
+    if config.zero.replicate != "none":
+        yield (
+            ("optimizer.name", "zero.replicate"),
+            f"optimizer.name: {name} has all ranks know one running average; zero.replicate has one a node",
+            "leave zero.replicate out",
+        )
+    if config.precision.master == "split":
+        yield (
+            ("optimizer.name", "precision.master"),
+            "precision.master: split belongs to adamw, adam, sgd and lion",
+            "set precision.master to fp32",
+        )
+
+
+def _changes(config: Config, compute: str) -> Iterator[Contradiction]:
+    """Of parameters that travel as codes."""
+    codec, zero = config.communication.parameters, config.zero
+    if codec == "full":
+        return
+    if zero.stage == 3:
+        if codec != "int8":
+            yield (
+                ("communication.parameters", "zero.stage"),
+                f"communication.parameters: {codec} is too coarse to compute with: what travels at stage 3 are the "
+                "parameters themselves, at stages 1 and 2 their changes",
+                "set communication.parameters to int8, or zero.stage to 2",
+            )
+        return
+    if config.precision.master == "split" and compute == "bf16":
+        yield (
+            ("communication.parameters", "precision.master"),
+            "precision.master: split has its high halves in the parameters, which changes in codes make other ones",
+            "set precision.master to fp32",
+        )
+    if zero.offload.parameters != "none":
+        yield (
+            ("communication.parameters", "zero.offload.parameters"),
+            "changes in codes are added to parameters on the device",
+            "leave zero.offload.parameters out",
+        )

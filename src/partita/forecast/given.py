@@ -1,0 +1,128 @@
+"""What one configuration comes to: bytes by closed forms and the trace, and seconds of a step."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from partita.config.load import load_config
+from partita.config.resolve import Resolved, resolve
+from partita.config.schema import Config
+from partita.engine.profile import Span, rows, write_trace
+from partita.errors import ConfigError
+from partita.forecast.costs import Rates
+from partita.forecast.pieces import Trace
+from partita.forecast.sized import Sized, Stage, size_model
+from partita.forecast.source import Source
+from partita.plan.planned import PlannedUnit
+from partita.plan.residence import Tier
+from partita.plan.state_plan import Tiers
+from partita.planner.group_units import group_units
+from partita.planner.machine import Machine
+from partita.planner.memory import ADAM_MOMENTS, model_state_bytes
+from partita.planner.placement import chosen_tiers, leaves_a_choice
+from partita.planner.timeline import Job, StepTime
+from partita.planner.working import arriving_bytes, working_bytes
+
+
+@dataclass(frozen=True)
+class GivenPlan:
+    """A configuration on paper. ``stages`` are the pipeline's, ``units`` of each what a rank of it has."""
+
+    resolved: Resolved
+    sized: Sized
+    stages: tuple[Stage, ...]
+    units: Mapping[Stage, list[PlannedUnit]]
+    num_moments: int = ADAM_MOMENTS
+
+    @property
+    def trace(self) -> Trace:
+        """Of a micro-batch."""
+        ((_, trace),) = self.sized.traces.items()
+        return trace
+
+    def held(self, stage: Stage) -> dict[tuple[str, str], int]:
+        """Bytes by (what, tier) on the rank of a stage that holds most: states, ``working`` memory and
+        ``activations``, as :class:`~partita.forecast.search.Forecast` has them.
+        """
+        units, settings = self.units[stage], self.resolved.config
+        held = Counter(model_state_bytes(units, None, self.num_moments))
+        working = working_bytes(units, settings.zero.prefetch_bytes, self.num_moments)
+        working[Tier.DEVICE] -= arriving_bytes(units)  # the trace has those
+        held.update({("working", tier.value): num for tier, num in working.items() if num})
+        trace, batch = self.trace, self.resolved.batch
+        if batch.accumulate == 1 and all(s.gradient_in_place for unit in units for s in unit.segments if s.trains):
+            num = trace.growing_peak(*stage.blocks)
+        else:
+            kept = min(len(self.stages), batch.accumulate) if stage.blocks[0] == 0 else 1
+            num = trace.peak(*stage.blocks, kept_forwards=kept)
+        return {**held, ("activations", Tier.DEVICE.value): num}
+
+    def time(self, machine: Machine) -> StepTime:
+        """Of the slower end of the pipeline."""
+        resolved = self.resolved
+        rates = Rates(machine, resolved.mesh.num_ranks, machine.compute_dtype, self.num_moments)
+        micros = resolved.batch.accumulate
+        times = (rates.step(self.sized, stage, units, self.trace, micros) for stage, units in self.units.items())
+        return max(times, key=lambda time: time.total_s)
+
+    def write_trace(self, path: Path, machine: Machine) -> None:
+        """Write a step of the pipeline's first stage for Perfetto (ui.perfetto.dev) or chrome://tracing, compressed
+        where ``path`` ends in ``.gz``: a row for each resource. Of many micro-batches three are in it.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        rates = Rates(machine, self.resolved.mesh.num_ranks, machine.compute_dtype, self.num_moments)
+        stage, jobs = self.stages[0], list[Job]()
+        rates.step(self.sized, stage, self.units[stage], self.trace, self.resolved.batch.accumulate, jobs)
+        names = [self.sized.specs[number].name or "the model itself" for number in stage.units]
+        spans = [
+            Span(
+                job.what,
+                names[job.unit] if job.unit < len(names) else "loss",
+                job.resource,
+                int(1e9 * job.start_s),
+                int(1e9 * job.stop_s),
+            )
+            for job in jobs
+        ]
+        try:
+            write_trace(path, {"traceEvents": rows(spans, 0, f"predicted, {machine.name}")})
+        except OSError as error:
+            raise ConfigError(f"'{path}' cannot be written: {error.strerror}; name another file") from None
+
+
+def given_plan(
+    source: Source, config: str | Path | Mapping[str, Any] | Config | None, num_ranks: int, kind: str = "cpu"
+) -> GivenPlan:
+    """What ``config`` comes to for a model.
+
+    Args:
+        kind: of device, in PyTorch's words.
+
+    Raises:
+        ConfigError: the configuration does not fit the ranks, leaves the placement open, or splits the sequence, which
+            no trace knows; the model's forward cannot be traced.
+    """
+    settings = load_config(config)
+    resolved = resolve(settings, num_ranks, kind, num_ranks)
+    if resolved.mesh.sequence > 1:
+        raise ConfigError("parallel.sequence: what ranks keep of a sequence is not traced: partita simulate has it")
+    if leaves_a_choice(settings.zero.offload):
+        raise ConfigError(
+            "zero.offload: auto follows from what is free where training runs: name a tier for each state"
+        )
+    checkpoint = settings.activations.checkpoint
+    if not isinstance(checkpoint, str):
+        raise ConfigError(
+            "activations.checkpoint: a plan knows none, selective and units: partita simulate has modules"
+        )
+    specs = group_units(source.model, settings.zero.units)
+    batch = resolved.batch
+    sized = size_model(source, specs, resolved, (checkpoint,), batch.micro)
+    tiers = chosen_tiers(settings.zero.offload, Tiers())
+    stages = tuple(sized.stages(resolved.mesh.pipeline))
+    ends = dict.fromkeys((stages[0], stages[-1]))
+    return GivenPlan(resolved, sized, stages, {stage: sized.planned(resolved, tiers, stage) for stage in ends})

@@ -1,0 +1,233 @@
+"""One of the ranks of a machine that is measured: all of them compute, copy and send at the same time.
+
+    python -m partita.forecast.measured_rank PLACE FILE
+
+PLACE is a JSON object of :class:`Place`; FILE is where the points go, as JSON.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from partita.comm.connections import Processes
+from partita.comm.group import Group
+from partita.comm.mesh import Mesh
+from partita.comm.world import Rendezvous
+from partita.memory import accelerator
+from partita.memory.allocate import allocate, allocate_host
+from partita.memory.disk import Disk
+from partita.plan.mesh_shape import AXES, MeshShape
+from partita.plan.traffic import TrafficMeter
+
+TIMEOUT_S = 60.0
+# Each job is repeated for so long, at least so often; the median of the rounds counts.
+ROUND_S, LEAST, ROUNDS = 0.03, 2, 3
+# A size whose job takes longer than this is the last of its kind.
+LONGEST_S = 0.05
+# So much is gone over before anything is used again: more than caches hold. That many tensors are enough.
+AROUND_BYTES, AROUND = 64 * 2**20, 32
+DISK_BYTES = 64 * 2**20
+
+Jobs = Sequence[Callable[[], object]]
+Points = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a rank: its number, how many there are, the threads of each, the device, what it computes in, where the ranks
+    meet, and the folder of the disk tier.
+    """
+
+    rank: int
+    num_ranks: int
+    threads: int
+    device: str
+    dtype: str
+    url: str
+    folder: str
+
+
+def measure_rank(place: Place) -> dict[str, Points]:
+    """(size, seconds) of each kind of job (:class:`~partita.planner.machine.Machine`), and of ``disk`` (bytes read) and
+    ``copy`` (bytes between an accelerator and its host).
+
+    Raises:
+        PartitaError: the ranks do not meet, or the disk cannot be written.
+    """
+    torch.set_num_threads(place.threads)
+    device = torch.device(place.device)
+    if not accelerator.is_host(device):
+        accelerator.set_device(device)
+    rendezvous = Rendezvous(place.rank, place.num_ranks, TIMEOUT_S, url=place.url)
+    mesh = Mesh(MeshShape(data=place.num_ranks), device, Processes(device, rendezvous))
+    try:
+        group = Group(mesh.shape.named(AXES), mesh, TrafficMeter())
+        clock = _Clock(group, device)
+        kinds = _computing(device, getattr(torch, place.dtype))
+        if place.num_ranks > 1:
+            kinds |= _sending(group, device)
+        found = {kind: clock.curve(sizes) for kind, sizes in kinds.items()}
+        found["disk"] = [_read_disk(clock, place)]
+        return found
+    finally:
+        mesh.close()
+
+
+class _Clock:
+    """Times jobs, of which every rank does as many at the same time."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._group, self._device = group, device
+
+    def curve(self, sizes: Iterator[tuple[float, Jobs]]) -> Points:
+        found: Points = []
+        for size, jobs in sizes:
+            found.append((size, self.seconds(jobs)))
+            if self.slowest(found[-1][1]) > LONGEST_S:
+                break
+        return found
+
+    def seconds(self, jobs: Jobs) -> float:
+        """Of one of these jobs, which are alike."""
+        turns = cycle(jobs)
+        once = min(self._run(turns, 1) for _ in range(2))
+        times = max(LEAST, int(ROUND_S / max(self.slowest(once), 1e-7)))
+        rounds = sorted(self._run(turns, times) / times for _ in range(ROUNDS))
+        return rounds[ROUNDS // 2]
+
+    def once(self, job: Callable[[], object]) -> float:
+        """Of a job that is done once; of the slowest rank."""
+        return self.slowest(self._run(iter([job]), 1))
+
+    def slowest(self, seconds: float) -> float:
+        """Of all ranks, so that they go on alike."""
+        return max(map(float, self._group.exchange_objects(seconds, "measuring this machine")))
+
+    def _run(self, turns: Iterator[Callable[[], object]], times: int) -> float:
+        self.slowest(0.0)  # nobody begins before all are here
+        accelerator.wait_for_all(self._device)
+        start = time.perf_counter()
+        for _ in range(times):
+            next(turns)()
+        accelerator.wait_for_all(self._device)
+        return time.perf_counter() - start
+
+
+def _computing(device: torch.device, dtype: torch.dtype) -> dict[str, Iterator[tuple[float, Jobs]]]:
+    kinds = {
+        "product": _products(device, dtype),
+        "attention": _attention(device, dtype, backward=False),
+        "attention_backward": _attention(device, dtype, backward=True),
+        "element": _elements(device, dtype, torch.add, 3),
+        "function": _elements(device, dtype, lambda x, _: F.gelu(x), 2),
+        "update": _updates(device),
+    }
+    if not accelerator.is_host(device):
+        kinds |= {"host_update": _updates(accelerator.HOST), "copy": _copies(device)}
+    return kinds
+
+
+def _tensors(shape: Sequence[int], device: torch.device, dtype: torch.dtype, each: int = 1) -> list[Tensor]:
+    """As many as are more than caches hold, in groups of ``each``."""
+    num = max(1, min(AROUND, AROUND_BYTES // (dtype.itemsize * torch.Size(shape).numel() * each)))
+    return [torch.full(tuple(shape), 0.1, device=device, dtype=dtype) for _ in range(each * num)]
+
+
+def _products(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, Jobs]]:
+    for size in (2**power for power in range(4, 14)):
+        given = _tensors((size, size), device, dtype, 2)
+        pairs = zip(given[::2], given[1::2], strict=True)
+        yield 2.0 * size**3, [partial(torch.mm, x, y) for x, y in pairs]
+
+
+def _attention(device: torch.device, dtype: torch.dtype, *, backward: bool) -> Iterator[tuple[float, Jobs]]:
+    """FLOPs are counted as torch's own counter does: of all pairs, two products forward, five backward."""
+    heads, width = 8, 64
+    for length in (2**power for power in range(5, 14)):
+        shape, flops = (1, heads, length, width), 4.0 * heads * length**2 * width
+        given = [tensor.requires_grad_(backward) for tensor in _tensors(shape, device, dtype, 3)]
+        triples = list(zip(given[::3], given[1::3], given[2::3], strict=True))
+        attend = partial(F.scaled_dot_product_attention, is_causal=True)
+        if not backward:
+            yield flops, [partial(attend, *triple) for triple in triples]
+            continue
+        upwards = torch.rand(*shape, device=device, dtype=dtype)
+        back = partial(torch.autograd.grad, grad_outputs=upwards, retain_graph=True)
+        yield 2.5 * flops, [partial(back, attend(*triple), triple) for triple in triples]
+
+
+def _elements(
+    device: torch.device, dtype: torch.dtype, operator: Callable[[Tensor, Tensor], Tensor], touched: int
+) -> Iterator[tuple[float, Jobs]]:
+    """Results are kept for a while, as autograd does: memory that comes anew costs more than memory that was there."""
+    for num in (2**power for power in range(8, 25, 2)):
+        given = _tensors((num,), device, dtype, 2)
+        kept = dict[int, Tensor]()
+
+        def job(at: int, given: list[Tensor] = given, kept: dict[int, Tensor] = kept) -> None:
+            kept[at] = operator(given[at], given[at + 1])
+
+        yield float(dtype.itemsize * touched * num), [partial(job, at) for at in range(0, len(given), 2)]
+
+
+def _updates(device: torch.device) -> Iterator[tuple[float, Jobs]]:
+    """Of fp32 masters with two moments: these are read and written, the gradients read, the parameters written."""
+    for num in (2**power for power in range(12, 23, 2)):
+        jobs = list[Callable[[], object]]()
+        for value in _tensors((num,), device, torch.float32, 4)[::4]:
+            param = nn.Parameter(value)
+            param.grad = torch.rand_like(value)
+            jobs.append(torch.optim.AdamW([param], fused=True).step)
+        yield 32.0 * num, jobs
+
+
+def _copies(device: torch.device) -> Iterator[tuple[float, Jobs]]:
+    for num in (2**power for power in range(12, 27, 4)):
+        host = allocate_host(num, torch.float32, device)
+        yield 4.0 * num, [partial(allocate(num, torch.float32, device).copy_, host)]
+
+
+def _sending(group: Group, device: torch.device) -> dict[str, Iterator[tuple[float, Jobs]]]:
+    return {"gather": _gathers(group, device), "reduce": _reductions(group, device)}
+
+
+def _gathers(group: Group, device: torch.device) -> Iterator[tuple[float, Jobs]]:
+    for num in (2**power for power in range(8, 23, 2)):
+        part, whole = (allocate(size, torch.float32, device) for size in (num, num * group.size))
+
+        def job(whole: Tensor = whole, part: Tensor = part) -> None:
+            group.all_gather(whole, part).wait()
+
+        yield 4.0 * num * (group.size - 1), [job]
+
+
+def _reductions(group: Group, device: torch.device) -> Iterator[tuple[float, Jobs]]:
+    for num in (2**power for power in range(8, 23, 2)):
+        sent = allocate(num * group.size, torch.float32, device)
+        received = allocate(group.received_elements(sent.numel(), 4), torch.float32, device)
+        own = sent[group.index * num : (group.index + 1) * num]
+        yield 4.0 * num * (group.size - 1), [partial(group.reduce_scatter, own, sent, received, accumulate=False)]
+
+
+def _read_disk(clock: _Clock, place: Place) -> tuple[float, float]:
+    disk = Disk(Path(place.folder), f"partita-measured-{place.rank}")
+    try:
+        values = allocate(DISK_BYTES // 4, torch.float32, accelerator.HOST).fill_(1.0)
+        region = disk.reserve(DISK_BYTES)
+        disk.write(region, values).wait()
+        return float(DISK_BYTES), clock.once(lambda: disk.read(region, values).wait())
+    finally:
+        disk.close()
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(measure_rank(Place(**json.loads(sys.argv[1])))), encoding="utf-8")

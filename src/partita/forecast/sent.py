@@ -1,0 +1,41 @@
+"""Bytes that a rank sends in a step, by the axes along which they go: model states, and what the axes exchange of
+activations."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from partita.forecast.pieces import Trace
+from partita.forecast.sized import Stage
+from partita.plan.planned import PlannedUnit
+from partita.planner.traffic import StepShape, step_traffic
+
+TENSOR, PIPELINE = "tensor", "pipeline"
+
+
+def sent_by_axes(units: Sequence[PlannedUnit], stage: Stage, trace: Trace, num_micros: int) -> Mapping[str, int]:
+    """Of a rank of one pipeline ``stage``, whose ``units`` these are; axes that go together are one, ``data,tensor``.
+
+    Args:
+        trace: of a micro-batch.
+    """
+    found = Counter[str]()
+    for key, count in step_traffic(units, StepShape(num_micros, returns_loss=True)).rows.items():
+        found[",".join(key.axes)] += count.sent_bytes
+    for axis, num in activation_bytes(stage, trace).items():
+        found[axis] += num_micros * num
+    return {axes: num for axes, num in found.items() if num}
+
+
+def activation_bytes(stage: Stage, trace: Trace) -> Mapping[str, int]:
+    """What a stage exchanges of one micro-batch, by axis: between its tensor ranks in forward and backward; and with
+    the stages beside it, one payload each way: what its last block returns, and the gradient of what its first one is
+    given.
+    """
+    start, stop = stage.blocks
+    pieces = list(trace.blocks[start:stop])
+    first, last = start == 0, stop == len(trace.blocks)
+    pieces += [trace.before] * first + [trace.after] * last
+    within = sum(piece.forward.sent_bytes + piece.backward.sent_bytes for piece in pieces)
+    on = 0 if last else trace.blocks[stop - 1].output_bytes
+    back = 0 if first else trace.blocks[start - 1].output_bytes
+    return {TENSOR: within, PIPELINE: on + back}

@@ -1,0 +1,117 @@
+"""The machine that this runs on, measured: as many ranks as will train compute, copy and send at the same time."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from partita.config.schema import Offload
+from partita.errors import ConfigError, PartitaError
+from partita.forecast.measured_rank import Place, Points
+from partita.memory import accelerator
+from partita.memory.capacity import free_budget, host_memory, usable_cores
+from partita.memory.disk import scratch_folder
+from partita.planner.curve import Curve
+from partita.planner.machine import Machine
+
+# The ranks take a part of it.
+TIMEOUT_S = 240
+_LAST_CHARACTERS = 2000
+# Kinds that become rates of the machine and no curves.
+_RATES = ("disk", "copy")
+
+
+def measure_machine(ranks: int = 1, name: str = "this machine") -> Machine:
+    """Measure it, with ``ranks`` processes: on a CPU its cores are divided among them, elsewhere each has a device.
+
+    It takes some twenty seconds, and says what these ranks reach beside each other: a plan is for as many. What is free
+    of each memory now counts as what there is.
+
+    Raises:
+        ConfigError: there are not so many devices, or cores.
+        PartitaError: a rank ended, or the ranks do not meet.
+    """
+    device, cores = accelerator.own_device(None), usable_cores()
+    most = cores if accelerator.is_host(device) else accelerator.count()
+    if not 1 <= ranks <= most:
+        what = "cores" if accelerator.is_host(device) else "devices"
+        raise ConfigError(f"--gpus: {ranks} ranks cannot be measured here, where there are {most} {what}")
+    dtype = "float32" if accelerator.is_host(device) else "bfloat16"
+    folder = str(scratch_folder(Offload()))
+    with tempfile.TemporaryDirectory(prefix="partita-") as meeting:
+        url = f"file://{meeting}/store" if ranks > 1 else ""
+        places = [
+            Place(rank, ranks, max(1, cores // ranks), _device(device, rank), dtype, url, folder)
+            for rank in range(ranks)
+        ]
+        found = _slowest(_measured(places, Path(meeting)))
+    return _machine(name, device, ranks, found)
+
+
+def _device(device: torch.device, rank: int) -> str:
+    return device.type if accelerator.is_host(device) else f"{device.type}:{rank}"
+
+
+def _measured(places: Sequence[Place], folder: Path) -> list[Mapping[str, Points]]:
+    """What each rank found, in a process of its own."""
+    processes, files = list[subprocess.Popen[str]](), list[Path]()
+    try:
+        for place in places:
+            files.append(folder / f"{place.rank}.json")
+            words = ["-m", "partita.forecast.measured_rank", json.dumps(asdict(place)), str(files[-1])]
+            processes.append(
+                subprocess.Popen([sys.executable, *words], text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+            )
+        for rank, process in enumerate(processes):
+            said = process.communicate(timeout=TIMEOUT_S)[1]
+            if process.returncode:
+                raise PartitaError(f"measuring this machine: rank {rank} failed:\n{said[-_LAST_CHARACTERS:]}")
+    except subprocess.TimeoutExpired:
+        raise PartitaError(f"measuring this machine: no end within {TIMEOUT_S} s") from None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [json.loads(file.read_text()) for file in files]
+
+
+def _slowest(ranks: Sequence[Mapping[str, Points]]) -> dict[str, Points]:
+    """Of each job the seconds of the rank that took longest."""
+    return {
+        kind: [(points[0][0], max(seconds for _, seconds in points)) for points in zip(*of_ranks, strict=True)]
+        for kind, of_ranks in ((kind, [rank[kind] for rank in ranks]) for kind in ranks[0])
+    }
+
+
+def _machine(name: str, device: torch.device, ranks: int, found: Mapping[str, Points]) -> Machine:
+    curves = {kind: Curve(tuple(points)) for kind, points in found.items() if kind not in _RATES}
+    tflops = curves["product"].best_rate / 1e12
+    element = found["element"][-1]
+    link = curves["gather"].best_rate if ranks > 1 else 1.0
+    on_host = accelerator.is_host(device)
+    free = free_budget(device, Offload())
+    size, seconds = found["disk"][0]
+    return Machine(
+        name,
+        gpus=ranks,
+        memory=float(host_memory()[1] if on_host else accelerator.free_bytes(device)),
+        tflops=tflops,
+        tflops_fp32=tflops,
+        memory_rate=element[0] / element[1],
+        node_link=link,
+        host_link=0.0 if on_host else Curve(tuple(found["copy"])).best_rate,
+        network=link,
+        host_memory=float(host_memory()[1]),
+        host_rate=ranks * element[0] / element[1],
+        disk=float(free.disk),
+        disk_rate=ranks * size / seconds,
+        reached=1.0,
+        one_memory=on_host,
+        curves=tuple(curves.items()),
+        source=f"measured, {ranks} {'ranks' if ranks > 1 else 'rank'} at a time",
+    )

@@ -1,0 +1,67 @@
+"""Whether the states of a rank fit into what is free, found before anything is allocated."""
+
+from collections import Counter
+
+import torch
+from torch import nn
+
+from partita.errors import PartitaError
+from partita.memory import accelerator
+from partita.memory.capacity import host_memory
+from partita.plan.residence import Tier
+from partita.planner.blueprint import Blueprint
+from partita.planner.budget import MemoryBudget
+from partita.planner.figures import format_bytes
+from partita.planner.memory import bytes_by_tier, model_state_bytes
+from partita.planner.remedies import fitting_changes
+from partita.planner.working import working_bytes
+
+# The disk's space is taken when its tier is opened, which says what is missing.
+_UNKNOWN = 2**63
+
+
+def check_room(blueprint: Blueprint, model: nn.Module, device: torch.device) -> None:
+    """Of the states alone, which are known to the byte: what else a step needs is explained when it is not there.
+
+    Ranks of a node that share its memory are not counted together.
+
+    Raises:
+        PartitaError: they do not fit; with what is missing of each memory, and the nearest changes with which they fit.
+    """
+    if accelerator.is_simulated(device):
+        return
+    budget = _free(model, device)
+    units, num_moments = blueprint.units, blueprint.num_moments
+    states = bytes_by_tier(model_state_bytes(units, None, num_moments))
+    lacking = [tier for tier in budget.lacking(states) if tier is not Tier.DISK]
+    if not lacking:
+        return
+    working = working_bytes(units, blueprint.config.zero.prefetch_bytes, num_moments)
+    where = " and ".join("memory" if budget.one_memory else tier.value for tier in lacking)
+    lines = [f"partita.initialize: the states of a rank do not fit ({where}), and nothing was allocated"]
+    lines += [_line(tier, states, working, budget) for tier in Tier if states[tier] or working[tier]]
+    if changes := fitting_changes(blueprint, budget):
+        lines.append("They would fit with:")
+        lines += [f"  {place}. {change}" for place, change in enumerate(changes, 1)]
+    else:
+        lines.append("No stage and no tier makes them fit: start more ranks, or use a smaller model")
+    raise PartitaError("\n".join(lines))
+
+
+def _free(model: nn.Module, device: torch.device) -> MemoryBudget:
+    """What is free, with what the model's values take now: they move to where they are planned to rest."""
+    host = host_memory()[1] + _bytes_on(model, accelerator.HOST)
+    if accelerator.is_host(device):
+        return MemoryBudget(host, 0, _UNKNOWN, one_memory=True)
+    return MemoryBudget(accelerator.free_bytes(device) + _bytes_on(model, device), host, _UNKNOWN)
+
+
+def _bytes_on(model: nn.Module, device: torch.device) -> int:
+    return sum(param.nbytes for param in model.parameters() if param.device == device)
+
+
+def _line(tier: Tier, states: Counter[Tier], working: Counter[Tier], budget: MemoryBudget) -> str:
+    shares = tier is Tier.HOST and budget.one_memory
+    free = "" if tier is Tier.DISK else "; the device's memory" if shares else f"; {format_bytes(budget.of(tier))} free"
+    needed = f"{format_bytes(states[tier]):>8} of states + {format_bytes(working[tier])} of working memory"
+    return f"  {tier.value:<7}{needed}{free}"

@@ -1,0 +1,217 @@
+"""Replicas that train apart, and the outer optimizer that brings them together every so many steps.
+
+Each replica takes ``every`` local steps from the same weights; how far it has come is its *outer gradient*, whose mean
+over the replicas the outer optimizer, SGD with Nesterov momentum, takes for a gradient of the weights that the round
+began with. Moments stay each replica's own.
+
+Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, algorithm 1.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from partita.config.schema import Communication
+from partita.optim.views import View, Views
+from partita.sharding.coded import seed_of
+from partita.sharding.movement import Movement, finish_all
+from partita.sharding.runtime import Runtime
+from partita.sharding.unit import Segment
+
+
+class OuterState:
+    """This rank's part of one segment, ``[part_elements]`` in fp32: the weights that the round began with, the outer
+    optimizer's ``momentum``, the same on all replicas, and what codes of outer gradients have ``held`` back.
+
+    ``held`` is in units of one replica's outer gradient: where all replicas have the same, it is what the mean lacks.
+    """
+
+    def __init__(self, segment: Segment, runtime: Runtime) -> None:
+        self._segment, self._index = segment, runtime.part_index
+        planned, tier = segment.planned, segment.plan.feedback.tier
+
+        def kept(num_elements: int) -> Tensor:
+            return runtime.memory.keep("outer", num_elements, torch.float32, tier).lend().tensor
+
+        self.begin, self.momentum = (kept(segment.layout.part_elements) for _ in range(2))
+        self.levels = [kept(size) for size in planned.outer_held_sizes]
+
+    @property
+    def held(self) -> Tensor | None:
+        return self.levels[0] if self.levels else None
+
+    def part_of(self, master: Tensor) -> Tensor:
+        """This rank's part of what it may hold whole."""
+        return master.view(-1, self._segment.layout.part_elements)[self._index % (master.numel() // len(self.begin))]
+
+    def clear_padding(self, values: Tensor, number: int = 0) -> None:
+        """Codes of signs leave other than zeros there. ``values``: the ``number``-th so many of this rank's part."""
+        layout, num = self._segment.layout, values.numel()
+        spans, at = layout.cut(self._index * layout.part_elements + number * num, num), 0
+        for span in spans:
+            values[at : span.offset].zero_()
+            at = span.offset + span.num_elements
+        values[at:].zero_()
+
+    def clear(self) -> None:
+        """As at the start."""
+        for values in (self.momentum, *self.levels):
+            values.zero_()
+
+
+class OuterOptimizer:
+    """Counts local steps, and ends rounds. Every method but :meth:`of` is a collective between two steps."""
+
+    def __init__(self, runtime: Runtime, optimizer: Optimizer, views: Views, section: Communication) -> None:
+        self._runtime, self._optimizer, self._views, self._section = runtime, optimizer, views, section
+        self._replicas, self._movement = runtime.apart_group, Movement(runtime.collectives)
+        self._states = dict[int, OuterState]()
+        self._taken = 0  # local steps of this round
+        for segment in self._segments():
+            self._state_of(segment)
+
+    @property
+    def in_round(self) -> bool:
+        """Whether replicas have taken steps since they were last alike."""
+        return self._taken > 0
+
+    def _segments(self) -> Iterator[Segment]:
+        return (segment for unit in self._runtime.units for segment in unit.trained)
+
+    def _state_of(self, segment: Segment) -> OuterState:
+        if id(segment) not in self._states:
+            self._states[id(segment)] = OuterState(segment, self._runtime)
+        return self._states[id(segment)]
+
+    def of(self, segment: Segment) -> OuterState | None:
+        """What is kept of a segment that trains."""
+        return self._states.get(id(segment))
+
+    # ---------------------------------------------------------------------- rounds
+
+    def before_update(self) -> None:
+        """A local step comes; the weights before the first of a round are those that it began with."""
+        if not self.in_round:
+            for segment in self._segments():
+                assert segment.master is not None
+                state = self._state_of(segment)
+                state.begin.copy_(state.part_of(segment.master.lend().wait()))
+
+    def after_update(self, step: int, *, in_full: bool) -> None:
+        """A local step is done; the last of a round ends it."""
+        self._taken += 1
+        if self._taken == self._section.every:
+            self.end_round(step, in_full=in_full)
+
+    def end_round(self, step: int, *, in_full: bool) -> None:
+        """Bring the replicas together: ``in_full``: before codes begin to travel."""
+        for number, segment in enumerate(self._segments()):
+            assert segment.master is not None
+            lease = segment.master.lend()
+            master, state = lease.wait(), self._state_of(segment)
+            part = state.part_of(master)
+            moving = self._movement.seeded(seed_of(step, number))
+            mean = self._mean(segment, state, state.begin - part, moving, in_full=in_full)
+            self._step(state, mean, part)
+            finish_all(self._movement.begin(segment.planned.outer_publication, part, master))
+            self._runtime.executor.deliver(segment, master, segment.plan.master, exact=True)
+            lease.end(changed=True)
+        self._taken = 0
+        self._runtime.updated()
+
+    def _mean(self, segment: Segment, state: OuterState, change: Tensor, moving: Movement, *, in_full: bool) -> Tensor:
+        """The mean over the replicas of their outer gradients, as all of them decode it."""
+        ops = segment.planned.outer_steps(in_full=in_full)
+        values, levels = change.to(moving.device), [level.to(moving.device) for level in state.levels]
+        room = moving.scratch_bytes(ops, values.numel(), values.itemsize)
+        received = torch.empty(-(-room // values.itemsize), device=moving.device) if room else None
+        held = () if in_full else levels
+        finish_all(moving.holding(held).begin(ops, values, values, purpose="gradients", received=received))
+        for level, kept in zip(levels, state.levels, strict=True):
+            kept.copy_(level)
+        for level, number in zip(state.levels, (0, self._replicas.index), strict=False):
+            state.clear_padding(level, number)
+        mean = values.mul_(1.0 / self._replicas.size).to(change.device)
+        state.clear_padding(mean)
+        return mean
+
+    def _step(self, state: OuterState, mean: Tensor, part: Tensor) -> None:
+        """SGD with (Nesterov) momentum, as torch's: from the weights that the round began with."""
+        asked = self._section
+        state.momentum.mul_(asked.outer_momentum).add_(mean)
+        step = mean.add_(state.momentum, alpha=asked.outer_momentum) if asked.outer_nesterov else state.momentum
+        torch.sub(state.begin, step, alpha=asked.outer_lr, out=part)
+
+    # ----------------------------------------------------------------- checkpoints
+
+    def settle(self, step: int, *, in_full: bool) -> None:
+        """End the round, and make alike on all replicas what each has of its own: what codes have held back, and the
+        optimizer's states, of which the mean is taken. So one replica's are all there is to go on from, here too.
+        """
+        if self.in_round:
+            self.end_round(step, in_full=in_full)
+        for segment in self._segments():
+            self._share_held(self._state_of(segment))
+        self._share_states()
+
+    def clear(self) -> None:
+        """As at the start."""
+        self._taken = 0
+        for state in self._states.values():
+            state.clear()
+
+    def _share_held(self, state: OuterState) -> None:
+        if state.held is None:
+            return
+        own, of_sums = state.levels
+        own.view(self._replicas.size, -1)[self._replicas.index] += of_sums
+        of_sums.zero_()
+        own.copy_(self._sum(own).mul_(1.0 / self._replicas.size))
+
+    def _share_states(self) -> None:
+        """A replica in which nothing used a parameter has no states of it."""
+        state, views = self._optimizer.state, [view for view in self._views if view.num_elements]
+        every = self._replicas.exchange_objects([_described(state.get(v.tensor, {})) for v in views], "engine.save")
+        for view, of_view in zip(views, zip(*every, strict=True), strict=True):
+            for key in sorted({key for found in of_view for key in found}):
+                found = [kinds[key] for kinds in of_view if key in kinds]
+                if isinstance(found[0], tuple):
+                    self._average(view, key, len(found), *found[0])
+                else:
+                    state[view.tensor][key] = _furthest(found)
+
+    def _average(self, view: View, key: str, num: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """The mean of a state over the ``num`` replicas that have it."""
+        own = self._optimizer.state[view.tensor]
+        if key not in own:
+            like = view.tensor
+            same = shape == tuple(like.shape)
+            own[key] = torch.zeros_like(like) if same else torch.zeros(shape, dtype=dtype, device=like.device)
+        own[key].copy_(self._sum(own[key]).div_(num))
+
+    def _sum(self, values: Tensor) -> Tensor:
+        return (
+            self._replicas.sum(values.detach().to(self._movement.device), "moments", "gradients")
+            .clone()
+            .to(values.device)
+        )
+
+
+def _described(state: dict[str, Any]) -> dict[str, Any]:
+    """Shape and dtype of what a mean can be taken of; what else there is, as it is."""
+    return {
+        key: (tuple(value.shape), value.dtype)
+        if isinstance(value, Tensor) and value.dim() and value.is_floating_point()
+        else value
+        for key, value in state.items()
+    }
+
+
+def _furthest(found: list[Any]) -> Any:
+    """Of the counts that replicas have come to the largest; of what else there is, the first."""
+    if all(isinstance(value, Tensor) and value.numel() == 1 for value in found):
+        return max(found, key=float).clone()
+    return found[0]

@@ -1,0 +1,67 @@
+"""Biases that attention adds to scores by the distance of positions, as T5 does, and attention across to an encoder.
+
+Blocks hand a bias on to the next ones. Like masks it stays whole, for attention to read: what computes it on slices is
+told the length of the sequence. What an encoder has computed is whole on every rank, too.
+"""
+
+import inspect
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from partita.parallel.applied import Changes
+from partita.parallel.sequence.attention import looks_across, running
+from partita.sharding.hooks import Hook
+
+_COMPUTES, _HAS_OWN, _BIAS, _ACROSS = (
+    "compute_bias",
+    "has_relative_attention_bias",
+    "position_bias",
+    "key_value_states",
+)
+
+
+def follow_biases(model: nn.Module, changes: Changes) -> None:
+    """Have the attention modules of a model of transformers compute biases of the whole sequence, and tell whether the
+    keys are those of an encoder.
+    """
+    for module in model.modules():
+        names = inspect.signature(type(module).forward).parameters
+        if hasattr(type(module), _COMPUTES):
+            changes.set(module, _COMPUTES, WholeBias(module))
+        if _BIAS in names and hasattr(module, _HAS_OWN):
+            changes.add(module.register_forward_pre_hook(Hook(_without_bias), with_kwargs=True).remove)
+        if _ACROSS in names:
+            begin, end = Hook(partial(_look, begins=True)), Hook(partial(_look, begins=False))
+            changes.add(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
+            changes.add(module.register_forward_hook(end, with_kwargs=True, always_call=True).remove)
+
+
+class WholeBias:
+    """What runs in place of a module's ``compute_bias(queries, keys)``: on slices it is of all positions."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._own = module, getattr(module, _COMPUTES)
+
+    def __call__(self, num_queries: int, num_keys: int, *args: Any, **kwargs: Any) -> Tensor:
+        if (slices := running()) is not None:
+            num_queries = num_keys = slices.length
+        bias: Tensor = self._own(num_queries, num_keys, *args, **kwargs)
+        return bias
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, _COMPUTES)
+
+
+def _without_bias(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A module that would make zeros of its positions, for the blocks behind it, gets some that are as wide as any."""
+    if running() is None or kwargs.get(_BIAS) is not None or getattr(module, _HAS_OWN):
+        return None
+    across = kwargs.get(_ACROSS)
+    hidden = args[0] if args else kwargs["hidden_states"]
+    return args, kwargs | {_BIAS: hidden.new_zeros(1, 1, 1, 1 if across is None else across.shape[1])}
+
+
+def _look(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any = None, *, begins: bool) -> None:
+    looks_across.set(begins and kwargs.get(_ACROSS) is not None)

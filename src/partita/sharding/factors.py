@@ -1,0 +1,105 @@
+"""Sums of gradients by low-rank factors: matrices are never whole on the wire (:mod:`partita.kernels.low_rank`).
+
+Both factors are sums over the ranks, and all ranks have both: so each decodes what it needs, with the same bits as all
+others. Vectors, and matrices of which the factors would be more, travel as they are, beside the first factors.
+
+Source: Vogels et al., "PowerSGD", 2019, algorithms 1 and 2.
+"""
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from partita.comm.group import Group
+from partita.kernels.low_rank import LowRank, left_factor, orthogonal, product, right_factor
+from partita.plan.wire import Matrix
+from partita.sharding.bucket_layout import BucketLayout
+from partita.sharding.unit import Member
+
+
+class Factors:
+    """Of one bucket. The last step's right factors, which start the next one, change when a step ends in an update.
+
+    Args:
+        rank: columns of each factor.
+    """
+
+    def __init__(self, layout: BucketLayout, rank: int) -> None:
+        self._layout, self._codec = layout, LowRank(rank)
+        matrices = {fqn: found for segment in layout.segments for fqn, found in segment.planned.matrices.items()}
+        self._matrices: list[tuple[Member, Matrix]] = [
+            (m, matrices[m.fqn]) for m in layout.members if m.fqn in matrices
+        ]
+        self._others = [member for member in layout.members if member.fqn not in matrices]
+        self._rights, self._next = list[Tensor](), list[Tensor]()
+        self._has_copies, self._num_sums = bool(layout.segments[0].planned.copy_steps), 0
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether all that this step's gradients are is one sum, which every rank has decoded."""
+        return self._num_sums == 1 and not self._has_copies
+
+    def reduce(self, whole: Tensor, held: Tensor, group: Group) -> None:
+        """Overwrite every rank's ``whole`` ``[num_rows, num_columns]`` by the sum over the group, as it is decoded; and
+        what is ``held`` back of it (fp32), which is sent with it, by what the sum lacks of this rank's.
+        """
+        self._num_sums += 1
+        fed = held.add_(whole)
+        starts = self._next or self._rights or [self._start(*of) for of in self._matrices]
+        matrices = [self._flat(member, fed).view(matrix.rows, -1) for member, matrix in self._matrices]
+        lefts = [left_factor(*pair) for pair in zip(matrices, starts, strict=True)]
+        summed = self._sum([*lefts, *(self._flat(member, fed) for member in self._others)], group)
+        lefts = [orthogonal(left) for left in summed[: len(lefts)]]
+        rights = self._sum([right_factor(*pair) for pair in zip(matrices, lefts, strict=True)], group)
+        for (member, _), *factors in zip(self._matrices, lefts, rights, strict=True):
+            self._put(member, product(*factors).view(-1), whole, fed, share=1.0 / group.size)
+        for member, values in zip(self._others, summed[len(lefts) :], strict=True):
+            self._put(member, values, whole, fed, share=None)
+        self._next = [self._alive(*of, right) for of, right in zip(self._matrices, rights, strict=True)]
+
+    def commit(self) -> None:
+        """The step ends in an update."""
+        self._rights, self._next, self._num_sums = self._next or self._rights, [], 0
+
+    def forget(self) -> None:
+        """The step ends without an update."""
+        self._next, self._num_sums = [], 0
+
+    def clear(self) -> None:
+        """As at the start."""
+        self._rights, self._next, self._num_sums = [], [], 0
+
+    def _start(self, member: Member, matrix: Matrix) -> Tensor:
+        device = member.segment.full.device
+        return self._codec.start(matrix.rows, matrix.columns, zlib.crc32(member.fqn.encode()), device)
+
+    def _alive(self, member: Member, matrix: Matrix, right: Tensor) -> Tensor:
+        """A column of zeros, as of a gradient that did not come, would be one for ever: it starts anew."""
+        return torch.where(right.any(0), right, self._start(member, matrix))
+
+    def _flat(self, member: Member, whole: Tensor) -> Tensor:
+        """A member's values in its stride order."""
+        pieces = sorted(self._layout.pieces[id(member)], key=lambda piece: piece.start)
+        return torch.cat([piece.of(whole[piece.row]) for piece in pieces])
+
+    def _put(self, member: Member, values: Tensor, whole: Tensor, held: Tensor, *, share: float | None) -> None:
+        """Decoded ``values`` in their places; of what was sent, this rank holds back all but its ``share`` of them
+        (None: nothing).
+        """
+        for piece in self._layout.pieces[id(member)]:
+            part, kept = values[piece.start : piece.stop], piece.of(held[piece.row])
+            piece.of(whole[piece.row]).copy_(part)
+            if share is None:
+                kept.zero_()
+            else:
+                kept.sub_(part, alpha=share)
+
+    def _sum(self, tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
+        """The sums over the group of several tensors, in one message."""
+        if not tensors:
+            return []
+        total = group.sum(torch.cat([tensor.reshape(-1) for tensor in tensors]), "gradients", "gradients")
+        parts = total.split([tensor.numel() for tensor in tensors])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

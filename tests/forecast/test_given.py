@@ -1,0 +1,76 @@
+"""What a configuration comes to on paper is what torch's allocator and the engine's ledger count in a step."""
+
+from typing import Any
+
+import pytest
+from torch.profiler import profile
+
+import partita
+from partita import ConfigError
+from partita.forecast.given import given_plan
+from partita.forecast.source import read_source
+from partita.simulate.cluster import Cluster, simulate
+from partita.simulate.rank import Subject
+from tests.local import pool
+
+MODEL = "layers=3,hidden=128,heads=2,vocab=512,context=64"
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {"zero": {"stage": 0}}),
+    "one rank, several micro-batches": (1, {"batch": {"accumulate": 3}}),
+    "recomputed": (1, {"activations": {"checkpoint": "units"}}),
+    "16-bit, split": (2, {"zero": {"stage": 3}, "precision": {"compute": "bf16"}}),
+}
+
+
+def settings(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, "batch": {"micro": 4, **config.get("batch", {})}}
+
+
+def measured(config: dict[str, Any]) -> tuple[dict[tuple[str, str], int], int]:
+    """States by the ledger, and the most that torch's CPU allocator lent beside them within a step."""
+    source = read_source(MODEL)
+    with partita.initialize(source.model, config, device="cpu") as engine:
+        sizes = engine.blueprint.resolved.batch
+        drawn = [source.batch(sizes.micro, "cpu") for _ in range(sizes.accumulate)]
+        engine.train_batch(drawn)
+        engine.train_batch(drawn)
+        with profile(profile_memory=True) as profiled:
+            engine.train_batch(drawn)
+        results: Any = profiled.profiler
+        events = results.kineto_results.events()
+        now = most = 0
+        for _, num_bytes in sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]"):
+            now += num_bytes
+            most = max(most, now)
+        in_place = any(s.trains and s.gradient_in_place for unit in engine.units for s in unit.segments)
+        return engine.planned_bytes, most - in_place * engine.planned_bytes["gradients", "device"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_peak_is_the_allocator_s(name: str) -> None:
+    ranks, config = CASES[name][0], settings(CASES[name][1])
+    source = read_source(MODEL)
+    subject = Subject(lambda: read_source(MODEL).model, lambda samples: source.batch(samples, "meta"))
+    simulated = simulate(subject, config, Cluster(ranks, "cpu", ranks), range(ranks)).ranks
+    for report, (planned_bytes, lent) in zip(simulated, pool.run(ranks, measured, config, timeout=120), strict=True):
+        assert report.planned_bytes == planned_bytes
+        assert report.activation_bytes == pytest.approx(lent, rel=0.02)
+    if ranks == 1:
+        given = given_plan(source, config, 1)
+        held = given.held(given.stages[0])
+        assert held["activations", "device"] == pytest.approx(lent, rel=0.02)
+        for key, num_bytes in planned_bytes.items():  # of the rank that may hold most: with padding
+            assert num_bytes <= held[key] < 1.02 * num_bytes
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"parallel": {"sequence": 2}}, "parallel.sequence: what ranks keep"),
+        ({"zero": {"offload": {"optimizer": "auto"}}}, "zero.offload: auto"),
+        ({"activations": {"checkpoint": ["blocks.0"]}}, "activations.checkpoint: a plan knows"),
+    ],
+)
+def test_what_no_plan_knows_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        given_plan(read_source(MODEL), config, 2)

@@ -1,0 +1,80 @@
+"""The present machine, measured: every kind of job has figures, and plans are made of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import partita
+from partita import ConfigError
+from partita.cli.main import app
+from partita.forecast import measured_rank, this_machine
+from partita.forecast.measured_rank import Place, Points, measure_rank
+from partita.forecast.this_machine import measure_machine
+from partita.memory import accelerator
+from partita.planner.machine import Machine
+
+SMALL = "layers=2,hidden=64,heads=2,vocab=96,context=32"
+COMPUTED = {"product", "attention", "attention_backward", "element", "function", "update"}
+
+
+@pytest.fixture
+def points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Points]:
+    for name, value in {"ROUND_S": 1e-4, "LONGEST_S": 1e-5, "AROUND_BYTES": 2**16, "DISK_BYTES": 2**20}.items():
+        monkeypatch.setattr(measured_rank, name, value)
+    return measure_rank(Place(0, 1, 1, "cpu", "float32", "", str(tmp_path)))
+
+
+def test_every_kind_of_job_is_measured(points: dict[str, Points]) -> None:
+    assert points.keys() == {*COMPUTED, "disk"}
+    for kind, of_kind in points.items():
+        assert all(size > 0 and seconds > 0 for size, seconds in of_kind), kind
+        assert [size for size, _ in of_kind] == sorted({size for size, _ in of_kind}), kind
+    assert points["product"][0][0] == 2 * 16**3
+    assert points["disk"][0][0] == 2**20
+
+
+def test_a_plan_is_made_of_what_was_measured(points: dict[str, Points]) -> None:
+    machine = this_machine._machine("mine", accelerator.HOST, 1, points)
+    slow = {kind: [(size, 10 * seconds) for size, seconds in of_kind] for kind, of_kind in points.items()}
+    times = []
+    for each in (machine, this_machine._machine("mine", accelerator.HOST, 1, slow)):
+        best = partita.plan(SMALL, gpu=each, samples=8).best
+        assert best is not None
+        assert best.time is not None
+        times.append(best.time.total_s)
+    assert times[1] == pytest.approx(10 * times[0])
+
+
+def test_ranks_that_are_not_there_are_refused() -> None:
+    with pytest.raises(ConfigError, match="0 ranks cannot be measured here"):
+        measure_machine(0)
+
+
+def test_the_commands(monkeypatch: pytest.MonkeyPatch, points: dict[str, Points], tmp_path: Path) -> None:
+    def made(ranks: int, name: str = "this machine") -> Machine:
+        assert ranks == 1
+        return this_machine._machine(name, accelerator.HOST, ranks, points)
+
+    monkeypatch.setattr("partita.cli.plan.measure_machine", made)
+    monkeypatch.setattr("partita.cli.machine.measure_machine", made)
+    file, figures = str(tmp_path / "mine.yaml"), tmp_path / "plan.json"
+    result = CliRunner().invoke(app, ["machine", "--out", file])
+    assert result.exit_code == 0, result.output
+    assert "attention backward" in result.output
+    found = []
+    for words in (["--gpu", file], ["--this-machine", "--disk", "7GB"]):
+        result = CliRunner().invoke(app, ["plan", SMALL, *words, "--json", str(figures)])
+        assert result.exit_code == 0, result.output
+        found.append(json.loads(figures.read_text())["machine"])
+    assert [machine["name"] for machine in found] == ["mine", "this machine"]
+    assert found[1]["disk"] == 7e9
+
+
+@pytest.mark.thorough
+def test_two_ranks_measure_what_they_send() -> None:
+    machine = measure_machine(2)
+    assert {kind for kind, _ in machine.curves} == {*COMPUTED, "gather", "reduce"}
+    assert machine.gpus == 2
+    assert machine.node_link > 1e6

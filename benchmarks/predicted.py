@@ -159,7 +159,11 @@ def measured(listed: Sequence[Case], num_steps: int) -> Iterator[tuple[str, list
         processes = []
         for rank, file in enumerate(files):
             places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-            ways = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+            ways = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // num_ranks),
+            }
             words = [json.dumps([asdict(case) for case in listed]), str(file), str(num_steps)]
             with Path(folder, f"{rank}.log").open("w") as said:
                 processes.append(

@@ -4,6 +4,7 @@ Callers hand work over and get an :class:`Event`; whoever needs the result waits
 device. Threads pay on the CPU, too: gloo's send writes into the socket on the thread that calls it.
 """
 
+import atexit
 import contextlib
 import os
 import threading
@@ -19,6 +20,8 @@ from partita.errors import PartitaError
 from partita.memory import accelerator
 
 Piece = Callable[[], object]
+# When the process ends, work is given up of which no piece ends for so long.
+STUCK_S = 2.0
 
 
 class Event:
@@ -130,7 +133,8 @@ class Workers:
     After a job that failed, no other with its key is done until :meth:`forget`: their events raise the same error.
 
     The threads start with the first job. They are daemons: a request that the system, or a rank that is gone, never
-    answers must not keep the process from ending.
+    answers must not keep the process from ending. A process that ends finishes its jobs as long as they go on: a thread
+    that comes back to Python from torch's code after the interpreter is gone would abort the process.
     """
 
     def __init__(self, name: str, num_threads: int) -> None:
@@ -161,7 +165,7 @@ class Workers:
             job.start(None)
         else:
             before.then(job.start)
-        return Event(job.wait, wait_for=job.wait_for)
+        return Event(job.wait, wait_for=job.ends_within)
 
     def forget(self, key: Hashable) -> None:
         """Wait for the key's jobs, however they end; the next job with it has none before."""
@@ -177,6 +181,18 @@ class Workers:
             self.forget(key)
         self.let_go()
 
+    def go_on(self) -> bool:
+        """Wait for all jobs, however they end; False as soon as nothing has ended for ``STUCK_S``."""
+        if self._process != os.getpid():
+            return True
+        for job in list(self._last.values()):
+            before = -1
+            while not job.ends_within(STUCK_S):
+                if before == _Job.pieces_ended:
+                    return False
+                before = _Job.pieces_ended
+        return True
+
     def let_go(self) -> None:
         """Have the threads end after what was handed over; others are started if more comes."""
         with self._lock:
@@ -191,10 +207,13 @@ class Workers:
                 threading.Thread(target=_serve, args=(self.ready,), name=self._name, daemon=True).start()
             self._process = os.getpid()
             self._end = weakref.finalize(self, _end, self.ready, self._num_threads)
-            self._end.atexit = False  # the process takes them along; jobs may go on until then
+            self._end.atexit = False
+            _STARTED.add(self)
 
 
 class _Job:
+    pieces_ended = 0  # of all jobs of this process: whether there is progress
+
     def __init__(self, pieces: Iterable[Piece], workers: Workers) -> None:
         self._pieces = deque(pieces)
         self._num_left = len(self._pieces)
@@ -229,6 +248,7 @@ class _Job:
         except Exception as raised:
             error = raised
         del piece  # and with it the memory it works on, before anybody is told that the job is done
+        _Job.pieces_ended += 1
         with self._lock:
             self._error = self._error or error
             self._num_left -= 1
@@ -239,7 +259,7 @@ class _Job:
         for call in following:
             call(self._error)
 
-    def wait_for(self, seconds: float) -> bool:
+    def ends_within(self, seconds: float) -> bool:
         return self._done.wait(seconds)
 
     def wait(self) -> None:
@@ -253,6 +273,14 @@ def _serve(ready: "SimpleQueue[_Job | None]") -> None:
     while (job := ready.get()) is not None:
         job.do_piece()
         del job
+
+
+_STARTED = weakref.WeakSet[Workers]()
+
+
+@atexit.register
+def _finish() -> None:
+    all(workers.go_on() for workers in list(_STARTED))
 
 
 def _end_after(jobs: list[_Job], end: Callable[[], object]) -> None:

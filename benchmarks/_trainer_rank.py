@@ -37,9 +37,9 @@ class Options:
     stage: int = 3
     micro: int = 4
     sequence: int = 64
-    steps: int = 12
+    steps: int = 16
     warmup: int = 4
-    repetitions: int = 3
+    repetitions: int = 9
 
     def config(self) -> LlamaConfig:
         return LlamaConfig(

@@ -50,7 +50,7 @@ class Size:
 
     forward_s: float = 0.2
     micros: tuple[int, ...] = (4, 8, 16)
-    reps: int = 1
+    reps: int = 2
     depths: tuple[int, ...] = (8, 32, 128)
     num_measured: int = 100
 

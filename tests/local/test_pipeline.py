@@ -15,7 +15,7 @@ from partita.parallel.pipeline.weights import Left
 from partita.plan.traffic import TrafficCount
 from partita.planner.elsewhere import is_elsewhere
 from tests.local import pool
-from tests.matrix import matrix
+from tests.matrix import matrix, sampled
 from tests.parallel import stages
 
 STEPS, MICROS, CLIP = 3, 4, 0.05
@@ -152,7 +152,7 @@ UNDER_ZERO_BUBBLE: dict[str, dict[str, Any]] = {
 }
 
 
-@matrix(case=UNDER_ZERO_BUBBLE)
+@pytest.mark.parametrize("case", sampled(UNDER_ZERO_BUBBLE, "data, stage 3, recomputed", "tensor", "four stages"))
 def test_weights_apart_are_nearly_all_and_change_no_bit_and_no_byte(case: str) -> None:
     for apart, whole in pool.run(4, both_orders, UNDER_ZERO_BUBBLE[case], timeout=240):
         assert apart.sent == whole.sent

@@ -20,7 +20,7 @@ from partita.plan.share import Share
 from partita.planner.elsewhere import is_elsewhere
 from partita.planner.traffic import StepShape, step_traffic
 from tests.axes import WIDTH, Course, Model, Recipe, Resettable, close, run_backward, same, train
-from tests.matrix import matrix
+from tests.matrix import matrix, sampled
 
 STAGES = [{"stage": stage} for stage in range(4)] + [{"stage": 3, "keep_gathered": True}]
 MESHES = {
@@ -40,7 +40,7 @@ def alone(shape: MeshShape, **recipe: Any) -> Course:
     return train(MeshShape(data=shape.data), Recipe(**recipe))[0]
 
 
-@pytest.mark.parametrize("mesh", FEW)
+@pytest.mark.parametrize("mesh", sampled(FEW, "all"))
 def test_all_stages_have_the_same_bits(mesh: str) -> None:
     """And gradients, norms and weights are those of data alone, up to the order of sums."""
     shape, first = MESHES[mesh], list[Course]()
@@ -90,7 +90,7 @@ def test_checkpoints_load_under_other_meshes(
         same(Course(weights=there[0].weights, states=there[0].states), course)
 
 
-@pytest.mark.parametrize("mesh", FEW)
+@pytest.mark.parametrize("mesh", sampled(FEW, "all"))
 def test_each_copy_is_saved_once(mesh: str, tmp_path: Path) -> None:
     """Under the model's own names, as data alone saves them."""
     train(MESHES[mesh], Recipe({"stage": 3}, tied=True), save=tmp_path / "one")
@@ -109,7 +109,7 @@ def test_each_copy_is_saved_once(mesh: str, tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------- looking
 
 
-@pytest.mark.parametrize("mesh", FEW)
+@pytest.mark.parametrize("mesh", sampled(FEW, "all"))
 def test_what_is_looked_at_is_whole(mesh: str, tmp_path: Path) -> None:
     def look(engine: Engine, collectives: Collectives) -> Any:
         engine.export(tmp_path)
@@ -138,7 +138,7 @@ def _double(param: Tensor) -> None:
         param.mul_(2)
 
 
-@pytest.mark.parametrize("mesh", FEW)
+@pytest.mark.parametrize("mesh", sampled(FEW, "all"))
 def test_closing_gives_whole_parameters_back(mesh: str) -> None:
     def look(engine: Engine, collectives: Collectives) -> dict[str, Tensor]:
         engine.close(whole=True)
@@ -242,7 +242,7 @@ def test_states_on_the_host_train_alike(stage: int) -> None:
         close(course, other)
 
 
-@pytest.mark.parametrize("mesh", FEW)
+@pytest.mark.parametrize("mesh", sampled(FEW, "all"))
 def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks(mesh: str) -> None:
     """And is named, with the parameter of the stage that has it."""
 

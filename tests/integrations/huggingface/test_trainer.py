@@ -1,6 +1,7 @@
 """A Trainer's losses, norms and learning rates on partita: those of the plain Trainer, and the same at every stage."""
 
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from partita import ConfigError
 from partita.config import deepspeed
@@ -176,3 +178,40 @@ def test_a_schedule_of_deepspeeds_that_is_written_out() -> None:
     rates = [row["learning_rate"] for row in rows if "learning_rate" in row]
     assert len(rates) == 6
     assert rates == pytest.approx(wanted["rates"][:6], abs=1e-12)
+
+
+class Lines(logging.Handler):
+    """What partita logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = list[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found += record.getMessage().splitlines()
+
+
+def lines_of(run: Run, scheduled: bool) -> list[str]:
+    """What a training run says, with a scheduler of the script's or without."""
+    lines, logger = Lines(), logging.getLogger("partita")
+    with alone(), scratch() as folder:
+        model = model_of(run)
+        optimizer = torch.optim.AdamW(model.parameters())
+        given = {"optimizers": (optimizer, LambdaLR(optimizer, lambda step: 1.0))} if scheduled else {}
+        trainer = trainer_of(run, folder, model=model, **given)
+        logger.addHandler(lines)
+        try:
+            trainer.train()
+        finally:
+            logger.removeHandler(lines)
+            end(trainer)
+    return lines.found
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_schedule_is_said_to_be_ignored_only_where_it_is(scheduled: bool) -> None:
+    config = at(1, schedule={"name": "cosine", "warmup_steps": 1, "total_steps": 2})
+    arguments = {"lr_scheduler_type": "linear", "warmup_steps": 0, "learning_rate": 5e-5, "num_train_epochs": 1}
+    (lines,) = pool.run(1, lines_of, Run(config, arguments), scheduled, timeout=120)
+    assert any(line.startswith("optimizer: ") for line in lines)
+    assert any(line.startswith("ignored: schedule") for line in lines) == scheduled

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from partita.config.load import load_config
 from partita.config.schema import Config
 from partita.engine.engine import Engine
 from partita.engine.start import initialize
@@ -97,6 +98,10 @@ class Engines:
     @property
     def _training(self) -> list[Prepared]:
         return [one for one in self._prepared.values() if one.trains]
+
+    def leave_out(self, section: str) -> None:
+        """Make engines without a section of the config, which the training loop carries out itself."""
+        self._config = load_config(self._config.model_dump(exclude_unset=True, exclude={section}))
 
     def train(self, model: nn.Module, optimizer: Optimizer) -> Prepared:
         """Put a model and the optimizer on its parameters under the plan."""

@@ -50,7 +50,8 @@ class Trainer(transformers.Trainer):
             self.default_config = partita_config
         self.optimizer: Optimizer | None
         self.lr_scheduler: Any  # None until it is made
-        self._makes_optimizer = kwargs.get("optimizers", (None, None))[0] is None
+        optimizer, scheduler = kwargs.get("optimizers", (None, None))
+        self._makes_optimizer, self._makes_scheduler = optimizer is None, scheduler is None
         super().__init__(*args, **kwargs)
 
     @property
@@ -78,6 +79,8 @@ class Trainer(transformers.Trainer):
         made = partial(self.accelerator_class, partita_config=config, partita_values=values)
         with replaced(transformers.trainer, "Accelerator", made):
             super().create_accelerator_and_postprocess()
+        if self._makes_scheduler:
+            self.accelerator.engines.leave_out("schedule")  # create_scheduler takes it
 
     def get_tp_size(self) -> int:
         """How many ranks are fed the same samples, by tensor and by sequence."""

@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -265,12 +265,17 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_source_holds(check: Check) -> None:
+@cache
+def sources() -> list[Source]:
+    """Each is parsed once."""
     paths = sorted(SOURCE.rglob("*.py"))
     assert paths, f"no sources in {SOURCE}"
-    sources = [Source(path.relative_to(SOURCE).as_posix(), path.read_text()) for path in paths]
-    problems = [problem for source in sources for problem in check(source)]
+    return [Source(path.relative_to(SOURCE).as_posix(), path.read_text()) for path in paths]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_source_holds(check: Check) -> None:
+    problems = [problem for source in sources() for problem in check(source)]
     assert not problems, "\n" + "\n".join(problems)
 
 

@@ -16,7 +16,7 @@ from partita.config.schema import Config
 from partita.errors import ConfigError
 
 SEED = 20240607
-NUM_CASES = 10_000
+NUM_CASES = 5_000
 MAX_CHARS = 4_000
 
 VALID: tuple[dict[str, object], ...] = (

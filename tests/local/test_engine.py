@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -198,6 +199,8 @@ def wrong_losses() -> None:
                 engine.backward(engine(inputs(0, 0)))
             with pytest.raises(PartitaError, match=r"scalar loss that depends on the parameters.*requires_grad"):
                 engine.backward(torch.tensor(1.0))
+            with pytest.raises(PartitaError, match=r"scalar loss.*SimpleNamespace: pass its \.loss"):
+                engine.backward(SimpleNamespace(loss=torch.zeros(())))  # type: ignore[arg-type]
             with pytest.raises(PartitaError, match="scalar loss.*float"):
                 engine.backward(1.0)  # type: ignore[arg-type]
             with torch.no_grad():

@@ -17,7 +17,8 @@ from tests.matrix import sampled
 TIMEOUT_S = 4.0
 
 
-WAYS = sampled([(1, "memory"), (3, "memory"), (3, "network")], (1, "memory"), (3, "network"))
+STAGES_AND_WAYS = [(1, "memory"), (3, "memory"), (3, "network")]
+ON_MEMORY, ON_NETWORK = sampled(STAGES_AND_WAYS, (1, "memory")), sampled(STAGES_AND_WAYS, (3, "network"))
 
 
 def engine_of(stage: int, way: str) -> partita.Engine:
@@ -50,7 +51,7 @@ def stops(stage: int, way: str) -> str:
     return said
 
 
-@pytest.mark.parametrize(("stage", "way"), WAYS)
+@pytest.mark.parametrize(("stage", "way"), ON_NETWORK)
 def test_a_rank_that_is_stopped(stage: int, way: str) -> None:
     waiting, stopped = pool.run(2, stops, stage, way)
     assert re.search(r"rank 0, after [12] micro-batches, ", waiting)
@@ -76,7 +77,7 @@ def dawdle_somewhere() -> None:
     time.sleep(TIMEOUT_S + 4)
 
 
-@pytest.mark.parametrize(("stage", "way"), WAYS)
+@pytest.mark.parametrize(("stage", "way"), ON_MEMORY)
 def test_a_rank_that_is_behind_shows_its_stack(stage: int, way: str) -> None:
     said = pool.run(2, lags, stage, way)[0]
     assert "rank 1, after 1 micro-batches, " in said
@@ -96,7 +97,7 @@ def leaves(stage: int, way: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("stage", "way"), WAYS)
+@pytest.mark.parametrize(("stage", "way"), ON_NETWORK)
 def test_a_rank_that_leaves_with_an_error(stage: int, way: str) -> None:
     said = pool.run(2, leaves, stage, way)[0]
     assert "rank 1 ended with ValueError: the data of step 1" in said
@@ -117,7 +118,7 @@ def dies(stage: int, way: str, folder: str, with_child: bool = False) -> None:
         raise
 
 
-@pytest.mark.parametrize(("stage", "way"), WAYS)
+@pytest.mark.parametrize(("stage", "way"), ON_MEMORY)
 def test_a_rank_that_is_killed(stage: int, way: str, tmp_path: Path) -> None:
     with pytest.raises(pool.WorkerError, match="rank 1 died"):
         pool.run(3, dies, stage, way, str(tmp_path))
@@ -137,7 +138,7 @@ def fork_a_child(until: Path) -> None:
         os._exit(0)
 
 
-@pytest.mark.parametrize(("stage", "way"), WAYS)
+@pytest.mark.parametrize(("stage", "way"), ON_NETWORK)
 def test_a_rank_that_is_killed_beside_a_child(stage: int, way: str, tmp_path: Path) -> None:
     """As a DataLoader's worker is. What tells the others is that connections end, not that the time is up."""
     with pytest.raises(pool.WorkerError, match="rank 1 died"):

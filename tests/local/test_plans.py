@@ -19,7 +19,21 @@ from tests import seeds
 from tests.local import pool
 from tests.local.models import CASES
 from tests.local.test_visits import siamese
-from tests.local.training import PLANS, Block, Recipe, Stack, assert_idle, check, inputs, rank, same, square_loss, train
+from tests.local.training import (
+    PLANS,
+    Block,
+    Loss,
+    Recipe,
+    Stack,
+    assert_idle,
+    check,
+    inputs,
+    rank,
+    same,
+    square_loss,
+    train,
+)
+from tests.matrix import matrix
 
 HIERARCHICAL = {"stage": 3, "hierarchical": True}
 
@@ -28,15 +42,17 @@ def on_two_nodes() -> Any:
     return mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank() % 2))
 
 
-def hierarchical() -> None:
+def hierarchical(loss: Loss, compute: str) -> None:
+    with on_two_nodes():
+        recipe = Recipe(Stack, loss, config={"precision": {"compute": compute}}, plain=False)
+        trained = train(recipe, HIERARCHICAL)
+        same(trained, train(recipe, PLANS["3"]), "hierarchical against 3")
+        same(trained, train(recipe, PLANS["0"]), "hierarchical against 0")
+
+
+def gathers_of_hierarchical() -> None:
     """Parameters are gathered over all ranks in forward, and inside the node in backward."""
     with on_two_nodes():
-        for loss in (square_loss, siamese):
-            for config in ({}, {"precision": {"compute": "bf16"}}):
-                recipe = Recipe(Stack, loss, config=config, plain=False)
-                trained = train(recipe, HIERARCHICAL)
-                same(trained, train(recipe, PLANS["3"]), "hierarchical against 3")
-                same(trained, train(recipe, PLANS["0"]), "hierarchical against 0")
         with partita.initialize(Stack(), {"zero": HIERARCHICAL}) as engine:
             engine.backward(square_loss(engine, rank(), 0))
             rows = engine.traffic_report().rows
@@ -178,8 +194,13 @@ def distributed_parameters() -> None:
             partita.initialize(model, {"zero": zero})
 
 
-def test_hierarchical_on_two_nodes() -> None:
-    pool.run(4, hierarchical)
+@matrix(loss=[square_loss, siamese], compute=["fp32", "bf16"])
+def test_hierarchical_on_two_nodes(loss: Loss, compute: str) -> None:
+    pool.run(4, hierarchical, loss, compute)
+
+
+def test_gathers_on_two_nodes() -> None:
+    pool.run(4, gathers_of_hierarchical)
     pool.run(4, second_shards_are_not_stale)
 
 

@@ -3,6 +3,7 @@ sent, and what goes wrong when ranks are not fed or read alike.
 """
 
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import partita
 from partita import ConfigError, PartitaError
 from tests.local import pool
 from tests.local.training import rank
-from tests.matrix import matrix
+from tests.matrix import matrix, sampled
 from tests.parallel import training, zoo
 
 TIMEOUT_S = 240
@@ -55,11 +56,12 @@ def test_tensor_ranks_train_as_one_process(size: int, name: str) -> None:
     check(name, size, size, ("0", "3"))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.thorough] if name != "llama" else []) for name in NAMES]
-)
-def test_stages_are_equal_beside_data_ranks(name: str) -> None:
-    check(name, 4, 2, tuple(PLANS) if name == "llama" else ("0", "1", "2", "3"))
+FEW = ("llama", ("0", "2", "3-host"))
+
+
+@pytest.mark.parametrize(("name", "plans"), sampled([FEW, *product(NAMES, [tuple(PLANS)])], FEW))
+def test_stages_are_equal_beside_data_ranks(name: str, plans: tuple[str, ...]) -> None:
+    check(name, 4, 2, plans)
 
 
 # -- what is held ------------------------------------------------------------------------------------------------------

@@ -80,6 +80,8 @@ class Engine:
             said = f"a {type(loss).__name__}"
             if isinstance(loss, Tensor):
                 said = f"one of shape {tuple(loss.shape)} with requires_grad {loss.requires_grad}"
+            elif hasattr(loss, "loss"):
+                said += ": pass its .loss"
             raise PartitaError(f"engine.backward: expected a scalar loss that depends on the parameters; got {said}")
         self._micro_batches.backward([loss], [None])
 

@@ -77,11 +77,9 @@ class Engine:
         self._open()
         self._check_whole("engine.backward")
         if not is_scalar(loss) or not loss.requires_grad:
-            said = f"a {type(loss).__name__}"
+            said = f"a {type(loss).__name__}" + (": pass its .loss" if hasattr(loss, "loss") else "")
             if isinstance(loss, Tensor):
                 said = f"one of shape {tuple(loss.shape)} with requires_grad {loss.requires_grad}"
-            elif hasattr(loss, "loss"):
-                said += ": pass its .loss"
             raise PartitaError(f"engine.backward: expected a scalar loss that depends on the parameters; got {said}")
         self._micro_batches.backward([loss], [None])
 

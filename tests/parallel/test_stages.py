@@ -20,7 +20,7 @@ from tests.matrix import matrix
 from tests.parallel import stages
 
 CPU = torch.device("cpu")
-ROUNDING = 3e-6  # of sums of some hundred terms in another order
+ROUNDING = 3e-6  # of a gradient's largest: sums over branches that a cut takes apart
 
 
 def _stand_in(module: nn.Module, name: str) -> StandIn:

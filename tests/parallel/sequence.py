@@ -60,6 +60,7 @@ _T5: dict[str, Any] = {
     "num_layers": 2,
     "num_heads": 6,
     "dropout_rate": 0.0,
+    "feed_forward_proj": "gated-gelu",  # smooth: at a ReLU's kink rounding turns a unit's gradient on or off
     "decoder_start_token_id": 0,
     "use_cache": False,
 }

@@ -62,7 +62,7 @@ class Scale:
 FULL = Scale(
     Work(layers=4, width=256, heads=4, ffn_width=688, batch=1, vocab=32768), 4_000_000_000, 1024, 16384, 131072
 )
-QUICK = Scale(Work(layers=4, width=64, heads=2, ffn_width=172, batch=1, vocab=4096), 100_000_000, 512, 1024, 2048)
+QUICK = Scale(Work(layers=4, width=64, heads=2, ffn_width=172, batch=1, vocab=4096), 300_000_000, 512, 1024, 2048)
 
 
 def main() -> int:
@@ -89,7 +89,7 @@ def main() -> int:
 _TEXT = """A decoder of 4 layers of width {width} and {vocab} classes, one sample, fp32, AdamW; modes add up. *Longest*:
 lengths double while the peak of the process's resident memory, above what the imports hold, stays below {limit:g} GB
 (*>=*: longer ones were not tried). *KB a position*: the slope of that peak between the two longest lengths; *counted*:
-the slope of the bytes of live tensors at their peak, between two short lengths."""
+the slope of the bytes of live tensors at their peak, between the two longest of these that dense attention tries."""
 
 
 def train(mode: str, work: Work, length: int) -> Iterator[None]:
@@ -181,7 +181,9 @@ def _rows(report: Report, scale: Scale, has_targets: bool) -> Iterator[list[str]
         longest = max(peaks, default=0)
         of_pytorch = of_pytorch or longest
         slope = (peaks[longest] - peaks[longest // 2]) / (longest // 2) if longest // 2 in peaks else 0.0
-        counted = counted_slope(mode, scale.work, (2 * scale.first, 4 * scale.first))
+        # Not between short ones: what makes the peak there is not what does for long ones.
+        top = max(min(longest, scale.last_dense), 2 * scale.first)
+        counted = counted_slope(mode, scale.work, (top // 2, top))
         target = []
         if has_targets and slope:
             target.append(f"within {SLOPE_TARGET:.0%}")

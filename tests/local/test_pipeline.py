@@ -163,6 +163,14 @@ def test_weights_apart_are_nearly_all_and_change_no_bit_and_no_byte(case: str) -
 
 @matrix(name=stages.TIED, zero=ZERO, num_stages=(2, 3))
 def test_tied_parameters_are_alike_on_all_their_stages(name: str, zero: str, num_stages: int) -> None:
+    alike_on_all_stages(name, zero, num_stages)
+
+
+def test_what_one_of_three_stages_does_not_use_is_clipped_there_too() -> None:
+    alike_on_all_stages("skipping", "1", 3)
+
+
+def alike_on_all_stages(name: str, zero: str, num_stages: int) -> None:
     expected = pool.run(1, course, name, {}, ZERO[zero], timeout=240)[0]
     found = pool.run(num_stages, course, name, {"pipeline": num_stages}, ZERO[zero], timeout=240)
     copies = dict[str, Tensor]()

@@ -109,7 +109,8 @@ class StepUpdater(Updater):
         self._reducer.complete_unreduced()
         self._reducer.held_back.leave_out_unused(agreed.used)
         self._reducer.add_copies()
-        squares = [part for bucket in self._reducer.buckets if bucket.is_measured for part in _squares(bucket)]
+        measured = (bucket for bucket in self._reducer.buckets if bucket.is_measured)
+        squares = [part for bucket in measured for part in _squares(bucket, agreed.used)]
         norm, scale = self._consensus.norm(squares, agreed, self.steps + 1)
         return Measured(agreed.used, norm / scale, scale)
 
@@ -145,7 +146,7 @@ class StepUpdater(Updater):
         # What is held back of sums that travel is of sums as the optimizer gets them.
         at_once = self._reducer.buckets if self._reducer.held_back else self._updates.inline_buckets
         if factor != 1.0:
-            for grad in (grad for bucket in at_once for grad in _owned(bucket)):
+            for grad in (grad for bucket in at_once for grad in _owned(bucket, used)):
                 grad.mul_(factor)
         self._reducer.spread(used, factor, in_full=in_full)
         if self._reducer.held_back:
@@ -190,15 +191,17 @@ class StepUpdater(Updater):
         return number
 
 
-def _squares(bucket: Bucket) -> list[Tensor]:
+def _squares(bucket: Bucket, used: set[int]) -> list[Tensor]:
     """Of what this rank owns of a reduced gradient: the sums of squares."""
     if bucket.plan.grad_step.tier is Tier.DISK:
         return bucket.squares
-    return [square(grad) for grad in _owned(bucket)]
+    return [square(grad) for grad in _owned(bucket, used)]
 
 
-def _owned(bucket: Bucket) -> list[Tensor]:
-    """What this rank owns of a bucket's reduced gradient, per segment (per parameter, where it is not collected)."""
+def _owned(bucket: Bucket, used: set[int]) -> list[Tensor]:
+    """What this rank owns of a bucket's reduced gradient, per segment (per parameter, where it is not collected), of
+    what any rank has ``used``: another stage may, and not this one.
+    """
     if bucket.shard is None:
         return [member.param.grad for member in bucket.members if member.param.grad is not None]
-    return bucket.parts(bucket.shard.lend().tensor, bucket.used)
+    return bucket.parts(bucket.shard.lend().tensor, used)

@@ -285,7 +285,7 @@ class Bucket:
         lease = self._shard.lend()
         self.copies.run(lease.wait(), movement, received)
         if self._shard.tier is Tier.DISK:
-            self._squares = [square(part) for part in self.parts(lease.tensor, self._used)]
+            self._squares = [square(part) for part in self.parts(lease.tensor, set(map(id, self.members)))]
         lease.end(changed=True)
         self.has_all_copies = True
 

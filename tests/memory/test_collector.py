@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from partita.memory.collector import collector_paused
+from partita.memory.collector import collector_paused, collector_spared
 
 
 @pytest.fixture(autouse=True)
@@ -44,3 +44,15 @@ def test_it_works_in_a_child_that_is_forked_meanwhile() -> None:
             os._exit(0 if gc.isenabled() else 1)
         assert os.waitpid(child, 0)[1] == 0
         assert not gc.isenabled()
+
+
+def test_what_was_there_is_not_looked_at_inside_the_block() -> None:
+    gc.unfreeze()
+    kept = [object() for _ in range(3)]
+    before = gc.get_freeze_count()
+    with pytest.raises(KeyError), collector_spared():
+        assert gc.get_freeze_count() > before
+        assert not any(each is kept for each in gc.get_objects())
+        raise KeyError
+    assert gc.get_freeze_count() == before
+    assert any(each is kept for each in gc.get_objects())

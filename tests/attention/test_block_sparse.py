@@ -18,7 +18,7 @@ from partita.attention.flex import block_mask
 from partita.attention.segments import Sizes, documents_by_position, documents_of, whole_samples
 from tests import seeds
 from tests.attention.reference import BLOCK, LAYOUTS, assert_alike, dense, layout, mask_of
-from tests.matrix import matrix
+from tests.matrix import matrix, sampled
 
 WIDTH = 16
 
@@ -210,7 +210,7 @@ def test_the_gpu_kernel_is_given_the_same(pattern: str, causal: bool, what: str)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("what", ["whole", "documents", "padded"])
+@pytest.mark.parametrize("what", sampled(["whole", "documents", "padded"], "documents"))
 def test_the_way_to_the_gpu_kernel(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its definition in plain torch runs here, forward alone: filled up to blocks, grouped heads, lists kept."""
     monkeypatch.setattr(flex, "runs_on", lambda device: True)

@@ -96,6 +96,7 @@ def saving(folder: Path) -> tuple[str, ...]:
     return ("--set", f"engine.checkpoint.dir={folder / 'saved'}", "--set", "engine.checkpoint.every_steps=10")
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_told_to_stop_saves_and_goes_on_later(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     process = start(job, *ENDLESS, *saving(tmp_path))

@@ -308,9 +308,7 @@ def saves_what_is_there_now(folder: str, stage: int, replaces: bool) -> None:
                     assert torch.equal(stored.value(f"optimizer.state.{name}.{key}"), state), (step, name, key)
 
 
-@pytest.mark.parametrize("replaces", [False, True], ids=["in place", "replaced"])
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("ranks", [1, 2])
+@matrix(ranks=[1, 2], stage=[0, 3], replaces=[False, True])
 def test_every_save_is_of_the_states_of_its_moment(ranks: int, stage: int, replaces: bool, tmp_path: Path) -> None:
     pool.run(ranks, saves_what_is_there_now, str(tmp_path), stage, replaces)
 

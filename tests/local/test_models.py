@@ -48,6 +48,7 @@ def test_loss_begins_as_that_of_a_guess_and_every_parameter_gets_a_gradient(case
     assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients.values())
 
 
+@pytest.mark.thorough
 @each
 def test_same_gradients_each_time(case: Case) -> None:
     model, batch = case.build(), next(case.batches(4))
@@ -77,6 +78,7 @@ def test_only_batch_normalization_mixes_samples() -> None:
     assert mixing == [name for name, case in CASES.items() if case.mixes_samples]
 
 
+@pytest.mark.thorough
 @each
 def test_half_precision(case: Case) -> None:
     model = case.build().bfloat16()

@@ -19,6 +19,7 @@ from partita.train.interrupt import Interruption, Wish
 from partita.train.job import DataSection, Job, ModelSection, load_job
 from partita.train.loop import Outcome
 from partita.train.models import build_model
+from tests.matrix import sampled
 
 
 def tiny(folder: Path, overrides: list[str] | None = None) -> Job:
@@ -158,7 +159,7 @@ def test_ctrl_c_finishes_the_step_and_keeps_the_weights(tmp_path: Path, monkeypa
     assert "stopped by a signal after step 3" in shown
 
 
-@pytest.mark.parametrize("stopped_in", [7, 10])
+@pytest.mark.parametrize("stopped_in", sampled([7, 10], 7))
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     stopped_in: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

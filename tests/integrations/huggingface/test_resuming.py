@@ -59,6 +59,7 @@ def test_a_run_that_was_killed_is_resumed(tmp_path: Path) -> None:
     assert pool.run(2, trained, Run(at(1)), tmp_path / "copy", True, timeout=120)[0] == pytest.approx(whole, rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_resumed_elsewhere(tmp_path: Path) -> None:
     """At another stage, on another number of ranks with the same batches."""
     by_ranks = {ranks: SAVING | {"per_device_train_batch_size": 4 // ranks} for ranks in (1, 2)}

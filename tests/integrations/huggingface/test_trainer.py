@@ -98,6 +98,7 @@ def test_bf16_casts_or_autocasts() -> None:
     assert first != plain
 
 
+@pytest.mark.thorough
 def test_bf16_without_clipping() -> None:
     """On one rank the plain Trainer's numbers hold with no norm in them, of which bf16 makes much."""
     arguments = BF16 | {"max_grad_norm": 0.0}

@@ -1,27 +1,67 @@
-"""What the ZeRO papers show of a cluster, predicted: throughput per GPU over the number of GPUs, and ZeRO-2 beside
-tensor parallelism alone across nodes.
+"""What the ZeRO papers show of a cluster, predicted: throughput per GPU over the number of GPUs, ZeRO-2 beside tensor
+parallelism alone across nodes, and the largest models, of which the engine itself trains a step without values as every
+distinct role of a rank.
 
-    python -m benchmarks.papers --save    # into benchmarks/results/papers.md
-    python -m benchmarks.papers --quick   # two numbers of GPUs, one model
+    python -m benchmarks.papers --save    # into benchmarks/results/papers.md: 15 minutes
+    python -m benchmarks.papers --quick   # two numbers of GPUs, one model, no steps
 
-Predicted from data sheets (`partita plan`), for V100s with 32 GB, 16 in a node (DGX-2): the order of plans and the
-shape of curves are what it is good for. Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+Times are predicted from data sheets (`partita plan`), for V100s with 32 GB, 16 in a node (DGX-2): the order of plans
+and the shape of curves are what it is good for. Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
 Trillion Parameter Models", 2020, figures 2 and 3.
 """
 
 import argparse
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
+
+from torch import nn
 
 from benchmarks._common import Report
 from partita.errors import ConfigError
 from partita.forecast.given import GivenPlan, given_plan
 from partita.forecast.source import Source, read_source
+from partita.memory import accelerator
 from partita.plan.residence import Tier
 from partita.planner.machine import Machine, machine_named
+from partita.simulate.cluster import Cluster, simulate
+from partita.simulate.rank import Subject
 
 SCALED, WORLDS = "gpt-60b", (64, 96, 128, 192, 256, 400)
+# Of what the papers say of their largest models: GPUs, and a config.
+_MIXED = {"compute": "fp16", "gradients": "fp16"}
+_ONE = {"activations": {"checkpoint": "units"}, "batch": {"micro": 1, "accumulate": 2}}
+LARGEST: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    (
+        "gpt-170b",
+        400,
+        {**_ONE, "zero": {"stage": 2}, "parallel": {"tensor": 16}, "precision": {**_MIXED, "moments": "int8"}},
+    ),
+    (
+        "gpt-1t",
+        800,
+        {
+            "zero": {"stage": 1},
+            "parallel": {"tensor": 16, "pipeline": 25},
+            "precision": _MIXED,
+            "activations": {"checkpoint": "units"},
+            "batch": {"micro": 1, "accumulate": 25},
+        },
+    ),
+    (
+        "gpt-2t",
+        512,
+        {
+            **_ONE,
+            "zero": {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}},
+            "parallel": {"tensor": 16},
+            "precision": _MIXED,
+        },
+    ),
+)
 # A model, and how many ranks tensor parallelism alone takes to hold it.
 BESIDE = (("gpt-8b", 16), ("gpt-40b", 32), ("gpt-60b", 64), ("gpt-100b", 64), ("gpt-170b", 64))
 NUM_GPUS = 384
@@ -46,14 +86,58 @@ def main() -> int:
     report.write()
     most = max(rate for rate, _ in rates.values())
     bars = ((str(n), str(micro), f"{rate:.1f}", "█" * round(CELLS * rate / most)) for n, (rate, micro) in rates.items())
-    report.table(("GPUs", "micro-batch", "TFLOP/s a GPU", ""), bars)
+    report.table(("GPUs", "micro-batch", "TFLOP/s per GPU", ""), bars)
     known = [rate for rate, _ in rates.values()]
-    report.expect(known[-1] > known[0], "more GPUs give more throughput a GPU")
+    report.expect(known[-1] > known[0], "more GPUs give more throughput per GPU")
     report.write(f"ZeRO-2 x tensor within a node beside tensor parallelism alone, {NUM_GPUS} GPUs:")
     report.write()
-    header = ("model", "tensor alone", "its TFLOP/s a GPU", "ZeRO-2's (tensor 16)", "times")
+    header = ("model", "tensor alone", "its TFLOP/s per GPU", "ZeRO-2's (tensor 16)", "times")
     report.table(header, _beside(report, machine, BESIDE[2:3] if options.quick else BESIDE))
+    if not options.quick:
+        report.write(_OF_LARGEST)
+        report.write()
+        header = ("model", "GPUs", "config", "role", "GPU GB", "of these activations", "host GB", "sent GB", "s to run")
+        report.table(header, _largest(report, machine))
     return report.end(options.save)
+
+
+_OF_LARGEST = """A step of the largest models as every distinct role of a rank: the engine itself, on tensors without
+values. *GPU GB*, *host GB*: the most that the rank holds at a time; *s to run*: what all roles took here, one after the
+other."""
+
+
+def _largest(report: Report, machine: Machine) -> Iterator[list[str]]:
+    for name, num_gpus, config in LARGEST:
+        begun, source = time.perf_counter(), read_source(name)
+        subject = Subject(partial(_fresh, name), partial(source.batch, device=accelerator.SIMULATED))
+        found = simulate(subject, config, Cluster(num_gpus, "cuda", machine.gpus))
+        seconds, budget = time.perf_counter() - begun, machine.budget(num_gpus)
+        mesh = found.resolved.mesh
+        words = (
+            f"stage {config['zero']['stage']}, data x tensor x pipeline {mesh.data} x {mesh.tensor} x {mesh.pipeline}"
+        )
+        words += ", states on the host" if "offload" in config["zero"] else ""
+        words += ", 8-bit moments" if "moments" in config["precision"] else ""
+        for rank in found.ranks:
+            used = rank.bytes_by_tier
+            what = f"{name}, rank {rank.role.rank}: fits on {machine.name}"
+            report.expect(not budget.lacking(Counter(used)), what)
+            exact = {key: num for key, num in rank.memory.held.items() if key in rank.planned_bytes}
+            report.expect(exact == rank.planned_bytes, f"{name}, rank {rank.role.rank}: states as the closed forms say")
+            figures = [used.get(Tier.DEVICE, 0), rank.activation_bytes, used.get(Tier.HOST, 0)]
+            figures.append(rank.traffic.sent_bytes())
+            yield [
+                name,
+                str(num_gpus),
+                words,
+                rank.role.place,
+                *(f"{num / 1e9:.1f}" for num in figures),
+                f"{seconds:.0f}",
+            ]
+
+
+def _fresh(name: str) -> nn.Module:
+    return read_source(name).model
 
 
 def _scaling(source: Source, machine: Machine, worlds: tuple[int, ...]) -> Iterator[tuple[int, tuple[float, int]]]:

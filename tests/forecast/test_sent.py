@@ -1,5 +1,6 @@
 """What the axes exchange of activations is foretold, to the byte."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,15 @@ MODELS = {
     "gpt": "layers=4,hidden=64,heads=4,vocab=300,context=48",
     "decoder": "family=llama,layers=4,hidden=64,heads=4,kv_heads=2,vocab=300,ffn=96,context=48",
 }
+AXES: list[dict[str, int]] = [
+    {"tensor": 2},
+    {"pipeline": 2},
+    {"tensor": 2, "pipeline": 2},
+    {"sequence": 2},
+    {"sequence": 4},
+    {"sequence": 2, "tensor": 2},
+    {"sequence": 2, "pipeline": 2},
+]
 
 
 def source(name: str) -> Source:
@@ -49,10 +59,10 @@ def on_paper(name: str, config: dict[str, Any], world: int) -> tuple[Sized, Trac
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("axes", [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}], ids=str)
+@pytest.mark.parametrize("axes", AXES, ids=str)
 def test_activations_sent_are_those_foretold(name: str, axes: dict[str, int]) -> None:
     config = {"parallel": axes, "batch": {"micro": MICRO, "accumulate": MICROS}, "zero": {"stage": 1}}
-    world = 2 ** len(axes)
+    world = math.prod(axes.values())
     sized, trace = on_paper(name, config, world)
     stages = sized.stages(axes.get("pipeline", 1))
     for found, foretold in pool.run(world, trained, name, config, stages, trace):

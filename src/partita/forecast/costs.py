@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from partita.forecast.pieces import Piece, Trace, Work
 from partita.forecast.sized import Sized, Stage
+from partita.parallel.tensor.splitter import TENSOR
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedUnit
 from partita.plan.residence import Residence, Tier
@@ -59,9 +60,15 @@ class Rates:
         else:
             moved_s = work.moved_bytes / (machine.reached * machine.memory_rate)
             computed = max(work.num_ops * LAUNCH_S, work.flops / machine.flops_per_s(self.dtype) + moved_s)
-        if not work.sent_bytes:
-            return computed
-        return computed + work.sent_bytes / self.link(("tensor",), mesh) + 2 * LATENCY_S * mesh.tensor
+        return computed + sum(self._sending(axis, num, work.calls[axis], mesh) for axis, num in work.sent.items())
+
+    def _sending(self, axis: str, num_bytes: int, calls: int, mesh: MeshShape) -> float:
+        """Along an axis in so many calls, each of which waits for the ones before."""
+        if axis == TENSOR:  # sums, which pass every rank twice
+            return num_bytes / self.link((axis,), mesh) + 2 * LATENCY_S * mesh.tensor
+        if (measured := self._curves.get("gather")) and num_bytes:  # what every rank sends every other one
+            return calls * measured.seconds(num_bytes / calls)
+        return num_bytes / self.link((axis,), mesh) + calls * LATENCY_S
 
     def _job(self, kind: str, size: float) -> float:
         curve = self._curves.get(kind)

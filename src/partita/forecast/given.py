@@ -103,13 +103,11 @@ def given_plan(
         kind: of device, in PyTorch's words.
 
     Raises:
-        ConfigError: the configuration does not fit the ranks, leaves the placement open, or splits the sequence, which
-            no trace knows; the model's forward cannot be traced.
+        ConfigError: the configuration does not fit the ranks, or leaves the placement open; the model's forward cannot
+            be traced.
     """
     settings = load_config(config)
     resolved = resolve(settings, num_ranks, kind, num_ranks)
-    if resolved.mesh.sequence > 1:
-        raise ConfigError("parallel.sequence: what ranks keep of a sequence is not traced: partita simulate has it")
     if leaves_a_choice(settings.zero.offload):
         raise ConfigError(
             "zero.offload: auto follows from what is free where training runs: name a tier for each state"

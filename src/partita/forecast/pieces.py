@@ -1,24 +1,27 @@
 """What a forward and a backward keep, compute and send, block by block."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-from torch import Tensor
 
 
 @dataclass
 class Work:
-    """``flops`` of matrix products; ``moved_bytes`` that all other operators read and write; ``sent_bytes`` to other
-    ranks, while the caller waits. ``jobs``: how many operators of each (kind, size), as
-    :class:`~partita.planner.machine.Machine` measures them.
+    """``flops`` of matrix products; ``moved_bytes`` that all other operators read and write. ``jobs``: how many
+    operators of each (kind, size), as :class:`~partita.planner.machine.Machine` measures them. ``sent``: bytes to other
+    ranks by axis, in so many ``calls``, while the caller waits.
     """
 
     flops: int = 0
     moved_bytes: int = 0
-    sent_bytes: int = 0
     num_ops: int = 0
     jobs: Counter[tuple[str, int]] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Along all axes."""
+        return self.sent.total()
 
 
 @dataclass
@@ -111,25 +114,9 @@ class Trace:
 
 
 def _times(work: Work, factor: float) -> Work:
-    flops, moved, sent = (int(size * factor) for size in (work.flops, work.moved_bytes, work.sent_bytes))
+    flops, moved = int(work.flops * factor), int(work.moved_bytes * factor)
+    sent = Counter({axis: int(num * factor) for axis, num in work.sent.items()})
     jobs = Counter[tuple[str, int]]()
     for (kind, size), num in work.jobs.items():
         jobs[kind, int(size * factor)] += num
-    return Work(flops, moved, sent, work.num_ops, jobs)
-
-
-class Sends:
-    """A group of ``size`` ranks on paper: this rank's part stands for every other's, and what it sends is counted."""
-
-    def __init__(self, size: int, index: int = 0) -> None:
-        self.size, self.index = size, index
-        self.sent_bytes = 0
-
-    def sum(self, tensor: Tensor, purpose: str) -> Tensor:
-        self.sent_bytes += 2 * (self.size - 1) * tensor.nbytes // self.size
-        return tensor.clone()
-
-    def gather(self, part: Tensor, shapes: Sequence[Sequence[int]], purpose: str) -> list[Tensor]:
-        part = part.contiguous()
-        self.sent_bytes += (self.size - 1) * part.nbytes
-        return [part if at == self.index else part.new_empty(tuple(shape)) for at, shape in enumerate(shapes)]
+    return Work(flops, moved, work.num_ops, jobs, sent, work.calls)

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from partita.errors import ConfigError
-from partita.forecast.pieces import Piece, Sends, Trace, Work
+from partita.forecast.pieces import Piece, Trace, Work
+from partita.forecast.ranks import Sent
 from partita.forecast.shortened import Stand
 
 # Operators that compute a function of each element, or of each row, which takes longer than reading and writing it.
@@ -28,11 +29,11 @@ class Recorder(TorchDispatchMode):
     one's end to its backward it is the number of blocks.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], sends: Sends) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], sent: Sent) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._blocks, self._sends = blocks, sends
+        self._blocks, self._sent = blocks, sent
         self._alive: dict[int, int] = {}
-        self._live, self._seen_sent = 0, 0
+        self._live = 0
         self._at: tuple[str, int] = ("forward", -1)
         self._peaks = defaultdict[tuple[str, int], int](int)
         self._growing = defaultdict[tuple[str, int], int](int)
@@ -99,8 +100,9 @@ class Recorder(TorchDispatchMode):
         self._note_peak()
 
     def _count_sent(self) -> None:
-        self._work[self._at].sent_bytes += self._sends.sent_bytes - self._seen_sent
-        self._seen_sent = self._sends.sent_bytes
+        work, (num_bytes, calls) = self._work[self._at], self._sent.since()
+        work.sent += num_bytes
+        work.calls += calls
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

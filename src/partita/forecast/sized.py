@@ -1,4 +1,4 @@
-"""A model on so many tensor ranks: its units as they would be laid out, and what its forward and backward take."""
+"""A model on ranks that share a sample: its units as they would be laid out, and what its forward and backward take."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -7,18 +7,22 @@ from typing import Any
 
 from torch import nn
 
+from partita.activation.caches import NoCaches
 from partita.activation.recompute import Recomputation, chosen_modules
+from partita.comm.collectives import Collectives
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
 from partita.errors import ConfigError
-from partita.forecast.pieces import Sends, Trace
+from partita.forecast.pieces import Trace
+from partita.forecast.ranks import ranks_on_paper
 from partita.forecast.shortened import shortened
 from partita.forecast.source import Source
 from partita.forecast.trace import trace
 from partita.parallel.applied import Parallel
+from partita.parallel.sequence.apply import SEQUENCE, SequenceParallel
 from partita.parallel.tensor.functions import Entrance
 from partita.parallel.tensor.rules import split_model
-from partita.parallel.tensor.splitter import Splitter
+from partita.parallel.tensor.splitter import TENSOR, Splitter
 from partita.plan.place import even
 from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import Encoding
@@ -121,7 +125,8 @@ class Sized:
 def size_model(
     source: Source, specs: Sequence[UnitSpec], resolved: Resolved, choices: Sequence[str], samples: int = 1
 ) -> Sized:
-    """The share of the fullest of the tensor ranks of ``resolved``; what it says of units and dtypes counts.
+    """The share of the fullest of the ranks of ``resolved`` that share a sample; what it says of units and dtypes
+    counts.
 
     Args:
         specs: the model's units.
@@ -130,8 +135,12 @@ def size_model(
     Raises:
         ConfigError: the model cannot be split so, or not be run without data.
     """
-    model, sends = source.model, Sends(resolved.mesh.tensor)
-    with shortened(model) as stand, _split(model, resolved, sends) as parallel:
+    model, cut = source.model, resolved.mesh.sequence > 1
+    with (
+        shortened(model, last_apart=cut) as stand,
+        ranks_on_paper(resolved.mesh) as collectives,
+        _split(model, resolved, collectives) as parallel,
+    ):
         short, entries = unit_entries(model, resolved, parallel.shares)
         dtypes = {
             id(holding.param): dtype_of(entry.encoding)
@@ -143,7 +152,7 @@ def size_model(
         traces, batch = dict[str, Trace](), source.batch(samples, "meta")
         for choice in choices:
             with _recomputed(model, [spec.name for spec in short], choice):
-                traces[choice] = trace(model, stand, batch, dtypes, parallel.shares, sends)
+                traces[choice] = trace(model, stand, batch, dtypes, collectives, parallel.shares)
     of_name = {spec.name: of_unit for spec, of_unit in zip(short, entries, strict=True)}
     return Sized(specs, [of_name[_stand_in(spec.name, stands_for)] for spec in specs], traces, samples)
 
@@ -155,16 +164,21 @@ def _stand_in(unit: str, stands_for: Mapping[str, str]) -> str:
 
 
 @contextmanager
-def _split(model: nn.Module, resolved: Resolved, sends: Sends) -> Iterator[Parallel]:
-    """The model as the first of the tensor ranks has it; its parameters stay whole."""
-    parallel = Parallel()
-    group: Any = sends
-    mesh: Any = resolved.mesh
+def _split(model: nn.Module, resolved: Resolved, collectives: Collectives) -> Iterator[Parallel]:
+    """The model as the first of the ranks has it; its parameters stay whole."""
+    parallel, mesh = Parallel(), collectives.mesh
+    no_caches: NoCaches | None = None
     try:
-        if sends.size > 1:
-            split_model(Splitter(model, Entrance(group), parallel), mesh, resolved.config.parallel.tensor_rules)
+        if mesh.size(TENSOR) > 1:
+            splitter = Splitter(model, Entrance(collectives.group((TENSOR,))), parallel)
+            split_model(splitter, mesh, resolved.config.parallel.tensor_rules)
+        if mesh.size(SEQUENCE) > 1:
+            SequenceParallel(model, mesh, collectives.group((SEQUENCE,)), parallel.changes)
+            no_caches = NoCaches(model)
         yield parallel
     finally:
+        if no_caches is not None:
+            no_caches.remove()
         parallel.remove()
 
 

@@ -18,6 +18,11 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {"zero": {"stage": 0}}),
     "one rank, several micro-batches": (1, {"batch": {"accumulate": 3}}),
     "recomputed": (1, {"activations": {"checkpoint": "units"}}),
+    "slices of samples": (2, {"parallel": {"sequence": 2}, "zero": {"stage": 1}}),
+    "slices of samples, recomputed": (
+        2,
+        {"parallel": {"sequence": 2}, "activations": {"checkpoint": "units"}, "batch": {"accumulate": 2}},
+    ),
     "16-bit, split": (2, {"zero": {"stage": 3}, "precision": {"compute": "bf16"}}),
 }
 
@@ -55,8 +60,8 @@ def test_a_peak_is_the_allocator_s(name: str) -> None:
     for report, (planned_bytes, lent) in zip(simulated, pool.run(ranks, measured, config, timeout=120), strict=True):
         assert report.planned_bytes == planned_bytes
         assert report.activation_bytes == pytest.approx(lent, rel=0.02)
-    if ranks == 1:
-        given = given_plan(source, config, 1)
+    if ranks == 1 or "parallel" in config:
+        given = given_plan(source, config, ranks)
         held = given.held(given.stages[0])
         assert held["activations", "device"] == pytest.approx(lent, rel=0.02)
         for key, num_bytes in planned_bytes.items():  # of the rank that may hold most: with padding
@@ -66,7 +71,6 @@ def test_a_peak_is_the_allocator_s(name: str) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"parallel": {"sequence": 2}}, "parallel.sequence: what ranks keep"),
         ({"zero": {"offload": {"optimizer": "auto"}}}, "zero.offload: auto"),
         ({"activations": {"checkpoint": ["blocks.0"]}}, "activations.checkpoint: a plan knows"),
     ],

@@ -13,6 +13,7 @@ from partita.engine.profile import Span, rows, write_trace
 from partita.errors import ConfigError
 from partita.forecast.costs import Rates
 from partita.forecast.pieces import Trace
+from partita.forecast.sent import sent_by_axes
 from partita.forecast.sized import Sized, Stage, size_model
 from partita.forecast.source import Source
 from partita.plan.planned import PlannedUnit
@@ -58,6 +59,10 @@ class GivenPlan:
             kept = min(len(self.stages), batch.accumulate) if stage.blocks[0] == 0 else 1
             num = trace.peak(*stage.blocks, kept_forwards=kept)
         return {**held, ("activations", Tier.DEVICE.value): num}
+
+    def sent(self, stage: Stage) -> Mapping[str, int]:
+        """Bytes that the rank of a stage with the most positions sends in a step, by axes."""
+        return sent_by_axes(self.units[stage], stage, self.trace, self.resolved.batch.accumulate)
 
     def time(self, machine: Machine) -> StepTime:
         """Of the slower end of the pipeline."""

@@ -23,6 +23,7 @@ from partita.parallel.sequence.apply import SEQUENCE, SequenceParallel
 from partita.parallel.tensor.functions import Entrance
 from partita.parallel.tensor.rules import split_model
 from partita.parallel.tensor.splitter import TENSOR, Splitter
+from partita.plan.mesh_shape import MeshShape
 from partita.plan.place import even
 from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import Encoding
@@ -151,7 +152,7 @@ def size_model(
         stands_for = {name: names[id(block)] for name, block in stand}
         traces, batch = dict[str, Trace](), source.batch(samples, "meta")
         for choice in choices:
-            with _recomputed(model, [spec.name for spec in short], choice):
+            with _recomputed(model, [spec.name for spec in short], choice, resolved.mesh):
                 traces[choice] = trace(model, stand, batch, dtypes, collectives, parallel.shares)
     of_name = {spec.name: of_unit for spec, of_unit in zip(short, entries, strict=True)}
     return Sized(specs, [of_name[_stand_in(spec.name, stands_for)] for spec in specs], traces, samples)
@@ -167,29 +168,29 @@ def _stand_in(unit: str, stands_for: Mapping[str, str]) -> str:
 def _split(model: nn.Module, resolved: Resolved, collectives: Collectives) -> Iterator[Parallel]:
     """The model as the first of the ranks has it; its parameters stay whole."""
     parallel, mesh = Parallel(), collectives.mesh
-    no_caches: NoCaches | None = None
     try:
         if mesh.size(TENSOR) > 1:
             splitter = Splitter(model, Entrance(collectives.group((TENSOR,))), parallel)
             split_model(splitter, mesh, resolved.config.parallel.tensor_rules)
         if mesh.size(SEQUENCE) > 1:
             SequenceParallel(model, mesh, collectives.group((SEQUENCE,)), parallel.changes)
-            no_caches = NoCaches(model)
         yield parallel
     finally:
-        if no_caches is not None:
-            no_caches.remove()
         parallel.remove()
 
 
 @contextmanager
-def _recomputed(model: nn.Module, units: Sequence[str], choice: str) -> Iterator[None]:
+def _recomputed(model: nn.Module, units: Sequence[str], choice: str, mesh: MeshShape) -> Iterator[None]:
+    """The model with modules that run again in backward; without caches where the engine's has none."""
     modules = chosen_modules(model, units, choice)
+    no_caches = NoCaches(model) if modules or mesh.sequence > 1 or mesh.pipeline > 1 else None
     recomputation = Recomputation(modules, selective=choice == "selective", tiled={}, inputs=None, kept=None)
     try:
         yield
     finally:
         recomputation.remove()
+        if no_caches is not None:
+            no_caches.remove()
 
 
 def _outwards(name: str) -> Iterator[str]:

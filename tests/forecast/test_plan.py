@@ -67,7 +67,7 @@ def test_states_are_the_blueprint_s(stage: int, optimizer: str) -> None:
     mesh = MeshShape(data=4)
     resolved = search._resolved(mesh, Resting(stage, optimizer=optimizer))
     tier = {"none": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}[optimizer]
-    found = search.sized(1)
+    found = search.sized(MeshShape())
     units = found.planned(resolved, Tiers(Tier.DEVICE, tier, tier), found.stages(1)[0])
     expected = make_blueprint(source.model, resolved).units
     assert model_state_bytes(units, None) == model_state_bytes(expected, None)

@@ -2,10 +2,13 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from partita.activation.apply import inputs_tier
 from partita.config.load import load_config
 from partita.config.resolve import Resolved, resolve
 from partita.config.schema import Config
@@ -29,19 +32,22 @@ from partita.planner.working import arriving_bytes, working_bytes
 
 @dataclass(frozen=True)
 class GivenPlan:
-    """A configuration on paper. ``stages`` are the pipeline's, ``units`` of each what a rank of it has."""
+    """A configuration on paper. ``stages`` are the pipeline's, ``units`` of each what a rank of it has.
+    ``inputs_rest``: those of blocks that run again in backward.
+    """
 
     resolved: Resolved
     sized: Sized
     stages: tuple[Stage, ...]
     units: Mapping[Stage, list[PlannedUnit]]
     num_moments: int = ADAM_MOMENTS
+    inputs_rest: Tier = Tier.DEVICE
 
     @property
     def trace(self) -> Trace:
         """Of a micro-batch."""
         ((_, trace),) = self.sized.traces.items()
-        return trace
+        return replace(trace, inputs_rest=self.inputs_rest)
 
     def held(self, stage: Stage) -> dict[tuple[str, str], int]:
         """Bytes by (what, tier) on the rank of a stage that holds most: states, ``working`` memory and
@@ -53,12 +59,15 @@ class GivenPlan:
         working[Tier.DEVICE] -= arriving_bytes(units)  # the trace has those
         held.update({("working", tier.value): num for tier, num in working.items() if num})
         trace, batch = self.trace, self.resolved.batch
+        kept = min(len(self.stages), batch.accumulate) if stage.blocks[0] == 0 else 1
         if batch.accumulate == 1 and all(s.gradient_in_place for unit in units for s in unit.segments if s.trains):
             num = trace.growing_peak(*stage.blocks)
         else:
-            kept = min(len(self.stages), batch.accumulate) if stage.blocks[0] == 0 else 1
             num = trace.peak(*stage.blocks, kept_forwards=kept)
-        return {**held, ("activations", Tier.DEVICE.value): num}
+        held["activations", Tier.DEVICE.value] = num
+        if self.inputs_rest is not Tier.DEVICE:
+            held["activations", self.inputs_rest.value] = trace.away(*stage.blocks, kept_forwards=kept)
+        return dict(held)
 
     def sent(self, stage: Stage) -> Mapping[str, int]:
         """Bytes that the rank of a stage with the most positions sends in a step, by axes."""
@@ -128,4 +137,6 @@ def given_plan(
     tiers = chosen_tiers(settings.zero.offload, Tiers())
     stages = tuple(sized.stages(resolved.mesh.pipeline))
     ends = dict.fromkeys((stages[0], stages[-1]))
-    return GivenPlan(resolved, sized, stages, {stage: sized.planned(resolved, tiers, stage) for stage in ends})
+    units = {stage: sized.planned(resolved, tiers, stage) for stage in ends}
+    rest = inputs_tier(settings.activations, torch.device(kind)) if checkpoint != "none" else Tier.DEVICE
+    return GivenPlan(resolved, sized, stages, units, inputs_rest=rest)

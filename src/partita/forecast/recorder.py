@@ -39,7 +39,7 @@ class Recorder(TorchDispatchMode):
         self._growing = defaultdict[tuple[str, int], int](int)
         self._gradients = defaultdict[tuple[str, int], int](int)
         self._work = defaultdict[tuple[str, int], Work](Work)
-        self._entered, self._left, self._outputs = (dict[int, int]() for _ in range(3))
+        self._entered, self._left, self._outputs, self._inputs = (dict[int, int]() for _ in range(4))
         self._handles = [
             handle
             for number, block in enumerate(blocks)
@@ -73,6 +73,7 @@ class Recorder(TorchDispatchMode):
             self._go("forward", number)
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+                    self._inputs[number] = leaf.nbytes
                     leaf.register_hook(lambda _: self._back_out_of(number))
                     break
 
@@ -170,6 +171,7 @@ class Recorder(TorchDispatchMode):
                 self._work["backward", number],
                 self._gradients["backward", number],
                 self._growing["backward", number] - left,
+                self._inputs.get(number, 0),
             )
         above, work, there = ("forward", num), self._work, self._left.get(num - 1, 0)
         back = ("backward", -1)

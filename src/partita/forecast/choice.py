@@ -83,6 +83,11 @@ class Choice:
         """Of a step, over all ranks."""
         return self.micro * self.accumulate * self.mesh.data
 
+    @property
+    def shares_samples(self) -> bool:
+        """Whether several ranks compute one sample."""
+        return self.mesh.num_ranks > self.mesh.data
+
     def sections(self) -> Sections:
         """The config that asks for it."""
         axes = {axis: self.mesh.size(axis) for axis in ("tensor", "pipeline", "sequence")}

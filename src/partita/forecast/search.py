@@ -105,8 +105,8 @@ class Search:
     def run(self) -> list[Forecast]:
         """Every plan that was weighed: those that fit by their time, then the others by what they lack.
 
-        Slices of samples are tried where whole ones do not fit (or are too few for the ranks), inputs of blocks on the
-        host where nothing fits with them on the device.
+        Slices of samples are tried where whole ones do not fit on a rank (or are too few for all), inputs of blocks on
+        the host where nothing fits with them on the device.
         """
         found = list[Forecast]()
         levels = restings(self.dtype, self.machine.one_memory)
@@ -117,10 +117,13 @@ class Search:
             for sizes in self._reaches:
                 weighed = [each for way in tried for each in self._all_of(*way, sizes)]
                 found += weighed
-                if any(each.fits for each in weighed):
-                    return sorted(found, key=lambda each: each.rank)
+                fits = [each for each in found if each.fits]
+                if any(each.choice.mesh.sequence > 1 or not each.choice.shares_samples for each in fits):
+                    break
                 if not any(each.lacks_activations for each in weighed):
                     break
+            if any(each.fits for each in found):
+                break
         return sorted(found, key=lambda each: each.rank)
 
     @property

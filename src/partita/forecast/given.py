@@ -108,6 +108,22 @@ class GivenPlan:
             raise ConfigError(f"'{path}' cannot be written: {error.strerror}; name another file") from None
 
 
+def _check_known(settings: Config) -> None:
+    """Raises ConfigError: the config keeps activations in a way that no trace has."""
+    activations = settings.activations
+    unknown = {
+        "activations.partition": activations.partition,
+        "activations.keep_bytes": activations.keep_bytes != "none",
+        "activations.offload": activations.offload != "none" and not isinstance(activations.checkpoint, str),
+    }
+    for key, is_set in unknown.items():
+        if is_set:
+            raise ConfigError(
+                f"{key}: a plan has inputs whole, and off the device only with activations.checkpoint: units or "
+                "selective; leave the key out, or see partita simulate, which knows all"
+            )
+
+
 def given_plan(
     source: Source, config: str | Path | Mapping[str, Any] | Config | None, num_ranks: int, kind: str = "cpu"
 ) -> GivenPlan:
@@ -127,10 +143,7 @@ def given_plan(
             "zero.offload: auto follows from what is free where training runs: name a tier for each state"
         )
     checkpoint = settings.activations.checkpoint
-    if not isinstance(checkpoint, str):
-        raise ConfigError(
-            "activations.checkpoint: a plan knows none, selective and units: partita simulate has modules"
-        )
+    _check_known(settings)
     specs = group_units(source.model, settings.zero.units)
     batch = resolved.batch
     sized = size_model(source, specs, resolved, (checkpoint,), batch.micro)

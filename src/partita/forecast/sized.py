@@ -1,7 +1,7 @@
 """A model on ranks that share a sample: its units as they would be laid out, and what its forward and backward take."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,8 @@ from torch import nn
 
 from partita.activation.caches import NoCaches
 from partita.activation.recompute import Recomputation, chosen_modules
+from partita.activation.tiled_loss import TiledHeads, find_heads
+from partita.activation.tiles import tiled_modules
 from partita.comm.collectives import Collectives
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
@@ -23,7 +25,6 @@ from partita.parallel.sequence.apply import SEQUENCE, SequenceParallel
 from partita.parallel.tensor.functions import Entrance
 from partita.parallel.tensor.rules import split_model
 from partita.parallel.tensor.splitter import TENSOR, Splitter
-from partita.plan.mesh_shape import MeshShape
 from partita.plan.place import even
 from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import Encoding
@@ -32,7 +33,10 @@ from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import StatePlan, Tiers
 from partita.planner.blueprint import row_of, unit_entries
 from partita.planner.dtypes import dtype_of
-from partita.planner.group_units import UnitSpec
+from partita.planner.group_units import UnitSpec, find_blocks
+
+# What ``activations.checkpoint`` says.
+Checkpoint = str | tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Sized:
 
     specs: Sequence[UnitSpec]
     entries: Sequence[Sequence[Entry]]
-    traces: dict[str, Trace]
+    traces: dict[Checkpoint, Trace]
     samples: int
     _planned: dict[Any, PlannedUnit] = field(default_factory=dict)
     _rows: dict[Any, tuple[Config, StatePlan]] = field(default_factory=dict)
@@ -124,7 +128,7 @@ class Sized:
 
 
 def size_model(
-    source: Source, specs: Sequence[UnitSpec], resolved: Resolved, choices: Sequence[str], samples: int = 1
+    source: Source, specs: Sequence[UnitSpec], resolved: Resolved, choices: Sequence[Checkpoint], samples: int = 1
 ) -> Sized:
     """The share of the fullest of the ranks of ``resolved`` that share a sample; what it says of units and dtypes
     counts.
@@ -137,8 +141,11 @@ def size_model(
         ConfigError: the model cannot be split so, or not be run without data.
     """
     model, cut = source.model, resolved.mesh.sequence > 1
+    named = bool(resolved.config.tiled.mlp) or not all(
+        isinstance(choice, str) for choice in choices
+    )  # maybe one of many
     with (
-        shortened(model, last_apart=cut) as stand,
+        nullcontext(list(find_blocks(model))) if named else shortened(model, last_apart=cut) as stand,
         ranks_on_paper(resolved.mesh) as collectives,
         _split(model, resolved, collectives) as parallel,
     ):
@@ -150,9 +157,9 @@ def size_model(
         }
         names = {id(module): name for name, module in model.named_modules()}
         stands_for = {name: names[id(block)] for name, block in stand}
-        traces, batch = dict[str, Trace](), source.batch(samples, "meta")
+        traces, batch = dict[Checkpoint, Trace](), source.batch(samples, "meta")
         for choice in choices:
-            with _recomputed(model, [spec.name for spec in short], choice, resolved.mesh):
+            with _keeping_less(model, [spec.name for spec in short], choice, resolved):
                 traces[choice] = trace(model, stand, batch, dtypes, collectives, parallel.shares)
     of_name = {spec.name: of_unit for spec, of_unit in zip(short, entries, strict=True)}
     return Sized(specs, [of_name[_stand_in(spec.name, stands_for)] for spec in specs], traces, samples)
@@ -180,14 +187,20 @@ def _split(model: nn.Module, resolved: Resolved, collectives: Collectives) -> It
 
 
 @contextmanager
-def _recomputed(model: nn.Module, units: Sequence[str], choice: str, mesh: MeshShape) -> Iterator[None]:
-    """The model with modules that run again in backward; without caches where the engine's has none."""
-    modules = chosen_modules(model, units, choice)
-    no_caches = NoCaches(model) if modules or mesh.sequence > 1 or mesh.pipeline > 1 else None
-    recomputation = Recomputation(modules, selective=choice == "selective", tiled={}, inputs=None, kept=None)
+def _keeping_less(model: nn.Module, units: Sequence[str], choice: Checkpoint, resolved: Resolved) -> Iterator[None]:
+    """The model with modules that run again in backward, and what the config has in tiles; without caches where the
+    engine's has none.
+    """
+    config, mesh = resolved.config, resolved.mesh
+    modules, tiled = chosen_modules(model, units, choice), tiled_modules(model, config.tiled.mlp)
+    heads = find_heads(model, config.loss, units)
+    no_caches = NoCaches(model) if modules or tiled or mesh.sequence > 1 or mesh.pipeline > 1 else None
+    recomputation = Recomputation(modules, selective=choice == "selective", tiled=tiled, inputs=None, kept=None)
+    in_tiles = TiledHeads(heads, config.loss)
     try:
         yield
     finally:
+        in_tiles.remove()
         recomputation.remove()
         if no_caches is not None:
             no_caches.remove()

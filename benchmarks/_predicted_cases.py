@@ -34,10 +34,10 @@ class Case:
 
     @property
     def timed(self) -> bool:
-        """Computes in fp32 without a disk, on one core a rank (of two), and not along an axis that no trace knows."""
-        offload, parallel = self.config["zero"].get("offload"), self.config.get("parallel", {})
+        """Computes in fp32 without a disk, on one core a rank (of two)."""
+        offload = self.config["zero"].get("offload")
         exact = self.config.get("precision", {}).get("compute", "fp32") == "fp32"
-        return self.ranks <= 2 and exact and offload is None and "sequence" not in parallel
+        return self.ranks <= 2 and exact and offload is None
 
 
 def cases() -> list[Case]:

@@ -32,7 +32,6 @@ from typing import Any
 from benchmarks._common import RESULTS, ROOT, Report
 from benchmarks._predicted_cases import Case, cases
 from benchmarks._ranks import wait
-from partita.errors import ConfigError
 from partita.forecast.given import given_plan
 from partita.forecast.source import read_source
 from partita.forecast.this_machine import measure_machine
@@ -107,12 +106,9 @@ def predicted(case: Case) -> dict[str, Any]:
         lambda: read_source(case.model).model, lambda samples: source.batch(samples, accelerator.SIMULATED)
     )
     ranks = simulate(subject, case.config, Cluster(case.ranks, "cpu", case.ranks), range(case.ranks)).ranks
-    try:
-        planned = given_plan(source, case.config, case.ranks)
-        peaks = [_of_device(planned.held(stage)) for stage in planned.units]
-    except ConfigError:  # a sequence that is split
-        peaks = []
-    return {"ranks": [_plain(rank) for rank in ranks], "planned_peak": max(peaks, default=None)}
+    planned = given_plan(source, case.config, case.ranks)
+    peaks = [_of_device(planned.held(stage)) for stage in planned.units]
+    return {"ranks": [_plain(rank) for rank in ranks], "planned_peak": max(peaks)}
 
 
 def _of_device(held: dict[tuple[str, str], int]) -> int:
@@ -223,7 +219,7 @@ def _bytes_row(report: Report, case: Case, of_case: dict[str, Any]) -> list[str]
         abs(off) <= PEAK_TOLERANCE, f"{case.name}: the simulated peak within {PEAK_TOLERANCE:.0%} ({off:+.1%})"
     )
     planned = of_case["predicted"]["planned_peak"]
-    bound = ["", ""] if planned is None else [f"{planned / 1e6:.2f}", f"{planned / max(peaks) - 1:+.1%}"]
+    bound = [f"{planned / 1e6:.2f}", f"{planned / max(peaks) - 1:+.1%}"]
     exact = ["exact" if each else "MISSED" for each in (held, sent)]
     return [case.name, *exact, f"{max(simulated) / 1e6:.2f}", f"{max(peaks) / 1e6:.2f}", f"{off:+.2%}", *bound]
 

@@ -1,5 +1,7 @@
 """What a configuration comes to on paper is what torch's allocator and the engine's ledger count in a step."""
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import partita
 from partita import ConfigError
 from partita.forecast.given import given_plan
 from partita.forecast.source import read_source
+from partita.plan.residence import Tier
+from partita.planner.machine import machine_named
 from partita.simulate.cluster import Cluster, simulate
 from partita.simulate.rank import Subject
 from tests.local import pool
@@ -18,6 +22,13 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {"zero": {"stage": 0}}),
     "one rank, several micro-batches": (1, {"batch": {"accumulate": 3}}),
     "recomputed": (1, {"activations": {"checkpoint": "units"}}),
+    "named modules recomputed": (1, {"activations": {"checkpoint": ["blocks.1"]}, "batch": {"accumulate": 2}}),
+    "loss in tiles": (1, {"loss": {"tiled": "auto"}, "batch": {"accumulate": 2}}),
+    "slices of samples": (2, {"parallel": {"sequence": 2}, "zero": {"stage": 1}}),
+    "slices of samples, recomputed": (
+        2,
+        {"parallel": {"sequence": 2}, "activations": {"checkpoint": "units"}, "batch": {"accumulate": 2}},
+    ),
     "16-bit, split": (2, {"zero": {"stage": 3}, "precision": {"compute": "bf16"}}),
 }
 
@@ -55,8 +66,8 @@ def test_a_peak_is_the_allocator_s(name: str) -> None:
     for report, (planned_bytes, lent) in zip(simulated, pool.run(ranks, measured, config, timeout=120), strict=True):
         assert report.planned_bytes == planned_bytes
         assert report.activation_bytes == pytest.approx(lent, rel=0.02)
-    if ranks == 1:
-        given = given_plan(source, config, 1)
+    if ranks == 1 or "parallel" in config:
+        given = given_plan(source, config, ranks)
         held = given.held(given.stages[0])
         assert held["activations", "device"] == pytest.approx(lent, rel=0.02)
         for key, num_bytes in planned_bytes.items():  # of the rank that may hold most: with padding
@@ -66,11 +77,30 @@ def test_a_peak_is_the_allocator_s(name: str) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"parallel": {"sequence": 2}}, "parallel.sequence: what ranks keep"),
         ({"zero": {"offload": {"optimizer": "auto"}}}, "zero.offload: auto"),
-        ({"activations": {"checkpoint": ["blocks.0"]}}, "activations.checkpoint: a plan knows"),
+        ({"activations": {"checkpoint": "units", "keep_bytes": 1}}, "activations.keep_bytes: a plan has"),
+        ({"activations": {"checkpoint": ["blocks.0"], "offload": "host"}}, "activations.offload: a plan has"),
     ],
 )
 def test_what_no_plan_knows_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         given_plan(read_source(MODEL), config, 2)
+
+
+@pytest.mark.parametrize("axes", [{}, {"sequence": 2}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_inputs_that_leave_the_device_are_the_engine_s(axes: dict[str, int], tier: str) -> None:
+    """On an accelerator without values: bytes there to the byte, the most on the device; the copies take their time."""
+    sizes, num_ranks = "layers=8,hidden=128,heads=4,vocab=512,context=256", math.prod(axes.values())
+    config = settings({"parallel": axes, "activations": {"checkpoint": "units", "offload": tier}, "zero": {"stage": 1}})
+    source = read_source(sizes)
+    subject = Subject(lambda: read_source(sizes).model, lambda samples: source.batch(samples, "meta"))
+    (rank,) = simulate(subject, config, Cluster(num_ranks, "cuda", num_ranks), [0]).ranks
+    given = given_plan(source, config, num_ranks, "cuda")
+    held = given.held(given.stages[0])
+    assert rank.memory.peak["activations", tier] == held["activations", tier] > 0
+    assert rank.activation_bytes == pytest.approx(held["activations", "device"], rel=0.02)
+    assert given.trace.peak() < replace(given.trace, inputs_rest=Tier.DEVICE).peak()
+    figure = {"host": "host_link", "disk": "disk_rate"}[tier]
+    slow, fast = (replace(machine_named("h100"), **{figure: rate}) for rate in (1e8, 1e13))
+    assert given.time(slow).total_s > given.time(fast).total_s

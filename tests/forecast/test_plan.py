@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,8 @@ from partita.planner.blueprint import make_blueprint
 from partita.planner.machine import machine_named, machines
 from partita.planner.memory import model_state_bytes
 from partita.planner.working import working_bytes
+from partita.simulate.cluster import Cluster, simulate
+from partita.simulate.rank import Subject
 
 SMALL = "layers=6,hidden=512,heads=8,vocab=1000,context=256"
 run = CliRunner().invoke
@@ -67,7 +70,7 @@ def test_states_are_the_blueprint_s(stage: int, optimizer: str) -> None:
     mesh = MeshShape(data=4)
     resolved = search._resolved(mesh, Resting(stage, optimizer=optimizer))
     tier = {"none": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}[optimizer]
-    found = search.sized(1)
+    found = search.sized(MeshShape())
     units = found.planned(resolved, Tiers(Tier.DEVICE, tier, tier), found.stages(1)[0])
     expected = make_blueprint(source.model, resolved).units
     assert model_state_bytes(units, None) == model_state_bytes(expected, None)
@@ -83,6 +86,59 @@ def test_offload_is_for_what_does_not_fit_without_it() -> None:
     assert without.best is None
     with pytest.raises(ConfigError, match="does not fit on 1 x v100-32.*\n.*GPU lacks"):
         without.config()
+
+
+LONG = "family=llama,layers=16,hidden=1024,heads=8,vocab=1000"
+
+
+def test_long_samples_are_shared_by_the_ranks_of_a_node() -> None:
+    """Where none fits on a rank. The config is what the real engine holds and sends, without values."""
+    small = replace(machine_named("a100-40"), memory=20e9)
+    found = partita.plan(LONG, gpus=4, gpu=small, tokens=262144, samples=4)
+    best = found.best
+    assert best is not None
+    assert best.choice.mesh.sequence > 1
+    assert all(each.lacks_activations or each.fits for each in found.forecasts)
+    whole = [each for each in found.forecasts if each.choice.mesh.sequence == 1]
+    assert not any(each.fits for each in whole if each.choice.mesh.data == 4)
+    assert all(best.rank <= each.rank for each in whole)
+    assert found.config()["parallel"]["sequence"] == best.choice.mesh.sequence
+    assert best.sent is not None
+    source = found.source
+    subject = Subject(lambda: read_source(LONG, 262144).model, lambda samples: source.batch(samples, "meta"))
+    ranks = simulate(subject, found.config(), Cluster(4, "cuda", 4)).ranks
+    for rank in ranks:
+        assert rank.activation_bytes == pytest.approx(best.held["activations", "device"], rel=0.02)
+        sent = sum(count.sent_bytes for key, count in rank.traffic.rows.items() if key.axes == ("sequence",))
+        assert sent == pytest.approx(best.sent["sequence"], rel=1e-6)
+
+
+def test_short_samples_stay_whole() -> None:
+    choices = [each.choice for each in partita.plan(SMALL, gpus=4, gpu="h100").forecasts]
+    assert {choice.mesh.sequence for choice in choices} == {1}
+    assert {choice.inputs for choice in choices} == {"none"}
+
+
+def test_samples_too_few_for_the_ranks_are_cut() -> None:
+    choices = [each.choice for each in partita.plan(SMALL, gpus=4, gpu="h100", samples=2).forecasts]
+    assert {choice.mesh.sequence for choice in choices} >= {1, 2}
+
+
+def test_inputs_go_to_the_host_where_nothing_fits_without() -> None:
+    """On one GPU, whose sequence nobody shares."""
+    sizes, tokens = "family=llama,layers=48,hidden=1024,heads=8,vocab=1000", 131072
+    found = partita.plan(sizes, gpu="rtx-4090", tokens=tokens, samples=2)
+    best, on_device = found.best, [each for each in found.forecasts if each.by_tier.keys() == {Tier.DEVICE}]
+    assert best is not None
+    assert on_device
+    assert not any(each.fits for each in on_device)
+    assert best.choice.sections()["activations"] == {"checkpoint": "units", "offload": "host"}
+    source = read_source(sizes, tokens)
+    subject = Subject(lambda: read_source(sizes, tokens).model, lambda samples: source.batch(samples, "meta"))
+    config = {**best.choice.sections(), "precision": {**best.choice.sections().get("precision", {}), "compute": "bf16"}}
+    (rank,) = simulate(subject, config, Cluster(1, "cuda", 1)).ranks
+    assert rank.memory.peak["activations", "host"] == best.held["activations", "host"]
+    assert rank.activation_bytes == pytest.approx(best.held["activations", "device"], rel=0.02)
 
 
 @pytest.mark.thorough

@@ -1,19 +1,31 @@
 """What the axes exchange of activations is foretold, to the byte."""
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 import partita
 from partita.config.load import load_config
 from partita.config.resolve import resolve
+from partita.forecast.costs import Rates
+from partita.forecast.given import GivenPlan, given_plan
 from partita.forecast.pieces import Trace
 from partita.forecast.sent import activation_bytes, sent_by_axes
 from partita.forecast.sized import Sized, Stage, size_model
 from partita.forecast.source import Source, read_source
+from partita.parallel.sequence import choose
 from partita.planner.group_units import group_units
+from partita.planner.machine import Machine, machine_named
+from partita.simulate.cluster import Cluster, simulate
+from partita.simulate.rank import Subject
 from tests.local import pool
 
 MICRO, MICROS = 2, 3
@@ -21,6 +33,15 @@ MODELS = {
     "gpt": "layers=4,hidden=64,heads=4,vocab=300,context=48",
     "decoder": "family=llama,layers=4,hidden=64,heads=4,kv_heads=2,vocab=300,ffn=96,context=48",
 }
+AXES: list[dict[str, int]] = [
+    {"tensor": 2},
+    {"pipeline": 2},
+    {"tensor": 2, "pipeline": 2},
+    {"sequence": 2},
+    {"sequence": 4},
+    {"sequence": 2, "tensor": 2},
+    {"sequence": 2, "pipeline": 2},
+]
 
 
 def source(name: str) -> Source:
@@ -49,14 +70,82 @@ def on_paper(name: str, config: dict[str, Any], world: int) -> tuple[Sized, Trac
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("axes", [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}], ids=str)
+@pytest.mark.parametrize("axes", AXES, ids=str)
 def test_activations_sent_are_those_foretold(name: str, axes: dict[str, int]) -> None:
     config = {"parallel": axes, "batch": {"micro": MICRO, "accumulate": MICROS}, "zero": {"stage": 1}}
-    world = 2 ** len(axes)
+    world = math.prod(axes.values())
     sized, trace = on_paper(name, config, world)
     stages = sized.stages(axes.get("pipeline", 1))
     for found, foretold in pool.run(world, trained, name, config, stages, trace):
         assert found == foretold
+
+
+def llama(tokens: int) -> Source:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=96, vocab_size=300))
+    return Source("llama", model, partial(ids, tokens), tokens)
+
+
+def t5(tokens: int) -> Source:
+    sizes = {"d_model": 64, "d_kv": 16, "num_layers": 4, "num_heads": 4, "d_ff": 96, "vocab_size": 300}
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+    return Source("t5", model, partial(ids, tokens), tokens)
+
+
+def ids(tokens: int, samples: int, device: torch.device | str) -> dict[str, Tensor]:
+    whole = torch.zeros(samples, tokens, dtype=torch.long, device=device)
+    return {"input_ids": whole, "labels": whole.clone()}
+
+
+SLICED: dict[str, tuple[Callable[[], Source], dict[str, int]]] = {
+    "positions that ranks have different numbers of": (lambda: read_source(MODELS["gpt"], 25), {"sequence": 3}),
+    "fewer heads than ranks": (lambda: read_source("layers=4,hidden=64,heads=2,context=48"), {"sequence": 4}),
+    "transformers": (lambda: llama(24), {"sequence": 2, "tensor": 2}),
+    "an encoder beside, with learned biases": (lambda: t5(24), {"sequence": 2}),
+}
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "units", "selective"])
+@pytest.mark.parametrize("name", SLICED)
+def test_a_plan_on_slices_is_what_the_engine_does_without_values(name: str, checkpoint: str) -> None:
+    """Of the first rank, which has the most positions: bytes by axes exactly, the most that is alive."""
+    make, axes = SLICED[name]
+    world = math.prod(axes.values())
+    config = {"parallel": axes, "batch": {"micro": MICRO, "accumulate": 2}, "activations": {"checkpoint": checkpoint}}
+    source = make()
+    subject = Subject(lambda: make().model, lambda samples: source.batch(samples, "meta"))
+    (rank,) = simulate(subject, {**config, "zero": {"stage": 1}}, Cluster(world, "cpu", world), [0]).ranks
+    planned = given_plan(source, {**config, "zero": {"stage": 1}}, world)
+    sent = Counter[str]()
+    for key, count in rank.traffic.rows.items():
+        sent[",".join(key.axes)] += count.sent_bytes
+    (stage,) = planned.stages
+    assert sent["sequence"] > 0
+    assert planned.sent(stage) == dict(sent)
+    assert planned.held(stage)["activations", "device"] == pytest.approx(rank.activation_bytes, rel=0.02)
+
+
+def test_a_ring_is_what_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose.choose, "__kwdefaults__", choose.choose.__kwdefaults__ | {"most_gathered_bytes": 0})
+    source = read_source("layers=4,hidden=64,heads=2,context=48")
+    block = given_plan(source, {"parallel": {"sequence": 4}, "batch": {"micro": MICRO}}, 4).trace.blocks[1]
+    keys_and_values = 2 * MICRO * 12 * 64 * 4  # of a rank
+    assert block.forward.sent["sequence"] == 3 * keys_and_values  # to the next rank, but for the last turn
+    assert block.backward.sent["sequence"] == 4 * 2 * keys_and_values  # with their gradients, and home
+
+
+def test_sends_on_slices_take_their_time_on_their_link() -> None:
+    slow, fast = (replace(machine_named("h100"), network=rate) for rate in (1e9, 1e12))
+    source = read_source("layers=4,hidden=64,heads=16,context=256")
+    across, within = (given_plan(source, {"parallel": {"sequence": num}}, 16) for num in (16, 2))
+
+    def seconds(given: GivenPlan, machine: Machine) -> float:
+        return Rates(machine, 16, "fp32").seconds(given.trace.blocks[1].forward, given.resolved.mesh)
+
+    assert seconds(across, slow) > 10 * seconds(across, fast)
+    assert seconds(within, slow) == seconds(within, fast) > 0
 
 
 def test_a_layer_of_llama_sums_four_times() -> None:

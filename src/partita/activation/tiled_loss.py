@@ -18,6 +18,7 @@ from partita.activation.logits import Logits, Origin
 from partita.activation.replaced import ReplacedForward
 from partita.config.schema import Loss
 from partita.errors import ConfigError, PartitaError
+from partita.memory import accelerator
 from partita.parallel.applied import OwnForward
 from partita.parallel.logits import Split, Vocabulary, split_logits
 from partita.parallel.sequence.apply import HeadOfSlices
@@ -141,8 +142,9 @@ class TiledHead:
             return self._now(*args, **kwargs)
         assert hidden is not None
         dtype = hidden.dtype
-        if torch.is_autocast_enabled(hidden.device.type):
-            dtype = torch.get_autocast_dtype(hidden.device.type)
+        kind = accelerator.kind_of(hidden.device)
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
         call = Call(self, hidden)
         return Logits.of(Origin(call, hidden, module.out_features, dtype, hidden.dim() - 1))
 

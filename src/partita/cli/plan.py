@@ -168,13 +168,13 @@ def show(found: Plan, console: Console) -> None:
 
 def _table(found: Plan, rows: Sequence[Forecast]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("states", "data x tensor x pipeline", "micro", "recomputed"):
+    for name in ("states", "data x sequence x tensor x pipeline", "micro", "recomputed"):
         table.add_column(name)
     for name in ("GPU", "host", "disk", "step", "tokens/s" if found.source.context else "samples/s"):
         table.add_column(name, justify="right")
     for each in rows:
         choice, used = each.choice, each.by_tier
-        mesh = f"{choice.mesh.data} x {choice.mesh.tensor} x {choice.mesh.pipeline}"
+        mesh = " x ".join(str(choice.mesh.size(axis)) for axis in ("data", "sequence", "tensor", "pipeline"))
         memory = [format_bytes(used[tier]) if used[tier] else "" for tier in Tier]
         if each.time is None:
             ends = f"[red]{lacks(each)}[/]", ""
@@ -182,6 +182,7 @@ def _table(found: Plan, rows: Sequence[Forecast]) -> Table:
             rate = found.samples * (found.source.context or 1) / each.time.total_s
             ends = f"{each.time.total_s:.3g} s", f"{rate:,.0f}"
         shown = "" if choice.checkpoint == "none" else choice.checkpoint
+        shown += f", inputs on {choice.inputs}" * (choice.inputs != "none")
         table.add_row(choice.resting.name, mesh, f"{choice.micro} x {choice.accumulate}", shown, *memory, *ends)
     return table
 

@@ -1,7 +1,8 @@
 """The plans that are weighed: how many ranks along each axis, what is split, where states rest and in what form."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from partita.plan.mesh_shape import MeshShape
@@ -9,6 +10,10 @@ from partita.plan.state_plan import further_stages
 
 Sections = dict[str, dict[str, Any]]
 CHECKPOINTS = ("none", "selective", "units")
+# What is computed again, and where its inputs rest meanwhile: from the fastest on.
+Kept = tuple[str, str]
+ON_DEVICE: tuple[Kept, ...] = tuple((checkpoint, "none") for checkpoint in CHECKPOINTS)
+ON_HOST: Kept = ("units", "host")
 
 
 @dataclass(frozen=True)
@@ -62,18 +67,26 @@ class Resting:
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan: ranks, states, micro-batches of ``micro`` samples (``accumulate`` of them), what is computed again."""
+    """A plan: ranks, states, micro-batches of ``micro`` samples (``accumulate`` of them), what is computed again, and
+    where the inputs of that rest.
+    """
 
     mesh: MeshShape
     resting: Resting
     micro: int
     accumulate: int
     checkpoint: str
+    inputs: str = "none"
 
     @property
     def samples(self) -> int:
         """Of a step, over all ranks."""
         return self.micro * self.accumulate * self.mesh.data
+
+    @property
+    def shares_samples(self) -> bool:
+        """Whether several ranks compute one sample."""
+        return self.mesh.num_ranks > self.mesh.data
 
     def sections(self) -> Sections:
         """The config that asks for it."""
@@ -82,16 +95,27 @@ class Choice:
         found = {**({"parallel": parallel} if parallel else {}), **self.resting.sections()}
         found["batch"] = {"micro": self.micro, "accumulate": self.accumulate}
         if self.checkpoint != "none":
-            found["activations"] = {"checkpoint": self.checkpoint}
+            away = {"offload": self.inputs} if self.inputs != "none" else {}
+            found["activations"] = {"checkpoint": self.checkpoint, **away}
         return found
 
 
-def meshes(num_gpus: int, on_node: int, most_stages: int) -> Iterator[MeshShape]:
-    """Tensor within a node, pipeline over as many stages as there are blocks for, data over the rest."""
-    for tensor in _powers(on_node):
-        for pipeline in _powers(most_stages):
-            if num_gpus % (tensor * pipeline) == 0 and on_node % tensor == 0:
-                yield MeshShape(pipeline, num_gpus // (tensor * pipeline), 1, tensor)
+def meshes(num_gpus: int, on_node: int, most_stages: int, sequences: Sequence[int] = (1,)) -> Iterator[MeshShape]:
+    """Tensor within a node, one of ``sequences``, pipeline over as many stages as there are blocks for, data over the
+    rest.
+    """
+    for tensor, sequence, pipeline in product(_powers(on_node), sequences, _powers(most_stages)):
+        if num_gpus % (tensor * sequence * pipeline) == 0 and on_node % tensor == 0:
+            yield MeshShape(pipeline, num_gpus // (tensor * sequence * pipeline), sequence, tensor)
+
+
+def reaches(num_gpus: int, on_node: int, positions: int | None) -> list[list[int]]:
+    """Sizes of the sequence axis, in the order in which they are tried: whole samples, slices within a node, slices on
+    several nodes; of samples of so many ``positions`` (None: of none).
+    """
+    within = [num for num in _powers(on_node) if 1 < num <= (positions or 1)]
+    across = [num for num in _powers(num_gpus) if on_node < num <= (positions or 1)]
+    return [sizes for sizes in ([1], within, across) if sizes]
 
 
 # The stages that split something, as updates in backward need.

@@ -1,17 +1,19 @@
 """Seconds of each unit's jobs on a machine, from the table's steps and a trace."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from partita.activation.inputs import NUM_STAYING
 from partita.forecast.pieces import Piece, Trace, Work
 from partita.forecast.sized import Sized, Stage
+from partita.parallel.tensor.splitter import TENSOR
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedUnit
 from partita.plan.residence import Residence, Tier
 from partita.plan.steps import steps
 from partita.planner.curve import Curve
 from partita.planner.machine import LATENCY_S, LAUNCH_S, Machine
-from partita.planner.timeline import DEVICE, HOST, RANKS, Job, StepTime, UnitTimes, step_time
+from partita.planner.timeline import DEVICE, DISK, HOST, HOST_LINK, RANKS, Job, StepTime, UnitTimes, step_time
 from partita.planner.traffic import sent_by_steps
 
 NO_WORK = Work()
@@ -59,9 +61,15 @@ class Rates:
         else:
             moved_s = work.moved_bytes / (machine.reached * machine.memory_rate)
             computed = max(work.num_ops * LAUNCH_S, work.flops / machine.flops_per_s(self.dtype) + moved_s)
-        if not work.sent_bytes:
-            return computed
-        return computed + work.sent_bytes / self.link(("tensor",), mesh) + 2 * LATENCY_S * mesh.tensor
+        return computed + sum(self._sending(axis, num, work.calls[axis], mesh) for axis, num in work.sent.items())
+
+    def _sending(self, axis: str, num_bytes: int, calls: int, mesh: MeshShape) -> float:
+        """Along an axis in so many calls, each of which waits for the ones before."""
+        if axis == TENSOR:  # sums, which pass every rank twice
+            return num_bytes / self.link((axis,), mesh) + 2 * LATENCY_S * mesh.tensor
+        if (measured := self._curves.get("gather")) and num_bytes:  # what every rank sends every other one
+            return calls * measured.seconds(num_bytes / calls)
+        return num_bytes / self.link((axis,), mesh) + calls * LATENCY_S
 
     def _job(self, kind: str, size: float) -> float:
         curve = self._curves.get(kind)
@@ -139,11 +147,15 @@ class Rates:
         """A step of one pipeline stage, with what it waits for the others. ``jobs`` gets what it consists of."""
         mesh, start, stop = units[0].segments[0].mesh, *stage.blocks
         blocks = dict(zip(trace.names[start:stop], trace.blocks[start:stop], strict=True))
+        leaving = trace.names[start:stop][:-NUM_STAYING]
         times = list[UnitTimes]()
         for unit, number in zip(units, stage.units, strict=True):
             piece = blocks.get(sized.specs[number].name)
             forward, backward = (piece.forward, piece.backward) if piece else (NO_WORK, NO_WORK)
-            times.append(self._times(forward, backward, self.moves(unit), mesh))
+            found_times = self._times(forward, backward, self.moves(unit), mesh)
+            leave = self._leaving(piece, trace.inputs_rest) if piece and sized.specs[number].name in leaving else 0.0
+            leaves_by = DISK if trace.inputs_rest is Tier.DISK else HOST_LINK
+            times.append(replace(found_times, leave=leave, leaves_by=leaves_by))
         if start == 0:
             times[0] = self._times(trace.before.forward, trace.before.backward, self.moves(units[0]), mesh)
         if stop == len(trace.blocks):
@@ -157,6 +169,14 @@ class Rates:
         edges = self._edge_seconds(trace.blocks[stop - 1], mesh) * num_micros
         waits = {**found.waits_s, "edges": edges}
         return StepTime(found.total_s + edges, found.compute_s, waits).with_bubble(num_micros, mesh.pipeline)
+
+    def _leaving(self, piece: Piece, to: Tier) -> float:
+        """The way of a block's input to where it rests until backward, or back."""
+        if to is Tier.DEVICE or (self.machine.one_memory and to is Tier.HOST):
+            return 0.0
+        on_node = self.machine.gpus_on_node(self.num_gpus)
+        rate = self.machine.host_link if to is Tier.HOST else self.machine.disk_rate / on_node
+        return piece.input_bytes / (self.machine.reached * max(rate, 1.0))
 
     def _edge_seconds(self, piece: Piece, mesh: MeshShape) -> float:
         """Sending one micro-batch's activations on, and their gradients back."""

@@ -2,10 +2,13 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from partita.activation.apply import inputs_tier
 from partita.config.load import load_config
 from partita.config.resolve import Resolved, resolve
 from partita.config.schema import Config
@@ -13,6 +16,7 @@ from partita.engine.profile import Span, rows, write_trace
 from partita.errors import ConfigError
 from partita.forecast.costs import Rates
 from partita.forecast.pieces import Trace
+from partita.forecast.sent import sent_by_axes
 from partita.forecast.sized import Sized, Stage, size_model
 from partita.forecast.source import Source
 from partita.plan.planned import PlannedUnit
@@ -28,19 +32,22 @@ from partita.planner.working import arriving_bytes, working_bytes
 
 @dataclass(frozen=True)
 class GivenPlan:
-    """A configuration on paper. ``stages`` are the pipeline's, ``units`` of each what a rank of it has."""
+    """A configuration on paper. ``stages`` are the pipeline's, ``units`` of each what a rank of it has.
+    ``inputs_rest``: those of blocks that run again in backward.
+    """
 
     resolved: Resolved
     sized: Sized
     stages: tuple[Stage, ...]
     units: Mapping[Stage, list[PlannedUnit]]
     num_moments: int = ADAM_MOMENTS
+    inputs_rest: Tier = Tier.DEVICE
 
     @property
     def trace(self) -> Trace:
         """Of a micro-batch."""
         ((_, trace),) = self.sized.traces.items()
-        return trace
+        return replace(trace, inputs_rest=self.inputs_rest)
 
     def held(self, stage: Stage) -> dict[tuple[str, str], int]:
         """Bytes by (what, tier) on the rank of a stage that holds most: states, ``working`` memory and
@@ -52,12 +59,19 @@ class GivenPlan:
         working[Tier.DEVICE] -= arriving_bytes(units)  # the trace has those
         held.update({("working", tier.value): num for tier, num in working.items() if num})
         trace, batch = self.trace, self.resolved.batch
+        kept = min(len(self.stages), batch.accumulate) if stage.blocks[0] == 0 else 1
         if batch.accumulate == 1 and all(s.gradient_in_place for unit in units for s in unit.segments if s.trains):
             num = trace.growing_peak(*stage.blocks)
         else:
-            kept = min(len(self.stages), batch.accumulate) if stage.blocks[0] == 0 else 1
             num = trace.peak(*stage.blocks, kept_forwards=kept)
-        return {**held, ("activations", Tier.DEVICE.value): num}
+        held["activations", Tier.DEVICE.value] = num
+        if self.inputs_rest is not Tier.DEVICE:
+            held["activations", self.inputs_rest.value] = trace.away(*stage.blocks, kept_forwards=kept)
+        return dict(held)
+
+    def sent(self, stage: Stage) -> Mapping[str, int]:
+        """Bytes that the rank of a stage with the most positions sends in a step, by axes."""
+        return sent_by_axes(self.units[stage], stage, self.trace, self.resolved.batch.accumulate)
 
     def time(self, machine: Machine) -> StepTime:
         """Of the slower end of the pipeline."""
@@ -94,6 +108,22 @@ class GivenPlan:
             raise ConfigError(f"'{path}' cannot be written: {error.strerror}; name another file") from None
 
 
+def _check_known(settings: Config) -> None:
+    """Raises ConfigError: the config keeps activations in a way that no trace has."""
+    activations = settings.activations
+    unknown = {
+        "activations.partition": activations.partition,
+        "activations.keep_bytes": activations.keep_bytes != "none",
+        "activations.offload": activations.offload != "none" and not isinstance(activations.checkpoint, str),
+    }
+    for key, is_set in unknown.items():
+        if is_set:
+            raise ConfigError(
+                f"{key}: a plan has inputs whole, and off the device only with activations.checkpoint: units or "
+                "selective; leave the key out, or see partita simulate, which knows all"
+            )
+
+
 def given_plan(
     source: Source, config: str | Path | Mapping[str, Any] | Config | None, num_ranks: int, kind: str = "cpu"
 ) -> GivenPlan:
@@ -103,26 +133,23 @@ def given_plan(
         kind: of device, in PyTorch's words.
 
     Raises:
-        ConfigError: the configuration does not fit the ranks, leaves the placement open, or splits the sequence, which
-            no trace knows; the model's forward cannot be traced.
+        ConfigError: the configuration does not fit the ranks, or leaves the placement open; the model's forward cannot
+            be traced.
     """
     settings = load_config(config)
     resolved = resolve(settings, num_ranks, kind, num_ranks)
-    if resolved.mesh.sequence > 1:
-        raise ConfigError("parallel.sequence: what ranks keep of a sequence is not traced: partita simulate has it")
     if leaves_a_choice(settings.zero.offload):
         raise ConfigError(
             "zero.offload: auto follows from what is free where training runs: name a tier for each state"
         )
     checkpoint = settings.activations.checkpoint
-    if not isinstance(checkpoint, str):
-        raise ConfigError(
-            "activations.checkpoint: a plan knows none, selective and units: partita simulate has modules"
-        )
+    _check_known(settings)
     specs = group_units(source.model, settings.zero.units)
     batch = resolved.batch
     sized = size_model(source, specs, resolved, (checkpoint,), batch.micro)
     tiers = chosen_tiers(settings.zero.offload, Tiers())
     stages = tuple(sized.stages(resolved.mesh.pipeline))
     ends = dict.fromkeys((stages[0], stages[-1]))
-    return GivenPlan(resolved, sized, stages, {stage: sized.planned(resolved, tiers, stage) for stage in ends})
+    units = {stage: sized.planned(resolved, tiers, stage) for stage in ends}
+    rest = inputs_tier(settings.activations, torch.device(kind)) if checkpoint != "none" else Tier.DEVICE
+    return GivenPlan(resolved, sized, stages, units, inputs_rest=rest)

@@ -155,6 +155,7 @@ def _data(forecast: Forecast) -> dict[str, Any]:
         "micro": choice.micro,
         "accumulate": choice.accumulate,
         "checkpoint": choice.checkpoint,
+        "inputs": choice.inputs,
         "fits": forecast.fits,
         "bytes": [{"what": what, "tier": tier, "bytes": num} for (what, tier), num in forecast.held.items()],
         "lacking_bytes": {tier.value: num for tier, num in forecast.lacking.items()},

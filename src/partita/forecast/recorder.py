@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from partita.errors import ConfigError
-from partita.forecast.pieces import Piece, Sends, Trace, Work
+from partita.forecast.pieces import Piece, Trace, Work
+from partita.forecast.ranks import Sent
 from partita.forecast.shortened import Stand
 
 # Operators that compute a function of each element, or of each row, which takes longer than reading and writing it.
@@ -28,17 +29,17 @@ class Recorder(TorchDispatchMode):
     one's end to its backward it is the number of blocks.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], sends: Sends) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], sent: Sent) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._blocks, self._sends = blocks, sends
+        self._blocks, self._sent = blocks, sent
         self._alive: dict[int, int] = {}
-        self._live, self._seen_sent = 0, 0
+        self._live = 0
         self._at: tuple[str, int] = ("forward", -1)
         self._peaks = defaultdict[tuple[str, int], int](int)
         self._growing = defaultdict[tuple[str, int], int](int)
         self._gradients = defaultdict[tuple[str, int], int](int)
         self._work = defaultdict[tuple[str, int], Work](Work)
-        self._entered, self._left, self._outputs = (dict[int, int]() for _ in range(3))
+        self._entered, self._left, self._outputs, self._inputs = (dict[int, int]() for _ in range(4))
         self._handles = [
             handle
             for number, block in enumerate(blocks)
@@ -72,6 +73,7 @@ class Recorder(TorchDispatchMode):
             self._go("forward", number)
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+                    self._inputs[number] = leaf.nbytes
                     leaf.register_hook(lambda _: self._back_out_of(number))
                     break
 
@@ -99,8 +101,9 @@ class Recorder(TorchDispatchMode):
         self._note_peak()
 
     def _count_sent(self) -> None:
-        self._work[self._at].sent_bytes += self._sends.sent_bytes - self._seen_sent
-        self._seen_sent = self._sends.sent_bytes
+        work, (num_bytes, calls) = self._work[self._at], self._sent.since()
+        work.sent += num_bytes
+        work.calls += calls
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -168,6 +171,7 @@ class Recorder(TorchDispatchMode):
                 self._work["backward", number],
                 self._gradients["backward", number],
                 self._growing["backward", number] - left,
+                self._inputs.get(number, 0),
             )
         above, work, there = ("forward", num), self._work, self._left.get(num - 1, 0)
         back = ("backward", -1)

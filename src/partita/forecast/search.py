@@ -7,12 +7,13 @@ from functools import cached_property
 
 from partita.config.resolve import Resolved, ResolvedBatch
 from partita.config.schema import Config
-from partita.forecast.choice import CHECKPOINTS, Choice, Resting, meshes, restings
+from partita.forecast.choice import CHECKPOINTS, ON_DEVICE, ON_HOST, Choice, Kept, Resting, meshes, reaches, restings
 from partita.forecast.costs import Rates
+from partita.forecast.pieces import Trace
 from partita.forecast.sent import sent_by_axes
 from partita.forecast.sized import Sized, Stage, size_model
 from partita.forecast.source import Source
-from partita.plan.mesh_shape import MeshShape
+from partita.plan.mesh_shape import STATE_AXES, MeshShape
 from partita.plan.planned import PlannedUnit
 from partita.plan.residence import Tier
 from partita.plan.state_plan import Tiers
@@ -58,6 +59,12 @@ class Forecast:
         return {tier: used[tier] - self.budget.of(tier) for tier in self.budget.lacking(self.by_tier)}
 
     @property
+    def lacks_activations(self) -> bool:
+        """Whether it would fit if there were none."""
+        there = sum(num for (what, tier), num in self.held.items() if (what, tier) == ("activations", "device"))
+        return set(self.lacking) == {Tier.DEVICE} and self.lacking[Tier.DEVICE] <= there
+
+    @property
     def fits(self) -> bool:
         return not self.lacking
 
@@ -82,11 +89,11 @@ class Search:
     samples: int
     config: Config = field(default_factory=Config)
     num_moments: int = ADAM_MOMENTS
-    _sized: dict[int, Sized] = field(default_factory=dict)
+    _sized: dict[tuple[int, int], Sized] = field(default_factory=dict)
     _configs: dict[Resting, Config] = field(default_factory=dict)
-    _peaks: dict[tuple[int, tuple[int, int], int], int] = field(default_factory=dict)
+    _peaks: dict[tuple[int, str, tuple[int, int], int], tuple[int, int]] = field(default_factory=dict)
     _best: dict[Resting, float] = field(default_factory=dict)
-    _computing: dict[tuple[int, int, str, int], float] = field(default_factory=dict)
+    _computing: dict[tuple[int, int, int, str, int], float] = field(default_factory=dict)
     _states: dict[int, tuple[PlannedUnit, dict[tuple[str, str], int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -96,31 +103,69 @@ class Search:
         self._specs = group_units(self.source.model, self.config.zero.units)
 
     def run(self) -> list[Forecast]:
-        """Every plan that was weighed: those that fit by their time, then the others by what they lack."""
+        """Every plan that was weighed: those that fit by their time, then the others by what they lack.
+
+        Slices of samples are tried where whole ones do not fit on a rank (or are too few for all), inputs of blocks on
+        the host where nothing fits with them on the device.
+        """
         found = list[Forecast]()
-        shapes = list(self._shapes())
-        for level in restings(self.dtype, self.machine.one_memory):
-            for mesh in shapes:
-                for resting in level:
-                    # On one rank every stage is the same.
-                    if mesh.data > 1 or resting == replace(resting, stage=Config().zero.stage):
-                        found += self._weighed(mesh, resting)
+        levels = restings(self.dtype, self.machine.one_memory)
+        for number, level in enumerate(levels):
+            tried = [(level, ON_DEVICE)]
+            if number > 0 and self._has_host:
+                tried += [(levels[0], (ON_HOST,)), (level, (ON_HOST,))] if number == 1 else [(level, (ON_HOST,))]
+            for sizes in self._reaches:
+                weighed = [each for way in tried for each in self._all_of(*way, sizes)]
+                found += weighed
+                fits = [each for each in found if each.fits]
+                if any(each.choice.mesh.sequence > 1 or not each.choice.shares_samples for each in fits):
+                    break
+                if not any(each.lacks_activations for each in weighed):
+                    break
             if any(each.fits for each in found):
                 break
         return sorted(found, key=lambda each: each.rank)
 
-    def _shapes(self) -> Iterator[MeshShape]:
-        num_blocks = self.sized(1).num_blocks
-        for mesh in meshes(self.num_gpus, self.machine.gpus_on_node(self.num_gpus), max(1, num_blocks)):
+    @property
+    def _has_host(self) -> bool:
+        """Whether inputs could rest on the host."""
+        return self._recomputes and not self.machine.one_memory and self.budget.host > 0
+
+    @cached_property
+    def _reaches(self) -> list[list[int]]:
+        """Sizes of the sequence axis that are tried together."""
+        on_node = self.machine.gpus_on_node(self.num_gpus)
+        whole, *sliced = reaches(self.num_gpus, on_node, self.source.context)
+        if self.samples < self.num_gpus and sliced:  # whole samples are too few
+            whole = whole + sliced.pop(0)
+        return [whole, *sliced]
+
+    def _all_of(self, level: Sequence[Resting], kept: Sequence[Kept], sizes: Sequence[int]) -> Iterator[Forecast]:
+        for mesh in self._shapes(sizes):
+            for resting in level:
+                # On one rank every stage is the same.
+                if mesh.group_size(STATE_AXES) > 1 or resting == replace(resting, stage=Config().zero.stage):
+                    yield from self._weighed(mesh, resting, kept)
+
+    def _shapes(self, sizes: Sequence[int]) -> Iterator[MeshShape]:
+        num_blocks = self.sized(MeshShape()).num_blocks
+        for mesh in meshes(self.num_gpus, self.machine.gpus_on_node(self.num_gpus), max(1, num_blocks), sizes):
             if self.samples % mesh.data == 0:
                 yield mesh
 
-    def sized(self, tensor: int) -> Sized:
-        if tensor not in self._sized:
-            resolved = self._resolved(MeshShape(tensor=tensor), Resting(1))
+    def sized(self, mesh: MeshShape) -> Sized:
+        """A rank's share of the model, by how many share a sample."""
+        key = (mesh.sequence, mesh.tensor)
+        if key not in self._sized:
+            resolved = self._resolved(MeshShape(sequence=mesh.sequence, tensor=mesh.tensor), Resting(1))
             choices = CHECKPOINTS if self._recomputes else CHECKPOINTS[:1]
-            self._sized[tensor] = size_model(self.source, self._specs, resolved, choices)
-        return self._sized[tensor]
+            self._sized[key] = size_model(self.source, self._specs, resolved, choices)
+        return self._sized[key]
+
+    def trace(self, choice: Choice) -> Trace:
+        """Of one sample."""
+        found = self.sized(choice.mesh).traces[choice.checkpoint]
+        return found if choice.inputs == "none" else replace(found, inputs_rest=Tier(choice.inputs))
 
     @cached_property
     def _recomputes(self) -> bool:
@@ -138,9 +183,9 @@ class Search:
 
     # ------------------------------------------------------------------------------------------------------ weighing
 
-    def _weighed(self, mesh: MeshShape, resting: Resting) -> Iterator[Forecast]:
+    def _weighed(self, mesh: MeshShape, resting: Resting, ways: Sequence[Kept]) -> Iterator[Forecast]:
         """The largest micro-batch that fits, for each way to keep activations; if none does, what one sample lacks."""
-        sized, per_rank = self.sized(mesh.tensor), self.samples // mesh.data
+        sized, per_rank = self.sized(mesh), self.samples // mesh.data
         stages = sized.stages(mesh.pipeline)
         ends = list(dict.fromkeys((stages[0], stages[-1])))
         resolved = self._resolved(mesh, resting)
@@ -152,17 +197,17 @@ class Search:
             every = (self._with_activations(choice, stage, fixed[stage]) for stage in ends)
             return max(every, key=lambda each: (sum(each.lacking.values()), each.by_tier[Tier.DEVICE]))
 
-        checkpoints = list(sized.traces)
-        least = worst(Choice(mesh, resting, 1, per_rank, checkpoints[-1]))
+        ways = [(checkpoint, inputs) for checkpoint, inputs in ways if checkpoint in sized.traces]
+        least = worst(Choice(mesh, resting, 1, per_rank, *ways[-1]))
         if resting.form.once and mesh.pipeline > 1:
             return
         if not least.fits:
             yield least
             return
-        for checkpoint in checkpoints:
+        for way in ways:
             taken = 0
             for micro in _divisors(per_rank):
-                choice = Choice(mesh, resting, micro, per_rank // micro, checkpoint)
+                choice = Choice(mesh, resting, micro, per_rank // micro, *way)
                 found = worst(choice)
                 if found.fits and not (resting.form.once and choice.accumulate > 1):
                     taken += 1
@@ -186,33 +231,36 @@ class Search:
         return dict(held)
 
     def _with_activations(self, choice: Choice, stage: Stage, fixed: Mapping[tuple[str, str], int]) -> Forecast:
-        trace = self.sized(choice.mesh.tensor).traces[choice.checkpoint]
+        trace = self.sized(choice.mesh).traces[choice.checkpoint]
         kept = min(choice.mesh.pipeline, choice.accumulate) if stage.blocks[0] == 0 else 1
-        key = (id(trace), stage.blocks, kept)
+        key = (id(trace), choice.inputs, stage.blocks, kept)
         if key not in self._peaks:
-            self._peaks[key] = trace.peak(*stage.blocks, kept_forwards=kept)
-        num = self._peaks[key] * choice.micro
-        return Forecast(choice, {**fixed, ("activations", "device"): num}, self.budget)
+            trace, places = self.trace(choice), (*stage.blocks, kept)
+            self._peaks[key] = trace.peak(*places), trace.away(*places)
+        num, away = (num * choice.micro for num in self._peaks[key])
+        held = {**fixed, ("activations", "device"): num}
+        if choice.inputs != "none":
+            held["activations", choice.inputs] = away
+        return Forecast(choice, held, self.budget)
 
     def _computing_s(self, choice: Choice, stages: Sequence[Stage]) -> float:
         """Of a step, if the device waited for nothing but the pipeline."""
         mesh, micros = choice.mesh, choice.accumulate
-        key = (mesh.tensor, mesh.pipeline, choice.checkpoint, choice.micro)
+        key = (mesh.tensor, mesh.sequence, mesh.pipeline, choice.checkpoint, choice.micro)
         if key not in self._computing:
-            trace = self.sized(mesh.tensor).traces[choice.checkpoint].scaled(choice.micro)
+            trace = self.trace(choice).scaled(choice.micro)
             self._computing[key] = max(self.rates.computing(trace, stage, mesh) for stage in stages)
         return self._computing[key] * (micros + mesh.pipeline - 1)
 
     def _time(self, choice: Choice, units: Mapping[Stage, Sequence[PlannedUnit]]) -> StepTime:
         """Of the slower end of the pipeline."""
-        sized = self.sized(choice.mesh.tensor)
-        trace = sized.traces[choice.checkpoint].scaled(choice.micro)
+        sized, trace = self.sized(choice.mesh), self.trace(choice).scaled(choice.micro)
         times = (self.rates.step(sized, stage, own, trace, choice.accumulate) for stage, own in units.items())
         return max(times, key=lambda time: time.total_s)
 
     def _sent(self, choice: Choice, units: Mapping[Stage, Sequence[PlannedUnit]]) -> Mapping[str, int]:
         """By the end of the pipeline that sends more in a step."""
-        trace = self.sized(choice.mesh.tensor).traces[choice.checkpoint].scaled(choice.micro)
+        trace = self.trace(choice).scaled(choice.micro)
         every = (sent_by_axes(own, stage, trace, choice.accumulate) for stage, own in units.items())
         return max(every, key=lambda sent: sum(sent.values()))
 

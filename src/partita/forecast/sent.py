@@ -9,7 +9,7 @@ from partita.forecast.sized import Stage
 from partita.plan.planned import PlannedUnit
 from partita.planner.traffic import StepShape, step_traffic
 
-TENSOR, PIPELINE = "tensor", "pipeline"
+PIPELINE = "pipeline"
 
 
 def sent_by_axes(units: Sequence[PlannedUnit], stage: Stage, trace: Trace, num_micros: int) -> Mapping[str, int]:
@@ -26,16 +26,18 @@ def sent_by_axes(units: Sequence[PlannedUnit], stage: Stage, trace: Trace, num_m
     return {axes: num for axes, num in found.items() if num}
 
 
-def activation_bytes(stage: Stage, trace: Trace) -> Mapping[str, int]:
-    """What a stage exchanges of one micro-batch, by axis: between its tensor ranks in forward and backward; and with
-    the stages beside it, one payload each way: what its last block returns, and the gradient of what its first one is
-    given.
+def activation_bytes(stage: Stage, trace: Trace) -> Counter[str]:
+    """What a stage exchanges of one micro-batch, by axis: between the ranks that share a sample in forward and
+    backward; and with the stages beside it, one payload each way: what its last block returns, and the gradient of what
+    its first one is given.
     """
     start, stop = stage.blocks
     pieces = list(trace.blocks[start:stop])
     first, last = start == 0, stop == len(trace.blocks)
     pieces += [trace.before] * first + [trace.after] * last
-    within = sum(piece.forward.sent_bytes + piece.backward.sent_bytes for piece in pieces)
-    on = 0 if last else trace.blocks[stop - 1].output_bytes
-    back = 0 if first else trace.blocks[start - 1].output_bytes
-    return {TENSOR: within, PIPELINE: on + back}
+    found = Counter[str]()
+    for piece in pieces:
+        found += piece.forward.sent + piece.backward.sent
+    found[PIPELINE] = 0 if last else trace.blocks[stop - 1].output_bytes
+    found[PIPELINE] += 0 if first else trace.blocks[start - 1].output_bytes
+    return found

@@ -14,9 +14,12 @@ LEFT = 2
 
 
 @contextmanager
-def shortened(model: nn.Module) -> Iterator[Stand]:
+def shortened(model: nn.Module, *, last_apart: bool = False) -> Iterator[Stand]:
     """Inside it, :data:`LEFT` are left of each row of blocks that are alike. Gives, for every block of the whole model,
     its name and the block that stands for it.
+
+    Args:
+        last_apart: the last block of a row is left, too, and stands for no other: what comes after it may be its work.
     """
     rows = list[list[tuple[str, nn.Module]]]()
     for name, block in find_blocks(model):
@@ -29,11 +32,16 @@ def shortened(model: nn.Module) -> Iterator[Stand]:
     try:
         for row in rows:
             container = model.get_submodule(_parent(row[0][0]))
-            left = row[:LEFT] if isinstance(container, nn.ModuleList | nn.Sequential) else row
+            left = row
+            if isinstance(container, nn.ModuleList | nn.Sequential):
+                left = row[:LEFT] + (row[LEFT:][-1:] if last_apart else [])
             before.setdefault(id(container), (container, dict(container._modules)))
-            for _, block in row[len(left) :]:
-                container._modules = {key: child for key, child in container._modules.items() if child is not block}
-            stand += [(name, left[min(at, len(left) - 1)][1]) for at, (name, _) in enumerate(row)]
+            stay = {id(block) for _, block in left}
+            for _, block in row:
+                if id(block) not in stay:
+                    container._modules = {key: child for key, child in container._modules.items() if child is not block}
+            middle = min(LEFT, len(left)) - 1
+            stand += [(name, block if id(block) in stay else left[middle][1]) for name, block in row]
         for container, _ in before.values():
             if isinstance(container, nn.ModuleList):  # which is indexed by position
                 container._modules = {str(at): child for at, child in enumerate(container._modules.values())}

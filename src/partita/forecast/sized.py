@@ -1,24 +1,30 @@
-"""A model on so many tensor ranks: its units as they would be laid out, and what its forward and backward take."""
+"""A model on ranks that share a sample: its units as they would be laid out, and what its forward and backward take."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from partita.activation.caches import NoCaches
 from partita.activation.recompute import Recomputation, chosen_modules
+from partita.activation.tiled_loss import TiledHeads, find_heads
+from partita.activation.tiles import tiled_modules
+from partita.comm.collectives import Collectives
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
 from partita.errors import ConfigError
-from partita.forecast.pieces import Sends, Trace
+from partita.forecast.pieces import Trace
+from partita.forecast.ranks import ranks_on_paper
 from partita.forecast.shortened import shortened
 from partita.forecast.source import Source
 from partita.forecast.trace import trace
 from partita.parallel.applied import Parallel
+from partita.parallel.sequence.apply import SEQUENCE, SequenceParallel
 from partita.parallel.tensor.functions import Entrance
 from partita.parallel.tensor.rules import split_model
-from partita.parallel.tensor.splitter import Splitter
+from partita.parallel.tensor.splitter import TENSOR, Splitter
 from partita.plan.place import even
 from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import Encoding
@@ -27,7 +33,10 @@ from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import StatePlan, Tiers
 from partita.planner.blueprint import row_of, unit_entries
 from partita.planner.dtypes import dtype_of
-from partita.planner.group_units import UnitSpec
+from partita.planner.group_units import UnitSpec, find_blocks
+
+# What ``activations.checkpoint`` says.
+Checkpoint = str | tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,7 @@ class Sized:
 
     specs: Sequence[UnitSpec]
     entries: Sequence[Sequence[Entry]]
-    traces: dict[str, Trace]
+    traces: dict[Checkpoint, Trace]
     samples: int
     _planned: dict[Any, PlannedUnit] = field(default_factory=dict)
     _rows: dict[Any, tuple[Config, StatePlan]] = field(default_factory=dict)
@@ -119,9 +128,10 @@ class Sized:
 
 
 def size_model(
-    source: Source, specs: Sequence[UnitSpec], resolved: Resolved, choices: Sequence[str], samples: int = 1
+    source: Source, specs: Sequence[UnitSpec], resolved: Resolved, choices: Sequence[Checkpoint], samples: int = 1
 ) -> Sized:
-    """The share of the fullest of the tensor ranks of ``resolved``; what it says of units and dtypes counts.
+    """The share of the fullest of the ranks of ``resolved`` that share a sample; what it says of units and dtypes
+    counts.
 
     Args:
         specs: the model's units.
@@ -130,8 +140,15 @@ def size_model(
     Raises:
         ConfigError: the model cannot be split so, or not be run without data.
     """
-    model, sends = source.model, Sends(resolved.mesh.tensor)
-    with shortened(model) as stand, _split(model, resolved, sends) as parallel:
+    model, cut = source.model, resolved.mesh.sequence > 1
+    named = bool(resolved.config.tiled.mlp) or not all(
+        isinstance(choice, str) for choice in choices
+    )  # maybe one of many
+    with (
+        nullcontext(list(find_blocks(model))) if named else shortened(model, last_apart=cut) as stand,
+        ranks_on_paper(resolved.mesh) as collectives,
+        _split(model, resolved, collectives) as parallel,
+    ):
         short, entries = unit_entries(model, resolved, parallel.shares)
         dtypes = {
             id(holding.param): dtype_of(entry.encoding)
@@ -140,10 +157,10 @@ def size_model(
         }
         names = {id(module): name for name, module in model.named_modules()}
         stands_for = {name: names[id(block)] for name, block in stand}
-        traces, batch = dict[str, Trace](), source.batch(samples, "meta")
+        traces, batch = dict[Checkpoint, Trace](), source.batch(samples, "meta")
         for choice in choices:
-            with _recomputed(model, [spec.name for spec in short], choice):
-                traces[choice] = trace(model, stand, batch, dtypes, parallel.shares, sends)
+            with _keeping_less(model, [spec.name for spec in short], choice, resolved):
+                traces[choice] = trace(model, stand, batch, dtypes, collectives, parallel.shares)
     of_name = {spec.name: of_unit for spec, of_unit in zip(short, entries, strict=True)}
     return Sized(specs, [of_name[_stand_in(spec.name, stands_for)] for spec in specs], traces, samples)
 
@@ -155,27 +172,38 @@ def _stand_in(unit: str, stands_for: Mapping[str, str]) -> str:
 
 
 @contextmanager
-def _split(model: nn.Module, resolved: Resolved, sends: Sends) -> Iterator[Parallel]:
-    """The model as the first of the tensor ranks has it; its parameters stay whole."""
-    parallel = Parallel()
-    group: Any = sends
-    mesh: Any = resolved.mesh
+def _split(model: nn.Module, resolved: Resolved, collectives: Collectives) -> Iterator[Parallel]:
+    """The model as the first of the ranks has it; its parameters stay whole."""
+    parallel, mesh = Parallel(), collectives.mesh
     try:
-        if sends.size > 1:
-            split_model(Splitter(model, Entrance(group), parallel), mesh, resolved.config.parallel.tensor_rules)
+        if mesh.size(TENSOR) > 1:
+            splitter = Splitter(model, Entrance(collectives.group((TENSOR,))), parallel)
+            split_model(splitter, mesh, resolved.config.parallel.tensor_rules)
+        if mesh.size(SEQUENCE) > 1:
+            SequenceParallel(model, mesh, collectives.group((SEQUENCE,)), parallel.changes)
         yield parallel
     finally:
         parallel.remove()
 
 
 @contextmanager
-def _recomputed(model: nn.Module, units: Sequence[str], choice: str) -> Iterator[None]:
-    modules = chosen_modules(model, units, choice)
-    recomputation = Recomputation(modules, selective=choice == "selective", tiled={}, inputs=None, kept=None)
+def _keeping_less(model: nn.Module, units: Sequence[str], choice: Checkpoint, resolved: Resolved) -> Iterator[None]:
+    """The model with modules that run again in backward, and what the config has in tiles; without caches where the
+    engine's has none.
+    """
+    config, mesh = resolved.config, resolved.mesh
+    modules, tiled = chosen_modules(model, units, choice), tiled_modules(model, config.tiled.mlp)
+    heads = find_heads(model, config.loss, units)
+    no_caches = NoCaches(model) if modules or tiled or mesh.sequence > 1 or mesh.pipeline > 1 else None
+    recomputation = Recomputation(modules, selective=choice == "selective", tiled=tiled, inputs=None, kept=None)
+    in_tiles = TiledHeads(heads, config.loss)
     try:
         yield
     finally:
+        in_tiles.remove()
         recomputation.remove()
+        if no_caches is not None:
+            no_caches.remove()
 
 
 def _outwards(name: str) -> Iterator[str]:

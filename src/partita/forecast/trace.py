@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from partita.comm.collectives import Collectives
 from partita.errors import ConfigError, PartitaError
-from partita.forecast.pieces import Sends, Trace
+from partita.forecast.pieces import Trace
+from partita.forecast.ranks import Sent
 from partita.forecast.recorder import Recorder
 from partita.forecast.shortened import Stand
 from partita.forecast.without_values import without_values
@@ -25,8 +27,8 @@ def trace(
     stand: Stand,
     batch: Any,
     dtypes: Mapping[int, torch.dtype],
+    collectives: Collectives,
     shares: Shares = NO_SHARES,
-    sends: Sends | None = None,
 ) -> Trace:
     """Run one forward and backward without data. The model is left as it was.
 
@@ -34,13 +36,13 @@ def trace(
         stand: of every block of the whole model, as :func:`shortened` gives them.
         batch: what the forward takes, on the ``meta`` device: a mapping or a tuple of arguments.
         dtypes: of each parameter, by id, as it is computed with.
+        collectives: count what the model sends meanwhile.
         shares: what of each parameter this rank has, where it is a part.
-        sends: counts what the model sends meanwhile.
 
     Raises:
         ConfigError: the forward cannot be run without data.
     """
-    recorder = Recorder(list(dict.fromkeys(block for _, block in stand)), sends or Sends(1))
+    recorder = Recorder(list(dict.fromkeys(block for _, block in stand)), Sent(collectives))
     with _on_paper(model, dtypes, shares, recorder):
         compute = next(iter(dtypes.values()), torch.float32)
         given = tree_map_only(Tensor, lambda x: x.to(compute) if x.is_floating_point() else x, batch)

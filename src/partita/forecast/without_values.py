@@ -49,7 +49,8 @@ def _fused(
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype)  # what is added to the scores
     attended: tuple[Tensor, ...]
-    if query.dim() == 4 and query.shape[-1] == value.shape[-1]:
+    learned = mask is not None and mask.requires_grad  # a bias: no fused kernel has its gradient
+    if query.dim() == 4 and query.shape[-1] == value.shape[-1] and not learned:
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         attended = fused(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
     else:

@@ -20,6 +20,7 @@ class UnitTimes:
     each (0: it stays whole in between: ``gather_again``); ``fetch`` from the host, before each, ``read`` from disk;
     ``reduce`` among the ranks and ``stow`` on the host of a gradient; the ``update`` by the resource ``updated_by``,
     with ``swap`` on disk, and the new parameters' way to the device (``bring``) and to all ranks (``publish``).
+    ``leave``: of what it was given, on its way by ``leaves_by`` to where it rests until backward, and back before that.
     """
 
     forward: float
@@ -35,6 +36,8 @@ class UnitTimes:
     swap: float = 0.0
     bring: float = 0.0
     publish: float = 0.0
+    leave: float = 0.0
+    leaves_by: str = HOST_LINK
 
 
 @dataclass(frozen=True)
@@ -174,9 +177,13 @@ def _pass(
             needed.append((HOST_LINK, ready := clocks.run(("copy", at), HOST_LINK, unit.fetch, ready)))
         if gather := (unit.gather_again if backward else unit.gather):
             needed.append((clocks.ranks, clocks.run(("gather", at), clocks.ranks, gather, ready)))
+        if unit.leave and backward:
+            needed.append((unit.leaves_by, clocks.run(("copy", at), unit.leaves_by, unit.leave, begun[-2])))
         job = ("backward" if backward else "forward", at)
         ends = clocks.compute(job, unit.backward if backward else unit.forward, needed)
         begun.append(ends)
+        if not backward:
+            clocks.run(("copy", at), unit.leaves_by, unit.leave, ends)
         if backward and reduces:
             summed = clocks.run(("reduce", at), clocks.ranks, unit.reduce, ends)
             end = max(end, clocks.run(("copy", at), HOST_LINK, unit.stow, summed))

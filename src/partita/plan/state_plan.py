@@ -225,3 +225,8 @@ def further_stages(name: str) -> list[tuple[int, str]]:
     last = len(_STAGES) - 1
     own = _STAGES.index(name) if name in _STAGES else last
     return [(stage, _STAGES[stage]) for stage in range(own + 1, last + 1)]
+
+
+def neighbouring_stages(stage: int) -> list[int]:
+    """The stages that split one state less and one more."""
+    return [other for other in (stage - 1, stage + 1) if other in range(len(_STAGES))]

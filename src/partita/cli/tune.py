@@ -111,7 +111,9 @@ def show(found: Tuned, console: Console) -> None:
         if trial.outcome.failed:
             console.print(f"{_name(trial)}: {trial.outcome.failed}", highlight=False, markup=False, soft_wrap=True)
     left = "no change of the best gains more" if found.complete else "more --trials may find a faster one"
-    console.print(f"\n{len(found.trials)} trials; {left}\n\n[bold]config[/]", highlight=False)
+    console.print(
+        f"\n{len(found.trials)} trial{'s' * (len(found.trials) > 1)}; {left}\n\n[bold]config[/]", highlight=False
+    )
     console.print(yaml.safe_dump(found.config(), sort_keys=False).rstrip(), highlight=False, markup=False)
 
 

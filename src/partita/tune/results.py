@@ -52,8 +52,8 @@ class Results:
         rows = list(filter(None, (_row(path, line, at == len(lines) - 1) for at, line in enumerate(lines))))
         if not rows:
             return results
+        results._check(rows[0].get("of"))
         try:
-            results._check(rows[0]["of"])
             results.machine = machine_of(rows[0]["machine"])
             for row in rows[1:]:
                 results._found[key_of(row["config"])] = Outcome(**row["outcome"])
@@ -61,7 +61,9 @@ class Results:
             raise ConfigError(f"results '{path}' is no file of partita tune; name another file") from None
         return results
 
-    def _check(self, found: Mapping[str, Any]) -> None:
+    def _check(self, found: object) -> None:
+        if not isinstance(found, dict) or found.keys() != self.subject.keys():
+            raise ConfigError(f"results '{self.path}' is no file of partita tune; name another file")
         for key, what in _WHAT.items():
             if found[key] != self.subject[key]:
                 raise ConfigError(

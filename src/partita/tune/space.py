@@ -125,7 +125,8 @@ class Space:
             return None
         if not isinstance(checkpoint, str) or checkpoint not in CHECKPOINTS:
             return None
-        resting, batch = Resting(zero.stage, tiers.parameters, tiers.optimizer), self.given.batch
+        form, batch = forms(self.given.compute_dtype)[0], self.given.batch
+        resting = Resting(zero.stage, tiers.parameters, tiers.optimizer, form)
         choice = Choice(self.given.mesh, resting, batch.micro, batch.accumulate, checkpoint)
         variant = Variant(zero.prefetch_bytes, zero.keep_gathered, self._units)
         return self._candidate(choice, variant, None, "as the config says")

@@ -15,6 +15,7 @@ from partita.cli.main import app
 from partita.memory.capacity import usable_cores
 from partita.planner.machine import Machine, write_machine
 from partita.train.job import load_job
+from partita.tune.space import Space
 from partita.tune.target import Target
 from partita.tune.trial import Outcome, Trials
 from partita.tune.tune import Effort, Trial
@@ -90,9 +91,12 @@ def test_the_predicted_order_then_changes_of_the_best(monkeypatch: pytest.Monkey
 
 def test_without_a_gain_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Changes that gain less than two in a hundred are not followed."""
-    times = iter(range(100))
+    times, origins, moves = iter(range(100)), list[str](), Space.moves
+    monkeypatch.setattr(Space, "moves", lambda self, origin: origins.append(origin.key) or moves(self, origin))
     found = tuned(lambda _: Outcome(1.0 - 0.0001 * next(times), 1), monkeypatch, effort=Effort(trials=90))
     assert found.complete
+    assert len(origins) == 1
+    assert len(found.trials) > 3, "changes were tried"
     few = tuned(lambda _: Outcome(1.0, 1), monkeypatch, effort=Effort(trials=2))
     assert (len(few.trials), few.complete) == (2, False)
 

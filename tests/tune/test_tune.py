@@ -27,6 +27,10 @@ CPU = Machine("two cores", gpus=2, **RATES, **SIZES, one_memory=True)
 # Without the other parallel axes: what is searched is quick to predict.
 BASE: dict[str, Any] = {"parallel": {"tensor": 1}, "batch": {"total": 8}}
 
+# What no plan has, and a choice of modules, which none can be of.
+ZERO = {"stage": 3, "keep_gathered": True, "keep_gradients": True}
+KEPT = {**BASE, "zero": ZERO, "activations": {"checkpoint": ["blocks.0"]}}
+
 Measure = Callable[[dict[str, Any]], Outcome]
 run = CliRunner().invoke
 
@@ -146,6 +150,7 @@ def test_results_of_something_else_are_refused(tmp_path: Path, monkeypatch: pyte
         ({"model": "none.yaml"}, r"config file 'none.yaml' does not exist"),
         ({"processes": 10_000}, "--processes: 10000 cannot be measured here"),
         ({"config": {"parallel": {"sequence": 2}, "batch": {"total": 8}}}, "parallel.sequence: what ranks keep"),
+        ({"config": KEPT}, "no plan that fits is a config with what yours says: .*keep_gradients"),
         ({"model": "layers=60,hidden=8192"}, "layers=60,hidden=8192 does not fit on 2 x two cores"),
     ],
 )

@@ -72,7 +72,7 @@ def key_of(config: dict[str, Any]) -> str:
 class Space:
     """Of ``source`` on ``num_ranks`` of ``machine`` (devices of a ``kind``), ``base`` is what the user says of the
     engine. ``samples`` of a step stay the same, and so does the precision: a lean form of the states is tried where
-    none that is more exact fits.
+    none that is more exact fits. ``refused``: what was said last of a plan that is no config together with ``base``.
     """
 
     source: Source
@@ -82,6 +82,7 @@ class Space:
     samples: int
     kind: str
     num_moments: int
+    refused: str = ""
     _searches: dict[Variant, Search] = field(default_factory=dict)
 
     @cached_property
@@ -180,7 +181,8 @@ class Space:
             settings = Config.model_validate(config)
             resolve(settings, self.num_ranks, self.kind, self.num_ranks)
             found = self._search(variant).forecast(choice) if forecast is None else forecast
-        except ConfigError:
+        except ConfigError as error:
+            self.refused = str(error)
             return None
         return Candidate(choice, variant, config, found, move) if found.fits else None
 

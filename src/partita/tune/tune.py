@@ -191,6 +191,8 @@ class _Tuning:
         space, given = self._space, self._space.as_given()
         starts = space.starts()
         if not starts and given is None:
+            if any(each.fits for each in space.forecasts):
+                raise ConfigError(f"tune: no plan that fits is a config with what yours says: {space.refused}")
             plan = Plan(space.source, space.machine, space.num_ranks, space.samples, tuple(space.forecasts))
             raise ConfigError(plan.why_not())
         if given is not None:

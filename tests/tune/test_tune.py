@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 import partita
 from partita import ConfigError
 from partita.cli.main import app
+from partita.config.schema import Config
+from partita.forecast.source import read_source
 from partita.memory.capacity import usable_cores
 from partita.planner.machine import Machine, write_machine
 from partita.train.job import load_job
@@ -103,6 +105,26 @@ def test_without_a_gain_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found.trials) > 3, "changes were tried"
     few = tuned(lambda _: Outcome(1.0, 1), monkeypatch, effort=Effort(trials=2))
     assert (len(few.trials), few.complete) == (2, False)
+
+
+def test_where_parameters_are_gathered_that_is_changed_too() -> None:
+    source = read_source(MODEL)
+    given = {**BASE, "zero": {"stage": 3, "prefetch_bytes": 4096}, "optimizer": {"lr": 0.1}}
+    space = Space(source, CPU, 2, Config(**given), 8, "cpu", 2)
+    origin = space.as_given()
+    assert origin is not None
+    assert origin.config == {**given, "batch": {"micro": 4, "accumulate": 1}, "precision": {"compute": "fp32"}}
+    by_move = {each.move: each for each in space.moves(origin)}
+    changed = {move: each.config["zero"] for move, each in by_move.items()}
+    assert changed["prefetch 8192 bytes"]["prefetch_bytes"] == 8192
+    assert changed["prefetch 2048 bytes"]["prefetch_bytes"] == 2048
+    assert changed["kept after forward"]["keep_gathered"] is True
+    assert changed["stage 2"] == {"stage": 2}
+    (units,) = (zero["units"] for move, zero in changed.items() if move.startswith("units "))
+    classes = {type(module).__name__ for module in source.model.modules()}
+    assert set(units) <= classes
+    assert by_move["micro-batch halved"].config["batch"] == {"micro": 2, "accumulate": 2}
+    assert all(each.config["optimizer"] == {"lr": 0.1} for each in by_move.values()), "what is not searched stays"
 
 
 def test_what_lacks_memory_is_tried_with_smaller_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,8 @@ class Prediction:
 
     @staticmethod
     def of(target: Target, machine: str, num_ranks: int) -> "Prediction":
-        """
+        """Of a job, on so many ranks.
+
         Raises:
             ConfigError: there is no such machine, the job is not to be profiled, or no plan can be made of it.
         """
@@ -120,10 +121,10 @@ class Prediction:
         return Prediction(given_plan(target.source(), job.engine, num_ranks, kind), found)
 
     def add_to_traces(self, out: Path, num_ranks: int) -> None:
-        """Into what the ranks of a run have left in its folder.
+        """Into what the ranks of a run have left in its folder: those of other nodes may be elsewhere.
 
         Raises:
-            ConfigError: a trace is no longer there.
+            ConfigError: a trace cannot be read, or written.
         """
         for rank in range(num_ranks):
             trace = trace_of(out, rank)

@@ -80,7 +80,7 @@ class Results:
         self.machine = machine
         rows: list[dict[str, Any]] = [{"of": self.subject, "machine": plain_machine(machine)}]
         rows += [{"config": json.loads(key), "outcome": asdict(outcome)} for key, outcome in self._found.items()]
-        self._write("".join(json.dumps(row) + "\n" for row in rows), "w")
+        self._write("".join(json.dumps(row) + "\n" for row in rows), anew=True)
 
     def of(self, config: dict[str, Any]) -> Outcome | None:
         """What a trial of this config has found, if there was one."""
@@ -93,14 +93,18 @@ class Results:
             ConfigError: the file cannot be written.
         """
         self._found[key_of(config)] = outcome
-        self._write(json.dumps({"config": config, "outcome": asdict(outcome)}) + "\n", "a")
+        self._write(json.dumps({"config": config, "outcome": asdict(outcome)}) + "\n", anew=False)
 
-    def _write(self, text: str, mode: str) -> None:
+    def _write(self, text: str, *, anew: bool) -> None:
+        """What was there stays until all of it is written anew."""
         if self.path is None:
             return
+        part = self.path.with_name(self.path.name + ".part")
         try:
-            with self.path.open(mode, encoding="utf-8") as file:
+            with (part if anew else self.path).open("w" if anew else "a", encoding="utf-8") as file:
                 file.write(text)
+            if anew:
+                part.replace(self.path)
         except OSError as error:
             raise ConfigError(f"results '{self.path}' cannot be written: {error.strerror}; name another file") from None
 

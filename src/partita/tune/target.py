@@ -21,9 +21,8 @@ _DEVIATION = 0.02
 
 @dataclass(frozen=True)
 class Target:
-    """``text`` names the model or the job's file; ``overrides`` are of the job's keys, or of
-    the config's. It is all that a process needs to build
-    the model again.
+    """``text`` names the model or the job's file; ``overrides`` are of the job's keys, or of the config's. It is all
+    that a process needs to build the model again.
     """
 
     text: str

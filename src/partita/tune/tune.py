@@ -193,6 +193,8 @@ class _Tuning:
         if not starts and given is None:
             if any(each.fits for each in space.forecasts):
                 raise ConfigError(f"tune: no plan that fits is a config with what yours says: {space.refused}")
+            if not space.forecasts:
+                raise ConfigError(f"tune: no plan has the parallel axes of the config, {space.given.mesh}; name others")
             plan = Plan(space.source, space.machine, space.num_ranks, space.samples, tuple(space.forecasts))
             raise ConfigError(plan.why_not())
         if given is not None:

@@ -21,6 +21,7 @@ from benchmarks._predicted_cases import Case
 from partita.engine.engine import Engine
 from partita.forecast.source import Source, read_source
 from partita.memory.ledger import STATES
+from partita.tune.trial_rank import lent_bytes
 
 WARMUP = 2
 
@@ -63,7 +64,7 @@ def _bytes(engine: Engine, source: Source) -> dict[str, Any]:
     with profile(profile_memory=True) as profiled:
         _step(engine, source)
     memory, sent = engine.memory_report(), engine.traffic_report().since(before)
-    allocated = peak_of(profiled)
+    allocated = lent_bytes(profiled)
     if any(segment.trains and segment.gradient_in_place for unit in engine.units for segment in unit.segments):
         allocated -= engine.planned_bytes["gradients", "device"]  # made in the step, and in the ledger
     return {
@@ -78,17 +79,6 @@ def _bytes(engine: Engine, source: Source) -> dict[str, Any]:
 
 def _plain(count: Any) -> tuple[int, int]:
     return count.calls, count.sent_bytes
-
-
-def peak_of(profiled: Any) -> int:
-    """The most that torch's CPU allocator had lent at a time, above what it had when the profile began."""
-    events = profiled.profiler.kineto_results.events()
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    now = most = 0
-    for _, num_bytes in changes:
-        now += num_bytes
-        most = max(most, now)
-    return most
 
 
 def main(listed: Sequence[Case], file: Path, num_steps: int) -> None:

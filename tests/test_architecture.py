@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "partita"
 LAYERS = (
     *("errors", "plan", "config", "planner", "memory", "comm", "kernels", "sharding", "parallel", "activation"),
     *("attention", "optim", "inspection", "checkpoint", "huggingface", "engine", "observe", "train", "forecast"),
-    *("simulate", "integrations", "", "cli"),
+    *("simulate", "tune", "integrations", "", "cli"),
 )
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70

@@ -7,6 +7,7 @@ from partita.errors import ConfigError, PartitaError
 from partita.forecast.plan import plan
 from partita.optim.traits import elementwise
 from partita.optim.updater import StepResult
+from partita.tune.tune import tune
 
 __version__ = "0.1.0"
-__all__ = ["Config", "ConfigError", "Engine", "PartitaError", "StepResult", "elementwise", "initialize", "plan"]
+__all__ = ["Config", "ConfigError", "Engine", "PartitaError", "StepResult", "elementwise", "initialize", "plan", "tune"]

@@ -1,6 +1,8 @@
 """The command in this process: what it says about mistakes, and what doctor shows."""
 
+import gzip
 import importlib.util
+import json
 import re
 import socket
 from pathlib import Path
@@ -67,6 +69,23 @@ def test_one_process_trains_in_place(tmp_path: Path) -> None:
     assert code == 0
     assert "done after step 2" in output
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+
+
+def test_a_profile_has_the_predicted_step_beside_the_measured_ones(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    asked = ["train", job, "--processes", "1", "--set", "train.steps=6", "--set", "model.layers=2", "--machine", "h100"]
+    code, output = invoke(*asked, "--profile")
+    assert code == 0, output
+    events = json.loads(gzip.decompress((tmp_path / "out" / "trace-0.json.gz").read_bytes()))["traceEvents"]
+    titles = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
+    own, predicted = (
+        [e for e in events if e["pid"] == titles[name] and e["ph"] == "X"]
+        for name in ("partita, rank 0", "predicted, h100")
+    )
+    assert {"forward", "backward", "update"} <= {event["cat"] for event in predicted}
+    assert min(e["ts"] for e in predicted) == pytest.approx(min(e["ts"] for e in own), abs=1), "from where it begins"
+    code, output = invoke(*asked)
+    assert (code, "add --profile" in output) == (2, True)
 
 
 def test_help_and_version() -> None:

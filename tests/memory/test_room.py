@@ -1,5 +1,6 @@
 """States that cannot fit are refused before anything is allocated, with what would fit."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +42,53 @@ def refusal(free: int, config: dict[str, Any]) -> str | None:
             assert not built.called
             assert [param.data_ptr() for param in made.parameters()] == before
             return str(error)
+
+
+def told(free: int, config: dict[str, Any]) -> list[str]:
+    """What this rank says of lower stages."""
+    said = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("partita")
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        with with_free(free), partita.initialize(model(), config):
+            return [line for line in said if "would fit, and be faster" in line]
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+
+
+PLENTY = 2 * 2 * STATE_BYTES  # two ranks share it, and activations have half
+HALVES = {"batch": {"accumulate": 2}}
+
+
+@pytest.mark.parametrize(
+    ("free", "config", "stage"),
+    [
+        (PLENTY, {"zero": {"stage": 3}}, 2),
+        (PLENTY, {"zero": {"stage": 3}, **HALVES}, 1),
+        (PLENTY, {"zero": {"stage": 2}, **HALVES}, 1),
+        (PLENTY, {"zero": {"stage": 2}}, None),  # stage 1 sends as much
+        (PLENTY, {"zero": {"stage": 1}, **HALVES}, None),
+        (PLENTY, {"zero": {"stage": 3, "keep_gathered": True}}, None),
+        (PLENTY, {"zero": {"stage": 3, "offload": {"optimizer": "disk"}}}, None),
+        (PLENTY, {"zero": {"stage": 3}, "communication": {"gradients": "int8"}}, None),
+        (16 * STATE_BYTES // 10, {"zero": {"stage": 3}}, None),  # stage 2 would fit, but with little for activations
+    ],
+)
+def test_a_lower_stage_is_named_where_it_is_certain_to_fit(
+    free: int, config: dict[str, Any], stage: int | None
+) -> None:
+    first, second = pool.run(2, told, free, config)
+    assert second == []
+    assert [line.partition(" would")[0] for line in first] == ([] if stage is None else [f"zero.stage: {stage}"])
+
+
+def test_one_rank_is_told_of_no_other_stage() -> None:
+    assert told(PLENTY, {"zero": {"stage": 3}}) == []
 
 
 def test_one_rank_is_told_of_the_disk() -> None:

@@ -12,8 +12,9 @@ from partita.cli.machine import machine
 from partita.cli.plan import PlanCommand, plan
 from partita.cli.run import run
 from partita.cli.schema import schema
-from partita.cli.simulate import simulate
+from partita.cli.simulate import SimulateCommand, simulate
 from partita.cli.train import train
+from partita.cli.tune import tune
 
 app = typer.Typer(
     name="partita",
@@ -26,8 +27,9 @@ app.command()(train)
 # What follows SCRIPT is the script's.
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command(cls=PlanCommand)(plan)
+app.command()(tune)
 app.command()(machine)
-app.command()(simulate)
+app.command(cls=SimulateCommand)(simulate)
 app.command()(doctor)
 app.command()(schema)
 app.add_typer(attention)

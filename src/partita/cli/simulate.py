@@ -2,22 +2,29 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import BadParameter
+from typer.core import TyperCommand
 
 from partita.cli.console import user_errors
+from partita.cli.plan import DEFAULT_GPU, TRACES
 from partita.config.load import load_config
 from partita.errors import ConfigError
+from partita.forecast.costs import Rates
+from partita.forecast.given import given_plan
 from partita.forecast.source import read_source
 from partita.memory import accelerator
 from partita.planner.figures import format_bytes
+from partita.planner.machine import Machine, machine_named, machines
 from partita.simulate.cluster import RANKS_PER_NODE, Cluster, Simulation
 from partita.simulate.cluster import simulate as run
 from partita.simulate.rank import Collective, RankReport, Subject
 from partita.simulate.summary import bytes_rows, plain, sequence, state_rows
+from partita.simulate.timeline import collective_rows
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The engine's config, a YAML or JSON file.")]
 Model = Annotated[
@@ -33,11 +40,35 @@ Ranks = Annotated[
     typer.Option("--rank", help="Simulate this one. May be repeated.", show_default="one of each role"),
 ]
 Tokens = Annotated[int | None, typer.Option(help="Of a sample.", show_default="the model's, 2048 at the most")]
-Device = Annotated[str, typer.Option(help="What each rank computes on: cpu, cuda, ...")]
-PerNode = Annotated[int, typer.Option("--ranks-per-node", min=1, help="Ranks on a node.")]
-JsonFile = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Write all figures there; - is the standard output.")
+Device = Annotated[
+    str,
+    typer.Option(
+        help="What each rank computes on: cpu, cuda, ..., or a machine as partita plan has it (h100, a file)."
+    ),
 ]
+PerNode = Annotated[int, typer.Option("--ranks-per-node", min=1, help="Ranks on a node.")]
+Files = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--json",
+        "--trace",
+        metavar="FILE",
+        help="--json: write all figures there; - is the standard output. --trace: write the predicted step there, for "
+        "Perfetto (.trace.json or .trace.json.gz), with the calls of the rank that holds most.",
+    ),
+]
+
+
+class SimulateCommand(TyperCommand):
+    """Sees that what follows ``--trace`` is the name of a trace, which files are told apart by."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for at, word in enumerate(args):
+            option, equals, name = word.partition("=")
+            name = name if equals else next(iter(args[at + 1 :]), "")
+            if option == "--trace" and not name.endswith(TRACES):
+                raise BadParameter(f"--trace '{name}': expected a name that ends in {' or '.join(TRACES)}", ctx)
+        return super().parse_args(ctx, args)
 
 
 def simulate(
@@ -48,20 +79,44 @@ def simulate(
     tokens: Tokens = None,
     device: Device = accelerator.USUAL_KIND,
     ranks_per_node: PerNode = RANKS_PER_NODE,
-    json_file: JsonFile = None,
+    files: Files = None,
 ) -> None:
     """Show what each rank of a cluster would hold and send, without the cluster."""
     with user_errors():
-        settings = load_config(config)
+        settings, traces = load_config(config), [file for file in files or () if file.endswith(TRACES)]
+        kind, machine = _computed_on(device)
+        if traces and machine is None:
+            raise ConfigError(
+                f"--trace: --device {device} is no machine; name one (h100, or a file of partita machine)"
+            )
         batch = read_source(model, tokens).batch
         subject = Subject(
             lambda: read_source(model, tokens).model, lambda samples: batch(samples, accelerator.SIMULATED)
         )
-        found = run(subject, settings, Cluster(world, device, ranks_per_node), ranks)
-        if json_file is not None:
-            _write(found, json_file)
-    if json_file != "-":
+        found = run(subject, settings, Cluster(world, kind, ranks_per_node), ranks)
+        for file in files or ():
+            if file not in traces:
+                _write(found, file)
+        if traces and machine is not None:
+            plan = given_plan(read_source(model, tokens), settings, world, kind)
+            rates = Rates(machine, world, machine.compute_dtype)
+            calls = collective_rows(_fullest(found), found.resolved.mesh, rates)
+            for file in traces:
+                plan.write_trace(Path(file), machine, calls)
+    if "-" not in (files or ()):
         show(found, Console())
+
+
+def _computed_on(device: str) -> tuple[str, Machine | None]:
+    """The kind of device, and the machine where one is named; DEFAULT_GPU's where nothing but the usual kind is."""
+    if device.lower() in machines() or Path(device).suffix in (".yaml", ".yml"):
+        machine = machine_named(device)
+        return accelerator.HOST.type if machine.one_memory else accelerator.USUAL_KIND, machine
+    return device, machine_named(DEFAULT_GPU) if device == accelerator.USUAL_KIND else None
+
+
+def _fullest(found: Simulation) -> RankReport:
+    return max(found.ranks, key=lambda rank: max(rank.bytes_by_tier.values(), default=0))
 
 
 def _write(found: Simulation, file: str) -> None:
@@ -81,7 +136,7 @@ def show(found: Simulation, console: Console) -> None:
     for names, numbers in bytes_rows(found):
         table.add_row(*names, *(format_bytes(num) if num else "" for num in numbers))
     console.print(table)
-    most = max(found.ranks, key=lambda rank: max(rank.bytes_by_tier.values(), default=0))
+    most = _fullest(found)
     console.print(f"\n[bold]rank {most.role.rank}[/] ({most.role.place}), at the most:", highlight=False)
     _show_rank(most, console)
 

@@ -1,5 +1,6 @@
 """``partita train``: runs a job here, or on several processes that it starts."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,10 +13,14 @@ from partita.cli.worker import EXPLAIN
 from partita.config.launchers import launch_environment
 from partita.config.resolve import resolve
 from partita.errors import ConfigError
+from partita.forecast.given import GivenPlan, given_plan
 from partita.memory import accelerator
+from partita.planner.machine import Machine, machine_named
 from partita.train.job import Job, load_job
 from partita.train.loop import explain as explain_job
 from partita.train.loop import train as run_job
+from partita.train.watched_steps import trace_of
+from partita.tune.target import Target
 
 # Steps that --profile watches, unless the job says how many.
 WATCHED = 3
@@ -41,12 +46,22 @@ Profile = Annotated[
 ]
 
 
+MachineName = Annotated[
+    str | None,
+    typer.Option(
+        help="With --profile: put the step that is predicted on this machine (h100, ..., or a file of partita machine) "
+        "beside the measured ones."
+    ),
+]
+
+
 def train(
     job: JobFile,
     overrides: Overrides = None,
     processes: Processes = None,
     explain: Explain = False,
     profile: Profile = False,
+    machine: MachineName = None,
 ) -> None:
     """Train a model: metrics, a loss plot, a sample and the weights (safetensors) are in the job's folder.
 
@@ -60,18 +75,61 @@ def train(
         num_processes = num_to_start(environment, processes)
         if environment.world_size == 1:
             check(loaded, num_processes)
+        num_ranks = max(num_processes, environment.world_size)
+        # Before the run: what cannot be predicted is said at once. Under a launcher the first rank does it for all.
+        prediction = None
+        if machine is not None and environment.rank == 0:
+            prediction = Prediction.of(Target(str(job), None, tuple(overrides)), machine, num_ranks)
     if num_processes > 1:
         from partita.cli.launch import launch  # torch's agent takes a second to import
 
         arguments = [*([EXPLAIN] if explain else ()), str(job), *overrides]
-        raise typer.Exit(launch(num_processes, "partita.cli.worker", arguments, Console(stderr=True)))
+        code = launch(num_processes, "partita.cli.worker", arguments, Console(stderr=True))
+        with user_errors():
+            if prediction is not None and not code and not explain:
+                prediction.add_to_traces(loaded.out, num_ranks)
+        raise typer.Exit(code)
     with user_errors(f"rank {environment.rank}: " if environment.world_size > 1 else ""):
         if explain:
             explain_job(loaded, Console())
             return
         outcome = run_job(loaded, Console())
+        if prediction is not None:
+            prediction.add_to_traces(loaded.out, num_ranks)
     if outcome.interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The step of a job as it is predicted on a machine."""
+
+    plan: GivenPlan
+    machine: Machine
+
+    @staticmethod
+    def of(target: Target, machine: str, num_ranks: int) -> "Prediction":
+        """Of a job, on so many ranks.
+
+        Raises:
+            ConfigError: there is no such machine, the job is not to be profiled, or no plan can be made of it.
+        """
+        job = target.job()
+        if job is None or not job.train.profile:
+            raise ConfigError("--machine: a predicted step is put beside measured ones; add --profile")
+        found, kind = machine_named(machine), accelerator.device_type()
+        return Prediction(given_plan(target.source(), job.engine, num_ranks, kind), found)
+
+    def add_to_traces(self, out: Path, num_ranks: int) -> None:
+        """Into what the ranks of a run have left in its folder: those of other nodes may be elsewhere.
+
+        Raises:
+            ConfigError: a trace cannot be read, or written.
+        """
+        for rank in range(num_ranks):
+            trace = trace_of(out, rank)
+            if trace.exists():
+                self.plan.add_to_trace(trace, self.machine)
 
 
 def check(job: Job, num_processes: int) -> None:

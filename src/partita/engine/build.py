@@ -27,7 +27,7 @@ from partita.inspection.gathered import Gathered
 from partita.inspection.whole import Whole
 from partita.memory.accelerator import is_simulated
 from partita.memory.ledger import Ledger
-from partita.memory.room import check_room
+from partita.memory.room import check_room, tell_of_lower_stage
 from partita.memory.scratch import open_scratch
 from partita.memory.shortage import Shortages
 from partita.memory.tiers import StateMemory
@@ -130,6 +130,8 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         check_quantized(find_quantized(model), mesh.device)
         blueprint = make_blueprint(model, resolved, num_moments, budget, parallel.shares)
         check_room(blueprint, model, mesh.device)
+        if mesh.rank == 0:
+            tell_of_lower_stage(blueprint, model, mesh.device)
         attention = SparseAttention(model, settings.attention)
         chosen = Chosen.of(model, settings, [unit.name for unit in blueprint.units])
     _agree(model, blueprint, optimizer, settings, collectives)

@@ -5,7 +5,7 @@ import json
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from partita.plan.traffic import TrafficKey
 
 WAIT = "wait for "
 # Rows of a trace are told apart by process and thread numbers: these are of no process.
-PROCESS = 1_000_000_000
+PROCESS, PREDICTED, COLLECTIVES = 1_000_000_000, 1_000_000_001, 1_000_000_002
 
 
 @dataclass(frozen=True)
@@ -175,22 +175,22 @@ class Profile(Watcher):
             exported.unlink(missing_ok=True)
 
 
-def rows(spans: list[Span], origin_ns: int, title: str) -> list[dict[str, Any]]:
-    """Spans as events of a Chrome trace: a process of that title, with a row for each lane.
+def rows(spans: Sequence[Span], origin_ns: int, title: str, process: int = PROCESS) -> list[dict[str, Any]]:
+    """Spans as events of a Chrome trace: a ``process`` of that title, with a row for each lane.
 
     Source: Trace Event Format (Google, 2016): complete events, in microseconds.
     """
     lanes = {lane: number for number, lane in enumerate(sorted({span.lane for span in spans}, key=_main_first))}
-    found: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": PROCESS, "args": {"name": title}}]
+    found: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": process, "args": {"name": title}}]
     for lane, number in lanes.items():
-        found.append({"ph": "M", "name": "thread_name", "pid": PROCESS, "tid": number, "args": {"name": lane}})
+        found.append({"ph": "M", "name": "thread_name", "pid": process, "tid": number, "args": {"name": lane}})
     for span in spans:
         found.append(
             {
                 "ph": "X",
                 "name": f"{span.what} {span.name}".rstrip(),
                 "cat": span.what,
-                "pid": PROCESS,
+                "pid": process,
                 "tid": lanes[span.lane],
                 "ts": (span.start_ns - origin_ns) / 1e3,
                 "dur": (span.stop_ns - span.start_ns) / 1e3,
@@ -201,6 +201,20 @@ def rows(spans: list[Span], origin_ns: int, title: str) -> list[dict[str, Any]]:
 
 def _main_first(lane: str) -> tuple[bool, str]:
     return lane != "main", lane
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    """What :func:`write_trace` has written.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no trace.
+    """
+    data = path.read_bytes()
+    content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    if not isinstance(content, dict) or "traceEvents" not in content:
+        raise ValueError("no traceEvents")
+    return content
 
 
 def write_trace(path: Path, content: dict[str, Any]) -> None:

@@ -121,11 +121,15 @@ class Rates:
         )
 
     def _sent(self, src: Residence, dst: Residence, padded: int, mesh: MeshShape) -> float:
-        found = 0.0
-        for collective, axes, num in sent_by_steps(steps(src, dst, mesh), src, padded, mesh):
-            measured = self._curves.get(_MEASURED.get(collective, ""))
-            found += measured.seconds(num) if measured and num else num / self.link(axes, mesh) + LATENCY_S
-        return found
+        ops = sent_by_steps(steps(src, dst, mesh), src, padded, mesh)
+        return sum((self.collective(collective, axes, mesh, num) for collective, axes, num in ops), 0.0)
+
+    def collective(self, name: str, axes: tuple[str, ...], mesh: MeshShape, num_bytes: int) -> float:
+        """Seconds of one, of which each rank along ``axes`` sends so many bytes."""
+        measured = self._curves.get(_MEASURED.get(name, ""))
+        if measured and num_bytes:
+            return measured.seconds(num_bytes)
+        return num_bytes / self.link(axes, mesh) + LATENCY_S
 
     def computing(self, trace: Trace, stage: Stage, mesh: MeshShape) -> float:
         """Seconds of one micro-batch on a stage's device."""

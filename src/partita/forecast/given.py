@@ -1,7 +1,8 @@
 """What one configuration comes to: bytes by closed forms and the trace, and seconds of a step."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from partita.activation.apply import inputs_tier
 from partita.config.load import load_config
 from partita.config.resolve import Resolved, resolve
 from partita.config.schema import Config
-from partita.engine.profile import Span, rows, write_trace
-from partita.errors import ConfigError
+from partita.engine.profile import PREDICTED, PROCESS, Span, read_trace, rows, write_trace
+from partita.errors import ConfigError, PartitaError
 from partita.forecast.costs import Rates
 from partita.forecast.pieces import Trace
 from partita.forecast.sent import sent_by_axes
@@ -81,13 +82,32 @@ class GivenPlan:
         times = (rates.step(self.sized, stage, units, self.trace, micros) for stage, units in self.units.items())
         return max(times, key=lambda time: time.total_s)
 
-    def write_trace(self, path: Path, machine: Machine) -> None:
+    def write_trace(self, path: Path, machine: Machine, more: Sequence[dict[str, Any]] = ()) -> None:
         """Write a step of the pipeline's first stage for Perfetto (ui.perfetto.dev) or chrome://tracing, compressed
-        where ``path`` ends in ``.gz``: a row for each resource. Of many micro-batches three are in it.
+        where ``path`` ends in ``.gz``: a row for each resource. Of many micro-batches three are in it. ``more`` events
+        are beside them.
 
         Raises:
             ConfigError: it cannot be written.
         """
+        with _writable(path):
+            write_trace(path, {"traceEvents": [*self._rows(machine, 0), *more]})
+
+    def add_to_trace(self, path: Path, machine: Machine) -> None:
+        """Put the same into the trace of a rank (:meth:`partita.Engine.profile`), from where its first step begins.
+
+        Raises:
+            ConfigError: there is no trace, it is not one of an engine's, or it cannot be written.
+        """
+        with _writable(path):
+            content = read_trace(path)
+            starts = [event["ts"] for event in content["traceEvents"] if event.get("pid") == PROCESS and "ts" in event]
+            if not starts:
+                raise ConfigError(f"'{path}' has no rows of an engine: name what engine.profile wrote")
+            kept = [event for event in content["traceEvents"] if event.get("pid") != PREDICTED]
+            write_trace(path, {**content, "traceEvents": kept + self._rows(machine, int(1e3 * min(starts)))})
+
+    def _rows(self, machine: Machine, start_ns: int) -> list[dict[str, Any]]:
         rates = Rates(machine, self.resolved.mesh.num_ranks, machine.compute_dtype, self.num_moments)
         stage, jobs = self.stages[0], list[Job]()
         rates.step(self.sized, stage, self.units[stage], self.trace, self.resolved.batch.accumulate, jobs)
@@ -97,15 +117,24 @@ class GivenPlan:
                 job.what,
                 names[job.unit] if job.unit < len(names) else "loss",
                 job.resource,
-                int(1e9 * job.start_s),
-                int(1e9 * job.stop_s),
+                start_ns + int(1e9 * job.start_s),
+                start_ns + int(1e9 * job.stop_s),
             )
             for job in jobs
         ]
-        try:
-            write_trace(path, {"traceEvents": rows(spans, 0, f"predicted, {machine.name}")})
-        except OSError as error:
-            raise ConfigError(f"'{path}' cannot be written: {error.strerror}; name another file") from None
+        return rows(spans, 0, f"predicted, {machine.name}", PREDICTED)
+
+
+@contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"'{path}' cannot be written: {error.strerror}; name another file") from None
+    except ValueError as error:
+        if isinstance(error, PartitaError):
+            raise
+        raise ConfigError(f"'{path}' is no trace ({error}); name what engine.profile wrote") from None
 
 
 def _check_known(settings: Config) -> None:

@@ -128,12 +128,17 @@ def plan(
     if machine.one_memory and gpus > machine.gpus:
         raise ConfigError(f"--gpus: {gpus} on {machine.name}, which has {machine.gpus}")
     if samples is None:
-        per_step = STEP_TOKENS // source.context if source.context else STEP_SAMPLES
-        samples = gpus * 2 ** max(0, round(math.log2(max(1.0, per_step / gpus))))
+        samples = default_samples(source, gpus)
     if samples < 1:
         raise ConfigError(f"samples: expected at least 1 sample in a step; got {samples}")
     search = Search(source, machine, gpus, samples, load_config(config))
     return Plan(source, machine, gpus, samples, tuple(search.run()))
+
+
+def default_samples(source: Source, num_gpus: int) -> int:
+    """Of a step, where nothing is said of them: about half a million tokens, a power of two for each GPU."""
+    per_step = STEP_TOKENS // source.context if source.context else STEP_SAMPLES
+    return num_gpus * int(2 ** max(0, round(math.log2(max(1.0, per_step / num_gpus)))))
 
 
 def lacks(forecast: Forecast) -> str:

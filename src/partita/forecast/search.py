@@ -80,7 +80,8 @@ class Forecast:
 class Search:
     """Weighs plans for ``source`` on ``num_gpus`` of ``machine``, with ``samples`` in a step.
 
-    ``config`` says what holds for every plan: units, what computes in fp32, optimizer.
+    ``config`` says what holds for every plan: units, what computes in fp32, optimizer; ``dtype`` what is computed in
+    (empty: the machine's); ``only``: the one mesh that is weighed (None: all).
     """
 
     source: Source
@@ -89,6 +90,8 @@ class Search:
     samples: int
     config: Config = field(default_factory=Config)
     num_moments: int = ADAM_MOMENTS
+    dtype: str = ""
+    only: MeshShape | None = None
     _sized: dict[tuple[int, int], Sized] = field(default_factory=dict)
     _configs: dict[Resting, Config] = field(default_factory=dict)
     _peaks: dict[tuple[int, str, tuple[int, int], int], tuple[int, int]] = field(default_factory=dict)
@@ -98,7 +101,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.budget = self.machine.budget(self.num_gpus)
-        self.dtype = self.machine.compute_dtype
+        self.dtype = self.dtype or self.machine.compute_dtype
         self.rates = Rates(self.machine, self.num_gpus, self.dtype, self.num_moments)
         self._specs = group_units(self.source.model, self.config.zero.units)
 
@@ -134,6 +137,8 @@ class Search:
     @cached_property
     def _reaches(self) -> list[list[int]]:
         """Sizes of the sequence axis that are tried together."""
+        if self.only is not None:
+            return [[self.only.sequence]]
         on_node = self.machine.gpus_on_node(self.num_gpus)
         whole, *sliced = reaches(self.num_gpus, on_node, self.source.context)
         if self.samples < self.num_gpus and sliced:  # whole samples are too few
@@ -148,10 +153,9 @@ class Search:
                     yield from self._weighed(mesh, resting, kept)
 
     def _shapes(self, sizes: Sequence[int]) -> Iterator[MeshShape]:
-        num_blocks = self.sized(MeshShape()).num_blocks
-        for mesh in meshes(self.num_gpus, self.machine.gpus_on_node(self.num_gpus), max(1, num_blocks), sizes):
-            if self.samples % mesh.data == 0:
-                yield mesh
+        num_blocks, on_node = self.sized(MeshShape()).num_blocks, self.machine.gpus_on_node(self.num_gpus)
+        every = meshes(self.num_gpus, on_node, max(1, num_blocks), sizes) if self.only is None else [self.only]
+        return (mesh for mesh in every if self.samples % mesh.data == 0)
 
     def sized(self, mesh: MeshShape) -> Sized:
         """A rank's share of the model, by how many share a sample."""
@@ -185,20 +189,11 @@ class Search:
 
     def _weighed(self, mesh: MeshShape, resting: Resting, ways: Sequence[Kept]) -> Iterator[Forecast]:
         """The largest micro-batch that fits, for each way to keep activations; if none does, what one sample lacks."""
-        sized, per_rank = self.sized(mesh), self.samples // mesh.data
-        stages = sized.stages(mesh.pipeline)
-        ends = list(dict.fromkeys((stages[0], stages[-1])))
-        resolved = self._resolved(mesh, resting)
-        tiers = chosen_tiers(resolved.config.zero.offload, Tiers())
-        units = {stage: sized.planned(resolved, tiers, stage) for stage in ends}
+        per_rank, traces = self.samples // mesh.data, self.sized(mesh).traces
+        units = self.planned(mesh, resting)
         fixed = {stage: self._fixed(of_stage) for stage, of_stage in units.items()}
-
-        def worst(choice: Choice) -> Forecast:
-            every = (self._with_activations(choice, stage, fixed[stage]) for stage in ends)
-            return max(every, key=lambda each: (sum(each.lacking.values()), each.by_tier[Tier.DEVICE]))
-
-        ways = [(checkpoint, inputs) for checkpoint, inputs in ways if checkpoint in sized.traces]
-        least = worst(Choice(mesh, resting, 1, per_rank, *ways[-1]))
+        ways = [(checkpoint, inputs) for checkpoint, inputs in ways if checkpoint in traces]
+        least = self._worst(Choice(mesh, resting, 1, per_rank, *ways[-1]), fixed)
         if resting.form.once and mesh.pipeline > 1:
             return
         if not least.fits:
@@ -208,15 +203,45 @@ class Search:
             taken = 0
             for micro in _divisors(per_rank):
                 choice = Choice(mesh, resting, micro, per_rank // micro, *way)
-                found = worst(choice)
+                found = self._worst(choice, fixed)
                 if found.fits and not (resting.form.once and choice.accumulate > 1):
                     taken += 1
-                    if self._computing_s(choice, ends) < self._best.get(resting, float("inf")):
+                    if self._computing_s(choice, list(units)) < self._best.get(resting, float("inf")):
                         time = self._time(choice, units)
                         self._best[resting] = min(time.total_s, self._best.get(resting, float("inf")))
                         yield replace(found, time=time, sent=self._sent(choice, units))
                 if taken == (1 if mesh.pipeline == 1 else PIPELINE_MICROS):
                     break
+
+    def forecast(self, choice: Choice) -> Forecast:
+        """What one plan comes to; without a time where it does not fit.
+
+        Raises:
+            ConfigError: the model has fewer blocks than the pipeline stages.
+        """
+        units = self.planned(choice.mesh, choice.resting)
+        found = self._worst(choice, {stage: self._fixed(of_stage) for stage, of_stage in units.items()})
+        if not found.fits:
+            return found
+        return replace(found, time=self._time(choice, units), sent=self._sent(choice, units))
+
+    def planned(self, mesh: MeshShape, resting: Resting) -> dict[Stage, list[PlannedUnit]]:
+        """Of the pipeline's first stage and its last."""
+        sized, resolved = self.sized(mesh), self._resolved(mesh, resting)
+        stages, tiers = sized.stages(mesh.pipeline), chosen_tiers(resolved.config.zero.offload, Tiers())
+        return {stage: sized.planned(resolved, tiers, stage) for stage in dict.fromkeys((stages[0], stages[-1]))}
+
+    def with_config(self, config: Config) -> "Search":
+        """The same under a config with the same units: what was traced of the model is shared."""
+        search = Search(self.source, self.machine, self.num_gpus, self.samples, config, self.num_moments, self.dtype)
+        search.only = self.only
+        search._sized = self._sized
+        return search
+
+    def _worst(self, choice: Choice, fixed: Mapping[Stage, Mapping[tuple[str, str], int]]) -> Forecast:
+        """By the end of the pipeline that holds more."""
+        every = (self._with_activations(choice, stage, of_stage) for stage, of_stage in fixed.items())
+        return max(every, key=lambda each: (sum(each.lacking.values()), each.by_tier[Tier.DEVICE]))
 
     def _fixed(self, units: Sequence[PlannedUnit]) -> dict[tuple[str, str], int]:
         """What does not depend on the batch: states and working memory."""

@@ -1,5 +1,6 @@
-"""Whether the states of a rank fit into what is free, found before anything is allocated."""
+"""Whether the states of a rank fit into what is free, and would with less split, found before anything is allocated."""
 
+import logging
 from collections import Counter
 
 import torch
@@ -13,9 +14,10 @@ from partita.planner.blueprint import Blueprint
 from partita.planner.budget import MemoryBudget
 from partita.planner.figures import format_bytes
 from partita.planner.memory import bytes_by_tier, model_state_bytes
-from partita.planner.remedies import fitting_changes
+from partita.planner.remedies import fitting_changes, lighter_stage
 from partita.planner.working import working_bytes
 
+_log = logging.getLogger("partita")
 # The disk's space is taken when its tier is opened, which says what is missing.
 _UNKNOWN = 2**63
 
@@ -46,6 +48,18 @@ def check_room(blueprint: Blueprint, model: nn.Module, device: torch.device) -> 
     else:
         lines.append("No stage and no tier makes them fit: start more ranks, or use a smaller model")
     raise PartitaError("\n".join(lines))
+
+
+def tell_of_lower_stage(blueprint: Blueprint, model: nn.Module, device: torch.device) -> None:
+    """One line, before anything is allocated, where a lower stage is certain to fit and sends less. Of a memory that
+    ranks share, each is taken to have as large a part as if all of them did.
+    """
+    num_ranks = blueprint.resolved.mesh.num_ranks
+    if accelerator.is_simulated(device) or num_ranks == 1:
+        return
+    budget = _free(model, device)
+    if (line := lighter_stage(blueprint, budget.shared(num_ranks))) is not None:
+        _log.info("%s", line)
 
 
 def _free(model: nn.Module, device: torch.device) -> MemoryBudget:

@@ -225,3 +225,14 @@ def further_stages(name: str) -> list[tuple[int, str]]:
     last = len(_STAGES) - 1
     own = _STAGES.index(name) if name in _STAGES else last
     return [(stage, _STAGES[stage]) for stage in range(own + 1, last + 1)]
+
+
+def lower_stages(name: str) -> list[tuple[int, str]]:
+    """(stage, preset) of the stages that split less than the preset called ``name``, if that is a stage."""
+    own = _STAGES.index(name) if name in _STAGES else 0
+    return list(enumerate(_STAGES))[:own]
+
+
+def neighbouring_stages(stage: int) -> list[int]:
+    """The stages that split one state less and one more."""
+    return [other for other in (stage - 1, stage + 1) if other in range(len(_STAGES))]

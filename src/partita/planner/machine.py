@@ -144,17 +144,28 @@ def read_machine(path: Path) -> Machine:
         ) from None
 
 
+def plain_machine(machine: Machine) -> dict[str, dict[str, Any]]:
+    """By its name, all figures: what a file of one machine holds."""
+    row = asdict(machine)
+    name, row["from"] = row.pop("name"), row.pop("source")
+    row["curves"] = {kind: [list(point) for point in curve.points] for kind, curve in machine.curves}
+    return {name: row}
+
+
+def machine_of(plain: Mapping[str, Mapping[str, Any]]) -> Machine:
+    """The one that :func:`plain_machine` was of."""
+    ((name, row),) = plain.items()
+    return _machine(name, row)
+
+
 def write_machine(machine: Machine, path: Path) -> None:
     """As :func:`read_machine` reads it.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    row = asdict(machine)
-    name, row["from"] = row.pop("name"), row.pop("source")
-    row["curves"] = {kind: [list(point) for point in curve.points] for kind, curve in machine.curves}
     try:
-        path.write_text(yaml.safe_dump({name: row}, sort_keys=False), encoding="utf-8")
+        path.write_text(yaml.safe_dump(plain_machine(machine), sort_keys=False), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"'{path}' cannot be written: {error.strerror}; name another file") from None
 

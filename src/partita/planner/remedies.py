@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from partita.config.schema import Config, Offload
 from partita.plan.planned import PlannedUnit
 from partita.plan.residence import Tier
-from partita.plan.state_plan import Encodings, StatePlan, Tiers, further_stages, preset
+from partita.plan.state_plan import Encodings, StatePlan, Tiers, further_stages, lower_stages, preset
+from partita.plan.wire import AS_THEY_ARE
 from partita.planner.blueprint import Blueprint
 from partita.planner.budget import MemoryBudget
 from partita.planner.figures import format_bytes
 from partita.planner.memory import bytes_by_tier, model_state_bytes
 from partita.planner.placement import chosen_tiers
+from partita.planner.traffic import StepShape, step_traffic
 from partita.planner.working import working_bytes
 
 
@@ -67,6 +69,40 @@ def fitting_changes(blueprint: Blueprint, budget: MemoryBudget, most: int = 3) -
             if words and not budget.lacking(needed):
                 found.append((len(words), len(states), ", ".join(words)))
     return [words for *_, words in sorted(found, key=lambda each: each[:2])[:most]]
+
+
+def lighter_stage(blueprint: Blueprint, budget: MemoryBudget) -> str | None:
+    """A line that names a lower stage which sends fewer bytes in a step and needs less than half of the ``budget``; the
+    rest is for activations. None where there is none, or where more than the stage would count: states off the device,
+    codes on the wire, replicas that train apart.
+    """
+    segments = [segment for unit in blueprint.units for segment in unit.segments]
+    row, shape = blueprint.units[0].row, StepShape(blueprint.resolved.batch.accumulate)
+    on_device = all(tier in (None, Tier.DEVICE) for s in segments for tier in vars(_tiers(s.row)).values())
+    if not on_device or any(s.row.wires != AS_THEY_ARE or s.row.apart_axes for s in segments):
+        return None
+    offload, name = blueprint.config.zero.offload, row.name
+    own = _sent(changed_units(blueprint.units, name, offload), shape)
+    best = None
+    for stage, lower in reversed(lower_stages(name)):
+        units = changed_units(blueprint.units, lower, offload)
+        needed = bytes_by_tier(model_state_bytes(units, None, blueprint.num_moments))
+        needed += working_bytes(units, blueprint.config.zero.prefetch_bytes, blueprint.num_moments)
+        total, sent = sum(needed.values()), _sent(units, shape)
+        if sent < (own if best is None else best[0]) and 2 * total < budget.device:
+            best = sent, stage, total
+    if best is None:
+        return None
+    sent, stage, total = best
+    return (
+        f"zero.stage: {stage} would fit, and be faster: {format_bytes(total)} of {format_bytes(budget.device)} free, "
+        f"and {format_bytes(sent)} instead of {format_bytes(own)} sent in a step"
+    )
+
+
+def _sent(units: Sequence[PlannedUnit], shape: StepShape) -> int:
+    report = step_traffic(units, shape)
+    return sum(count.sent_bytes for key, count in report.rows.items() if key.purpose != "control")
 
 
 def _held(units: Sequence[PlannedUnit], blueprint: Blueprint, tiers: AbstractSet[Tier]) -> int:

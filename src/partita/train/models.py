@@ -81,14 +81,17 @@ class HuggingFaceModel:
 ReadyModel = OwnDecoder | HuggingFaceModel
 
 
-def build_model(model: ModelSection, data: DataSection) -> ReadyModel:
-    """The model of a job, with weights drawn from ``model.seed`` (or read from the folder, where it has some).
+def build_model(model: ModelSection, data: DataSection, *, reads_weights: bool = True) -> ReadyModel:
+    """The model of a job, with weights drawn from ``model.seed`` (or read from the folder, where it has some, and they
+    are wanted).
 
     Raises:
         ConfigError: no such folder, not a causal language model, or a context shorter than ``data.sequence``.
     """
     torch.manual_seed(model.seed)
-    return OwnDecoder(model) if model.huggingface is None else _build_huggingface(model.huggingface, data)
+    return (
+        OwnDecoder(model) if model.huggingface is None else _build_huggingface(model.huggingface, data, reads_weights)
+    )
 
 
 def decoder_shape(model: ModelSection) -> DecoderShape:
@@ -104,7 +107,7 @@ def decoder_shape(model: ModelSection) -> DecoderShape:
     )
 
 
-def _build_huggingface(source: str | Mapping[str, Any], data: DataSection) -> ReadyModel:
+def _build_huggingface(source: str | Mapping[str, Any], data: DataSection, reads_weights: bool) -> ReadyModel:
     transformers = _transformers()
     path = Path(source) if isinstance(source, str) else None
     if path is not None and not path.exists():
@@ -121,7 +124,7 @@ def _build_huggingface(source: str | Mapping[str, Any], data: DataSection) -> Re
             f"model (max_position_embeddings); set data.sequence to at most {context - 1}, or give the model more"
         )
     auto = transformers.AutoModelForCausalLM
-    if path is not None and path.is_dir() and _has_weights(path):
+    if reads_weights and path is not None and path.is_dir() and _has_weights(path):
         module = _attempt(lambda: auto.from_pretrained(path, config=config, dtype=torch.float32, **_NO_CODE), source)
     else:
         module = _attempt(lambda: auto.from_config(config, dtype=torch.float32, **_NO_CODE), source)

@@ -1,0 +1,154 @@
+"""``partita tune``: a plan refined by short measured trials; the config of the best is written."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from partita.cli.console import INTERRUPTED, show_notice, user_errors
+from partita.cli.plan import Tokens
+from partita.errors import ConfigError
+from partita.plan.residence import Tier
+from partita.planner.figures import format_bytes
+from partita.tune.target import Target
+from partita.tune.tune import NUM_TRIALS, THIS, Effort, Trial, Tuned
+from partita.tune.tune import tune as run_trials
+
+RESULTS = "tune.jsonl"
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A model as partita plan takes it, or the file of a partita train job.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the job, or of the config. May be repeated."),
+]
+Processes = Annotated[
+    int | None, typer.Option(min=1, help="Of each trial, on this machine.", show_default="one per GPU, or one")
+]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="What holds for every trial of a model: partita's config, YAML or JSON.")
+]
+Gpu = Annotated[
+    str | None,
+    typer.Option(help="What predictions are for, as in partita plan.", show_default="this machine, measured"),
+]
+MostTrials = Annotated[int, typer.Option("--trials", min=1, help="At most so many.")]
+Files = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--out",
+        metavar="FILE",
+        help="Where it ends in .yaml, write the best config there, of a job the job with it; where it ends in .jsonl, "
+        "outcomes are kept there, and those that it has are not measured again.",
+        show_default=RESULTS,
+    ),
+]
+
+
+def tune(
+    model: Model,
+    processes: Processes = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    gpu: Gpu = None,
+    tokens: Tokens = None,
+    trials: MostTrials = NUM_TRIALS,
+    files: Files = None,
+) -> None:
+    """Find the fastest config on this machine, by short trials of plans and of changes of the best of them.
+
+    What runs out of memory, fails or hangs is a row of the table. A tuning that was interrupted goes on from its
+    results. Samples of a step are the config's (batch.total), and stay.
+    """
+    progress = Console(stderr=True)
+
+    def tell(trial: Trial) -> None:
+        found = trial.outcome
+        ended = found.failed or f"{found.step_s:.3g} s, {format_bytes(found.peak_bytes or 0)}"
+        progress.print(f"{_name(trial)}: {ended}", highlight=False, markup=False, soft_wrap=True)
+
+    with user_errors():
+        results, written = _sorted(files or [])
+        target = Target(model, tokens, tuple(overrides or ()))
+        given: dict[str, Any] = {"machine": gpu or THIS, "config": config, "results": results}
+        try:
+            found = run_trials(target, processes=processes, effort=Effort(trials), tell=tell, **given)
+        except KeyboardInterrupt:
+            show_notice(progress, f"interrupted; the same command goes on from {results}")
+            raise typer.Exit(INTERRUPTED) from None
+        for file in written:
+            found.write(file)
+    show(found, Console())
+
+
+def _sorted(files: Sequence[Path]) -> tuple[Path, list[Path]]:
+    """The file of results, and those of the config."""
+    results = [file for file in files if file.suffix == ".jsonl"]
+    written = [file for file in files if file.suffix in (".yaml", ".yml")]
+    for file in files:
+        if file not in (*results, *written):
+            raise ConfigError(f"--out {file}: expected a name that ends in .yaml (the config) or .jsonl (the outcomes)")
+    if len(results) > 1:
+        raise ConfigError(f"--out: one file of outcomes is kept; got {', '.join(map(str, results))}")
+    return (results[0] if results else Path(RESULTS)), written
+
+
+def show(found: Tuned, console: Console) -> None:
+    """A row for each trial, the fastest first, and the config of the best."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("states", "micro", "recomputed", "other"):
+        table.add_column(name)
+    for name in ("predicted", "measured", "peak predicted", "peak measured"):
+        table.add_column(name, justify="right")
+    for trial in sorted(found.trials, key=lambda trial: trial.seconds):
+        table.add_row(*_row(trial))
+    console.print(table)
+    for trial in found.trials:
+        if trial.outcome.failed:
+            console.print(f"{_name(trial)}: {trial.outcome.failed}", highlight=False, markup=False, soft_wrap=True)
+    left = "no change of the best gains more" if found.complete else "more --trials may find a faster one"
+    console.print(
+        f"\n{len(found.trials)} trial{'s' * (len(found.trials) > 1)}; {left}\n\n[bold]config[/]", highlight=False
+    )
+    console.print(yaml.safe_dump(found.config(), sort_keys=False).rstrip(), highlight=False, markup=False)
+
+
+def _row(trial: Trial) -> tuple[str, ...]:
+    choice, found = trial.candidate.choice, trial.outcome
+    return (
+        _states(trial),
+        f"{choice.micro} x {choice.accumulate}",
+        "" if choice.checkpoint == "none" else choice.checkpoint,
+        _other(trial),
+        f"{trial.candidate.seconds:.3g} s",
+        f"{found.step_s:.3g} s" if found.step_s is not None else "no memory" if found.lacks_memory else "failed",
+        format_bytes(_predicted_bytes(trial)),
+        "" if found.peak_bytes is None else format_bytes(found.peak_bytes),
+    )
+
+
+def _predicted_bytes(trial: Trial) -> int:
+    forecast = trial.candidate.forecast
+    used = forecast.by_tier
+    return used[Tier.DEVICE] + (used[Tier.HOST] if forecast.budget.one_memory else 0)
+
+
+def _states(trial: Trial) -> str:
+    mesh = trial.candidate.choice.mesh
+    axes = [f"{axis} {mesh.size(axis)}" for axis in ("tensor", "pipeline") if mesh.size(axis) > 1]
+    return ", ".join([trial.candidate.choice.resting.name, *axes])
+
+
+def _other(trial: Trial) -> str:
+    return ", ".join(f"{key} {value}" for key, value in trial.candidate.variant.zero().items())
+
+
+def _name(trial: Trial) -> str:
+    choice, other = trial.candidate.choice, _other(trial)
+    words = [_states(trial), f"micro {choice.micro} x {choice.accumulate}"]
+    words += [f"checkpoint {choice.checkpoint}"] * (choice.checkpoint != "none") + [other] * bool(other)
+    return ", ".join(words)

@@ -1,0 +1,23 @@
+"""The calls of a simulated rank as rows of a trace, with the seconds that each would take on a machine."""
+
+from typing import Any
+
+from partita.engine.profile import COLLECTIVES, Span, rows
+from partita.forecast.costs import Rates
+from partita.plan.mesh_shape import MeshShape
+from partita.simulate.rank import RankReport
+
+
+def collective_rows(rank: RankReport, mesh: MeshShape, rates: Rates) -> list[dict[str, Any]]:
+    """One after the other in their order, as if the rank did nothing else: a row for the axes of each. What runs beside
+    them is the plan's to say.
+    """
+    spans, start_ns = list[Span](), 0
+    for call in rank.collectives:
+        key = call.key
+        stop_ns = start_ns + int(1e9 * rates.collective(key.collective, key.axes, mesh, call.sent_bytes))
+        said = f"{key.purpose}, {call.sent_bytes} bytes"
+        spans.append(Span(key.collective, said, ", ".join(key.axes), start_ns, stop_ns))
+        start_ns = stop_ns
+    title = f"simulated collectives of rank {rank.role.rank} ({rank.role.place})"
+    return rows(spans, 0, title, COLLECTIVES)

@@ -1,0 +1,1 @@
+"""A plan refined by short measured trials."""

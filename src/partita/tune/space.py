@@ -1,0 +1,256 @@
+"""The configurations that may be tried: a plan's, and those that differ from one by a single setting."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from partita.config.resolve import Resolved, resolve
+from partita.config.schema import Config
+from partita.errors import ConfigError
+from partita.forecast.choice import CHECKPOINTS, Choice, Resting, forms
+from partita.forecast.search import Forecast, Search
+from partita.forecast.source import Source
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.slots import bytes_ahead
+from partita.plan.state_plan import neighbouring_stages
+from partita.planner.group_units import find_blocks
+from partita.planner.machine import Machine
+
+# A plan in which a step is predicted to take so many times as long is not tried: predictions are within a fourth.
+HOPELESS = 1.5
+# What every trial sets: what a config says of it is where the search may begin, and no more.
+_SEARCHED = {"batch": ("micro", "accumulate", "total"), "activations": ("checkpoint", "offload")}
+_SEARCHED_ZERO = ("stage", "units", "prefetch_bytes", "keep_gathered")
+_SEARCHED_TIERS = ("parameters", "optimizer", "gradients")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a plan leaves open: ``zero.prefetch_bytes``, ``zero.keep_gathered`` and ``zero.units`` (none: auto)."""
+
+    prefetch: int | str = "auto"
+    keeps: bool = False
+    units: tuple[str, ...] = ()
+
+    def zero(self) -> dict[str, Any]:
+        found: dict[str, Any] = {} if self.prefetch == "auto" else {"prefetch_bytes": self.prefetch}
+        found |= {"keep_gathered": True} if self.keeps else {}
+        return found | ({"units": list(self.units)} if self.units else {})
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan with a variant of it, the ``config`` of both, and what is predicted of it; ``move`` says by what it
+    differs from the one that it was made of.
+    """
+
+    choice: Choice
+    variant: Variant
+    config: dict[str, Any] = field(compare=False)
+    forecast: Forecast = field(compare=False)
+    move: str = field(default="", compare=False)
+
+    @property
+    def key(self) -> str:
+        """The same for the same config."""
+        return key_of(self.config)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, as predicted."""
+        assert self.forecast.time is not None, "it fits"
+        return self.forecast.time.total_s
+
+
+def key_of(config: dict[str, Any]) -> str:
+    return json.dumps(config, sort_keys=True)
+
+
+@dataclass
+class Space:
+    """Of ``source`` on ``num_ranks`` of ``machine`` (devices of a ``kind``), ``base`` is what the user says of the
+    engine. ``samples`` of a step stay the same, and so does the precision: a lean form of the states is tried where
+    none that is more exact fits. ``refused``: what was said last of a plan that is no config together with ``base``.
+    """
+
+    source: Source
+    machine: Machine
+    num_ranks: int
+    base: Config
+    samples: int
+    kind: str
+    num_moments: int
+    refused: str = ""
+    _searches: dict[Variant, Search] = field(default_factory=dict)
+
+    @cached_property
+    def given(self) -> Resolved:
+        return resolve(self.base, self.num_ranks, self.kind, self.num_ranks)
+
+    @cached_property
+    def forecasts(self) -> list[Forecast]:
+        """Of all plans."""
+        return self._search(Variant(units=self._units)).run()
+
+    @property
+    def _units(self) -> tuple[str, ...]:
+        units = self.base.zero.units
+        return () if isinstance(units, str) else tuple(units)
+
+    def starts(self) -> list[Candidate]:
+        """The plans that fit, the fastest as predicted first, in the most exact form that any of them has: of each mesh
+        and way for the states to rest one, as the others are moves away from it.
+        """
+        fitting = [each for each in self.forecasts if each.fits and each.time is not None]
+        order = [form.name for form in forms(self._search(Variant(units=self._units)).dtype)]
+        best = min((order.index(each.choice.resting.form.name) for each in fitting), default=0)
+        found = dict[tuple[MeshShape, Resting], Candidate]()
+        variant = Variant(units=self._units)
+        for each in sorted(fitting, key=lambda each: each.rank):
+            place = each.choice.mesh, each.choice.resting
+            if each.choice.resting.form.name == order[best] and place not in found:
+                candidate = self._candidate(each.choice, variant, each)
+                found |= {} if candidate is None else {place: candidate}
+        return list(found.values())
+
+    def as_given(self) -> Candidate | None:
+        """What the user's config says, if it says how states are split or micro-batches made, a plan can be of that,
+        and it is predicted to fit.
+        """
+        zero, checkpoint = self.base.zero, self.base.activations.checkpoint
+        says = self.base.model_fields_set & {"zero", "batch", "activations"}
+        tiers = zero.offload
+        if not says or tiers.gradients != "auto" or "auto" in (tiers.parameters, tiers.optimizer):
+            return None
+        if not isinstance(checkpoint, str) or checkpoint not in CHECKPOINTS:
+            return None
+        form, batch = forms(self.given.compute_dtype)[0], self.given.batch
+        resting = Resting(zero.stage, tiers.parameters, tiers.optimizer, form)
+        inputs = self.base.activations.offload
+        choice = Choice(self.given.mesh, resting, batch.micro, batch.accumulate, checkpoint, inputs)
+        variant = Variant(zero.prefetch_bytes, zero.keep_gathered, self._units)
+        return self._candidate(choice, variant, None, "as the config says")
+
+    def moves(self, origin: Candidate) -> list[Candidate]:
+        """Those that differ from ``origin`` by one setting and are predicted to fit, the fastest first."""
+        found = dict[str, Candidate]()
+        for move, choice, variant in self._neighbours(origin):
+            candidate = self._candidate(choice, variant, None, move)
+            if candidate is None or candidate.key == origin.key:
+                continue
+            if candidate.seconds < HOPELESS * origin.seconds:
+                found.setdefault(candidate.key, candidate)
+        return sorted(found.values(), key=lambda each: each.seconds)
+
+    def smaller(self, origin: Candidate) -> Candidate | None:
+        """The same with micro-batches of half the size, for what did not fit; None where they are of one sample."""
+        choice = origin.choice
+        if choice.micro % 2:
+            return None
+        half = replace(choice, micro=choice.micro // 2, accumulate=2 * choice.accumulate)
+        return self._candidate(half, origin.variant, None, "micro-batch halved")
+
+    def config(self, choice: Choice, variant: Variant) -> dict[str, Any]:
+        """What :func:`partita.initialize` takes, with all else that the user says."""
+        found = {
+            name: value
+            for name, value in self.base.model_dump(mode="json", exclude_unset=True).items()
+            if not (isinstance(value, dict) and not value)
+        }
+        for section, keys in _SEARCHED.items():
+            found[section] = {key: value for key, value in found.get(section, {}).items() if key not in keys}
+        zero = {key: value for key, value in found.get("zero", {}).items() if key not in _SEARCHED_ZERO}
+        offload = {key: value for key, value in zero.pop("offload", {}).items() if key not in _SEARCHED_TIERS}
+        sections = choice.sections()
+        offload |= sections["zero"].pop("offload", {})
+        found["zero"] = {**zero, **sections.pop("zero"), **variant.zero(), **({"offload": offload} if offload else {})}
+        for name, values in sections.items():
+            found[name] = {**found.get(name, {}), **values}
+        found["precision"] = {"compute": self.given.compute_dtype, **found.get("precision", {})}
+        return {name: value for name, value in found.items() if value != {}}
+
+    # ----------------------------------------------------------------------------------------------------- in detail
+
+    def _candidate(
+        self, choice: Choice, variant: Variant, forecast: Forecast | None, move: str = ""
+    ) -> Candidate | None:
+        """None where the config is none, or is predicted not to fit."""
+        config = self.config(choice, variant)
+        try:
+            settings = Config.model_validate(config)
+            resolve(settings, self.num_ranks, self.kind, self.num_ranks)
+            found = self._search(variant).forecast(choice) if forecast is None else forecast
+        except ConfigError as error:
+            self.refused = str(error)
+            return None
+        return Candidate(choice, variant, config, found, move) if found.fits else None
+
+    def _search(self, variant: Variant) -> Search:
+        """What is traced of a model holds for every variant with the same units."""
+        if variant not in self._searches:
+            alike = next((each for known, each in self._searches.items() if known.units == variant.units), None)
+            given = self.base.model_dump(exclude_unset=True)
+            zero = {key: value for key, value in given.get("zero", {}).items() if key not in _SEARCHED_ZERO}
+            tiers = {key: value for key, value in zero.pop("offload", {}).items() if key not in _SEARCHED_TIERS}
+            config = Config.model_validate({**given, "zero": {**zero, **variant.zero(), "offload": tiers}})
+            self._searches[variant] = self._new_search(config) if alike is None else alike.with_config(config)
+        return self._searches[variant]
+
+    def _new_search(self, config: Config) -> Search:
+        """Over the parallel axes that the config names, if it names any."""
+        dtype, only = self.given.compute_dtype, self.given.mesh if "parallel" in self.base.model_fields_set else None
+        return Search(self.source, self.machine, self.num_ranks, self.samples, config, self.num_moments, dtype, only)
+
+    def _neighbours(self, origin: Candidate) -> Iterator[tuple[str, Choice, Variant]]:
+        choice, variant = origin.choice, origin.variant
+        if choice.accumulate % 2 == 0:
+            double = replace(choice, micro=2 * choice.micro, accumulate=choice.accumulate // 2)
+            yield "micro-batch doubled", double, variant
+        if choice.micro % 2 == 0:
+            half = replace(choice, micro=choice.micro // 2, accumulate=2 * choice.accumulate)
+            yield "micro-batch halved", half, variant
+        for stage in neighbouring_stages(choice.resting.stage) if choice.mesh.data > 1 else ():
+            plain = replace(variant, prefetch="auto", keeps=False)
+            yield f"stage {stage}", replace(choice, resting=replace(choice.resting, stage=stage)), plain
+        for checkpoint in self._search(variant).sized(choice.mesh).traces:
+            if isinstance(checkpoint, str):
+                inputs = "none" if checkpoint == "none" else choice.inputs
+                yield f"checkpoint {checkpoint}", replace(choice, checkpoint=checkpoint, inputs=inputs), variant
+        resting = choice.resting
+        if resting.parameters != "none":
+            yield "parameters on the device", replace(choice, resting=replace(resting, parameters="none")), variant
+        if resting.optimizer != "none":
+            yield "optimizer on the device", replace(choice, resting=replace(resting, optimizer="none")), variant
+        yield from ((move, choice, other) for move, other in self._variants(origin))
+
+    def _variants(self, origin: Candidate) -> Iterator[tuple[str, Variant]]:
+        """Of what is gathered: nothing, where parameters rest whole."""
+        choice, variant = origin.choice, origin.variant
+        search = self._search(variant)
+        units = [unit for of_stage in search.planned(choice.mesh, choice.resting).values() for unit in of_stage]
+        if all(unit.rests_whole for unit in units):
+            return
+        yield (
+            ("released after forward" if variant.keeps else "kept after forward"),
+            replace(variant, keeps=not variant.keeps, prefetch="auto"),
+        )
+        if not variant.keeps:
+            ahead = bytes_ahead(units, variant.prefetch)
+            for size in (2 * ahead, ahead // 2 if variant.prefetch != "auto" else 0):
+                yield f"prefetch {size} bytes", replace(variant, prefetch=size)
+        if not variant.units and (finer := self._finer()):
+            yield f"units {', '.join(finer)}", replace(variant, units=finer)
+        elif variant.units and variant.units != self._units:
+            yield "units of whole blocks", replace(variant, units=())
+
+    def _finer(self) -> tuple[str, ...]:
+        """The classes of the modules that blocks consist of, but of those with few parameters."""
+        found = dict[str, None]()
+        for _, block in find_blocks(self.source.model):
+            whole = sum(param.numel() for param in block.parameters())
+            for child in block.children():
+                if 4 * sum(param.numel() for param in child.parameters()) >= whole:
+                    found[type(child).__name__] = None
+        return tuple(found)

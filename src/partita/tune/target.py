@@ -1,0 +1,107 @@
+"""What is tuned: a model as ``partita plan`` names it, or a job of the ready-made trainer."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partita.config.load import load_config, read_sections
+from partita.config.schema import Config
+from partita.errors import ConfigError
+from partita.forecast.source import Source, read_source
+from partita.train.job import Job, load_job
+from partita.train.models import build_model
+
+# Small, so that nothing overflows; what is computed is of no interest.
+_DEVIATION = 0.02
+
+
+@dataclass(frozen=True)
+class Target:
+    """``text`` names the model or the job's file; ``overrides`` are of the job's keys, or of the config's. It is all
+    that a process needs to build the model again.
+    """
+
+    text: str
+    tokens: int | None = None
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def is_job(self) -> bool:
+        """Whether a job's file is named: YAML, or a JSON file with a job's sections."""
+        path = Path(self.text)
+        if path.suffix in (".yaml", ".yml"):
+            return True
+        if path.suffix != ".json" or not path.is_file():
+            return False
+        sections, _ = read_sections(path)
+        return bool(sections) and sections.keys() <= Job.model_fields.keys()
+
+    def job(self) -> Job | None:
+        """The job; None where a model is named.
+
+        Raises:
+            ConfigError: the file is none of a job; ``tokens`` are given beside it.
+        """
+        if not self.is_job:
+            return None
+        if self.tokens is not None:
+            raise ConfigError(f"--tokens: a job's samples have data.sequence tokens; --set data.sequence={self.tokens}")
+        return load_job(self.text, self.overrides)
+
+    def source(self) -> Source:
+        """The model without weights, and batches of it.
+
+        Raises:
+            ConfigError: there is no such model or job, or it cannot be built.
+        """
+        job = self.job()
+        return read_source(self.text, self.tokens) if job is None else _of_job(self.text, job)
+
+    def config(self, given: str | Path | Mapping[str, Any] | Config | None) -> Config:
+        """What holds for every trial: the job's engine section; of a model what is given, with the overrides.
+
+        Raises:
+            ConfigError: a config is given beside a job, or says something wrong.
+        """
+        job = self.job()
+        if job is None:
+            return load_config(given, self.overrides)
+        if given is not None:
+            raise ConfigError(
+                f"--config: the engine's settings are those of the job '{self.text}'; change them there, or by "
+                "--set engine.KEY=VALUE"
+            )
+        return job.engine
+
+
+def _of_job(name: str, job: Job) -> Source:
+    with torch.device("meta"):
+        ready = build_model(job.model, job.data, reads_weights=False)
+    ready.module.train()
+
+    def batch(samples: int, device: torch.device | str) -> dict[str, Tensor]:
+        return ready.inputs(torch.zeros(samples, job.data.sequence + 1, dtype=torch.long, device=device))
+
+    return Source(name, ready.module, batch, job.data.sequence)
+
+
+def give_values(model: nn.Module) -> None:
+    """Have every module fill its tensors when the engine gives them memory, also those whose class cannot."""
+    for module in model.modules():
+        if any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
+            module.reset_parameters = _filling(module)  # type: ignore[assignment]  # modules may have attributes
+
+
+def _filling(module: nn.Module) -> Callable[[], None]:
+    def fill() -> None:
+        with torch.no_grad():
+            for param in module.parameters(recurse=False):
+                param.normal_(0, _DEVIATION) if param.is_floating_point() else param.zero_()
+            for buffer in module.buffers(recurse=False):
+                buffer.zero_()
+
+    return fill

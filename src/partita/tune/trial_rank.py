@@ -1,0 +1,136 @@
+"""One rank of a trial: ``python -m partita.tune.trial_rank TASK FILE``, TASK a :class:`~partita.tune.trial.Task`.
+
+Both are JSON; FILE gets what was measured, or the error.
+"""
+
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import profile
+from torch.utils._pytree import tree_map_only
+
+from partita.config.launchers import LaunchEnvironment, set_launch_environment
+from partita.engine.engine import Engine
+from partita.engine.start import initialize
+from partita.forecast.trace import loss_of
+from partita.memory import accelerator
+from partita.memory.shortage import is_shortage
+from partita.plan.residence import ENCODINGS, Tier
+from partita.planner.dtypes import dtype_of
+from partita.tune.target import give_values
+from partita.tune.trial import Task
+
+# In these, optimizers make their states, and the order of gathers is learned.
+WARM_UP = 2
+# Of the file that says how gladly Linux ends this process when memory runs out: first of all.
+_FIRST_TO_END = "1000"
+
+
+def measure(task: Task) -> dict[str, Any]:
+    """Seconds of a step (the median of the task's), and the most bytes on this rank's device."""
+    if task.ranks > 1:
+        place = LaunchEnvironment(task.rank, task.ranks, task.rank, task.ranks)
+        set_launch_environment(place, "127.0.0.1", task.port)
+    torch.set_num_threads(task.threads)
+    source = task.target.source()
+    give_values(source.model)
+    # Of models that partita knows the loss is what training takes; of others, what a plan takes for it.
+    loss_fn = (lambda output, _: loss_of(output)) if source.context is None else None
+    with initialize(source.model, task.config, loss_fn=loss_fn) as engine:
+        device, resolved = engine.mesh.device, engine.blueprint.resolved
+        compute = dtype_of(ENCODINGS[resolved.compute_dtype])
+        whole = source.batch(resolved.batch.micro, device)
+        batch = tree_map_only(Tensor, lambda x: x.to(compute) if x.is_floating_point() else x, whole)
+
+        def step() -> None:
+            engine.train_batch([batch] * resolved.batch.accumulate)
+            accelerator.wait_for_all(device)
+
+        for _ in range(WARM_UP):
+            step()
+        times = [_seconds(step) for _ in range(task.steps)]
+        return {"step_s": statistics.median(times), "peak_bytes": _peak(engine, step)}
+
+
+def _seconds(step: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def _peak(engine: Engine, step: Callable[[], None]) -> int:
+    """What the device's allocator says. That of the CPU is watched in a step more, beside what the ledger has there."""
+    report = engine.memory_report()
+    if not accelerator.is_host(engine.mesh.device):
+        return report.device_peak_bytes
+    with profile(profile_memory=True) as profiled:
+        step()
+    held = sum(num for (_, tier), num in engine.memory_report().peak.items() if Tier(tier) is not Tier.DISK)
+    segments = (segment for unit in engine.units for segment in unit.segments)
+    made_in_step = any(segment.trains and segment.gradient_in_place for segment in segments)
+    return held + lent_bytes(profiled) - made_in_step * engine.planned_bytes["gradients", Tier.DEVICE.value]
+
+
+def lent_bytes(profiled: Any) -> int:
+    """The most that torch's CPU allocator had lent at a time, above what it had when the profile began."""
+    events = profiled.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    now = most = 0
+    for _, num_bytes in changes:
+        now += num_bytes
+        most = max(most, now)
+    return most
+
+
+def main(text: str, file: Path) -> int:
+    """Measure, and write down what came of it; returns the exit code."""
+    try:
+        found = measure(Task.of(text))
+    except Exception as error:  # whatever it is, the trial ends in it
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        short = is_shortage(error) or any(is_shortage(each) for each in _causes(error))
+        found = {"error": f"{type(error).__name__}: {said}", "lacks_memory": short}
+    written = file.with_suffix(".part")
+    written.write_text(json.dumps(found))
+    written.replace(file)
+    return int("error" in found)
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    cause = error.__cause__ or error.__context__
+    return [] if cause is None else [cause, *_causes(cause)]
+
+
+def _end_with_parent() -> None:
+    """Once whoever started this process is gone, and with it the pipe, it ends."""
+
+    def wait() -> None:
+        sys.stdin.buffer.read()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _go_first() -> None:
+    """Where the system ends a process for want of memory, this one rather than the one that started it."""
+    try:
+        Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_END)
+    except OSError:  # another system
+        return
+
+
+if __name__ == "__main__":
+    _end_with_parent()
+    _go_first()
+    code = main(sys.argv[1], Path(sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(code)

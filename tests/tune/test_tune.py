@@ -1,0 +1,236 @@
+"""``partita tune``: trials in the order of predictions, then changes of the best; what fails is an outcome."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import partita
+from partita import ConfigError
+from partita.cli.main import app
+from partita.config.schema import Config
+from partita.forecast.source import read_source
+from partita.memory.capacity import usable_cores
+from partita.planner.machine import Machine, write_machine
+from partita.train.job import load_job
+from partita.tune.space import Space
+from partita.tune.target import Target
+from partita.tune.trial import Outcome, Trials
+from partita.tune.tune import Effort, Trial
+
+MODEL = "layers=2,hidden=64,heads=2,vocab=128,context=32"
+RATES = {"tflops": 0.05, "tflops_fp32": 0.05, "memory_rate": 4e9, "node_link": 1e9, "network": 1e9, "host_rate": 8e9}
+SIZES = {"memory": 2e9, "host_memory": 2e9, "disk": 1e9, "disk_rate": 1e8, "host_link": 0.0}
+CPU = Machine("two cores", gpus=2, **RATES, **SIZES, one_memory=True)
+# Without the other parallel axes: what is searched is quick to predict.
+BASE: dict[str, Any] = {"parallel": {"tensor": 1}, "batch": {"total": 8}}
+
+# What no plan has, and a choice of modules, which none can be of.
+ZERO = {"stage": 3, "keep_gathered": True, "keep_gradients": True}
+KEPT = {**BASE, "zero": ZERO, "activations": {"checkpoint": ["blocks.0"]}}
+
+Measure = Callable[[dict[str, Any]], Outcome]
+run = CliRunner().invoke
+
+
+def tuned(measure: Measure, monkeypatch: pytest.MonkeyPatch, **changed: Any) -> Any:
+    """A tuning whose trials are what ``measure`` says of their configs."""
+    monkeypatch.setattr(Trials, "run", lambda _, config: measure(config))
+    given = {"processes": 2, "machine": CPU, "config": BASE} | changed
+    return partita.tune(given.pop("model", MODEL), **given)
+
+
+def never(config: dict[str, Any]) -> Outcome:
+    raise AssertionError(f"measured: {config}")
+
+
+@pytest.mark.skipif(usable_cores() < 2, reason="two ranks have a core each")
+def test_a_job_is_tuned_by_processes_of_its_own_and_goes_on_from_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_machine(CPU, tmp_path / "cpu.yaml")
+    engine = {**BASE, "zero": {"stage": 3}, "checkpoint": {"dir": str(tmp_path / "saved"), "every_steps": 1}}
+    job = {"model": {"layers": 1, "width": 32, "heads": 2}, "data": {"sequence": 16}, "engine": engine}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    words = ["tune", "job.yaml", "--processes", "2", "--gpu", "cpu.yaml", "--trials", "1", "--out", "best.yaml"]
+    first = run(app, words)
+    assert first.exit_code == 0, first.output
+    assert "1 trial;" in first.output
+    rows = [json.loads(line) for line in (tmp_path / "tune.jsonl").read_text().splitlines()]
+    assert rows[0]["of"]["processes"] == 2
+    (trial,) = rows[1:]
+    assert trial["config"]["zero"]["stage"] == 3, "as the job says"
+    assert trial["outcome"]["step_s"] > 0, trial
+    assert 1e5 < trial["outcome"]["peak_bytes"] < 1e7
+    assert trial["config"]["batch"]["micro"] * trial["config"]["batch"]["accumulate"] * 2 == 8
+    assert not (tmp_path / "saved").exists(), "trials leave no checkpoints"
+    best = load_job(tmp_path / "best.yaml")
+    assert best.model.width == 32
+    assert best.engine.checkpoint.dir == str(tmp_path / "saved")
+    monkeypatch.setattr(Trials, "run", lambda _, config: never(config))
+    again = run(app, words)
+    assert again.exit_code == 0, again.output
+    assert "1 trial;" in again.output
+
+
+def test_the_predicted_order_then_changes_of_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = list[Trial]()
+
+    def measure(config: dict[str, Any]) -> Outcome:
+        """Small micro-batches at stage 3 are the fastest: not what is predicted."""
+        return Outcome(1.0 + 0.1 * config["batch"]["micro"] - 0.2 * config["zero"]["stage"], 1000)
+
+    found = tuned(measure, monkeypatch, tell=told.append, effort=Effort(trials=40))
+    assert list(found.trials) == told
+    starts = [trial for trial in told if not trial.candidate.move]
+    assert 1 <= len(starts) <= 3
+    assert [each.candidate.seconds for each in starts] == sorted(each.candidate.seconds for each in starts)
+    assert found.complete
+    assert (found.config()["zero"]["stage"], found.config()["batch"]) == (3, {"micro": 1, "accumulate": 4})
+    assert len({trial.candidate.key for trial in told}) == len(told), "none is tried twice"
+
+
+def test_without_a_gain_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes that gain less than two in a hundred are not followed."""
+    times, origins, moves = iter(range(100)), list[str](), Space.moves
+    monkeypatch.setattr(Space, "moves", lambda self, origin: origins.append(origin.key) or moves(self, origin))
+    found = tuned(lambda _: Outcome(1.0 - 0.0001 * next(times), 1), monkeypatch, effort=Effort(trials=90))
+    assert found.complete
+    assert len(origins) == 1
+    assert len(found.trials) > 3, "changes were tried"
+    few = tuned(lambda _: Outcome(1.0, 1), monkeypatch, effort=Effort(trials=2))
+    assert (len(few.trials), few.complete) == (2, False)
+
+
+def test_where_parameters_are_gathered_that_is_changed_too() -> None:
+    source = read_source(MODEL)
+    given = {**BASE, "zero": {"stage": 3, "prefetch_bytes": 4096}, "optimizer": {"lr": 0.1}}
+    space = Space(source, CPU, 2, Config(**given), 8, "cpu", 2)
+    origin = space.as_given()
+    assert origin is not None
+    assert origin.config == {**given, "batch": {"micro": 4, "accumulate": 1}, "precision": {"compute": "fp32"}}
+    by_move = {each.move: each for each in space.moves(origin)}
+    changed = {move: each.config["zero"] for move, each in by_move.items()}
+    assert changed["prefetch 8192 bytes"]["prefetch_bytes"] == 8192
+    assert changed["prefetch 2048 bytes"]["prefetch_bytes"] == 2048
+    assert changed["kept after forward"]["keep_gathered"] is True
+    assert changed["stage 2"] == {"stage": 2}
+    (units,) = (zero["units"] for move, zero in changed.items() if move.startswith("units "))
+    classes = {type(module).__name__ for module in source.model.modules()}
+    assert set(units) <= classes
+    assert by_move["micro-batch halved"].config["batch"] == {"micro": 2, "accumulate": 2}
+    assert all(each.config["optimizer"] == {"lr": 0.1} for each in by_move.values()), "what is not searched stays"
+
+
+def test_slices_of_samples_are_tuned_where_the_config_asks_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = {"checkpoint": "units", "offload": "disk"}
+    given = {"parallel": {"sequence": 2}, "batch": {"total": 8}, "activations": inputs}
+    first, *others = tuned(lambda _: Outcome(1.0, 1), monkeypatch, config=given, effort=Effort(trials=9)).trials
+    assert first.candidate.choice.inputs == "disk"
+    assert first.candidate.config["activations"] == inputs
+    assert {trial.candidate.choice.mesh.sequence for trial in others} == {2}
+    assert {"checkpoint": "none"} not in [trial.candidate.config.get("activations") for trial in others]
+    assert all(
+        "offload" not in trial.candidate.config.get("activations", {})
+        for trial in others
+        if not (trial.candidate.choice.inputs == "disk")
+    )
+
+
+def test_what_lacks_memory_is_tried_with_smaller_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(config: Mapping[str, Any]) -> Outcome:
+        fits = config["batch"]["micro"] < 2
+        return Outcome(1.0, 1) if fits else Outcome(failed="rank 1: out of memory", lacks_memory=True)
+
+    found = tuned(measure, monkeypatch, effort=Effort(trials=40))
+    assert found.config()["batch"]["micro"] == 1
+    by_key = {trial.candidate.key: trial for trial in found.trials}
+    assert any(trial.outcome.lacks_memory for trial in by_key.values())
+    with pytest.raises(ConfigError, match=r"none of \d+ trials has trained:\n.*it broke"):
+        tuned(lambda _: Outcome(failed="it broke"), monkeypatch, effort=Effort(trials=2))
+
+
+def test_results_of_something_else_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "found.jsonl"
+    given: dict[str, Any] = {"results": file, "effort": Effort(trials=3)}
+    first = tuned(lambda config: Outcome(1.0, len(config)), monkeypatch, **given)
+    cut = file.read_text()[:-20]
+    file.write_text(cut)
+    configs = list[dict[str, Any]]()
+    again = tuned(lambda config: configs.append(config) or Outcome(1.0, 7), monkeypatch, **given)
+    assert configs == [first.trials[2].candidate.config], "of a line that was cut off"
+    assert [trial.outcome.peak_bytes for trial in again.trials][:2] == [t.outcome.peak_bytes for t in first.trials][:2]
+    with pytest.raises(ConfigError, match="of another tuning: the model: expected 'layers=1.*got 'layers=2"):
+        tuned(never, monkeypatch, model=MODEL.replace("layers=2", "layers=1"), **given)
+    with pytest.raises(ConfigError, match="of another tuning: samples of a step: expected 16, got 8"):
+        tuned(never, monkeypatch, samples=16, **given)
+    lines = file.read_text().splitlines()
+    other = json.loads(lines[0])
+    other["of"]["device"] = "another"
+    file.write_text("\n".join([json.dumps(other), *lines[1:]]) + "\n")
+    with pytest.raises(ConfigError, match="of another tuning: the machine: .*got 'another'"):
+        tuned(never, monkeypatch, **given)
+    file.write_text("[1]\n{}\n")
+    with pytest.raises(ConfigError, match="is no file of partita tune"):
+        tuned(never, monkeypatch, **given)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model": "llama-3-9b"}, "no preset, file or folder is called so"),
+        ({"model": "none.yaml"}, r"config file 'none.yaml' does not exist"),
+        ({"processes": 10_000}, "--processes: 10000 cannot be measured here"),
+        ({"config": KEPT}, "no plan that fits is a config with what yours says: .*keep_gradients"),
+        ({"model": "layers=60,hidden=8192"}, "layers=60,hidden=8192 does not fit on 2 x two cores"),
+    ],
+)
+def test_mistakes_are_named(changed: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tuned(never, monkeypatch, **changed)
+
+
+def test_it_is_not_run_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="without a launcher"):
+        tuned(never, monkeypatch)
+
+
+CODE = """
+import os, signal, time
+import torch
+
+
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        {work}
+        return super().forward(x).sum()
+
+
+def build():
+    return Model(4, 4), (torch.zeros(1, 4),)
+"""
+
+
+@pytest.mark.parametrize(
+    ("work", "timeout_s", "message", "lacks_memory"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 60, "rank 0 was ended by SIGKILL; the system", True),
+        ("raise MemoryError('no more of it')", 60, "rank 0: PartitaError: out of memory in", True),
+        ("time.sleep(600)", 1, "no end within 1 s", False),
+    ],
+)
+def test_a_trial_survives_whatever_happens(
+    work: str, timeout_s: float, message: str, lacks_memory: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "model.py").write_text(CODE.format(work=work))
+    found = Trials(Target(f"{tmp_path / 'model.py'}:build"), 1, 1, timeout_s).run({"batch": {"micro": 2}})
+    assert found.step_s is None
+    assert found.failed.startswith(message)
+    assert found.lacks_memory is lacks_memory

@@ -137,14 +137,14 @@ def test_a_ring_is_what_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sends_on_slices_take_their_time_on_their_link() -> None:
-    slow, fast = (replace(machine_named("h100"), network=rate) for rate in (1e9, 1e12))
+    slow, fast = (replace(machine_named("h100"), network=rate) for rate in (1e7, 1e12))
     source = read_source("layers=4,hidden=64,heads=16,context=256")
     across, within = (given_plan(source, {"parallel": {"sequence": num}}, 16) for num in (16, 2))
 
     def seconds(given: GivenPlan, machine: Machine) -> float:
         return Rates(machine, 16, "fp32").seconds(given.trace.blocks[1].forward, given.resolved.mesh)
 
-    assert seconds(across, slow) > 10 * seconds(across, fast)
+    assert seconds(across, slow) > 2 * seconds(across, fast)
     assert seconds(within, slow) == seconds(within, fast) > 0
 
 

@@ -272,6 +272,17 @@ class Communication(Section):
         description="optimizer steps before codes travel; auto: none, of onebit_adam 15 % of schedule.total_steps, of "
         "zeroone_adam optimizer.refresh",
     )
+    warmup: Literal["full", "int8"] = Field(
+        "full",
+        description="encoding, in the steps before codes travel (and refreshes of zeroone_adam), of what travels as "
+        "codes later: full, or int8",
+    )
+    carrier: Share | None = Field(
+        None,
+        description="onebit_adam at stages 1 and 2: gradients travel as codes of so much of a running average that "
+        "follows from the last changes of parameters, and the rest of the gradient (0: of gradients alone), in place "
+        "of averages both ways; null: averages",
+    )
     every: Count | None = Field(
         None,
         description="replicas train apart, and exchange how far they have come every so many optimizer steps (DiLoCo); "

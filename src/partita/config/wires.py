@@ -12,7 +12,8 @@ SENDS_MOMENTUM = ("onebit_adam", "zeroone_adam")
 def gradient_codec(config: Config) -> str:
     """The codec of gradients, or of the running average that travels in their place."""
     asked = "full" if config.communication.gradients == "auto" else config.communication.gradients
-    return "onebit" if asked == "full" and config.optimizer.name in SENDS_MOMENTUM else asked
+    carries = config.optimizer.name in SENDS_MOMENTUM and config.communication.carrier is None
+    return "onebit" if asked == "full" and carries else asked
 
 
 def warmup_steps(config: Config) -> int:

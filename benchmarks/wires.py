@@ -69,6 +69,10 @@ def wires(task: Task) -> dict[str, dict[str, Any]]:
     def apart(codec: str, every: int) -> dict[str, Any]:
         return {"zero": {"stage": 1}, "communication": {"every": every, "replicas": 4, "gradients": codec}}
 
+    def carrier(share: float, codec: str, warm_up: float, start: str) -> dict[str, Any]:
+        made = onebit(1, codec, warm_up)
+        return {**made, "communication": {**made["communication"], "carrier": share, "warmup": start}}
+
     low_rank = {"gradients": "low_rank", "low_rank": 4, "warmup_steps": int(0.05 * task.steps)}
     return {
         FULL: {"zero": {"stage": 1}},
@@ -76,6 +80,13 @@ def wires(task: Task) -> dict[str, dict[str, Any]]:
         "int4 both ways": both("int4"),
         "ternary both ways": both("ternary"),
         "ternary both ways after 5 %": both("ternary", 0.05),
+        "ternary both ways after 15 %": both("ternary", 0.15),
+        "ternary + carrier after 15 %, 8-bit start": carrier(0.9, "ternary", 0.15, "int8"),
+        "ternary + carrier after 5 %, 8-bit start": carrier(0.9, "ternary", 0.05, "int8"),
+        "control: ternary, frozen and capped, after 15 %, 8-bit start": carrier(0.0, "ternary", 0.15, "int8"),
+        "control: ternary, frozen and capped, after 5 %, 8-bit start": carrier(0.0, "ternary", 0.05, "int8"),
+        "control: full, frozen and capped after 15 %": carrier(0.0, "full", 0.15, "full"),
+        "control: full, frozen and capped after 5 %": carrier(0.0, "full", 0.05, "full"),
         "2bit both ways after 5 %": both("2bit", 0.05),
         "topk both ways after 5 %": both("topk", 0.05),
         "onebit_adam, signs after 15 %": onebit(0, "onebit", 0.15),

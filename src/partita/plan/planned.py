@@ -151,8 +151,8 @@ class PlannedSegment:
 
     @cached_property
     def first_gradient_phases(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-        """The same in the first steps."""
-        return self._phases(self.first_wires)
+        """The same in the first steps, where these have wires of their own."""
+        return self._phases(self.row.wires.first or self.row.wires)
 
     def _phases(self, chosen: Wires) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
         collected = replace(self.row.grad_arrival, encoding=self.row.grad_step.encoding)

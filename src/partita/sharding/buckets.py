@@ -61,9 +61,7 @@ class Bucket:
         self.sums_pass = None if self.plan.gradients_rest else self.plan.grad_step.tier
         self.steps, self.spreading = planned.gradient_phases
         self._first_phases = planned.first_gradient_phases
-        starts = planned.row.wires.first is not None
-        self.ways = (self.steps, self._first_phases[0]) if starts else (self.steps,)
-        self.first_spreading = self._first_phases[1] if starts else ()
+        self.ways, self.first_spreading = (self.steps, self._first_phases[0]), self._first_phases[1]
         self._fills_gaps = any(wires.gradients.is_coded for wires in (planned.row.wires, planned.first_wires))
         self.carriage = planned.carriage(planned.row.wires.sums) if planned.carries else ()
         self.copies = SumOfCopies(planned)
@@ -187,10 +185,8 @@ class Bucket:
         assert self._whole is not None
         if self.rests_whole and self._fills_gaps:
             self.layout.clear_gaps(self._whole)  # codes of a block that is not finite left it so
-        for member in self.members:
-            if id(member) not in self._arrived:
-                for piece in self.layout.pieces[id(member)]:
-                    piece.of(self._whole[piece.row]).zero_()
+        for piece in (piece for pieces in self.layout.pieces_of_unused(self._arrived) for piece in pieces):
+            piece.of(self._whole[piece.row]).zero_()
 
     def divide(self) -> None:
         """OPEN to REDUCED, in place: sums over the micro-batches become means.

@@ -120,7 +120,6 @@ NOT_AVAILABLE = [
     Wrong({section: value}, (f"{key}: ", "is not available in this version; remove it or set it back to its default"))
     for section, value, key in [
         ("communication", {"gradients": "fp8"}, "communication.gradients"),
-        ("optimizer", {"name": "onebit_lamb"}, "optimizer.name"),
         ("communication", {"parameters": "low_rank"}, "communication.parameters"),
     ]
 ]
@@ -143,6 +142,10 @@ CROSS_FIELD = [
     Wrong(
         {"communication": {"gradients": "ternary", "parameters": "ternary", "carrier": 0.9, "warmup_steps": 5}},
         ("communication.carrier follows from changes of an optimizer", "Fix: set optimizer.name to onebit_adam"),
+    ),
+    Wrong(
+        {"optimizer": {"name": "onebit_lamb"}, "communication": {"warmup_steps": 5}, "parallel": {"tensor": 2}},
+        ("onebit_lamb takes norms of whole parameters", "Fix: set parallel.tensor to 1, or optimizer.name to onebit"),
     ),
     Wrong(
         {"optimizer": ONEBIT, "communication": CARRIER | {"parameters": "full"}},

@@ -195,6 +195,13 @@ def test_codes_of_changes(row: str, precision: str) -> None:
     check(2, Run(ROWS[row], PRECISIONS[precision], communication={"parameters": "ternary"}))
 
 
+@pytest.mark.parametrize("row", sampled(ROWS, "0", "2"))
+def test_numbers_of_trust_ratios(row: str) -> None:
+    lamb: dict[str, Any] = {"optimizer": {"name": "onebit_lamb"}, "num_moments": 3}
+    check(2, Run(ROWS[row], **lamb, communication={"warmup_steps": 1}))
+    check(2, Run(ROWS[row], **lamb, communication={"warmup_steps": 4}, is_first=True))
+
+
 @matrix(row=["1", "2"], precision=["fp32", "bf16-gradients"])
 def test_codes_with_a_carrier(row: str, precision: str) -> None:
     codes = {"gradients": "ternary", "parameters": "ternary", "carrier": 0.9, "warmup_steps": 1}

@@ -146,6 +146,14 @@ def _warm_up(config: Config) -> Iterator[Contradiction]:
             f"optimizer.name: {name} has all ranks know one running average; zero.replicate has one a node",
             "leave zero.replicate out",
         )
+    for axis in ("tensor", "pipeline") if name == "onebit_lamb" else ():
+        if getattr(config.parallel, axis) not in (1, "auto"):
+            yield (
+                ("optimizer.name", f"parallel.{axis}"),
+                f"optimizer.name: onebit_lamb takes norms of whole parameters over the ranks that sum their gradients; "
+                f"parallel.{axis} has others hold parts of them, or copies",
+                f"set parallel.{axis} to 1, or optimizer.name to onebit_adam",
+            )
     if config.precision.master == "split":
         yield (
             ("optimizer.name", "precision.master"),

@@ -6,7 +6,8 @@ from partita.config.schema import Config
 # 20 %).
 WARM_UP = 0.15
 # Optimizers whose running average travels in place of gradients.
-SENDS_MOMENTUM = ("onebit_adam", "zeroone_adam")
+SENDS_MOMENTUM = ("onebit_adam", "zeroone_adam", "onebit_lamb")
+MEASURES_MOMENT = ("onebit_adam", "onebit_lamb")  # in a warm-up
 
 
 def gradient_codec(config: Config) -> str:
@@ -23,7 +24,7 @@ def warmup_steps(config: Config) -> int:
         return asked
     if optimizer.name == "zeroone_adam":
         return optimizer.refresh
-    return int(WARM_UP * (config.schedule.total_steps or 0)) if optimizer.name == "onebit_adam" else 0
+    return int(WARM_UP * (config.schedule.total_steps or 0)) if optimizer.name in MEASURES_MOMENT else 0
 
 
 def travels_in_full(config: Config, step: int) -> bool:

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from torch import Tensor
 from partita.errors import PartitaError
 from partita.memory.streams import Event
 from partita.optim.onebit_adam import OnebitAdam
+from partita.optim.onebit_lamb import OnebitLamb
+from partita.optim.trust import TrustRatios
 from partita.optim.updater import StepResult, Updater, factor_of
 from partita.plan.residence import Tier
 from partita.sharding.buckets import Bucket
@@ -40,6 +42,13 @@ class StepUpdater(Updater):
 
     _measured: Measured | None = None  # the batch's gradients, where their norm was asked for
     _clip_once: float | None = None
+
+    @cached_property
+    def _trust(self) -> TrustRatios | None:
+        """Where updates depend on norms of whole parameters."""
+        if not isinstance(self.optimizer, OnebitLamb):
+            return None
+        return TrustRatios(self._runtime, self.optimizer, self.views)
 
     def begin(self) -> None:
         """Nothing may be under way.
@@ -158,7 +167,8 @@ class StepUpdater(Updater):
                 group["frozen"] = not in_full
                 group["averaged"] = not in_full and self._reducer.held_back.has_averages
         # What is held back of sums that travel is of sums as the optimizer gets them.
-        at_once = self._reducer.buckets if self._reducer.held_back else self._updates.inline_buckets
+        scales_all = bool(self._reducer.held_back) or self._trust is not None
+        at_once = self._reducer.buckets if scales_all else self._updates.inline_buckets
         if factor != 1.0:
             for grad in (grad for bucket in at_once for grad in _owned(bucket, used)):
                 grad.mul_(factor)
@@ -166,8 +176,10 @@ class StepUpdater(Updater):
             rates = {name: float(group["lr"]) for group in self.groups_by_name() for name in group["params"]}
             self._reducer.held_back.take_out_carriers(lambda member: rates.get(member.fqn, 0.0))
         self._reducer.spread(used, factor, in_full=in_full)
-        if self._reducer.held_back:
+        if scales_all:
             factor = 1.0
+        if self._trust is not None:
+            self._trust.agree(used)
         self._reducer.held_back.commit(used)
         self._updates.run(used, factor, self._guard)
 

@@ -108,6 +108,8 @@ class Wires:
     the last one, which all of them have, and the rest of the gradient (Tang et al., "1-bit Adam", 2021). The average
     of these is the next running average, which goes back to all. 0: they send gradients.
 
+    ``numbers``: of each parameter, which the ranks tell each other before an update, in float64.
+
     ``carrier``: the codes of gradients are of so much of a running average that all ranks derive from the last changes
     of parameters that they were told, and the rest of the gradient; the rank that sums up takes that average's share
     out again. 0: there is none.
@@ -124,6 +126,7 @@ class Wires:
     outer: Wire = FULL
     outer_sums: Wire = FULL
     first: "Wires | None" = None
+    numbers: int = 0
     momentum: float = 0.0
     carrier: float = 0.0
     factor_rank: int = 0

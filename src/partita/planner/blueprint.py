@@ -33,6 +33,9 @@ from partita.planner.placement import Placement, chosen_tiers
 
 ON_DEVICE = Tiers()
 
+# Of each parameter, for its trust ratio: squares of weights and updates, and how its second moment has changed.
+NUMBERS = 3
+
 
 @dataclass(frozen=True)
 class Blueprint:
@@ -112,6 +115,8 @@ def wires_of(config: Config, row: StatePlan) -> Wires:
         wires = replace(wires, changes=Wire(FP32, gathered))
         if gathered is not None and config.communication.warmup != "full":
             first = replace(first, changes=Wire(FP32, CODECS[config.communication.warmup]))
+    if config.optimizer.name == "onebit_lamb":
+        wires, first = (replace(each, numbers=NUMBERS) for each in (wires, first))
     return replace(wires, first=first if warmup_steps(config) > 0 else None)
 
 

@@ -147,7 +147,7 @@ def _warm_up(config: Config) -> Iterator[Contradiction]:
             "leave zero.replicate out",
         )
     for axis in ("tensor", "pipeline") if name == "onebit_lamb" else ():
-        if getattr(config.parallel, axis) not in (1, "auto"):
+        if getattr(config.parallel, axis) > 1:
             yield (
                 ("optimizer.name", f"parallel.{axis}"),
                 f"optimizer.name: onebit_lamb takes norms of whole parameters over the ranks that sum their gradients; "

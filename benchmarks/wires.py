@@ -1,8 +1,8 @@
 """What is learned over wires that carry fewer bytes, beside full ones at equal steps.
 
-    python -m benchmarks.wires             # eleven wires, two seeds, 3,000 steps on 4 ranks: several hours
+    python -m benchmarks.wires             # all wires, two seeds, 3,000 steps on 4 ranks: several hours
     python -m benchmarks.wires --quick     # three wires, 30 steps of a small model: no targets
-    python -m benchmarks.wires --short     # ten wires, one seed, a small model: minutes, no targets; wires_short.md
+    python -m benchmarks.wires --short     # fifteen wires, one seed, a small model: minutes, no targets; wires_short.md
     python -m benchmarks.wires --save      # into benchmarks/results/wires.md, with the plot beside it
 
 The same decoder on the standard library's text, the same samples in the same order, by the config alone; the learning
@@ -61,13 +61,17 @@ def wires(task: Task) -> dict[str, dict[str, Any]]:
         steps = {"warmup_steps": int(warm_up * task.steps)} if warm_up else {}
         return {"zero": {"stage": 1}, "communication": {"gradients": codec, "parameters": codec, **steps}}
 
-    def onebit(stage: int, codec: str, warm_up: float) -> dict[str, Any]:
+    def onebit(stage: int, codec: str, warm_up: float, name: str = "onebit_adam") -> dict[str, Any]:
         parameters = {"parameters": codec} if stage else {}
         communication = {"gradients": codec, **parameters, "warmup_steps": int(warm_up * task.steps)}
-        return {"zero": {"stage": stage}, "communication": communication, "optimizer": {"name": "onebit_adam"}}
+        return {"zero": {"stage": stage}, "communication": communication, "optimizer": {"name": name}}
 
     def apart(codec: str, every: int) -> dict[str, Any]:
         return {"zero": {"stage": 1}, "communication": {"every": every, "replicas": 4, "gradients": codec}}
+
+    def carrier(share: float, codec: str, warm_up: float, start: str) -> dict[str, Any]:
+        made = onebit(1, codec, warm_up)
+        return {**made, "communication": {**made["communication"], "carrier": share, "warmup": start}}
 
     low_rank = {"gradients": "low_rank", "low_rank": 4, "warmup_steps": int(0.05 * task.steps)}
     return {
@@ -76,12 +80,20 @@ def wires(task: Task) -> dict[str, dict[str, Any]]:
         "int4 both ways": both("int4"),
         "ternary both ways": both("ternary"),
         "ternary both ways after 5 %": both("ternary", 0.05),
+        "ternary both ways after 15 %": both("ternary", 0.15),
+        "ternary + carrier after 15 %, 8-bit start": carrier(0.9, "ternary", 0.15, "int8"),
+        "ternary + carrier after 5 %, 8-bit start": carrier(0.9, "ternary", 0.05, "int8"),
+        "control: ternary, frozen and capped, after 15 %, 8-bit start": carrier(0.0, "ternary", 0.15, "int8"),
+        "control: ternary, frozen and capped, after 5 %, 8-bit start": carrier(0.0, "ternary", 0.05, "int8"),
+        "control: full, frozen and capped after 15 %": carrier(0.0, "full", 0.15, "full"),
+        "control: full, frozen and capped after 5 %": carrier(0.0, "full", 0.05, "full"),
         "2bit both ways after 5 %": both("2bit", 0.05),
         "topk both ways after 5 %": both("topk", 0.05),
         "onebit_adam, signs after 15 %": onebit(0, "onebit", 0.15),
         "onebit_adam, signs after 5 %": onebit(0, "onebit", 0.05),
         "onebit_adam, ternary after 5 %": onebit(0, "ternary", 0.05),
         "onebit_adam at stage 1, ternary after 5 %": onebit(1, "ternary", 0.05),
+        "onebit_lamb, signs after 15 %": onebit(0, "onebit", 0.15, "onebit_lamb"),
         "zeroone_adam, signs": {"zero": {"stage": 0}, "optimizer": {"name": "zeroone_adam"}},
         "low rank 4 after 5 %": {"zero": {"stage": 0}, "communication": low_rank},
         "local steps, 10": apart("full", 10),
@@ -93,6 +105,9 @@ def wires(task: Task) -> dict[str, dict[str, Any]]:
 # Of the short form, and of the quick one.
 IN_SHORT = (
     *(FULL, "int8 both ways", "int4 both ways", "ternary both ways after 5 %", "onebit_adam, signs after 15 %"),
+    *("ternary both ways after 15 %", "ternary + carrier after 15 %, 8-bit start"),
+    *("control: ternary, frozen and capped, after 15 %, 8-bit start", "control: full, frozen and capped after 15 %"),
+    *("onebit_lamb, signs after 15 %",),
     *("zeroone_adam, signs", "low rank 4 after 5 %"),
     *("local steps, 10", "local steps, 10, int4", "local steps, 30, ternary"),
 )

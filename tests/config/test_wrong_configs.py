@@ -73,6 +73,11 @@ VALUES = [
     Wrong({"optimizer": {"betas": [0.9]}}, ("optimizer.betas: expected a list of 2 values", "below 1; got [0.9]")),
     Wrong({"optimizer": {"betas": 0.9}}, ("optimizer.betas: expected a list of 2 values", "got 0.9")),
     Wrong({"optimizer": {"eps": 0}}, ("optimizer.eps: expected a number above 0; got 0",)),
+    Wrong(
+        {"communication": {"carrier": 1.0}},
+        ("communication.carrier: expected a number of at least 0 and below 1 or null; got 1.0",),
+    ),
+    Wrong({"communication": {"warmup": "int4"}}, ("communication.warmup: expected one of full, int8; got 'int4'",)),
     Wrong({"optimizer": {"momentum": 1}}, ("optimizer.momentum: expected a number of at least 0 and below 1; got 1",)),
     Wrong({"schedule": {"name": "wsd"}}, ("schedule.name: expected one of constant, linear, cosine; got 'wsd'",)),
     Wrong(
@@ -115,12 +120,12 @@ NOT_AVAILABLE = [
     Wrong({section: value}, (f"{key}: ", "is not available in this version; remove it or set it back to its default"))
     for section, value, key in [
         ("communication", {"gradients": "fp8"}, "communication.gradients"),
-        ("optimizer", {"name": "onebit_lamb"}, "optimizer.name"),
         ("communication", {"parameters": "low_rank"}, "communication.parameters"),
     ]
 ]
 
 ONEBIT = {"name": "onebit_adam"}
+CARRIER = {"gradients": "ternary", "parameters": "ternary", "carrier": 0.9, "warmup_steps": 5}
 CROSS_FIELD = [
     Wrong(
         {"optimizer": ONEBIT},
@@ -133,6 +138,34 @@ CROSS_FIELD = [
     Wrong(
         {"optimizer": ONEBIT, "communication": {"gradients": "int8", "warmup_steps": 5}},
         ("has its running average travel", "Fix: set communication.gradients to onebit, ternary, 2bit or topk"),
+    ),
+    Wrong(
+        {"communication": {"gradients": "ternary", "parameters": "ternary", "carrier": 0.9, "warmup_steps": 5}},
+        ("communication.carrier follows from changes of an optimizer", "Fix: set optimizer.name to onebit_adam"),
+    ),
+    Wrong(
+        {"optimizer": {"name": "onebit_lamb"}, "communication": {"warmup_steps": 5}, "parallel": {"tensor": 2}},
+        ("onebit_lamb takes norms of whole parameters", "Fix: set parallel.tensor to 1, or optimizer.name to onebit"),
+    ),
+    Wrong(
+        {"optimizer": ONEBIT, "communication": CARRIER | {"parameters": "full"}},
+        ("communication.carrier: 0.9 follows from changes of parameters, and these travel whole", "Fix: set commun"),
+    ),
+    Wrong(
+        {"optimizer": ONEBIT, "communication": {**CARRIER, "parameters": "int8"}, "zero": {"stage": 3}},
+        ("communication.carrier: 0.9 follows from changes", "at stages 1 and 2", "Fix: set zero.stage to 1 or 2"),
+    ),
+    Wrong(
+        {"optimizer": ONEBIT, "communication": CARRIER | {"gradients": "full"}},
+        ("communication.carrier: 0.9 is part of codes that hold back", "Fix: set communication.gradients to ternary"),
+    ),
+    Wrong(
+        {"optimizer": ONEBIT, "communication": CARRIER, "precision": {"gradients": "in_backward"}},
+        ("under precision.gradients: in_backward codes travel", "Fix: leave communication.warmup_steps out"),
+    ),
+    Wrong(
+        {"communication": {"gradients": "ternary", "warmup": "int8"}},
+        ("communication.warmup: int8 is of the steps before codes travel", "Fix: set communication.warmup_steps"),
     ),
     Wrong(
         {"optimizer": ONEBIT, "communication": {"warmup_steps": 5}, "zero": {"stage": 3, "replicate": "nodes"}},

@@ -51,6 +51,7 @@ class Run:
     communication: dict[str, Any] = field(default_factory=dict)
     num_moments: int = 2
     ranks_per_node: int | None = None
+    is_first: bool = False  # measured before codes travel
     reduced: int | None = None  # micro-batches outside no_sync, the last ones
     by_train_batch: bool = False
     device: str = "cpu"
@@ -89,7 +90,9 @@ def train(run: Run) -> Bytes:
         before = engine.traffic_report()
         take_step(engine, run)
         traffic = engine.traffic_report().since(before)
-        expected = step_traffic(engine.units, StepShape(run.accumulate, run.reduced, run.by_train_batch))
+        expected = step_traffic(
+            engine.units, StepShape(run.accumulate, run.reduced, run.by_train_batch, is_first=run.is_first)
+        )
         return Bytes(held, model_state_bytes(engine.units, rank, run.num_moments), traffic, expected)
 
 
@@ -190,6 +193,30 @@ def test_codes_of_a_momentum(row: str, precision: str) -> None:
 @matrix(row=["1", "2"], precision=PRECISIONS)
 def test_codes_of_changes(row: str, precision: str) -> None:
     check(2, Run(ROWS[row], PRECISIONS[precision], communication={"parameters": "ternary"}))
+
+
+@pytest.mark.parametrize("row", sampled(ROWS, "0", "2"))
+def test_numbers_of_trust_ratios(row: str) -> None:
+    lamb: dict[str, Any] = {"optimizer": {"name": "onebit_lamb"}, "num_moments": 3}
+    check(2, Run(ROWS[row], **lamb, communication={"warmup_steps": 1}))
+    check(2, Run(ROWS[row], **lamb, communication={"warmup_steps": 4}, is_first=True))
+
+
+@matrix(row=["1", "2"], precision=["fp32", "bf16-gradients"])
+def test_codes_with_a_carrier(row: str, precision: str) -> None:
+    codes = {"gradients": "ternary", "parameters": "ternary", "carrier": 0.9, "warmup_steps": 1}
+    onebit = {"name": "onebit_adam"}
+    check(2, Run(ROWS[row], PRECISIONS[precision], accumulate=2, optimizer=onebit, communication=codes))
+
+
+@matrix(row=ROWS, gradients=["int4", "ternary", "low_rank", "onebit_adam"], warmup=["full", "int8"], world=[2, 4])
+def test_first_steps(row: str, gradients: str, warmup: str, world: int) -> None:
+    """What travels before the codes: all in full, or 8-bit codes of what travels as codes later."""
+    parameters = {"parameters": "ternary"} if row in ("1", "2") else {}
+    optimizer = {"name": gradients} if gradients == "onebit_adam" else {}
+    codec = "ternary" if gradients == "onebit_adam" else gradients
+    communication = {"gradients": codec, **parameters, "warmup_steps": 4, "warmup": warmup}
+    check(world, Run(ROWS[row], communication=communication, optimizer=optimizer, is_first=True))
 
 
 @pytest.mark.parametrize("row", sampled(ROWS, "1", "3-kept"))

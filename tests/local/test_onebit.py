@@ -13,16 +13,19 @@ from torch import Tensor
 import partita
 from partita.config.wires import is_refresh
 from partita.kernels import codec as kernels
+from partita.optim.onebit_lamb import OnebitLamb
 from partita.plan.residence import BLOCK
 from partita.plan.wire import CODECS, Codec
 from partita.planner.memory import model_state_bytes
 from tests.local import pool
 from tests.local.training import PLANS, Recipe, Stack, Trained, inputs, rank, same, square_loss, train, whole_weights
+from tests.matrix import sampled
 
 WARM_UP, STEPS = 4, 9
 ADAM = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3, "betas": [0.8, 0.95]}
 ONEBIT: dict[str, Any] = {"optimizer": {"name": "onebit_adam", **ADAM}, "communication": {"warmup_steps": WARM_UP}}
 ZEROONE: dict[str, Any] = {"optimizer": {"name": "zeroone_adam", "refresh": 2, **ADAM}, "communication": {}}
+LAMB: dict[str, Any] = ONEBIT | {"optimizer": {"name": "onebit_lamb", **ADAM}}
 REFRESHES = (0, 1, 2, 4, 6)
 
 
@@ -92,6 +95,49 @@ def refreshed_reference(num_ranks: int) -> dict[str, Tensor]:
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
+def lamb_reference(num_ranks: int) -> dict[str, Tensor]:
+    """Plain PyTorch on all ranks' samples and whole parameters: LAMB, whose second moment stands still after the
+    warm-up, and whose trust ratios are their running average then, times how the second moment has changed.
+    """
+    model = Recipe(lambda: Stack(2)).built()
+    states = {name: [torch.zeros_like(p) for _ in range(3)] for name, p in model.named_parameters()}
+    trust, factors = dict[str, float](), dict.fromkeys(states, 1.0)
+    beta1, beta2 = ADAM["betas"]
+    for step in range(STEPS):
+        loss = torch.stack([model(inputs(other, step)).square().mean() for other in range(num_ranks)]).mean()
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                first, second, fresh = states[name]
+                first.lerp_(param.grad, 1 - beta1)
+                fresh.mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
+                divisor_now = (fresh / (1 - beta2 ** (step + 1))).sqrt() + ADAM["eps"]
+                if step < WARM_UP:
+                    second.copy_(fresh)
+                    update = first / (1 - beta1 ** (step + 1)) / divisor_now + ADAM["weight_decay"] * param
+                    ratio = float(param.norm() / update.norm()) if param.norm() and update.norm() else 1.0
+                    ratio = min(max(ratio, 0.01), 10.0)
+                    trust[name] = 0.9 * trust[name] + 0.1 * ratio if name in trust else ratio
+                else:
+                    divisor = (second / (1 - beta2**WARM_UP)).sqrt() + ADAM["eps"]
+                    factor, last = float((divisor / divisor_now).max()), factors[name]
+                    factors[name] = min(max(factor, 0.9 * last, 0.5), 1.1 * last, 4.0)
+                    update = (first / divisor).clamp(-1, 1) + ADAM["weight_decay"] * param
+                    ratio = trust[name] * factors[name]
+                param.sub_(update, alpha=ADAM["lr"] * ratio)
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def lamb_with_an_identity(plans: tuple[str, ...], more: dict[str, Any]) -> None:
+    expected = lamb_reference(torch.distributed.get_world_size())
+    for plan in plans:
+        with lossless():
+            run = train(Recipe(lambda: Stack(2), config=LAMB | more, num_steps=STEPS), PLANS[plan])
+        for name, weight in run.weights.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-4)
+
+
 def refreshed_with_an_identity(plans: tuple[str, ...]) -> None:
     expected = refreshed_reference(torch.distributed.get_world_size())
     with lossless():
@@ -156,13 +202,38 @@ def test_with_codes_that_lose_nothing_the_refreshed_one_is_adam() -> None:
     pool.run(2, refreshed_with_an_identity, ("0", "2"))
 
 
-@pytest.mark.parametrize(("codec", "asked"), [("full", ONEBIT), ("ternary", ONEBIT), ("full", ZEROONE)], ids=str)
+@pytest.mark.parametrize("ranks", sampled([2, 4], 2))
+def test_with_codes_that_lose_nothing_it_is_lamb(ranks: int) -> None:
+    pool.run(ranks, lamb_with_an_identity, ("0", "1", "2", "3"), {})
+
+
+def offloaded(codec: str) -> None:
+    """The same bits with the optimizer's states on the host, where the update runs beside the caller."""
+    config = LAMB | {"communication": {**LAMB["communication"], "gradients": codec}, "clip_grad_norm": 0.5}
+    one, other = (
+        train(Recipe(lambda: Stack(2), config=config, num_steps=STEPS), {"stage": stage, "offload": offload})
+        for stage, offload in ((0, {}), (2, {"optimizer": "host"}))
+    )
+    same(one, other, "offload")
+
+
+def test_offloaded_lamb_has_the_same_bits() -> None:
+    pool.run(2, offloaded, "ternary")
+
+
+@pytest.mark.parametrize(
+    ("codec", "asked"), [("full", ONEBIT), ("ternary", ONEBIT), ("full", ZEROONE), ("ternary", LAMB)], ids=str
+)
 def test_every_stage_has_the_same_bits(codec: str, asked: dict[str, Any]) -> None:
     losses, *_ = pool.run(2, alike, ("0", "1", "2", "3"), codec, asked)
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(("plan", "at", "asked"), [("1", 6, ONEBIT), ("3", 2, ONEBIT), ("2", 5, ZEROONE)], ids=str)
+@pytest.mark.parametrize(
+    ("plan", "at", "asked"),
+    [("1", 6, ONEBIT), ("3", 2, ONEBIT), ("2", 5, ZEROONE), ("2", 6, LAMB), ("0", 2, LAMB)],
+    ids=str,
+)
 def test_a_resumed_run_is_the_continued_one(tmp_path: Path, plan: str, at: int, asked: dict[str, Any]) -> None:
     pool.run(2, resumed, tmp_path, plan, at, asked)
 
@@ -179,6 +250,51 @@ def test_alone_it_is_adam_too() -> None:
         torch.testing.assert_close(weights[name], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_alone_it_is_lamb_too() -> None:
+    """One process, and the optimizer by itself, which measures whole parameters."""
+    model = Recipe(lambda: Stack(2)).built()
+    with partita.initialize(model, LAMB) as engine:
+        for step in range(STEPS):
+            engine.backward(square_loss(engine, 0, step))
+            engine.step()
+        weights = whole_weights(engine)
+    plain = Recipe(lambda: Stack(2)).built()
+    optimizer = OnebitLamb(plain.parameters(), **ADAM)
+    for step in range(STEPS):
+        optimizer.param_groups[0]["frozen"] = step >= WARM_UP
+        optimizer.zero_grad()
+        plain(inputs(0, step)).square().mean().backward()
+        optimizer.step()
+    alone = {name: param.detach() for name, param in plain.named_parameters()}
+    for name, expected in lamb_reference(1).items():
+        torch.testing.assert_close(weights[name], expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(alone[name], expected, rtol=1e-3, atol=1e-4)
+
+
 def test_another_optimizer_has_no_average_to_send() -> None:
     with pytest.raises(partita.ConfigError, match="an optimizer was passed"):
         partita.initialize(Stack(1), ONEBIT, optimizer=lambda params: torch.optim.AdamW(params))
+
+
+def goes_on(folder: Path, plan: str, saves: bool) -> dict[str, Tensor]:
+    with lossless(), partita.initialize(Stack(2), {"zero": PLANS[plan], **LAMB}) as engine:
+        for step in range(STEPS) if saves else range(STEPS, STEPS + 3):
+            if not saves and step == STEPS:
+                engine.load(folder)
+            batch = torch.cat([inputs(other, step) for other in range(4)])
+            engine.backward(engine(batch).square().mean())
+            engine.step()
+        if saves:
+            engine.save(folder)
+            for step in range(STEPS, STEPS + 3):
+                batch = torch.cat([inputs(other, step) for other in range(4)])
+                engine.backward(engine(batch).square().mean())
+                engine.step()
+        return whole_weights(engine)
+
+
+def test_another_layout_goes_on_with_the_same_trust_ratios(tmp_path: Path) -> None:
+    continued, *_ = pool.run(2, goes_on, tmp_path, "2", True)
+    loaded, *_ = pool.run(4, goes_on, tmp_path, "0", False)
+    for name, weight in continued.items():
+        torch.testing.assert_close(loaded[name], weight, rtol=1e-3, atol=1e-4)

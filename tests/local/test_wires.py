@@ -18,8 +18,8 @@ from partita.plan.residence import BLOCK
 from partita.plan.wire import CODECS, Codec
 from tests.local import pool
 from tests.local.models import CASES, parts
-from tests.local.training import PLANS, Recipe, Stack, Trained, rank, same, square_loss, train, whole_weights
-from tests.matrix import matrix
+from tests.local.training import PLANS, Recipe, Stack, Trained, rank, same, square_loss, train, whole_weights, world
+from tests.matrix import matrix, sampled
 
 IDENTITY = Codec("int8", BLOCK * 4)
 GRADIENTS = {"communication": {"gradients": "int8"}}
@@ -109,6 +109,46 @@ def equal_on_all_ranks(config: dict[str, Any], ranks_per_node: int) -> list[floa
             assert all(torch.equal(mine, other) for other in same_loss)
             losses.append(mine.item())
     return losses
+
+
+def first_steps_in_codes(plan: str, ranks_per_node: int) -> None:
+    """Codes of the first steps lose something, and where they lose nothing the run is that of full first steps."""
+    parameters = {"parameters": "int4"} if plan in ("1", "2") else {}
+    runs = {}
+    with on_nodes_of(ranks_per_node):
+        for warmup in ("full", "int8"):
+            communication = {"gradients": "int4", **parameters, "warmup_steps": 8, "warmup": warmup}
+            recipe = Recipe(lambda: Stack(2), config=CLIPPED | {"communication": communication}, num_steps=4)
+            runs[warmup] = train(recipe, PLANS[plan])
+            with lossless():
+                runs[warmup, "lossless"] = train(recipe, PLANS[plan])
+    same(runs["full", "lossless"], runs["full"], f"first steps in full at plan {plan}")
+    assert runs["int8"].losses != runs["full"].losses, "nothing was lost: no codes travelled"
+    torch.testing.assert_close(runs["int8"].losses, runs["full"].losses, rtol=0.1, atol=1e-3)
+    if parameters:  # w + (m - w) is m, but for rounding
+        torch.testing.assert_close(runs["int8", "lossless"].losses, runs["full"].losses, rtol=1e-5, atol=1e-6)
+    elif ranks_per_node == world():  # sums inside nodes first are sums in another order
+        same(runs["int8", "lossless"], runs["full"], f"an identity in the first steps at plan {plan}")
+
+
+def resumed_in_codes(folder: Path, asked: dict[str, Any], at: int) -> None:
+    """A run that goes on from its first steps, or after them, is the one that was saved."""
+
+    def go(engine: partita.Engine, first: int) -> None:
+        for step in range(first, 8):
+            engine.backward(square_loss(engine, rank(), step))
+            engine.step()
+            if step + 1 == at and not first:
+                engine.save(folder)
+
+    with partita.initialize(Stack(2), asked) as engine:
+        go(engine, 0)
+        continued = whole_weights(engine)
+    with partita.initialize(Stack(2), asked) as engine:
+        engine.load(folder)
+        go(engine, at)
+        for name, weight in whole_weights(engine).items():
+            assert torch.equal(weight, continued[name]), name
 
 
 def exact_where_looked_at() -> None:
@@ -226,3 +266,29 @@ def test_a_resumed_run_is_the_continued_one(tmp_path: Path, plan: str) -> None:
 @pytest.mark.parametrize("plan", ["0", "2", "3"])
 def test_what_is_not_finite_is_told_by_codes_too(plan: str) -> None:
     pool.run(2, not_finite, plan)
+
+
+@matrix(plan=PLANS, ranks_per_node=[4, 2])
+def test_the_first_steps_travel_as_asked(plan: str, ranks_per_node: int) -> None:
+    pool.run(4, first_steps_in_codes, plan, ranks_per_node)
+
+
+FIRST = {"warmup_steps": 5, "warmup": "int8"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "at"),
+    sampled(
+        [
+            ({"communication": FIRST | {"gradients": "ternary", "parameters": "ternary"}}, 3),
+            ({"zero": {"stage": 0}, "communication": FIRST, "optimizer": {"name": "onebit_adam"}}, 6),
+            ({"zero": {"stage": 2}, "communication": {"warmup": "int8"}, "optimizer": {"name": "zeroone_adam"}}, 5),
+            ({"communication": FIRST | {"gradients": "low_rank"}}, 3),
+            ({"communication": FIRST | {"gradients": "ternary", "every": 2, "replicas": 2}}, 3),
+        ],
+        ({"communication": FIRST | {"gradients": "ternary", "parameters": "ternary"}}, 3),
+    ),
+    ids=str,
+)
+def test_a_run_resumed_in_its_first_steps_is_the_continued_one(tmp_path: Path, asked: dict[str, Any], at: int) -> None:
+    pool.run(2, resumed_in_codes, tmp_path, asked | {"zero": {"stage": 1} | asked.get("zero", {})}, at)

@@ -240,8 +240,11 @@ def _schedule(config: Config) -> Iterator[Contradiction]:
 def idle_settings(config: Config, compute: str) -> Iterator[str]:
     """One line ``ignored: key (reason)`` for each setting without effect."""
     wires = {gradient_codec(config), config.communication.parameters}
-    if config.communication.warmup_steps != "auto" and wires == {"full"}:
-        yield "ignored: communication.warmup_steps (no codes travel)"
+    if wires == {"full"}:
+        if config.communication.warmup_steps != "auto" and config.communication.carrier is None:
+            yield "ignored: communication.warmup_steps (no codes travel)"
+        if config.communication.warmup != "full":
+            yield "ignored: communication.warmup (no codes travel)"
     offload, precision, schedule = config.zero.offload, config.precision, config.schedule
     may_use_disk = {"disk", "auto"} & {offload.parameters, offload.optimizer} or "disk" in (
         offload.gradients,

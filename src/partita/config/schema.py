@@ -138,7 +138,8 @@ class Optimizer(Section):
 
     name: Literal["adamw", "adam", "sgd", "lion", "onebit_adam", "zeroone_adam", "onebit_lamb"] = Field(
         "adamw",
-        description="adamw, adam, sgd, lion; onebit_adam and zeroone_adam: their running average travels, as codes",
+        description="adamw, adam, sgd, lion; onebit_adam, zeroone_adam, onebit_lamb: their running average travels, as "
+        "codes",
     )
     lr: NotNegative = Field(1.0e-3, description="learning rate (the highest of the schedule)")
     betas: SharePair = Field((0.9, 0.999), description="decay of the two running averages (not of sgd's one)")
@@ -269,8 +270,19 @@ class Communication(Section):
     )
     warmup_steps: Auto | CountOrZero = Field(
         "auto",
-        description="optimizer steps before codes travel; auto: none, of onebit_adam 15 % of schedule.total_steps, of "
-        "zeroone_adam optimizer.refresh",
+        description="optimizer steps before codes travel; auto: none, of onebit_adam and onebit_lamb 15 % of "
+        "schedule.total_steps, of zeroone_adam optimizer.refresh",
+    )
+    warmup: Literal["full", "int8"] = Field(
+        "full",
+        description="encoding, in the steps before codes travel (and refreshes of zeroone_adam), of what travels as "
+        "codes later: full, or int8",
+    )
+    carrier: Share | None = Field(
+        None,
+        description="onebit_adam at stages 1 and 2: gradients travel as codes of so much of a running average that "
+        "follows from the last changes of parameters, and the rest of the gradient (0: of gradients alone), in place "
+        "of averages both ways; null: averages",
     )
     every: Count | None = Field(
         None,
@@ -346,7 +358,6 @@ class Config(Section):
 # Documented settings of which this version has only some values, the default first. A value that arrives is added to
 # its line; when all are there, the line is deleted.
 AVAILABLE: dict[str, tuple[object, ...]] = {
-    "optimizer.name": ("adamw", "adam", "sgd", "lion", "onebit_adam", "zeroone_adam"),
     "communication.gradients": ("full", "int8", "int4", "2bit", "ternary", "onebit", "topk", "low_rank", "auto"),
     "communication.parameters": ("full", "int8", "int4", "2bit", "ternary", "onebit", "topk"),
 }

@@ -19,6 +19,7 @@ def _feedback(config: Config) -> Iterator[Contradiction]:
     """Of codes that hold back what they lose."""
     codec, offload = gradient_codec(config), config.zero.offload
     yield from _warm_up(config)
+    yield from _carrier(config)
     if codec not in (*HELD_BACK, LOW_RANK):
         return
     yield from _factors(config)
@@ -112,6 +113,13 @@ def _warm_up(config: Config) -> Iterator[Contradiction]:
             "communication.warmup_steps: all of the training's steps would be before codes travel",
             f"set communication.warmup_steps to less than {total}",
         )
+    if config.communication.warmup != "full" and not num:
+        yield (
+            ("communication.warmup", "communication.warmup_steps"),
+            f"communication.warmup: {config.communication.warmup} is of the steps before codes travel, and there are "
+            "none",
+            "set communication.warmup_steps",
+        )
     if num and config.precision.gradients == "in_backward":
         yield (
             ("communication.warmup_steps", "precision.gradients"),
@@ -138,11 +146,53 @@ def _warm_up(config: Config) -> Iterator[Contradiction]:
             f"optimizer.name: {name} has all ranks know one running average; zero.replicate has one a node",
             "leave zero.replicate out",
         )
+    for axis in ("tensor", "pipeline") if name == "onebit_lamb" else ():
+        if getattr(config.parallel, axis) > 1:
+            yield (
+                ("optimizer.name", f"parallel.{axis}"),
+                f"optimizer.name: onebit_lamb takes norms of whole parameters over the ranks that sum their gradients; "
+                f"parallel.{axis} has others hold parts of them, or copies",
+                f"set parallel.{axis} to 1, or optimizer.name to onebit_adam",
+            )
     if config.precision.master == "split":
         yield (
             ("optimizer.name", "precision.master"),
             "precision.master: split belongs to adamw, adam, sgd and lion",
             "set precision.master to fp32",
+        )
+
+
+def _carrier(config: Config) -> Iterator[Contradiction]:
+    """Of an average that follows from changes of parameters."""
+    carrier, asked = config.communication.carrier, config.communication
+    if carrier is None:
+        return
+    if config.optimizer.name != "onebit_adam":
+        yield (
+            ("communication.carrier", "optimizer.name"),
+            "communication.carrier follows from changes of an optimizer whose second moment stands still: onebit_adam",
+            "set optimizer.name to onebit_adam, or leave communication.carrier out",
+        )
+    if carrier == 0:
+        return
+    if config.zero.stage not in (1, 2):
+        yield (
+            ("communication.carrier", "zero.stage"),
+            f"communication.carrier: {carrier:g} follows from changes of parameters, which ranks tell each other at "
+            "stages 1 and 2",
+            "set zero.stage to 1 or 2, or leave communication.carrier out",
+        )
+    elif asked.parameters == "full":
+        yield (
+            ("communication.carrier", "communication.parameters"),
+            f"communication.carrier: {carrier:g} follows from changes of parameters, and these travel whole",
+            "set communication.parameters to ternary",
+        )
+    if asked.gradients not in HELD_BACK:
+        yield (
+            ("communication.carrier", "communication.gradients"),
+            f"communication.carrier: {carrier:g} is part of codes that hold back what they lose",
+            "set communication.gradients to ternary, or communication.carrier to 0",
         )
 
 

@@ -6,13 +6,15 @@ from partita.config.schema import Config
 # 20 %).
 WARM_UP = 0.15
 # Optimizers whose running average travels in place of gradients.
-SENDS_MOMENTUM = ("onebit_adam", "zeroone_adam")
+SENDS_MOMENTUM = ("onebit_adam", "zeroone_adam", "onebit_lamb")
+MEASURES_MOMENT = ("onebit_adam", "onebit_lamb")  # in a warm-up
 
 
 def gradient_codec(config: Config) -> str:
     """The codec of gradients, or of the running average that travels in their place."""
     asked = "full" if config.communication.gradients == "auto" else config.communication.gradients
-    return "onebit" if asked == "full" and config.optimizer.name in SENDS_MOMENTUM else asked
+    carries = config.optimizer.name in SENDS_MOMENTUM and config.communication.carrier is None
+    return "onebit" if asked == "full" and carries else asked
 
 
 def warmup_steps(config: Config) -> int:
@@ -22,7 +24,7 @@ def warmup_steps(config: Config) -> int:
         return asked
     if optimizer.name == "zeroone_adam":
         return optimizer.refresh
-    return int(WARM_UP * (config.schedule.total_steps or 0)) if optimizer.name == "onebit_adam" else 0
+    return int(WARM_UP * (config.schedule.total_steps or 0)) if optimizer.name in MEASURES_MOMENT else 0
 
 
 def travels_in_full(config: Config, step: int) -> bool:

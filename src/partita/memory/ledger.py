@@ -11,7 +11,7 @@ from partita.memory import accelerator
 from partita.memory.disk import DiskReport
 from partita.plan.residence import Tier
 
-STATES = ("parameters", "gradients", "feedback", "momentum", "outer", "master", "moments")
+STATES = ("parameters", "gradients", "feedback", "momentum", "carrier", "outer", "master", "moments")
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,12 @@ class MemoryReport:
     """Bytes of this rank, by state and tier, now and at their peak.
 
     ``held`` and ``peak`` are keyed by (state, tier): the model states ``parameters``, ``gradients``, ``feedback`` (what
-    codes of gradients hold back), ``outer`` (of the optimizer that brings replicas together), ``master`` (only where it
-    is not the parameter itself) and ``moments``, the ``buffer_pool`` that lends memory to gathered parameters, the
-    ``buckets`` that gradients travel in, the ``codes`` that parameters come in, the ``activations`` that rest elsewhere
-    or in parts, and what the forwards under way may keep of units that are ``kept_whole``. ``process_bytes`` is the
-    resident set of the process (its peak: ``process_peak_bytes``), ``device_bytes`` and ``device_peak_bytes`` what the
-    device's allocator says (0 on CPU).
+    codes of gradients hold back), ``momentum`` and ``carrier`` (what of averages all ranks have), ``outer`` (of the
+    optimizer that brings replicas together), ``master`` (only where it is not the parameter itself) and ``moments``,
+    the ``buffer_pool`` that lends memory to gathered parameters, the ``buckets`` that gradients travel in, the
+    ``codes`` that parameters come in, the ``activations`` that rest elsewhere or in parts, and what the forwards under
+    way may keep of units that are ``kept_whole``. ``process_bytes`` is the resident set of the process (its peak:
+    ``process_peak_bytes``), ``device_bytes`` and ``device_peak_bytes`` what the device's allocator says (0 on CPU).
     ``disk`` is what the disk tier has moved so far (None: nothing rests there).
     """
 

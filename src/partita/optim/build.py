@@ -14,8 +14,11 @@ from partita.errors import ConfigError
 from partita.memory.accelerator import is_host
 from partita.optim.fused import FusedAdam, FusedLion, FusedSGD
 from partita.optim.onebit_adam import OnebitAdam
+from partita.optim.onebit_lamb import OnebitLamb
 from partita.optim.schedule import Schedule
 from partita.optim.zeroone_adam import RefreshedAdam
+
+_SENDING = {"onebit_adam": OnebitAdam, "zeroone_adam": RefreshedAdam, "onebit_lamb": OnebitLamb}
 
 Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
 Scheduling = Callable[[Optimizer], LRScheduler]
@@ -95,7 +98,7 @@ def _configured(params: list[nn.Parameter], config: schema.Config, kernels: bool
     if section.name == "lion":
         return FusedLion(params, lr=section.lr, betas=betas, weight_decay=section.weight_decay)
     if section.name in SENDS_MOMENTUM:
-        made = OnebitAdam if section.name == "onebit_adam" else RefreshedAdam
+        made: type[OnebitAdam] = _SENDING[section.name]
         return made(params, lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay)
     decoupled = section.name == "adamw"
     adam = {"lr": section.lr, "betas": betas, "eps": section.eps, "weight_decay": section.weight_decay}

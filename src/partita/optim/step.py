@@ -7,13 +7,18 @@ and gradients are scaled before they are spread, so the numbers do not depend on
 import math
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from partita.errors import PartitaError
 from partita.memory.streams import Event
+from partita.optim.onebit_adam import OnebitAdam
+from partita.optim.onebit_lamb import OnebitLamb
+from partita.optim.trust import TrustRatios
 from partita.optim.updater import StepResult, Updater, factor_of
 from partita.plan.residence import Tier
 from partita.sharding.buckets import Bucket
@@ -37,6 +42,13 @@ class StepUpdater(Updater):
 
     _measured: Measured | None = None  # the batch's gradients, where their norm was asked for
     _clip_once: float | None = None
+
+    @cached_property
+    def _trust(self) -> TrustRatios | None:
+        """Where updates depend on norms of whole parameters."""
+        if not isinstance(self.optimizer, OnebitLamb):
+            return None
+        return TrustRatios(self._runtime, self.optimizer, self.views)
 
     def begin(self) -> None:
         """Nothing may be under way.
@@ -128,14 +140,25 @@ class StepUpdater(Updater):
         """Running averages that travel are those of all ranks: have all know them."""
         if not self.in_full:
             self.wait_for_updates()
-            self._reducer.held_back.take_averages(self._average_of)
+            averages = {param: state.get("exp_avg") for param, state in self.optimizer.state.items()}
+            average_of = partial(self._flat_of, averages)
+            self._reducer.held_back.take_averages(average_of)
+            if self._reducer.held_back.has_carriers:
+                assert isinstance(self.optimizer, OnebitAdam)
+                divisor_of = partial(self._flat_of, self.optimizer.divisors())
+                self._reducer.held_back.take_carriers(average_of, divisor_of)
 
-    def _average_of(self, member: Member) -> Tensor | None:
-        """What this rank has of a parameter's running average, flat."""
+    def settle(self) -> None:
+        """As :meth:`Updater.settle`: carriers, which nothing saves, become the averages that are saved."""
+        super().settle()
+        if self._reducer.held_back.has_carriers:
+            self.loaded()
+
+    def _flat_of(self, values: Mapping[Tensor, Tensor | None], member: Member) -> Tensor | None:
+        """What this rank has of a parameter, of ``values`` by the optimizer's tensors."""
         view = self.views.of(member.param)
-        state = self.optimizer.state.get(view.tensor, {}) if view is not None else {}
-        average: Tensor | None = state.get("exp_avg")
-        return member.flat(average) if average is not None and member.segment.holds_whole_master else average
+        own = None if view is None else values.get(view.tensor)
+        return member.flat(own) if own is not None and member.segment.holds_whole_master else own
 
     def _run(self, used: set[int], factor: float, *, in_full: bool) -> None:
         self._runtime.executor.in_full = in_full
@@ -144,13 +167,19 @@ class StepUpdater(Updater):
                 group["frozen"] = not in_full
                 group["averaged"] = not in_full and self._reducer.held_back.has_averages
         # What is held back of sums that travel is of sums as the optimizer gets them.
-        at_once = self._reducer.buckets if self._reducer.held_back else self._updates.inline_buckets
+        scales_all = bool(self._reducer.held_back) or self._trust is not None
+        at_once = self._reducer.buckets if scales_all else self._updates.inline_buckets
         if factor != 1.0:
             for grad in (grad for bucket in at_once for grad in _owned(bucket, used)):
                 grad.mul_(factor)
+        if self._reducer.held_back.has_carriers and not in_full:
+            rates = {name: float(group["lr"]) for group in self.groups_by_name() for name in group["params"]}
+            self._reducer.held_back.take_out_carriers(lambda member: rates.get(member.fqn, 0.0))
         self._reducer.spread(used, factor, in_full=in_full)
-        if self._reducer.held_back:
+        if scales_all:
             factor = 1.0
+        if self._trust is not None:
+            self._trust.agree(used)
         self._reducer.held_back.commit(used)
         self._updates.run(used, factor, self._guard)
 

@@ -69,7 +69,15 @@ class PlannedSegment:
     @cached_property
     def publication(self) -> tuple[Step, ...]:
         """From updated master weights to the parameters at rest."""
-        wire = self.row.wires.changes if self.sends_changes else FULL
+        return self._publication(self.row.wires)
+
+    @cached_property
+    def first_publication(self) -> tuple[Step, ...]:
+        """The same in the first steps."""
+        return self._publication(self.first_wires)
+
+    def _publication(self, chosen: Wires) -> tuple[Step, ...]:
+        wire = chosen.changes if self.sends_changes else FULL
         return on_wires(steps(self.row.master, self.row.param_rest, self.mesh), FULL, wire)
 
     @cached_property
@@ -87,7 +95,8 @@ class PlannedSegment:
         """Of the codes that all parameters come in, or their changes, with room for one rank's in fp32."""
         if self.sends_changes:
             room = FP32.num_bytes(self.row.master.num_elements(self.layout.padded, self.mesh))
-            return self.row.wires.changes.num_bytes(self.layout.padded) + room
+            coded = [wire for wire in (self.row.wires.changes, self.first_wires.changes) if wire.is_coded]
+            return max(wire.num_bytes(self.layout.padded) for wire in coded) + room
         return self.row.wires.parameters.num_bytes(self.layout.padded) if self.gathers_codes else 0
 
     @cached_property
@@ -113,9 +122,19 @@ class PlannedSegment:
         return not (self.gradient_in_place or self.gradient_rests_whole)
 
     @property
+    def first_wires(self) -> Wires:
+        """What travels in the first steps, and where a second moment is refreshed."""
+        return self.row.wires.first or AS_THEY_ARE
+
+    @property
     def carries(self) -> bool:
         """Whether all ranks have the optimizer's running average, of which what they send is made."""
         return self.row.wires.momentum > 0 and bool(self.gradient_reductions)
+
+    @property
+    def has_carrier(self) -> bool:
+        """Whether what ranks send is made of an average that follows from the changes that all are told."""
+        return self.row.wires.carrier > 0 and self.sends_changes and bool(self.gradient_reductions)
 
     def carriage(self, wire: Wire) -> tuple[Step, ...]:
         """From the sums, which a rank measures its part of, to those that all ranks have, in fp32 on the device."""
@@ -131,9 +150,9 @@ class PlannedSegment:
         return self._phases(self.row.wires)
 
     @cached_property
-    def full_gradient_phases(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-        """The same before codes begin to travel."""
-        return self._phases(AS_THEY_ARE)
+    def first_gradient_phases(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+        """The same in the first steps, where these have wires of their own."""
+        return self._phases(self.row.wires.first or self.row.wires)
 
     def _phases(self, chosen: Wires) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
         collected = replace(self.row.grad_arrival, encoding=self.row.grad_step.encoding)
@@ -167,8 +186,8 @@ class PlannedSegment:
         return all(self.mesh.coordinate(rank, axis) == 0 for axis in (*self.row.replica_axes, *self.row.copies.axes))
 
     def outer_steps(self, *, in_full: bool = False) -> tuple[Step, ...]:
-        """From the replicas' outer gradients to their sums, which all have; ``in_full``: before codes travel."""
-        src, wires = self.row.outer_gradient, AS_THEY_ARE if in_full else self.row.wires
+        """From the replicas' outer gradients to their sums, which all have; ``in_full``: in the first steps."""
+        src, wires = self.row.outer_gradient, self.first_wires if in_full else self.row.wires
         return in_phases(on_wires(steps(src, replace(src, partial_axes=()), self.mesh), wires.outer, wires.outer_sums))
 
     @property
@@ -237,21 +256,24 @@ class PlannedSegment:
         """The most that one of the reductions receives from other ranks; of codes, their scratch memory."""
         itemsize = self.row.grad_step.encoding.itemsize
         num_elements, most = self.layout.padded, 0
+        first = self.row.wires.first
         for op in self.gradient_reductions:
             kept = num_elements // self.mesh.group_size(op.axes)
-            received = (num_elements - kept) * itemsize
-            if op.wire.is_coded:
-                sizes = [self.mesh.group_size(axes) for axes in hops(op.axes, self.mesh)]
-                coded = scratch_bytes(op.wire, num_elements, sizes)
-                received = max(coded, received) if self.row.wires.starts_full else coded
-            most, num_elements = max(most, received), kept
+            for wire in (op.wire,) if first is None else (op.wire, first.gradients):
+                received = (num_elements - kept) * itemsize
+                if wire.is_coded:
+                    sizes = [self.mesh.group_size(axes) for axes in hops(op.axes, self.mesh)]
+                    received = scratch_bytes(wire, num_elements, sizes)
+                most = max(most, received)
+            num_elements = kept
         for step in self.copy_steps:
             if isinstance(step, ReduceScatter):
                 most = max(most, (num_elements - num_elements // self.mesh.group_size(step.axes)) * itemsize)
         for step in self.gradient_phases[1]:
             if isinstance(step, AllGather):
                 num_elements *= self.mesh.group_size(step.axes)
-                most = max(most, step.wire.num_bytes(num_elements) if step.wire.is_coded else 0)
+                wires = (step.wire,) if first is None else (step.wire, first.sums)
+                most = max(most, *(wire.num_bytes(num_elements) if wire.is_coded else 0 for wire in wires), 0)
         return most
 
     @property

@@ -120,7 +120,7 @@ class StatePlan:
         gradients = combinations((self.grad_arrival, self.grad_between, self.grad_step), 2)
         moves = (op for src, dst in (*weights, *gradients) for op in steps(src, dst, mesh))
         moved = [op.axes for op in moves if isinstance(op, AllGather | ReduceScatter | AllReduce)]
-        if self.wires.gradients.is_coded:
+        if self.wires.gradients.is_coded or (self.wires.first is not None and self.wires.first.gradients.is_coded):
             moved += [axes for combined in tuple(moved) for axes in hops(combined, mesh)]
         alike = (self.summed_axes, self.copies.axes, BATCH_AXES, MODULE_AXES, STATE_AXES, self.apart_axes)
         found = dict.fromkeys((mesh.all_axes, *map(mesh.named, alike), *moved))

@@ -101,11 +101,18 @@ class Wires:
     """What travels on the edges of the table: ``gradients`` to where they are summed up, ``sums`` of them to where the
     optimizer works on more than a rank has summed up, ``parameters`` that rest split to where they are computed with,
     and ``changes`` of those that rest whole from where they are updated: what travels of one is how far the updated
-    value is from what all ranks have, which so is the wire's feedback. ``starts_full``: codes travel from some step on.
+    value is from what all ranks have, which so is the wire's feedback. ``first``: what travels in their place in the
+    first steps, and where a second moment is refreshed; None: there are no such steps.
 
     ``momentum``: what ranks send is the optimizer's running average as it would be by their own gradients: so much of
     the last one, which all of them have, and the rest of the gradient (Tang et al., "1-bit Adam", 2021). The average
     of these is the next running average, which goes back to all. 0: they send gradients.
+
+    ``numbers``: of each parameter, which the ranks tell each other before an update, in float64.
+
+    ``carrier``: the codes of gradients are of so much of a running average that all ranks derive from the last changes
+    of parameters that they were told, and the rest of the gradient; the rank that sums up takes that average's share
+    out again. 0: there is none.
 
     ``outer`` and ``outer_sums``: of the outer gradients of replicas that train apart, how far each has come in a round,
     to where they are summed up, and back. ``factor_rank``: sums of matrices are low-rank factors of so many columns,
@@ -118,8 +125,10 @@ class Wires:
     changes: Wire = FULL
     outer: Wire = FULL
     outer_sums: Wire = FULL
-    starts_full: bool = False
+    first: "Wires | None" = None
+    numbers: int = 0
     momentum: float = 0.0
+    carrier: float = 0.0
     factor_rank: int = 0
 
 

@@ -33,6 +33,9 @@ from partita.planner.placement import Placement, chosen_tiers
 
 ON_DEVICE = Tiers()
 
+# Of each parameter, for its trust ratio: squares of weights and updates, and how its second moment has changed.
+NUMBERS = 3
+
 
 @dataclass(frozen=True)
 class Blueprint:
@@ -95,22 +98,38 @@ def wires_of(config: Config, row: StatePlan) -> Wires:
     alike from each gather. What has no floating point of its own travels as it is.
     """
     wires, name = _gradient_wires(config, row), config.communication.parameters
+    first = Wires()
+    if config.communication.warmup != "full" and gradient_codec(config) != "full":
+        first = _wires_of_gradients(config.communication.warmup, row)
     if row.apart_axes:
-        wires = Wires(outer=wires.gradients, outer_sums=wires.sums)
-    wires = replace(wires, starts_full=warmup_steps(config) > 0)
-    if config.optimizer.name in SENDS_MOMENTUM:
+        wires, first = (Wires(outer=each.gradients, outer_sums=each.sums) for each in (wires, first))
+    if config.communication.carrier is not None:
+        wires = replace(wires, carrier=config.communication.carrier)
+    elif config.optimizer.name in SENDS_MOMENTUM:
         wires = replace(wires, momentum=config.optimizer.betas[0])
     gathered = CODECS.get(HELD_BACK.get(name, name)) if row.param_compute.encoding.name in ENCODINGS else None
     if row.param_rest.shard_axes:
-        return replace(wires, parameters=Wire(row.param_compute.encoding, gathered))
-    return replace(wires, changes=Wire(FP32, gathered))
+        parameters = Wire(row.param_compute.encoding, gathered)
+        wires, first = (replace(each, parameters=parameters) for each in (wires, first))
+    else:
+        wires = replace(wires, changes=Wire(FP32, gathered))
+        if gathered is not None and config.communication.warmup != "full":
+            first = replace(first, changes=Wire(FP32, CODECS[config.communication.warmup]))
+    if config.optimizer.name == "onebit_lamb":
+        wires, first = (replace(each, numbers=NUMBERS) for each in (wires, first))
+    return replace(wires, first=first if warmup_steps(config) > 0 else None)
 
 
 def _gradient_wires(config: Config, row: StatePlan) -> Wires:
     name = gradient_codec(config)
-    encoding = row.grad_step.encoding
     if name == LOW_RANK:
         return Wires(factor_rank=config.communication.low_rank)
+    return _wires_of_gradients(name, row)
+
+
+def _wires_of_gradients(name: str, row: StatePlan) -> Wires:
+    """Of gradients in blocks, and of their sums."""
+    encoding = row.grad_step.encoding
     if name in HELD_BACK:
         summed = Wire(encoding, CODECS[HELD_BACK[name]], feedback=True)
         if not row.replica_axes:

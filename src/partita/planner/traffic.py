@@ -32,7 +32,7 @@ class StepShape:
     each, as without ``no_sync``. ``returns_loss``: the mean loss over the ranks is asked for, as ``train_batch`` does
     (which also has the ranks tell each other what they have drawn).
     ``announced``: a unit's number is exchanged beside each gather, as it is on accelerators. ``ends_round``: replicas
-    that train apart meet.
+    that train apart meet. ``is_first``: codes do not travel yet, or those of ``communication.warmup`` do.
     """
 
     accumulate: int = 1
@@ -40,6 +40,7 @@ class StepShape:
     returns_loss: bool = False
     announced: bool = False
     ends_round: bool = False
+    is_first: bool = False
 
 
 def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -> TrafficReport:
@@ -48,6 +49,8 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
 
     Buffers that the forward changes (running statistics) come on top: they are no part of the plan.
     """
+    if shape.is_first:
+        units = [_in_first_steps(unit) for unit in units]
     sent = _Sent(units[0].segments[0].mesh)
     for unit in units:
         if not unit.rests_whole:
@@ -76,6 +79,8 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
     # Waves, what was written, the gradients' scale; what was used, and what is left to reduce.
     summed_axes = units[0].row.summed_axes
     sent.messages(summed_axes, 3 * WORD_BYTES + len(buckets) + num_members)
+    if numbers := units[0].row.wires.numbers:
+        sent.messages(summed_axes, numbers * WORD_BYTES * num_members)
     if all(segment.row.gradients_rest for segment in segments):
         sent.messages(AXES, 3 * WORD_BYTES)  # the norm, the gradients' scale, whether something was written
     if shape.returns_loss:
@@ -83,6 +88,13 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
         sent.messages(PIPELINE_AXES, LOSS_BYTES)
         sent.messages(BATCH_AXES, WORD_BYTES)  # the loss
     return sent.meter.report()
+
+
+def _in_first_steps(unit: PlannedUnit) -> PlannedUnit:
+    """The same on the wires of the first steps."""
+    rows = [replace(segment.row, wires=segment.first_wires) for segment in unit.segments]
+    segments = [replace(segment, row=row) for segment, row in zip(unit.segments, rows, strict=True)]
+    return replace(unit, segments=tuple(segments))
 
 
 class _Sent:

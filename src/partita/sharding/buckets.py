@@ -42,8 +42,8 @@ class Bucket:
     Attributes: ``in_place``, ``rests_whole``, ``passes`` as the plan says
     (:class:`~partita.plan.planned.PlannedSegment`); ``moves``: gradients leave where they are collected, for other
     ranks or another memory; ``sums_pass``: the tier of the buffer pool that sums go through (None: they rest);
-    ``steps`` to the sums (``ways``: also before codes travel), ``copies`` to those over all copies, ``spreading`` what
-    follows at the step, and ``carriage`` of running averages to all ranks; ``divisor``:
+    ``steps`` to the sums (``ways``: also in the first steps), ``copies`` to those over all copies, ``spreading``
+    (``first_spreading``) what follows at the step, and ``carriage`` of running averages to all ranks; ``divisor``:
     ranks times micro-batches; ``has_all_copies``: those are made; ``is_first_copy``: this rank's shard counts, and
     ``is_measured``: in the norm; ``feedback``: what codes have held back, where they do.
     """
@@ -60,8 +60,9 @@ class Bucket:
         self.moves = self.passes or bool(planned.gradient_reductions)
         self.sums_pass = None if self.plan.gradients_rest else self.plan.grad_step.tier
         self.steps, self.spreading = planned.gradient_phases
-        self._full_phases = planned.full_gradient_phases
-        self.ways = (self.steps, self._full_phases[0]) if planned.row.wires.starts_full else (self.steps,)
+        self._first_phases = planned.first_gradient_phases
+        self.ways, self.first_spreading = (self.steps, self._first_phases[0]), self._first_phases[1]
+        self._fills_gaps = any(wires.gradients.is_coded for wires in (planned.row.wires, planned.first_wires))
         self.carriage = planned.carriage(planned.row.wires.sums) if planned.carries else ()
         self.copies = SumOfCopies(planned)
         self.is_first_copy = layout.segments[0].is_first_copy
@@ -182,12 +183,10 @@ class Bucket:
         for member in self.waiting:
             self.collect(member)
         assert self._whole is not None
-        if self.rests_whole and self.plan.wires.gradients.is_coded:
+        if self.rests_whole and self._fills_gaps:
             self.layout.clear_gaps(self._whole)  # codes of a block that is not finite left it so
-        for member in self.members:
-            if id(member) not in self._arrived:
-                for piece in self.layout.pieces[id(member)]:
-                    piece.of(self._whole[piece.row]).zero_()
+        for piece in (piece for pieces in self.layout.pieces_of_unused(self._arrived) for piece in pieces):
+            piece.of(self._whole[piece.row]).zero_()
 
     def divide(self) -> None:
         """OPEN to REDUCED, in place: sums over the micro-batches become means.
@@ -233,7 +232,7 @@ class Bucket:
         Args:
             received: scratch memory that ``steps`` need.
             sums: where the sum is, if it rests nowhere.
-            scale: what the gradients are multiplied by; None: all travels in full.
+            scale: what the gradients are multiplied by; None: it is one of the first steps.
         """
         if sums is not None:
             row = over(sums.storage, self.dtype, self.layout.num_columns)
@@ -243,7 +242,7 @@ class Bucket:
         sent, kept, carry, used = self._whole.view(-1), self._shard, self._carry, frozenset(self._used)
         adds = self._state is BucketState.REDUCED and sums is None
         self._squares = squares = list[Tensor]()
-        ops = self._full_phases[0] if scale is None else self.steps
+        ops = self._first_phases[0] if scale is None else self.steps
         feedback = None if scale is None else self.feedback
 
         def reduce() -> None:
@@ -320,7 +319,7 @@ class Bucket:
                 self._whole.view(-1).copy_(feedback.average)
         elif self.spreading and (feedback is None or not feedback.scale_factors(self._whole, factor)):
             assert self._whole is not None
-            ops = self._full_phases[1] if in_full else self.spreading
+            ops = self._first_phases[1] if in_full else self.spreading
             with nullcontext(()) if feedback is None else feedback.lent(1.0, movement.device) as held:
                 moving, whole = movement.holding(held[-1:]), self._whole.view(-1)
                 finish_all(moving.begin(ops, row, whole, purpose="gradients", received=received))

@@ -7,7 +7,7 @@ Where the mesh tells nodes apart, the sums are made inside each node first, and 
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -63,12 +63,21 @@ def begin_gather(
     return Gather(codec, codes, target, group.all_gather(codes, own, purpose, tag))
 
 
-def gather_changes(group: Group, wire: Wire, updated: Tensor, whole: Tensor, scratch: Tensor) -> None:
+def gather_changes(
+    group: Group,
+    wire: Wire,
+    updated: Tensor,
+    whole: Tensor,
+    scratch: Tensor,
+    *,
+    told: Callable[[int, Tensor], None] | None = None,
+) -> None:
     """Bring ``whole`` ``[size * n]``, which all ranks have alike, nearer to what each has ``updated`` ``[n]``. What is
     lost of the changes is in the next ones.
 
     Args:
         scratch: memory for the codes of ``whole``, and for ``n`` values in fp32.
+        told: is given each rank's number, and the change of its part as all ranks decode it.
     """
     assert wire.codec is not None
     decode = partial(kernels.decode, wire.codec, threads=torch.get_num_threads())
@@ -82,6 +91,8 @@ def gather_changes(group: Group, wire: Wire, updated: Tensor, whole: Tensor, scr
     for rank, part in enumerate(parts):
         decode(codes[rank], change)
         part.add_(change)
+        if told is not None:
+            told(rank, change)
 
 
 def reduce_scatter(

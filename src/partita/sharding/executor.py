@@ -35,7 +35,7 @@ class Executor:
         self._mesh = collectives.mesh.shape
         self._stream = collectives.mesh.stream("parameters")
         self.device = collectives.mesh.device
-        self.in_full = False  # codes of changes do not travel yet
+        self.in_full = False  # one of the first steps, in which other wires are taken
 
     def can_gather(self, unit: Unit) -> bool:
         """Whether the pool has a slot left for this unit."""
@@ -131,8 +131,8 @@ class Executor:
             for segment in (segment for unit in units for segment in unit.trained):
                 assert segment.master is not None
                 master, plan = segment.master.lend().wait(), segment.plan
-                if segment.planned.sends_changes and not self.in_full:
-                    self._send_changes(segment, master)
+                if (step := self._step_of_changes(segment)) is not None:
+                    self._send_changes(segment, master, step)
                     continue
                 end = self._begin_to_store(master, segment.rest, plan.master, plan.param_rest)
                 if segment.rest.tier is Tier.DEVICE:
@@ -173,16 +173,22 @@ class Executor:
         """Bring one segment's ``updated`` weights, master or parameters, into what rests; ``exact``: as they are, also
         where codes of their changes travel.
         """
-        if segment.planned.sends_changes and not (exact or self.in_full):
-            self._send_changes(segment, values)
+        if not exact and (step := self._step_of_changes(segment)) is not None:
+            self._send_changes(segment, values, step)
         else:
             self._store(values, segment.rest, updated, segment.plan.param_rest)
 
-    def _send_changes(self, segment: Segment, values: Tensor) -> None:
-        (step,) = (op for op in segment.planned.publication if isinstance(op, AllGather))
+    def _step_of_changes(self, segment: Segment) -> AllGather | None:
+        """How codes of a segment's changes travel in this step, where they do."""
+        planned = segment.planned
+        ops = planned.first_publication if self.in_full else planned.publication
+        return next((op for op in ops if isinstance(op, AllGather) and op.wire.is_coded), None)
+
+    def _send_changes(self, segment: Segment, values: Tensor, step: AllGather) -> None:
         assert self._codes is not None
         group, rest = self._movement.group(step.axes), segment.rest.lend()
-        gather_changes(group, step.wire, values.to(self.device), rest.wait(), self._codes)
+        told = None if self.in_full else segment.told
+        gather_changes(group, step.wire, values.to(self.device), rest.wait(), self._codes, told=told)
         rest.end(changed=True)
 
     def _store(self, source: Tensor, target: Kept, src: Residence, dst: Residence) -> None:

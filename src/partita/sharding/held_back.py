@@ -57,8 +57,38 @@ class HeldBack:
             average_of: what this rank has of a member's, flat, from its first element on.
         """
         for bucket in self._buckets:
-            if bucket.feedback is not None and bucket.feedback.average is not None:
+            if bucket.feedback is not None:
                 bucket.feedback.take_averages(bucket.members, average_of, self._movement)
+
+    @property
+    def has_carriers(self) -> bool:
+        """Whether what travels is made of averages that follow from changes."""
+        return any(bucket.feedback is not None and bucket.feedback.carrier is not None for bucket in self._buckets)
+
+    def take_carriers(
+        self, average_of: Callable[[Member], Tensor | None], divisor_of: Callable[[Member], Tensor | None]
+    ) -> None:
+        """Have the carriers of all ranks be the optimizer's running averages, and have all know by what it divides
+        them. A collective, between two steps.
+
+        Args:
+            average_of: what this rank has of a member's, flat, from its first element on.
+            divisor_of: the same of the divisors.
+        """
+        for bucket in self._buckets:
+            if bucket.feedback is not None:
+                bucket.feedback.take_carrier(bucket.members, average_of, divisor_of, self._movement)
+
+    def take_out_carriers(self, rate_of: Callable[[Member], float]) -> None:
+        """Make gradients of the sums, once these are measured and clipped.
+
+        Args:
+            rate_of: a member's learning rate in the update that comes.
+        """
+        for bucket in self._buckets:
+            if bucket.feedback is not None and bucket.feedback.carrier is not None and bucket.shard is not None:
+                bucket.feedback.carrier.note_rates(rate_of)
+                bucket.feedback.take_out(bucket.shard.lend().tensor)
 
     def clear(self) -> None:
         """Hold nothing any more."""

@@ -103,7 +103,8 @@ class GradientReducer:
         """Scratch memory that the bucket's reductions need, and the way of the sums after them."""
         itemsize, scratch = bucket.dtype.itemsize, self._movement.scratch_bytes
         ways = [(ops, bucket.layout.num_elements) for ops in bucket.ways]
-        ways += [(ops, bucket.layout.num_columns) for ops in (bucket.copies.steps, bucket.spreading, bucket.carriage)]
+        further = (bucket.copies.steps, bucket.spreading, bucket.first_spreading, bucket.carriage)
+        ways += [(ops, bucket.layout.num_columns) for ops in further]
         return max(scratch(ops, num_elements, itemsize) for ops, num_elements in ways)
 
     # -------------------------------------------------------------- what a wave does
@@ -264,6 +265,9 @@ class GradientReducer:
 
     def _launch(self, bucket: Bucket) -> None:
         """Queue a bucket's reduction, with zeros for what did not come."""
+        if bucket.feedback is not None and bucket.feedback.carrier is not None:
+            assert self._user is not None
+            self._user.wait_for_updates()  # of which the carrier follows
         if bucket.rests_whole:
             bucket.reopen()
         else:

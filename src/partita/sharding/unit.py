@@ -6,7 +6,7 @@ this rank's part); ``second`` is the part kept beside it between forward and bac
 the values that the optimizer updates, and is ``rest``, or a part of it, wherever their encodings are the same.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -144,6 +144,8 @@ class Segment:
         self.rest: Kept
         self.master: MasterWeights | None = None
         self.second: Kept | None = None
+        # Is given the changes of each part that all ranks are told, ``[part_elements]``.
+        self.told: Callable[[int, Tensor], None] | None = None
         self.trains = planned.trains
 
     @property

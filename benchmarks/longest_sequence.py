@@ -88,9 +88,9 @@ def main() -> int:
 
 _TEXT = """A decoder of 4 layers of width {width} and {vocab} classes, one sample, fp32, AdamW; modes add up. *Longest*:
 lengths double while the peak of the process's resident memory, above what the imports hold, stays below {limit:g} GB
-(*>=*: longer ones were not tried). *KB per position*: the slope of that peak between the two longest lengths; *counted*:
-the slope of the bytes of live tensors at their peak, and of what the memory report has as staging, which threads beside
-the step use, between the two longest of these that dense attention tries."""
+(*>=*: longer ones were not tried). *KB per position*: the slope of that peak between the two longest lengths;
+*counted*: the slope of the bytes of live tensors at their peak, and of what the memory report has as staging, which
+threads beside the step use, between the two longest of these that dense attention tries."""
 
 
 def train(mode: str, work: Work, length: int) -> Iterator[int]:

@@ -16,16 +16,21 @@ from partita.kernels import codec as kernels
 from partita.optim.onebit_lamb import OnebitLamb
 from partita.plan.residence import BLOCK
 from partita.plan.wire import CODECS, Codec
+from partita.planner.elsewhere import is_elsewhere
 from partita.planner.memory import model_state_bytes
 from tests.local import pool
 from tests.local.training import PLANS, Recipe, Stack, Trained, inputs, rank, same, square_loss, train, whole_weights
 from tests.matrix import sampled
+from tests.parallel import stages
 
 WARM_UP, STEPS = 4, 9
 ADAM = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3, "betas": [0.8, 0.95]}
 ONEBIT: dict[str, Any] = {"optimizer": {"name": "onebit_adam", **ADAM}, "communication": {"warmup_steps": WARM_UP}}
 ZEROONE: dict[str, Any] = {"optimizer": {"name": "zeroone_adam", "refresh": 2, **ADAM}, "communication": {}}
 LAMB: dict[str, Any] = ONEBIT | {"optimizer": {"name": "onebit_lamb", **ADAM}}
+TERNARY = {"gradients": "ternary", "parameters": "ternary", "carrier": 0.8, "warmup_steps": WARM_UP}
+CARRIED: dict[str, Any] = ONEBIT | {"communication": TERNARY}
+TIED = "gpt2"
 REFRESHES = (0, 1, 2, 4, 6)
 
 
@@ -236,6 +241,44 @@ def test_every_stage_has_the_same_bits(codec: str, asked: dict[str, Any]) -> Non
 )
 def test_a_resumed_run_is_the_continued_one(tmp_path: Path, plan: str, at: int, asked: dict[str, Any]) -> None:
     pool.run(2, resumed, tmp_path, plan, at, asked)
+
+
+def tied(parallel: dict[str, int], asked: dict[str, Any], folder: Path | None = None) -> dict[str, Tensor]:
+    """Losses of a model whose first and last layer share a weight, and what this rank has of its weights; where a
+    ``folder`` is given, saved there on the way.
+    """
+    config = asked | {"parallel": parallel, "zero": {"stage": 1}, "batch": {"micro": 2, "accumulate": 2}}
+    losses = list[Tensor]()
+    with partita.initialize(stages.build(TIED), config, loss_fn=stages.loss_of) as engine:
+        data = engine.mesh.coordinate("data")
+        for step in range(STEPS):
+            batches = (stages.batch(TIED, 100 * step + 10 * micro + data) for micro in range(2))
+            losses.append(engine.train_batch(batches))
+            if step == STEPS - 3 and folder is not None:
+                engine.save(folder)
+        with engine.gathered():
+            held = {name: p.detach().clone() for name, p in engine.module.named_parameters() if not is_elsewhere(p)}
+        return held | {"losses": torch.stack(losses)}
+
+
+def tied_with_an_identity(parallel: dict[str, int]) -> dict[str, Tensor]:
+    with lossless():
+        return tied(parallel, ONEBIT)
+
+
+def test_on_all_stages_of_a_pipeline_that_share_a_weight_the_average_counts_once() -> None:
+    (expected, *_), found = pool.run(2, tied_with_an_identity, {}), pool.run(4, tied_with_an_identity, {"pipeline": 2})
+    for one in found:
+        torch.testing.assert_close(one["losses"], expected["losses"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("asked", [ONEBIT, CARRIED], ids=["average", "carrier"])
+def test_a_weight_that_stages_share_stays_one(tmp_path: Path, asked: dict[str, Any]) -> None:
+    found = pool.run(4, tied, {"pipeline": 2}, asked, tmp_path)
+    for one in found[1:]:
+        for name, value in one.items():
+            alike = next(other[name] for other in found if name in other)
+            assert torch.equal(value, alike), name
 
 
 def test_alone_it_is_adam_too() -> None:

@@ -52,7 +52,9 @@ class Feedback:
         self.carrier: Carrier | None = None
         self.factors = Factors(layout, planned.row.wires.factor_rank) if planned.sums_factors else None
         self._momentum, wires = planned.row.wires.momentum, planned.row.wires
-        self._num_summed = planned.mesh.group_size(planned.row.summed_axes)
+        size, copies = planned.mesh.group_size, planned.row.copies
+        # How often what all ranks have would count in the sum, over the copies too.
+        self._num_added = size(planned.row.summed_axes) * size(copies.axes) * planned.copy_factor
         self._carriage, self._full_carriage = planned.carriage(wires.sums), planned.carriage(FULL)
 
         def whole(state: str) -> Tensor:
@@ -85,7 +87,7 @@ class Feedback:
             values.copy_(self._held)
             if (common := self._common) is not None:
                 average, share = common
-                self._levels(values)[0].add_(average, alpha=share / self._num_summed)
+                self._levels(values)[0].add_(average, alpha=share / self._num_added)
         values = values.to(device)
         self._is_open = True
         if scale != 1.0:

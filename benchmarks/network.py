@@ -4,6 +4,7 @@ over TCP within one host.
     python -m benchmarks.network            # 12M and 25M parameters, two hosts: half an hour on 2 cores
     python -m benchmarks.network --quick    # a small model over 1 Gbit/s: no targets
     python -m benchmarks.network --save     # into benchmarks/results/network.md
+    python -m benchmarks.network --wires --save    # codes beside torch's own, 25M alone: into network_wires.md
 
 Hosts are network namespaces on a switch whose lines are held to the rate (``tc tbf``); that takes root and iproute2.
 What counts is the ratio to DDP in the same repetition. Run nothing else beside it. It ends with status 1 where a
@@ -60,8 +61,12 @@ def main() -> int:
     made.add_argument("--reps", type=int, default=3, help="repetitions (at 100 Mbit/s: one)")
     made.add_argument("--lines", nargs="+", default=[line.title for line in LINES], help="what joins the ranks")
     made.add_argument("--models", nargs="+", default=list(WORKS), help="by parameters")
+    made.add_argument("--wires", action="store_true", help="DDP, and what sends fewer bytes than it")
     options = made.parse_args()
-    report = Report("Between hosts")
+    if options.wires:
+        options.only, options.models = options.only or ["DDP", *LOSSY], ["25M"]
+        options.lines = [line.title for line in LINES if line.rate]
+    report = Report("Fewer bytes between hosts" if options.wires else "Between hosts")
     report.begin()
     report.write(_TEXT.format(num_reps=options.reps))
     report.write()
@@ -79,7 +84,7 @@ def main() -> int:
             for row in _rows(report, options, line, size, work, world)
         ),
     )
-    return report.end(options.save)
+    return report.end(options.save, "network_wires" if options.wires else None)
 
 
 _TEXT = """Medians over {num_reps} repetitions (at 100 Mbit/s: one, of three steps) of a step's time and of its ratio to

@@ -33,7 +33,7 @@ from partita.simulate.rank import Subject
 SCALED, WORLDS = "gpt-60b", (64, 96, 128, 192, 256, 400)
 # Of what the papers say of their largest models: GPUs, and a config.
 _MIXED = {"compute": "fp16", "gradients": "fp16"}
-_ONE = {"activations": {"checkpoint": "units"}, "batch": {"micro": 1, "accumulate": 2}}
+_ONE = {"activations": {"checkpoint": "units", "partition": True}, "batch": {"micro": 1, "accumulate": 2}}
 LARGEST: tuple[tuple[str, int, dict[str, Any]], ...] = (
     (
         "gpt-170b",
@@ -44,11 +44,11 @@ LARGEST: tuple[tuple[str, int, dict[str, Any]], ...] = (
         "gpt-1t",
         800,
         {
-            "zero": {"stage": 1},
-            "parallel": {"tensor": 16, "pipeline": 25},
-            "precision": _MIXED,
-            "activations": {"checkpoint": "units"},
-            "batch": {"micro": 1, "accumulate": 25},
+            "zero": {"stage": 3},
+            "parallel": {"tensor": 16, "pipeline": 5},
+            "precision": {**_MIXED, "moments": "int8"},
+            "activations": {"checkpoint": "units", "partition": True},
+            "batch": {"micro": 1, "accumulate": 10},
         },
     ),
     (
@@ -96,14 +96,24 @@ def main() -> int:
     if not options.quick:
         report.write(_OF_LARGEST)
         report.write()
-        header = ("model", "GPUs", "config", "role", "GPU GB", "of these activations", "host GB", "sent GB", "s to run")
+        header = (
+            "model",
+            "GPUs",
+            "config",
+            "roles",
+            "GPU GB",
+            "of these activations",
+            "host GB",
+            "sent GB",
+            "s to run",
+        )
         report.table(header, _largest(report, machine))
     return report.end(options.save)
 
 
 _OF_LARGEST = """A step of the largest models as every distinct role of a rank: the engine itself, on tensors without
-values. *GPU GB*, *host GB*: the most that the rank holds at a time; *s to run*: what all roles took here, one after the
-other."""
+values. *GPU GB*, *host GB*: the most that a rank holds at a time, of the role that has least and of the one that has
+most; *s to run*: what all roles took here, one after the other."""
 
 
 def _largest(report: Report, machine: Machine) -> Iterator[list[str]]:
@@ -118,22 +128,20 @@ def _largest(report: Report, machine: Machine) -> Iterator[list[str]]:
         )
         words += ", states on the host" if "offload" in config["zero"] else ""
         words += ", 8-bit moments" if "moments" in config["precision"] else ""
+        words += ", inputs in parts" if "partition" in config["activations"] else ""
         for rank in found.ranks:
-            used = rank.bytes_by_tier
-            what = f"{name}, rank {rank.role.rank}: fits on {machine.name}"
-            report.expect(not budget.lacking(Counter(used)), what)
+            lacking = budget.lacking(Counter(rank.bytes_by_tier))
+            report.expect(not lacking, f"{name}, {rank.role.place}: fits on {machine.name}")
             exact = {key: num for key, num in rank.memory.held.items() if key in rank.planned_bytes}
-            report.expect(exact == rank.planned_bytes, f"{name}, rank {rank.role.rank}: states as the closed forms say")
-            figures = [used.get(Tier.DEVICE, 0), rank.activation_bytes, used.get(Tier.HOST, 0)]
-            figures.append(rank.traffic.sent_bytes())
-            yield [
-                name,
-                str(num_gpus),
-                words,
-                rank.role.place,
-                *(f"{num / 1e9:.1f}" for num in figures),
-                f"{seconds:.0f}",
-            ]
+            report.expect(exact == rank.planned_bytes, f"{name}, {rank.role.place}: states as the closed forms say")
+        columns = (
+            [rank.bytes_by_tier.get(Tier.DEVICE, 0) for rank in found.ranks],
+            [rank.activation_bytes for rank in found.ranks],
+            [rank.bytes_by_tier.get(Tier.HOST, 0) for rank in found.ranks],
+            [rank.traffic.sent_bytes() for rank in found.ranks],
+        )
+        ranges = [f"{min(of_roles) / 1e9:.1f} - {max(of_roles) / 1e9:.1f}" for of_roles in columns]
+        yield [name, str(num_gpus), words, str(len(found.ranks)), *ranges, f"{seconds:.0f}"]
 
 
 def _fresh(name: str) -> nn.Module:

@@ -6,11 +6,11 @@ Source: Li et al., "1-bit LAMB: Communication Efficient Large-Scale Large-Batch 
 codes here have a scale for each block. The two guards are those of :mod:`partita.optim.onebit_adam`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from partita.optim.onebit_adam import OnebitAdam
 from partita.optim.traits import elementwise
@@ -32,9 +32,6 @@ class OnebitLamb(OnebitAdam):
     whole parameter: where this rank has a piece, what pieces :meth:`measure` is added up over the ranks, and
     :meth:`trust` is told the sums before the step. Without that a step measures what it has.
     """
-
-    def __init__(self, params: Iterable[nn.Parameter], **settings: Any) -> None:
-        super().__init__(params, **settings)
 
     def group_of(self) -> dict[Tensor, dict[str, Any]]:
         """The group of each parameter."""

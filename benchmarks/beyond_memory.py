@@ -74,7 +74,7 @@ def main() -> int:
     predicted_s = _bare_seconds(bare, READ_BYTES * num_params, WRITTEN_BYTES * num_params)
     moved_gb = (READ_BYTES + WRITTEN_BYTES) * num_params / 1e9
     report.write(
-        f"Predicted before the run: {READ_BYTES} + {WRITTEN_BYTES} bytes a parameter and step = {moved_gb:.1f} GB, "
+        f"Predicted before the run: {READ_BYTES} + {WRITTEN_BYTES} bytes per parameter and step = {moved_gb:.1f} GB, "
         f"which bare requests move in {predicted_s:.1f} s."
     )
     report.write()

@@ -33,8 +33,9 @@ STATES: dict[str, dict[str, dict[str, str]]] = {
     },
 }
 TEXT = """The job of `make train` ({job}) on two processes under stage 3: the same
-model, text, batches and rates, with other states. *Loss*: held out, at the end, in nats a byte; *bytes a parameter*:
-of parameters, masters, gradients (fp32) and moments at rest. Updates in backward clip each unit's gradient."""
+model, text, batches and rates, with other states. *Loss*: held out, at the end, in nats per byte; *bytes per
+parameter*: of parameters, masters, gradients (fp32) and moments at rest. Updates in backward clip each unit's
+gradient."""
 
 
 def main() -> int:
@@ -57,7 +58,7 @@ def main() -> int:
                 report.expect(apart <= TARGET, f"{compute}, {kind}: {apart:+.2%} from classic states")
             num_bytes = bytes_a_parameter(compute, precision)
             rows.append([compute, kind, str(num_bytes), f"{loss:.4f}", f"{apart:+.2%}"])
-    report.table(["compute", "states", "bytes a parameter", "loss", "from classic"], rows)
+    report.table(["compute", "states", "bytes per parameter", "loss", "from classic"], rows)
     return report.end(options.save)
 
 

@@ -70,7 +70,7 @@ def main() -> int:
     report.begin()
     report.write(_TEXT.format(num_reps=options.reps))
     report.write()
-    header = ["line", "parameters", "ranks", "mode", "ms a step", "x DDP", "smallest - largest", "target"]
+    header = ["line", "parameters", "ranks", "mode", "ms per step", "x DDP", "smallest - largest", "target"]
     lines, works = [line for line in LINES if line.title in options.lines], {m: WORKS[m] for m in options.models}
     if options.quick:
         lines, works = [replace(LINES[1], steps=4, warmup=1)], QUICK_WORKS

@@ -43,7 +43,7 @@ def main() -> int:
     report, options = opened("Parallel axes", (2, 4), reps=3)
     report.write(_TEXT.format(num_reps=options.reps))
     report.write()
-    header = ["ranks", "mode", "ms a step", "x DDP", "x its peer", "peak MB above imports", "refused"]
+    header = ["ranks", "mode", "ms per step", "x DDP", "x its peer", "peak MB above imports", "refused"]
     report.table(header, (row for world in options.ranks for row in _rows(report, world, options)))
     return report.end(options.save)
 

@@ -248,7 +248,7 @@ def main() -> int:
     if ABSENT in chosen:
         report.write(_OF_ABSENT)
         report.write()
-        header = ["model", *(f"{depth} absent" for depth in size.depths), "us a block"]
+        header = ["model", *(f"{depth} absent" for depth in size.depths), "us per block"]
         report.table(header, _absent(report, options, size))
     return report.end(options.save)
 
@@ -264,7 +264,7 @@ the share of the batch with long naps in which ranks do not sleep, on average, t
 after*: milliseconds of the batch outside its time: the ranks agree on samples, norm and loss, and update."""
 
 _OF_ABSENT = """The last of two ranks runs the last block of a model alone. Microseconds from the beginning of its
-forward until it waits for what that block lacks, a median over micro-batches; *us a block*: the slope over the blocks
+forward until it waits for what that block lacks, a median over micro-batches; *us per block*: the slope over the blocks
 that are absent."""
 
 

@@ -46,7 +46,7 @@ def main() -> int:
     report, options = opened("Recomputed activations", reps=7)
     report.write(_TEXT.format(num_reps=options.reps))
     report.write()
-    header = ["activations", "kept MB", "x none", "ms a step", "x none", "target"]
+    header = ["activations", "kept MB", "x none", "ms per step", "x none", "target"]
     work, targets = (QUICK_WORK, {}) if options.quick else (WORK, TARGETS)
     report.table(header, _rows(report, work, options.reps, targets))
     return report.end(options.save)

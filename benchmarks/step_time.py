@@ -42,7 +42,7 @@ def main() -> int:
     report.begin()
     report.write(_TEXT.format(num_reps=num_reps))
     report.write()
-    header = ["ranks", "mode", "ms a step", "ratio", "smallest - largest", "target", "peak MB", "above imports MB"]
+    header = ["ranks", "mode", "ms per step", "ratio", "smallest - largest", "target", "peak MB", "above imports MB"]
     rows = (
         row
         for world in worlds

@@ -37,7 +37,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Mode:
-    """``device`` and ``host`` are the bytes a parameter that its states take there: the search's first guess."""
+    """``device`` and ``host`` are the bytes per parameter that its states take there: the search's first guess."""
 
     start: Callable[[Setting], TakeStep]
     device: float

@@ -144,7 +144,7 @@ def time_steps(device: torch.device, width: int, layers: int, repeats: int) -> N
             table.append((name, *measure(step)))
     num_parameters = sum(p.numel() for p in build(width, layers).parameters())
     print(f"\n{num_parameters / 1e6:.0f}M parameters, {rows.numel()} tokens a step\n")
-    print("| mode | ms a step | ratio | peak GiB |\n|---|---|---|---|")
+    print("| mode | ms per step | ratio | peak GiB |\n|---|---|---|---|")
     for name, milliseconds, peak in table:
         print(f"| {name} | {milliseconds:.2f} | {milliseconds / table[0][1]:.3f} | {peak:.2f} |")
 

@@ -1,7 +1,7 @@
 """The largest decoder that trains real steps on this card and host: python -m benchmarks.gpu.largest_model --save
 
 For each way to train, by bisection over the number of layers of one width; every attempt is a process of its own,
-which is ended before it takes the host's last memory. The first guess is what the bytes a parameter should take leave
+which is ended before it takes the host's last memory. The first guess is what the bytes per parameter should take leave
 room for (predicted in the table), so that few attempts are needed. Give `--mode` and `--seconds` to fit into a short
 command, and `--layers` to try one size only.
 """
@@ -90,7 +90,7 @@ class Search:
 
 
 def guess(mode: Mode, shape: DecoderShape, host: int) -> int:
-    """Layers that the bytes a parameter leave room for."""
+    """Layers that the bytes per parameter leave room for."""
     free = torch.cuda.mem_get_info()[0] - DEVICE_MARGIN
     room = min(free / mode.device, host / mode.host if mode.host else math.inf)
     return max(1, int(room / num_params(shape)))

@@ -6,7 +6,7 @@ beside a forward are in the next step's time.
 
 The floor, predicted: a step takes at least its operations at the rate of the matrix units, counted 4/3 times for what
 is recomputed; with states on the host, its backward at least the gradients' bytes over the link, and its forward at
-least what the update moves (28 bytes a parameter; lean 12) over the host's memory bandwidth.
+least what the update moves (28 bytes per parameter; lean 12) over the host's memory bandwidth.
 """
 
 import sys

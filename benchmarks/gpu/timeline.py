@@ -208,7 +208,7 @@ def main() -> int:
         rows += shares(report, setting, mode, sizes, arguments.save)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    report.table(["mode", "what", "ms a step", "ms hidden", "hidden"], rows)
+    report.table(["mode", "what", "ms per step", "ms hidden", "hidden"], rows)
     return report.end(arguments.save)
 
 

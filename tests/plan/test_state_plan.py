@@ -93,7 +93,7 @@ def state_bytes(row: StatePlan, num_elements: int, mesh: MeshShape) -> int:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 64])
 def test_bytes_of_the_papers(num_ranks: int) -> None:
-    """Mixed precision with Adam: 16 bytes a parameter (Rajbhandari et al., 2020, section 5 and figure 1)."""
+    """Mixed precision with Adam: 16 bytes per parameter (Rajbhandari et al., 2020, section 5 and figure 1)."""
     psi, n, mesh = 7680, num_ranks, MeshShape(data=num_ranks)
     bytes_of = {name: state_bytes(preset(name, MIXED), psi, mesh) for name in PRESETS}
     assert bytes_of == {
@@ -128,7 +128,7 @@ def test_gradients_in_fp32_take_two_bytes_more() -> None:
 
 
 def test_the_second_shard_of_the_hierarchical_row() -> None:
-    """Between forward and backward the node's shard: 2 bytes a parameter, over its ranks (ZeRO++, section 3.2)."""
+    """Between forward and backward the node's shard: 2 bytes per parameter, over its ranks (ZeRO++, section 3.2)."""
     row, mesh = preset("hierarchical", MIXED), MeshShape(data=16, node=4)
     assert row.param_between.num_bytes(8000, mesh) == 2 * 8000 // 4
     assert row.param_rest.num_bytes(8000, mesh) == 2 * 8000 // 16

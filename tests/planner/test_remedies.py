@@ -25,7 +25,7 @@ def blueprint_of(name: str, num_ranks: int, config: dict[str, object]) -> Bluepr
 
 
 def test_of_adam_on_one_gpu() -> None:
-    """12 of 16 bytes a parameter, and the gradients with them, go with the optimizer, whole stages free nothing."""
+    """12 of 16 bytes per parameter, and the gradients with them, go with the optimizer, whole stages free nothing."""
     changes = find_remedies(blueprint_of("ddp", 1, {"zero": {"stage": 0}}), DEVICE, 0)
     assert [remedy.change for remedy in changes] == ["zero.offload.optimizer: host", "zero.offload.parameters: host"]
     optimizer, parameters = (remedy.num_bytes / NUM for remedy in changes)

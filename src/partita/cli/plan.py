@@ -114,7 +114,7 @@ def plan(
 
 def show_papers(console: Console) -> None:
     """What the papers claim, and what is found here."""
-    for title, rows in (("model states of a GPU, 16 bytes a parameter", state_rows()), ("what fits", reach_rows())):
+    for title, rows in (("model states of a GPU, 16 bytes per parameter", state_rows()), ("what fits", reach_rows())):
         table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold")
         for name in ("case", "claimed", "ours", "with lean states", "why it differs"):
             table.add_column(name)

@@ -40,7 +40,7 @@ CANDIDATES: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Of the slowest rank: seconds of a step without waiting for others, and bytes a second that it sends."""
+    """Of the slowest rank: seconds of a step without waiting for others, and bytes per second that it sends."""
 
     compute_s: float
     bytes_a_s: float
@@ -89,7 +89,7 @@ def describe(measured: Measured, wires: Mapping[str, int]) -> str:
         f"{measured.bytes_a_s * 8e-6:.4g} Mbit/s"
     ]
     lines += [
-        f"  {name}: {num_bytes / 1e6:.3f} MB a step, {measured.step_s(num_bytes):.3g} s"
+        f"  {name}: {num_bytes / 1e6:.3f} MB per step, {measured.step_s(num_bytes):.3g} s"
         for name, num_bytes in wires.items()
     ]
     said = f"would take communication: {{{chosen}}}, which you have to ask for, as it loses something"

@@ -98,4 +98,4 @@ def _shown(found: Plan, ways: list[Forecast]) -> str:
         return f"{choice.resting.name}: {lacks(best)}"
     flops = 6 * found.source.num_params * found.samples * (found.source.context or 1)
     rate = flops / best.time.total_s / found.num_gpus / 1e12
-    return f"fits: {choice.resting.name}, data x tensor x pipeline {mesh}, {rate:.0f} TFLOP/s a GPU"
+    return f"fits: {choice.resting.name}, data x tensor x pipeline {mesh}, {rate:.0f} TFLOP/s per GPU"

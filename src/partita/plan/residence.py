@@ -20,7 +20,7 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a value is stored: ``itemsize`` bytes a value, and ``block_bytes`` more for each block of ``BLOCK``."""
+    """How a value is stored: ``itemsize`` bytes per value, and ``block_bytes`` more for each block of ``BLOCK``."""
 
     name: str
     itemsize: int

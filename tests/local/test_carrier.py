@@ -1,7 +1,5 @@
 """A running average that all ranks derive from changes of parameters: of what is sent it is taken out again."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,15 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import partita
-from partita.kernels import codec as kernels
-from partita.plan.residence import BLOCK
-from partita.plan.wire import CODECS, Codec
 from partita.planner.memory import model_state_bytes
 from partita.sharding.carrier import Carrier
 from partita.sharding.held_back import HeldBack
 from partita.sharding.unit import Member
 from tests import seeds
 from tests.local import pool
+from tests.local.lossless import lossless
 from tests.local.test_feedback import feedbacks
 from tests.local.training import PLANS, Stack, rank, square_loss, whole_weights, world
 from tests.matrix import matrix, sampled
@@ -35,27 +31,6 @@ def asked(plan: str, **more: Any) -> dict[str, Any]:
     communication = BOTH | {"carrier": SHARE} | more.pop("communication", {})
     zero = PLANS[plan] | more.pop("zero", {})
     return {"zero": zero, "optimizer": {"name": "onebit_adam", **ADAM}, "communication": communication, **more}
-
-
-@contextmanager
-def lossless() -> Iterator[None]:
-    """Three levels stand for the values themselves, and nothing is held back."""
-
-    def encode(codec: Codec, values: Tensor, codes: Tensor, *, held: Tensor | None = None, **how: Any) -> None:
-        codes.copy_((values.float() + (0 if held is None else held)).contiguous().view(torch.uint8))
-        if held is not None:
-            held.zero_()
-
-    def decode(codec: Codec, codes: Tensor, out: Tensor, *, add: bool = False, **how: Any) -> None:
-        values = codes.view(torch.float32)
-        out.add_(values) if add else out.copy_(values)
-
-    with (
-        mock.patch.dict(CODECS, ternary=Codec("ternary", BLOCK * 4)),
-        mock.patch.object(kernels, "encode", encode),
-        mock.patch.object(kernels, "decode", decode),
-    ):
-        yield
 
 
 def model() -> nn.Module:
@@ -86,7 +61,7 @@ def lossless_is_without(plan: str, accumulate: int) -> None:
     sections = {"batch": {"accumulate": accumulate}}
     full = {"gradients": "full", "parameters": "full", "carrier": 0.0}
     expected = trained(asked(plan, communication=full, **sections), accumulate)
-    with lossless():
+    with lossless("ternary"):
         got = trained(asked(plan, **sections), accumulate)
         with partita.initialize(model(), asked(plan)) as engine:
             for number in range(STEPS):
@@ -153,7 +128,7 @@ def follows_several_rates(plan: str) -> None:
     """Of an exact change the carrier is the capped step times the divisor, by each parameter's own rate."""
     take_out = HeldBack.take_out_carriers
     told = mock.patch.object(HeldBack, "take_out_carriers", lambda held_back, _: take_out(held_back, rate_of))
-    with told, lossless(), partita.initialize(model(), asked(plan)) as engine:
+    with told, lossless("ternary"), partita.initialize(model(), asked(plan)) as engine:
         for number in range(WARM_UP):
             step(engine, number)
         before = {name: weight.clone() for name, weight in whole_weights(engine).items()}

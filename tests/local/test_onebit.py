@@ -1,10 +1,7 @@
 """1-bit and 0/1 Adam: the running average travels, alike at every stage; with codes that lose nothing it is Adam."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,13 +9,11 @@ from torch import Tensor
 
 import partita
 from partita.config.wires import is_refresh
-from partita.kernels import codec as kernels
 from partita.optim.onebit_lamb import OnebitLamb
-from partita.plan.residence import BLOCK
-from partita.plan.wire import CODECS, Codec
 from partita.planner.elsewhere import is_elsewhere
 from partita.planner.memory import model_state_bytes
 from tests.local import pool
+from tests.local.lossless import lossless
 from tests.local.training import PLANS, Recipe, Stack, Trained, inputs, rank, same, square_loss, train, whole_weights
 from tests.matrix import sampled
 from tests.parallel import stages
@@ -32,26 +27,6 @@ TERNARY = {"gradients": "ternary", "parameters": "ternary", "carrier": 0.8, "war
 CARRIED: dict[str, Any] = ONEBIT | {"communication": TERNARY}
 TIED = "gpt2"
 REFRESHES = (0, 1, 2, 4, 6)
-
-
-@contextmanager
-def lossless() -> Iterator[None]:
-    """Signs stand for the values themselves, and nothing is held back."""
-
-    def encode(codec: Codec, values: Tensor, codes: Tensor, *, held: Tensor, **how: Any) -> None:
-        codes.copy_((values.float() + held).contiguous().view(torch.uint8))
-        held.zero_()
-
-    def decode(codec: Codec, codes: Tensor, out: Tensor, *, add: bool = False, **how: Any) -> None:
-        values = codes.view(torch.float32)
-        out.add_(values) if add else out.copy_(values)
-
-    with (
-        mock.patch.dict(CODECS, sign=Codec("sign", BLOCK * 4)),
-        mock.patch.object(kernels, "encode", encode),
-        mock.patch.object(kernels, "decode", decode),
-    ):
-        yield
 
 
 def reference(num_ranks: int) -> dict[str, Tensor]:
@@ -137,7 +112,7 @@ def lamb_reference(num_ranks: int) -> dict[str, Tensor]:
 def lamb_with_an_identity(plans: tuple[str, ...], more: dict[str, Any]) -> None:
     expected = lamb_reference(torch.distributed.get_world_size())
     for plan in plans:
-        with lossless():
+        with lossless("sign"):
             run = train(Recipe(lambda: Stack(2), config=LAMB | more, num_steps=STEPS), PLANS[plan])
         for name, weight in run.weights.items():
             torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-4)
@@ -145,7 +120,7 @@ def lamb_with_an_identity(plans: tuple[str, ...], more: dict[str, Any]) -> None:
 
 def refreshed_with_an_identity(plans: tuple[str, ...]) -> None:
     expected = refreshed_reference(torch.distributed.get_world_size())
-    with lossless():
+    with lossless("sign"):
         runs = [train(Recipe(lambda: Stack(2), config=ZEROONE, num_steps=STEPS), PLANS[plan]) for plan in plans]
     for run in runs:
         for name, weight in run.weights.items():
@@ -153,7 +128,7 @@ def refreshed_with_an_identity(plans: tuple[str, ...]) -> None:
 
 
 def with_an_identity(plans: tuple[str, ...]) -> None:
-    with lossless():
+    with lossless("sign"):
         runs = [train(Recipe(lambda: Stack(2), config=ONEBIT, num_steps=STEPS), PLANS[plan]) for plan in plans]
     expected = reference(torch.distributed.get_world_size())
     for run in runs:
@@ -262,7 +237,7 @@ def tied(parallel: dict[str, int], asked: dict[str, Any], folder: Path | None = 
 
 
 def tied_with_an_identity(parallel: dict[str, int]) -> dict[str, Tensor]:
-    with lossless():
+    with lossless("sign"):
         return tied(parallel, ONEBIT)
 
 
@@ -320,7 +295,7 @@ def test_another_optimizer_has_no_average_to_send() -> None:
 
 
 def goes_on(folder: Path, plan: str, saves: bool) -> dict[str, Tensor]:
-    with lossless(), partita.initialize(Stack(2), {"zero": PLANS[plan], **LAMB}) as engine:
+    with lossless("sign"), partita.initialize(Stack(2), {"zero": PLANS[plan], **LAMB}) as engine:
         for step in range(STEPS) if saves else range(STEPS, STEPS + 3):
             if not saves and step == STEPS:
                 engine.load(folder)

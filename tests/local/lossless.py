@@ -1,0 +1,34 @@
+"""A codec whose codes are the values themselves, in place of one that loses something."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from partita.kernels import codec as kernels
+from partita.plan.residence import BLOCK
+from partita.plan.wire import CODECS, Codec
+
+
+@contextmanager
+def lossless(name: str) -> Iterator[None]:
+    """The codec called ``name`` keeps all bits, and nothing is held back. No other codec may be used inside."""
+
+    def encode(codec: Codec, values: Tensor, codes: Tensor, *, held: Tensor | None = None, **how: Any) -> None:
+        codes.copy_((values.float() + (0 if held is None else held)).contiguous().view(torch.uint8))
+        if held is not None:
+            held.zero_()
+
+    def decode(codec: Codec, codes: Tensor, out: Tensor, *, add: bool = False, **how: Any) -> None:
+        values = codes.view(torch.float32)
+        out.add_(values) if add else out.copy_(values)
+
+    with (
+        mock.patch.dict(CODECS, {name: Codec(name, BLOCK * 4)}),
+        mock.patch.object(kernels, "encode", encode),
+        mock.patch.object(kernels, "decode", decode),
+    ):
+        yield

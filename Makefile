@@ -40,6 +40,7 @@ docs: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@echo "benchmarks: $(or $(strip $(BENCH)),none)"
+	$(BIN)/python -m pip install --quiet --editable ".[bench]"
 	@set -e; for name in $(BENCH); do echo "== $$name --quick"; $(BIN)/python -m benchmarks.$$name --quick; done
 
 kernels:

@@ -1,0 +1,64 @@
+"""Runs that are over, kept in a file: a benchmark of hours is done in parts."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks._common import RESULTS
+
+Described = Mapping[str, Any]
+
+
+@dataclass
+class Finished:
+    """What runs have found, by what describes them: one line of JSON for each in ``path`` (None: in no file).
+
+    ``seconds``: after so many no further run begins.
+    """
+
+    path: Path | None = None
+    seconds: float = float("inf")
+    _found: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        if self.path is not None and self.path.exists():
+            for line in self.path.read_text().splitlines():
+                described, found = json.loads(line)
+                self._found[_key(described)] = found
+
+    def of(self, described: Described) -> dict[str, Any] | None:
+        """What the run has found that is described so; None: it has not run."""
+        return self._found.get(_key(described))
+
+    def complete(self, every: Iterable[Described], run: Callable[[Described], dict[str, Any]]) -> None:
+        """Run what has not run, in order, until the time is up."""
+        for described in every:
+            if self.of(described) is not None:
+                continue
+            if time.monotonic() - self._began > self.seconds:
+                return
+            found = self._found[_key(described)] = run(described)
+            if self.path is not None:
+                with self.path.open("a") as file:
+                    file.write(json.dumps([described, found]) + "\n")
+
+
+def add_parts(parser: argparse.ArgumentParser) -> None:
+    """The options of a benchmark that can be done in parts."""
+    parser.add_argument("--resume", action="store_true", help="keep what has run in results/, and take what is there")
+    parser.add_argument("--hours", type=float, help="begin no run after so many, and keep what has run")
+
+
+def in_parts(options: argparse.Namespace, name: str) -> Finished:
+    """Of the benchmark's ``name``, as the options say."""
+    path = RESULTS / f"{name}.jsonl" if options.resume or options.hours is not None else None
+    return Finished(path, float("inf") if options.hours is None else 3600 * options.hours)
+
+
+def _key(described: Described) -> str:
+    return json.dumps(described, sort_keys=True)

@@ -1,0 +1,71 @@
+"""Ways to send fewer bytes, as sections of the config."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+FULL = "full"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """``forgets``: what codes of gradients lose is thrown away after each step: a control, which no config has."""
+
+    sections: dict[str, Any] = field(default_factory=dict)
+    forgets: bool = False
+
+
+def schemes(steps: int) -> dict[str, Scheme]:
+    """All of them, for runs of so many steps on 4 ranks; the first is what the others are compared with."""
+
+    def both(codec: str, warm_up: float = 0.0) -> dict[str, Any]:
+        given = {"warmup_steps": int(warm_up * steps)} if warm_up else {}
+        return {"zero": {"stage": 1}, "communication": {"gradients": codec, "parameters": codec, **given}}
+
+    def onebit(stage: int, codec: str, warm_up: float, name: str = "onebit_adam") -> dict[str, Any]:
+        parameters = {"parameters": codec} if stage else {}
+        communication = {"gradients": codec, **parameters, "warmup_steps": int(warm_up * steps)}
+        return {"zero": {"stage": stage}, "communication": communication, "optimizer": {"name": name}}
+
+    def apart(codec: str, every: int) -> dict[str, Any]:
+        return {"zero": {"stage": 1}, "communication": {"every": every, "replicas": 4, "gradients": codec}}
+
+    def carrier(share: float, codec: str, warm_up: float, start: str = "int8") -> dict[str, Any]:
+        made = onebit(1, codec, warm_up)
+        return {**made, "communication": {**made["communication"], "carrier": share, "warmup": start}}
+
+    def low_rank(rank: int, warm_up: float) -> dict[str, Any]:
+        given = {"gradients": "low_rank", "low_rank": rank, "warmup_steps": int(warm_up * steps)}
+        return {"zero": {"stage": 0}, "communication": given}
+
+    after_5 = "after 5 %, 8-bit start"
+    after_15 = "after 15 %, 8-bit start"
+    made = {
+        FULL: {"zero": {"stage": 1}},
+        f"ternary + carrier {after_5}": carrier(0.9, "ternary", 0.05),
+        f"control, no carrier: ternary {after_5}": carrier(0.0, "ternary", 0.05),
+        "ternary both ways after 15 %": both("ternary", 0.15),
+        "int4 both ways": both("int4"),
+        "onebit_adam, signs after 15 %": onebit(0, "onebit", 0.15),
+        "local steps, 10, ternary": apart("ternary", 10),
+        "control, full, frozen and capped after 5 %": carrier(0.0, "full", 0.05, "full"),
+        "int8 both ways": both("int8"),
+        "low rank 4 after 5 %": low_rank(4, 0.05),
+        "ternary both ways after 5 %": both("ternary", 0.05),
+        f"ternary + carrier {after_15}": carrier(0.9, "ternary", 0.15),
+        "local steps, 10, int4": apart("int4", 10),
+        "local steps, 10": apart("full", 10),
+        "local steps, 30, ternary": apart("ternary", 30),
+        "zeroone_adam, signs": {"zero": {"stage": 0}, "optimizer": {"name": "zeroone_adam"}},
+        "onebit_adam at stage 1, ternary after 5 %": onebit(1, "ternary", 0.05),
+        "onebit_adam, signs after 5 %": onebit(0, "onebit", 0.05),
+        "2bit both ways after 5 %": both("2bit", 0.05),
+        "topk both ways after 5 %": both("topk", 0.05),
+        "onebit_lamb, signs after 15 %": onebit(0, "onebit", 0.15, "onebit_lamb"),
+        f"control, no carrier: ternary {after_15}": carrier(0.0, "ternary", 0.15),
+        "control, full, frozen and capped after 15 %": carrier(0.0, "full", 0.15, "full"),
+        "low rank 1": low_rank(1, 0.0),
+        "ternary both ways": both("ternary"),
+    }
+    found = {name: Scheme(sections) for name, sections in made.items()}
+    name = "ternary both ways after 15 %"
+    return {**found, f"control, no feedback: {name}": Scheme(made[name], forgets=True)}

@@ -1,9 +1,6 @@
 """What is learned on some ranks with a scheme of sending fewer bytes: tasks, and one rank of a run."""
 
 import json
-import os
-import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -19,6 +16,7 @@ from torch import Tensor, nn
 import partita
 from benchmarks._common import ROOT
 from benchmarks._schemes import schemes
+from benchmarks._started import started
 from partita.config.resolve import ResolvedBatch
 from partita.train.data import Batches, load_corpus
 from partita.train.job import load_job
@@ -71,23 +69,11 @@ def learn(described: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         RuntimeError: a rank failed.
     """
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    num_ranks = described["ranks"]
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "learned.json")
-        ranks = []
-        for rank in range(num_ranks):
-            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-            own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, **places}
-            command = [sys.executable, "-m", "benchmarks._learning", json.dumps(described), str(result)]
-            environment = os.environ | {key: str(value) for key, value in own.items()}
-            ranks.append(subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True))
-        said = [process.communicate()[1] for process in ranks]
-        if failed := [text for process, text in zip(ranks, said, strict=True) if process.returncode]:
-            raise RuntimeError(f"{described['scheme']}: a rank failed:\n{failed[0]}")
-        found: dict[str, Any] = json.loads(result.read_text())
+        found = started(
+            *("benchmarks._learning", [json.dumps(described), folder], described["ranks"], Path(folder)),
+            environment={"OMP_NUM_THREADS": "1"},
+        )[0]
     what = f"{described['task']}, {described['scheme']}, seed {described['seed']}, rate {described['lr']:g}"
     print(f"  {what}: {found['loss']:.4f}, {found['megabytes']:.1f} MB", file=sys.stderr, flush=True)
     return found
@@ -95,7 +81,7 @@ def learn(described: Mapping[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """One rank of one run."""
-    described, result = json.loads(sys.argv[1]), Path(sys.argv[2])
+    described, folder = json.loads(sys.argv[1]), sys.argv[2]
     task = {"text": _text, "digits": _digits}[described["task"]]
     with task(described) as (engine, draw, held_out):
         for step in range(described["steps"]):
@@ -106,8 +92,9 @@ def main() -> None:
         sent = engine.traffic_report().sent_bytes()
         with torch.no_grad():
             losses = [engine(**batch).item() for batch in held_out]
-        if engine.mesh.rank == 0:
-            result.write_text(json.dumps({"loss": sum(losses) / len(losses), "megabytes": sent / 1e6}))
+    Path(folder, f"{engine.mesh.rank}.json").write_text(
+        json.dumps({"loss": sum(losses) / len(losses), "megabytes": sent / 1e6})
+    )
 
 
 def _config(described: Mapping[str, Any], common: dict[str, Any]) -> dict[str, Any]:

@@ -13,9 +13,6 @@ differs.
 
 import argparse
 import json
-import os
-import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +22,7 @@ from typing import Any
 
 from benchmarks._bits import PLANS, QUICK_PLANS, Digests, Scope
 from benchmarks._common import RESULTS, ROOT, Report
-from benchmarks._ranks import wait
+from benchmarks._started import started
 from tests.local.models import CASES
 
 WORLDS = (1, 2, 4)
@@ -81,21 +78,8 @@ def _pairs(found: Any, expected: Any, where: str) -> Iterator[tuple[str, object,
 
 def _train(python: Path, world: int, scope: Scope, folder: Path, checkpoints: Path) -> list[Digests]:
     """What every rank computed with the partita of one interpreter."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    meeting = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [str(python), "-m", "benchmarks._bits", json.dumps(asdict(scope)), str(folder), str(checkpoints)]
-    ranks = []
-    for rank in range(world):
-        own = {name: str(value) for name, value in (meeting | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-        with Path(folder, f"{rank}.log").open("w") as said:
-            ranks.append(
-                subprocess.Popen(command, cwd=ROOT, env=os.environ | own, stdout=said, stderr=subprocess.STDOUT)
-            )
-    if wait(ranks, str(folder)):
-        raise RuntimeError(f"training with {python} on {world} ranks failed")
-    return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
+    arguments = [json.dumps(asdict(scope)), str(folder), str(checkpoints)]
+    return started("benchmarks._bits", arguments, world, folder, python=python)
 
 
 if __name__ == "__main__":

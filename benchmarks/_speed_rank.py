@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def measured(work: Work, config: dict[str, Any], folder: Path) -> dict[str, list[float]]:
-    """Seconds of each step, save and load, and bytes of resident memory at their peak."""
+    """Seconds of each step, each save to its end, and each load, and bytes of resident memory at their peak."""
 
     def seconds(call: Callable[[], object]) -> float:
         dist.barrier()
@@ -57,7 +57,12 @@ def measured(work: Work, config: dict[str, Any], folder: Path) -> dict[str, list
 
             steps = [seconds(lambda number=number: step(number)) for number in range(work.steps)][work.warmup :]
             saved = [folder / f"checkpoint-{number}" for number in range(SAVES)]
-            saves = [seconds(lambda path=path: engine.save(path)) for path in saved]
+
+            def save(path: Path) -> None:
+                engine.save(path)
+                engine.wait_for_checkpoint()
+
+            saves = [seconds(lambda path=path: save(path)) for path in saved]
             loads = [seconds(lambda path=path: engine.load(path)) for path in saved]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"step": steps, "save": saves, "load": loads, "peak": [peak]}

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import profile
 
 import partita
 from benchmarks._predicted_cases import Case
 from partita.engine.engine import Engine
 from partita.forecast.source import Source, read_source
+from partita.memory.capacity import usable_cores
 from partita.memory.ledger import STATES
-from partita.tune.trial_rank import lent_bytes
+from partita.tune.trial_rank import taken_bytes
 
 WARMUP = 2
 
@@ -61,12 +61,8 @@ def _seconds(engine: Engine, source: Source, num_steps: int) -> float:
 
 def _bytes(engine: Engine, source: Source) -> dict[str, Any]:
     before = engine.traffic_report()
-    with profile(profile_memory=True) as profiled:
-        _step(engine, source)
+    allocated = taken_bytes(engine, lambda: _step(engine, source))
     memory, sent = engine.memory_report(), engine.traffic_report().since(before)
-    allocated = lent_bytes(profiled)
-    if any(segment.trains and segment.gradient_in_place for unit in engine.units for segment in unit.segments):
-        allocated -= engine.planned_bytes["gradients", "device"]  # made in the step, and in the ledger
     return {
         "held": {" ".join(key): num for key, num in memory.peak.items() if key[0] in STATES and num},
         "ledger_peak": sum(num for (_, tier), num in memory.peak.items() if tier == "device"),
@@ -82,8 +78,9 @@ def _plain(count: Any) -> tuple[int, int]:
 
 
 def main(listed: Sequence[Case], file: Path, num_steps: int) -> None:
-    torch.set_num_threads(1)
     for case in listed:
+        # Those that the machine is measured with; bytes are of one thread, as some kernels have buffers for each.
+        torch.set_num_threads(max(1, usable_cores() // case.ranks) if num_steps else 1)
         found = measure(case, num_steps)
         with file.open("a") as out:
             out.write(json.dumps({"name": case.name, **found}) + "\n")

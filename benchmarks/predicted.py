@@ -254,7 +254,8 @@ _HEAD = """\
 {known} of {listed} cases. *States*: bytes by state and tier of every rank are the closed form's, exactly. *Sent*: calls
 and bytes of every rank, by collective, axes and purpose, are the simulation's, exactly. A *peak* is the ledger's (each
 kind at its most) and the most that torch's CPU allocator lends beside it within a step, counted from its own report of
-every allocation; *off by* is of the rank that is off most. *Planned*: without the engine, with a bound of the working
+every allocation; *off by* is of the rank that is off most. Convolutions reorder what they read into memory of their
+own, as suits the processor: the simulation has none of that. *Planned*: without the engine, with a bound of the working
 memory, of the rank that holds most."""
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from partita.plan.traffic import TrafficCount, TrafficKey, TrafficReport
 from partita.simulate.cluster import Cluster, simulate
 from partita.simulate.rank import Subject
 from partita.simulate.roles import distinct_roles
+from partita.tune.trial_rank import taken_bytes
 from tests.local import pool
 from tests.simulate.subjects import batch, llama, subject
 
@@ -75,6 +77,23 @@ def compare(rows: Mapping[str, dict[str, Any]]) -> None:
             held, sent = measured[rank][name]
             assert beside_staging(report.memory.held) == held, (name, rank)
             assert report.traffic.rows == sent, (name, rank, str(report.traffic), str(TrafficReport(sent)))
+
+
+def take(config: dict[str, Any], vocabulary: int) -> int:
+    """The most that this rank's operators take in a step."""
+    with partita.initialize(llama(vocab_size=vocabulary), config) as engine:
+        step = partial(engine.train_batch, [batch(4)])
+        step()
+        return taken_bytes(engine, step)
+
+
+@pytest.mark.parametrize("config", [{"parallel": {"tensor": 2}}, {"loss": {"tiled": 40_000}}], ids=str)
+def test_a_simulated_rank_takes_what_a_real_one_does_where_logits_are_most(config: dict[str, Any]) -> None:
+    given = {**config, "batch": {"micro": 4}}
+    found = pool.run(2, take, given, 2000)
+    simulation = simulate(subject(vocab_size=2000), given, Cluster(2, "cpu", 2), ranks=range(2))
+    for rank, report in enumerate(simulation.ranks):
+        assert report.activation_bytes == pytest.approx(found[rank], rel=0.02), rank
 
 
 def test_a_simulated_rank_holds_and_sends_what_a_real_one_does() -> None:

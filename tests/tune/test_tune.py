@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
@@ -17,9 +18,10 @@ from partita.forecast.source import read_source
 from partita.memory.capacity import usable_cores
 from partita.planner.machine import Machine, write_machine
 from partita.train.job import load_job
+from partita.tune import trial_rank
 from partita.tune.space import Space
 from partita.tune.target import Target
-from partita.tune.trial import Outcome, Trials
+from partita.tune.trial import Outcome, Task, Trials
 from partita.tune.tune import Effort, Trial
 
 MODEL = "layers=2,hidden=64,heads=2,vocab=128,context=32"
@@ -150,6 +152,15 @@ def test_what_lacks_memory_is_tried_with_smaller_micro_batches(monkeypatch: pyte
     assert any(trial.outcome.lacks_memory for trial in by_key.values())
     with pytest.raises(ConfigError, match=r"none of \d+ trials has trained:\n.*it broke"):
         tuned(lambda _: Outcome(failed="it broke"), monkeypatch, effort=Effort(trials=2))
+
+
+@pytest.mark.parametrize("tier", ["none", "host", "disk"])
+def test_a_trial_has_the_bytes_of_every_tier_but_the_disk(tier: str) -> None:
+    config = {"zero": {"offload": {"optimizer": tier}}, "batch": {"micro": 2}}
+    task = Task(Target(MODEL, 32, ()), config, rank=0, ranks=1, port=0, threads=torch.get_num_threads(), steps=1)
+    states = 16 * read_source(MODEL).num_params
+    least = states // 4 if tier == "disk" else states
+    assert least < trial_rank.measure(task)["peak_bytes"] < 2 * states
 
 
 def test_results_of_something_else_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

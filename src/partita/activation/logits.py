@@ -151,7 +151,8 @@ def _reshaped(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[
     origin = logits.origin
     if origin.classes_dim != origin.hidden.dim() - 1:
         return None
-    shape = func(torch.empty(origin.shape, device="meta"), *others, **kwargs).shape
+    # Of no size, or a simulated device would count it.
+    shape = func(torch.empty((), device="meta").expand(origin.shape), *others, **kwargs).shape
     if shape[-1:] != origin.shape[-1:]:
         return None
     hidden = origin.hidden.reshape(*shape[:-1], origin.hidden.shape[-1])

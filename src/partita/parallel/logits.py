@@ -264,7 +264,8 @@ def _range_of_positions(call: _Call, slices: Slices, index: list[Any]) -> Any:
 
 def _reshape(call: _Call) -> Any:
     """Another shape of the same rows: of slices, each sample's positions apart or all in one dim."""
-    whole = torch.empty(_whole_shape(call.logits), dtype=call.local.dtype, device="meta")
+    # Of no size, or a simulated device would count it.
+    whole = torch.empty((), dtype=call.local.dtype, device="meta").expand(_whole_shape(call.logits))
     found = call.on(whole)
     *rows, classes = found.shape
     if classes != whole.shape[-1] or found.dtype is not whole.dtype or not rows:

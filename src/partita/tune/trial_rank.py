@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -72,22 +73,23 @@ def _peak(engine: Engine, step: Callable[[], None]) -> int:
     report = engine.memory_report()
     if not accelerator.is_host(engine.mesh.device):
         return report.device_peak_bytes
+    taken = taken_bytes(engine, step)
+    held = sum(num for (_, tier), num in engine.memory_report().peak.items() if Tier(tier) is not Tier.DISK)
+    return held + taken
+
+
+def taken_bytes(engine: Engine, step: Callable[[], object]) -> int:
+    """The most that torch's CPU allocator lends at a time in a step, beside what the ledger has: all that autograd and
+    operators take, without the gradients that autograd makes where they stay.
+    """
     with profile(profile_memory=True) as profiled:
         step()
-    held = sum(num for (_, tier), num in engine.memory_report().peak.items() if Tier(tier) is not Tier.DISK)
-    segments = (segment for unit in engine.units for segment in unit.segments)
-    made_in_step = any(segment.trains and segment.gradient_in_place for segment in segments)
-    return held + lent_bytes(profiled) - made_in_step * engine.planned_bytes["gradients", Tier.DEVICE.value]
-
-
-def lent_bytes(profiled: Any) -> int:
-    """The most that torch's CPU allocator had lent at a time, above what it had when the profile began."""
     events = profiled.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    now = most = 0
-    for _, num_bytes in changes:
-        now += num_bytes
-        most = max(most, now)
+    most: int = max(accumulate((num_bytes for _, num_bytes in changes), initial=0))
+    segments = (segment for unit in engine.units for segment in unit.segments)
+    if any(segment.trains and segment.gradient_in_place for segment in segments):
+        most -= engine.planned_bytes["gradients", Tier.DEVICE.value]
     return most
 
 

@@ -11,7 +11,7 @@ from partita.comm.collectives import Collectives
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import BF16, FP32, Residence, Tier
 from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
-from partita.plan.steps import AllReduce, ReduceScatter, Step, in_phases, steps
+from partita.plan.steps import AllGather, AllReduce, ReduceScatter, Step, in_phases, steps
 from partita.sharding.movement import Movement, finish_all
 from tests import seeds
 from tests.fakes import on_ranks
@@ -74,7 +74,25 @@ def _reduces_twice(src: Residence, dst: Residence, mesh: MeshShape) -> bool:
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
 @pytest.mark.parametrize("mesh", [MeshShape(), *MESHES], ids=str)
 def test_what_arrives_is_added(mesh: MeshShape, tier: Tier) -> None:
-    src, dst = Residence((), ("data",)), Residence(("data",), (), FP32, tier)
+    is_added(Residence((), ("data",)), Residence(("data",), (), FP32, tier), mesh)
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
+def test_the_last_of_several_sums_is_added(tier: Tier) -> None:
+    is_added(Residence((), ("data",)), Residence(("local", "node"), (), FP32, tier), MeshShape(data=4, node=2))
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
+@pytest.mark.parametrize("mesh", [MeshShape(data=4, node=2), MeshShape(data=6, node=3)], ids=str)
+def test_parts_are_gathered_in_turn(mesh: MeshShape, tier: Tier) -> None:
+    src, dst = Residence(("local", "node")), Residence((), (), BF16, tier)
+    assert sum(isinstance(op, AllGather) for op in steps(src, dst, mesh)) == 2
+    got, state = moved(src, dst, mesh)
+    for values, expected in zip(got, state.after(src, dst, mesh), strict=True):
+        assert values.double().tolist() == expected.values.tolist()
+
+
+def is_added(src: Residence, dst: Residence, mesh: MeshShape) -> None:
     got, state = moved(src, dst, mesh, before=3.0)
     for values, expected in zip(got, state.after(src, dst, mesh), strict=True):
         assert values.double().tolist() == (expected.values + 3.0).tolist()

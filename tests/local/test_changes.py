@@ -15,7 +15,7 @@ from partita.planner.memory import model_state_bytes
 from tests import seeds
 from tests.local import pool
 from tests.local.lossless import lossless
-from tests.local.test_feedback import LR, SHAPES, Bag, factors, sgd
+from tests.local.test_feedback import LR, SHAPES, Bag, factors, held_sums, sgd
 from tests.local.test_wires import on_nodes_of
 from tests.local.training import PLANS, Recipe, Stack, rank, same, square_loss, train, whole_weights, world
 from tests.matrix import matrix
@@ -193,6 +193,33 @@ def first_steps(warmup: str) -> None:
             assert_nodes_alike(engine, 2)
 
 
+def gradients_telescope(accumulate: int) -> None:
+    """What the optimizer was given and what is held back of gradients add up to all of them, before and after this is
+    brought to who sums them up.
+    """
+    config = {"zero": HIERARCHICAL, "batch": {"accumulate": accumulate}, **BOTH}
+    given = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    with on_nodes_of(2), partita.initialize(Bag(), config, optimizer=sgd) as engine:
+        for number in range(10 * accumulate):
+            engine.backward(engine(factors(number, rank())))
+            engine.step()
+            for other in range(world()):
+                for name, factor in factors(number, other).items():
+                    given[name] += factor / (world() * accumulate)
+            if number + 1 in (5 * accumulate, 10 * accumulate):
+                assert float(held_back(engine).abs().max()) > 0.1, "nothing was held back"
+                sums, weights = held_sums(engine), engine.state_dict()
+                for name, weight in weights.items():
+                    told = -weight / LR + sums[name].view(SHAPES[name])
+                    torch.testing.assert_close(told, given[name], rtol=1e-4, atol=1e-3)
+
+
+def sums_held(engine: partita.Engine) -> dict[str, Tensor]:
+    """What all ranks together hold back of gradients, if they do."""
+    has = bool(engine._parts.runtime.reducer.held_back)
+    return {f"held of {name}": total for name, total in held_sums(engine).items()} if has else {}
+
+
 def frozen() -> nn.Module:
     model = Stack(3)
     for param in model.blocks[1].parameters():
@@ -208,7 +235,7 @@ def saved(folder: Path, config: dict[str, Any], per_node: int) -> tuple[dict[str
             step(engine, number)
         engine.save(folder)
         engine.wait_for_checkpoint()
-        at = whole_weights(engine)
+        at = whole_weights(engine) | sums_held(engine)
         for number in range(3, 6):
             step(engine, number)
         return at, whole_weights(engine)
@@ -222,7 +249,7 @@ def resumed(
         drops = drops and rank() == 0
         with pytest.warns(UserWarning, match="it is dropped") if drops else contextlib.nullcontext():
             assert engine.load(folder).step == 3
-        at = whole_weights(engine)
+        at = whole_weights(engine) | sums_held(engine)
         for number in range(3, 6):
             step(engine, number)
         return at, whole_weights(engine)
@@ -318,9 +345,18 @@ def test_every_codec_trains_and_nodes_stay_alike(codec: str) -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
-@pytest.mark.parametrize("precision", [{"compute": "bf16"}, {"compute": "bf16", "gradients": "bf16"}], ids=str)
-def test_nodes_stay_alike_in_16_bits(precision: dict[str, Any]) -> None:
-    (losses, _), *_ = pool.run(4, alike, "ternary", 2, {"precision": precision, **CODED_SUMS})
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"precision": {"compute": "bf16"}, **CODED_SUMS},
+        {"precision": {"compute": "bf16", "gradients": "bf16"}, **CODED_SUMS},
+        {"communication": {"gradients": "low_rank", "low_rank": 2}},
+        {"communication": {"carrier": 0, "warmup_steps": 3}, "optimizer": {"name": "onebit_adam", "lr": 5e-3}},
+    ],
+    ids=str,
+)
+def test_nodes_stay_alike(config: dict[str, Any]) -> None:
+    (losses, _), *_ = pool.run(4, alike, "ternary", 2, config)
     assert losses[-1] < 0.7 * losses[0]
 
 
@@ -329,6 +365,11 @@ def test_nodes_stay_alike_in_16_bits(precision: dict[str, Any]) -> None:
 )
 def test_what_was_told_and_what_is_behind_is_what_was_given(codec: str, compute: str, accumulate: int) -> None:
     pool.run(4, telescopes, codec, compute, accumulate)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_that_were_sent_and_are_held_back_are_those_given(accumulate: int) -> None:
+    pool.run(4, gradients_telescope, accumulate)
 
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])
@@ -353,9 +394,9 @@ def test_a_checkpoint_is_of_every_layout(tmp_path: Path, gradients: str) -> None
     config = {"zero": HIERARCHICAL, "communication": {"gradients": gradients, "parameters": "ternary"}}
     (at, continued), *_ = pool.run(4, saved, tmp_path, config, 2)
     (same_at, same_continued), *_ = pool.run(4, resumed, tmp_path, config, 2)
-    for name, weight in at.items():
-        assert torch.equal(weight, same_at[name]), name
-        assert torch.equal(continued[name], same_continued[name]), name
+    assert all(torch.equal(value, same_at[name]) for name, value in at.items())
+    assert all(torch.equal(weight, same_continued[name]) for name, weight in continued.items())
+    assert (gradients == "full") == (not any(name.startswith("held of") for name in at))
     for num_ranks, per_node, other in (
         (2, 2, {"zero": {"stage": 1}}),
         (4, 1, config),
@@ -363,8 +404,8 @@ def test_a_checkpoint_is_of_every_layout(tmp_path: Path, gradients: str) -> None
     ):
         drops = gradients == "ternary" and "communication" not in other
         (other_at, _), *_ = pool.run(num_ranks, resumed, tmp_path, other, per_node, drops)
-        for name, weight in at.items():
-            assert torch.equal(weight, other_at[name]), (name, num_ranks, per_node)
+        for name, value in other_at.items():
+            assert torch.equal(value, at[name]), (name, num_ranks, per_node)
 
 
 def test_looking_and_writing(tmp_path: Path) -> None:

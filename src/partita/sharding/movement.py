@@ -80,21 +80,10 @@ class Movement:
                     else:
                         handles.append(group.all_gather(whole, source, purpose, tag))
                     source = whole
-                case ReduceScatter(axes, wire):
+                case ReduceScatter():
                     assert received is not None
-                    group = self._collectives.group(axes)
-                    part, adds = _part(target, group) if target.numel() == source.numel() else target, accumulate
-                    if part.numel() * group.size < source.numel():  # it is summed further
-                        part, adds = _part(source, group).to(target.dtype), False
-                    if wire.is_coded:
-                        groups = self._hops(axes)
-                        kept = [held.pop(0) for _ in groups] if wire.feedback else []
-                        seed = seed_of(self._seed, number) if number else self._seed
-                        reduce_scatter(groups, wire, source, part, received, seed=seed, accumulate=adds, held=kept)
-                    else:
-                        room = received[: group.received_elements(source.numel(), source.itemsize)]
-                        group.reduce_scatter(part, source, room, accumulate=adds)
-                    source = part
+                    seeded = self.seeded(seed_of(self._seed, number)) if number else self
+                    source = seeded._sum(op, source, target, received, held, accumulate=accumulate)
                 case Slice(axes):
                     source = _part(source, self._collectives.group(axes))
                 case Encode() | Copy():
@@ -109,6 +98,32 @@ class Movement:
             else:
                 self._copy(source, target)
         return handles
+
+    def _sum(
+        self,
+        op: ReduceScatter,
+        source: Tensor,
+        target: Tensor,
+        received: Tensor,
+        held: list[Tensor],
+        *,
+        accumulate: bool,
+    ) -> Tensor:
+        """This rank's part of the sum: in ``target``, or, where it is summed further, in ``source``. What is used of
+        ``held`` is taken out of it.
+        """
+        group = self._collectives.group(op.axes)
+        part = _part(target, group) if target.numel() == source.numel() else target
+        if part.numel() * group.size < source.numel():
+            part, accumulate = _part(source, group).to(target.dtype), False
+        if op.wire.is_coded:
+            groups = self._hops(op.axes)
+            kept = [held.pop(0) for _ in groups] if op.wire.feedback else []
+            reduce_scatter(groups, op.wire, source, part, received, seed=self._seed, accumulate=accumulate, held=kept)
+        else:
+            room = received[: group.received_elements(source.numel(), source.itemsize)]
+            group.reduce_scatter(part, source, room, accumulate=accumulate)
+        return part
 
     def _rooms(self, ops: Sequence[Step], target: Tensor) -> dict[int, Tensor]:
         """By its number, where each gather brings its parts: those before another one, into this rank's part of it."""

@@ -133,7 +133,7 @@ def test_codes_of_changes_between_nodes() -> None:
     assert resolved(coded, 8, per_node=4).notices == ()
     assert resolved(coded, 8, per_node=8).notices == (
         "ignored: zero.hierarchical (all data ranks are on one node)",
-        "ignored: communication.parameters (under zero.hierarchical changes pass between nodes)",
+        "ignored: communication.parameters (changes pass between nodes, and there is one)",
     )
 
 

@@ -65,7 +65,9 @@ def test_all_stages_have_the_same_bits(zero: dict[str, Any]) -> None:
         same(one, other)
 
 
-@pytest.mark.parametrize("shape", [MeshShape(data=4, node=2), MeshShape(data=6, node=3)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [MeshShape(data=4, node=2), MeshShape(data=6, node=3), MeshShape(data=6, node=2)], ids=str
+)
 def test_changes_between_nodes_where_nothing_is_lost(shape: MeshShape) -> None:
     """Sums inside a node first, as where each node has whole shards."""
     expected = train(shape, {"stage": 3, "replicate": "nodes"}, Far)

@@ -91,7 +91,7 @@ def resolve(config: Config, num_ranks: int, device_type: str, ranks_per_node: in
         if getattr(config.communication, key) != "full" and mesh.data * mesh.sequence == 1:
             notices.append(f"ignored: communication.{key} (there is one data rank: nothing travels)")
         elif key == "parameters" and config.zero.hierarchical and sends_changes(config) and mesh.node == 1:
-            notices.append(f"ignored: communication.{key} (under zero.hierarchical changes pass between nodes)")
+            notices.append(f"ignored: communication.{key} (changes pass between nodes, and there is one)")
         elif getattr(config.communication, key) != "full" and config.communication.every is not None and mesh.node == 1:
             notices.append(f"ignored: communication.{key} (under communication.every it is of what replicas exchange)")
     if config.communication.within_node != "auto" and device_type != "cpu":

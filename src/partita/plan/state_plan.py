@@ -216,8 +216,8 @@ def preset_name(
     replicated: bool = False,
     changes: bool = False,
 ) -> str:
-    """The preset that a ZeRO stage and its variants stand for. ``replicated``: every node has all states; ``changes``:
-    what codes stand for are changes of parameters, wherever a preset has several ranks know these.
+    """The preset that a ZeRO stage and its variants stand for. ``replicated``: every node has all states;
+    ``changes``: parameters travel between nodes as codes of their changes.
     """
     chosen = {
         "zero3-once": keep_gradients,

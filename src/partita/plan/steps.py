@@ -112,8 +112,8 @@ def steps(src: Residence, dst: Residence, mesh: MeshShape) -> tuple[Step, ...]:
     """The ordered operations from ``src`` to ``dst``; empty when nothing has to move.
 
     Operations over all of the data axis name it ``data``; only those over a part of it name ``node`` or ``local``. Each
-    is over axes in the mesh's order, in which ranks are numbered: where shard axes have another one, there are several,
-    and what was summed over the outer axes is summed over the inner ones.
+    is over axes in the mesh's order, in which ranks are numbered. Where shard axes have another one there are several:
+    gathers from the innermost axes on, sums from the outermost.
 
     Raises:
         ValueError: ``dst`` is partial over an axis over which ``src`` is not (a sum cannot be undone).

@@ -201,13 +201,13 @@ def _changes(config: Config, compute: str) -> Iterator[Contradiction]:
     codec, zero = config.communication.parameters, config.zero
     if not sends_changes(config):
         if zero.stage == 3 and codec not in ("full", "int8"):
-            far = zero.replicate != "none"
+            replicates = zero.replicate != "none"
             yield (
-                ("communication.parameters", "zero.stage", "zero.replicate" if far else "zero.hierarchical"),
+                ("communication.parameters", "zero.stage", "zero.replicate" if replicates else "zero.hierarchical"),
                 f"communication.parameters: {codec} is too coarse to compute with: what travels at stage 3 are the "
                 "parameters themselves, at stages 1 and 2 and between the nodes of zero.hierarchical their changes",
                 "set communication.parameters to int8"
-                if far
+                if replicates
                 else "set zero.hierarchical to true, communication.parameters to int8, or zero.stage to 2",
             )
         return

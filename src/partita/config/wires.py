@@ -12,10 +12,10 @@ MEASURES_MOMENT = ("onebit_adam", "onebit_lamb")  # in a warm-up
 
 def sends_changes(config: Config) -> bool:
     """Whether codes of parameters are of their changes, from where they are updated to all that have them at rest: all
-    ranks at stages 1 and 2, a rank of each node under ``zero.hierarchical``.
+    ranks below stage 3, a rank of each node under ``zero.hierarchical``.
     """
     zero, codec = config.zero, config.communication.parameters
-    return codec != "full" and (zero.stage in (1, 2) or zero.hierarchical)
+    return codec != "full" and (zero.stage < 3 or zero.hierarchical)
 
 
 def gradient_codec(config: Config) -> str:

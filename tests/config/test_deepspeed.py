@@ -231,6 +231,14 @@ def test_a_mapped_key_becomes_a_setting(key: str) -> None:
     assert target in next(notice.text for notice in converted.notices if notice.key == key)
 
 
+@pytest.mark.parametrize("partition", [1, 4])
+def test_quantized_weights_of_a_second_shard_are_of_changes(partition: int) -> None:
+    zero = {"stage": 3, "zero_hpz_partition_size": partition, "zero_quantized_weights": True}
+    notices = deepspeed.read({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}, 4).notices
+    (text,) = (notice.text for notice in notices if notice.key == "zero_optimization.zero_quantized_weights")
+    assert ("changes, between nodes" in text) == (partition > 1), text
+
+
 OTHERS = [(key, rule) for key, rule in RULES.items() if rule.kind is not KeyClass.MAPPED]
 
 

@@ -128,6 +128,15 @@ def test_hierarchical_splits_the_data_axis_over_nodes() -> None:
         resolved(HIERARCHICAL, 8, per_node=0)
 
 
+def test_codes_of_changes_between_nodes() -> None:
+    coded = HIERARCHICAL | {"communication": {"parameters": "ternary"}}
+    assert resolved(coded, 8, per_node=4).notices == ()
+    assert resolved(coded, 8, per_node=8).notices == (
+        "ignored: zero.hierarchical (all data ranks are on one node)",
+        "ignored: communication.parameters (changes pass between nodes, and there is one)",
+    )
+
+
 def test_replicas_are_nodes() -> None:
     replicated = {"zero": {"stage": 3, "replicate": "nodes"}}
     assert resolved(replicated, 8, per_node=4).mesh == MeshShape(data=8, node=2)

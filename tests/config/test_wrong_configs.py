@@ -218,7 +218,53 @@ CROSS_FIELD = [
     ),
     Wrong(
         {"communication": {"parameters": "ternary"}, "zero": {"stage": 3}},
-        ("is too coarse to compute with", "Fix: set communication.parameters to int8, or zero.stage to 2"),
+        (
+            "is too coarse to compute with",
+            "Fix: set zero.hierarchical to true, communication.parameters to int8, or zero.stage to 2",
+        ),
+    ),
+    Wrong(
+        {"communication": {"parameters": "onebit"}, "zero": {"stage": 3, "replicate": "nodes"}},
+        ("onebit is too coarse to compute with", "zero.replicate", "Fix: set communication.parameters to int8."),
+    ),
+    *(
+        Wrong(
+            {"communication": {"parameters": "ternary"}, "zero": {"stage": 3, "hierarchical": True}} | sections,
+            fragments,
+        )
+        for sections, fragments in (
+            (
+                {"optimizer": {"name": "onebit_adam"}, "schedule": {"total_steps": 100}},
+                ("has its running average go back to all ranks at once", "or communication.carrier to 0."),
+            ),
+            (
+                {"optimizer": {"name": "onebit_lamb"}, "schedule": {"total_steps": 100}},
+                ("has its running average go back to all ranks at once", "set communication.parameters to full."),
+            ),
+            (
+                {"precision": {"gradients": "in_backward"}},
+                ("ranks would meet in these and in gathers in different orders", "set precision.gradients to fp32"),
+            ),
+            (
+                {"precision": {"compute": "bf16", "master": "split"}},
+                ("which changes in codes make other ones", "Fix: set precision.master to fp32"),
+            ),
+        )
+    ),
+    Wrong(
+        {
+            "communication": {"parameters": "int8"},
+            "zero": {"stage": 3, "hierarchical": True, "offload": {"parameters": "host"}},
+        },
+        ("changes in codes are added to parameters on the device", "leave zero.offload.parameters out"),
+    ),
+    Wrong(
+        {
+            "communication": {"gradients": "ternary", "parameters": "ternary", "carrier": 0.9, "warmup_steps": 5},
+            "optimizer": {"name": "onebit_adam"},
+            "zero": {"stage": 3, "hierarchical": True},
+        },
+        ("which ranks tell each other at stages 1 and 2", "set zero.stage to 1 or 2"),
     ),
     Wrong(
         {"communication": {"parameters": "int4"}, "precision": {"compute": "bf16", "master": "split"}},

@@ -1,7 +1,7 @@
 """The engine against the estimates: model states to the byte, traffic to the byte and the call."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -193,6 +193,28 @@ def test_codes_of_a_momentum(row: str, precision: str) -> None:
 @matrix(row=["1", "2"], precision=PRECISIONS)
 def test_codes_of_changes(row: str, precision: str) -> None:
     check(2, Run(ROWS[row], PRECISIONS[precision], communication={"parameters": "ternary"}))
+
+
+@matrix(
+    precision=["fp32", "bf16", "bf16-gradients", "bf16-mixed"],
+    ranks_per_node=[1, 2, 4],
+    communication=[
+        {"parameters": "ternary"},
+        {"parameters": "int8", "gradients": "int4"},
+        {"parameters": "topk", "gradients": "ternary"},
+        {"parameters": "onebit", "gradients": "low_rank", "low_rank": 2},
+    ],
+)
+def test_codes_of_changes_between_nodes(precision: str, ranks_per_node: int, communication: dict[str, Any]) -> None:
+    run = Run({"stage": 3, "hierarchical": True}, PRECISIONS[precision], ranks_per_node=ranks_per_node)
+    check(4, replace(run, accumulate=2, frozen=("blocks.1.",), communication=communication))
+
+
+@matrix(gradients=["full", "ternary"], warmup=["full", "int8"])
+def test_first_steps_of_changes_between_nodes(gradients: str, warmup: str) -> None:
+    communication = {"gradients": gradients, "parameters": "ternary", "warmup_steps": 4, "warmup": warmup}
+    hierarchical = {"stage": 3, "hierarchical": True}
+    check(4, Run(hierarchical, communication=communication, ranks_per_node=2, is_first=True))
 
 
 @pytest.mark.parametrize("row", sampled(ROWS, "0", "2"))

@@ -56,7 +56,7 @@ def held_sums(engine: partita.Engine) -> dict[str, Tensor]:
     runtime = engine._parts.runtime
     runtime.reducer.held_back.flush()
     sums = {m.fqn: torch.zeros(m.span.num_elements) for _, m in runtime.members()}
-    for segment in (segment for unit in runtime.units for segment in unit.segments if segment.is_first_copy):
+    for segment in (segment for unit in runtime.units for segment in unit.trained if segment.is_first_copy):
         own = runtime.reducer.held_back.of(segment)
         assert own is not None
         for span in segment.layout.part(runtime.part_index):

@@ -9,6 +9,8 @@ import torch
 import partita
 from partita.plan.place import even
 from tests.local import pool
+from tests.local.lossless import lossless
+from tests.local.test_wires import on_nodes_of
 from tests.matrix import matrix
 from tests.parallel import training, zoo
 from tests.parallel.training import ADAMW, CLIP, Trained
@@ -17,6 +19,8 @@ MICROS = 2
 TIMEOUT_S = 400
 PAIRS = ({"tensor": 2, "pipeline": 2}, {"tensor": 2, "sequence": 2}, {"pipeline": 2, "sequence": 2})
 ON_HOST = {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}}
+HIERARCHICAL = {"stage": 3, "hierarchical": True}
+CODED = {"gradients": "ternary", "parameters": "ternary"}
 STAGES = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, ON_HOST]
 
 
@@ -86,6 +90,30 @@ def test_two_axes_beside_data(parallel: dict[str, int], name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_three_axes(name: str) -> None:
     check(name, {"pipeline": 2, "sequence": 2, "tensor": 2}, STAGES, num_steps=10)
+
+
+def on_nodes(name: str, parallel: dict[str, int], communication: dict[str, Any], num_steps: int) -> Trained:
+    """Stage 3 on nodes of two ranks, each with a copy of the parameters."""
+    with on_nodes_of(2):
+        return course(name, parallel, HIERARCHICAL, num_steps, communication=communication)
+
+
+def with_nothing_lost(name: str, parallel: dict[str, int], num_steps: int) -> Trained:
+    with lossless("ternary"):
+        return on_nodes(name, parallel, CODED, num_steps)
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"sequence": 2}], ids=str)
+def test_changes_pass_between_nodes(parallel: dict[str, int]) -> None:
+    (alone,) = pool.run(1, training.train_alone, "llama", 2 * MICROS, 3, timeout=TIMEOUT_S)
+    for found in pool.run(4, with_nothing_lost, "llama", parallel, 3, timeout=TIMEOUT_S):
+        assert found.losses == pytest.approx(alone.losses, abs=1e-5)
+        assert found.norms == pytest.approx(alone.norms, rel=1e-5)
+    first, *others = pool.run(4, on_nodes, "llama", parallel, CODED, 3, timeout=TIMEOUT_S)
+    assert first.losses[-1] != pytest.approx(alone.losses[-1], abs=1e-5)
+    for other in others:
+        assert (other.losses, other.norms) == (first.losses, first.norms)
+        assert all(torch.equal(other.weights[key], weight) for key, weight in first.weights.items())
 
 
 def tiled(name: str, parallel: dict[str, int], num_steps: int) -> Trained:

@@ -42,7 +42,8 @@ def test_parameters(name: str) -> None:
         segment = planned(2048, mesh, name)
         assert (segment.rests_whole, segment.stays_whole) == (name in WHOLE, name in WHOLE + GATHERED_ONCE)
         assert segment.has_second == (name == "hierarchical" and mesh is NODES)
-        assert segment.update_is_gathered == (name in ("zero1", "zero2"))
+        between_nodes = name == "hierarchical-changes" and mesh is NODES
+        assert segment.update_is_gathered == (name in ("zero1", "zero2") or between_nodes)
         sizes = {"ddp": 1, "hsdp": mesh.size("local")}
         assert segment.num_shards(segment.row.master) == sizes.get(name, mesh.data)
         assert segment.master_is_parameter
@@ -63,7 +64,7 @@ def test_gradients(name: str) -> None:
         for tiers, encodings in ((ON_DEVICE, PLAIN), (Tiers(gradients=Tier.HOST), PLAIN), (ON_DEVICE, MIXED)):
             segment = planned(2048, mesh, name, encodings, tiers)
             assert (segment.gradient_in_place, segment.gradient_rests_whole) == (False, rests_whole)
-            num_reductions = 2 if name == "hsdp" and mesh is NODES else 1
+            num_reductions = 2 if name in ("hsdp", "hierarchical-changes") and mesh is NODES else 1
             assert (segment.gradient_passes, len(segment.gradient_reductions)) == (not rests_whole, num_reductions)
             assert isinstance(segment.gradient_phases[0][0], ReduceScatter), "they are collected in fp32"
             assert bool(segment.gradient_phases[1]) == (name == "ddp")

@@ -1,5 +1,6 @@
 """The table: each preset is its row, and the bytes of its residences are the papers' formulas."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ zero3        | shard | whole | shard         | shard   | shard | shard
 zero3-kept   | shard | whole | whole         | shard   | shard | shard
 zero3-once   | shard | whole | whole         | partial | shard | shard
 hierarchical | shard | whole | shard in node | shard   | shard | shard
+hierarchical-changes | shard in node | whole | shard in node | shard of that | shard of that | shard of that
 hsdp | shard in node | whole | shard in node | shard in node | shard in node | shard in node
 """
 ROWS = {line.split()[0]: [cell.strip() for cell in line.split("|")[1:]] for line in TABLE.strip().splitlines()}
@@ -28,7 +30,10 @@ WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "partial": ((), ("data", "sequence")),
     "shard": (("data", "sequence"), ()),
     "shard in node": (("local", "sequence"), ()),
+    "shard of that": (("local", "sequence", "node"), ()),
 }
+# Sums are made inside the nodes, and then between them.
+BETWEEN_NODES = ("hierarchical-changes", "hsdp")
 MIXED = Encodings(compute=BF16, master=FP32, gradients=BF16, moments=FP32)
 
 
@@ -75,6 +80,9 @@ def test_everything_is_fp32_on_the_device_by_default(name: str) -> None:
         ({"stage": 3, "keep_gathered": True}, "zero3-kept"),
         ({"stage": 3, "keep_gathered": True, "keep_gradients": True}, "zero3-once"),
         ({"stage": 3, "hierarchical": True}, "hierarchical"),
+        ({"stage": 3, "hierarchical": True, "changes": True}, "hierarchical-changes"),
+        ({"stage": 3, "changes": True}, "zero3"),
+        ({"stage": 2, "changes": True}, "zero2"),
         ({"stage": 3, "replicated": True}, "hsdp"),
     ],
 )
@@ -104,6 +112,7 @@ def test_bytes_of_the_papers(num_ranks: int) -> None:
         "zero3-kept": 16 * psi // n,
         "zero3-once": 2 * psi + 14 * psi // n,
         "hierarchical": 16 * psi // n,
+        "hierarchical-changes": 16 * psi // n,
         "hsdp": 16 * psi // n,  # all ranks are on one node
     }
 
@@ -113,6 +122,16 @@ def test_every_node_has_the_states_of_the_replicated_row() -> None:
     assert state_bytes(row, 8000, mesh) == 16 * 8000 // 4
     assert (row.part_axes, row.replica_axes) == (("local", "sequence"), ("node",))
     assert steps(row.grad_arrival, row.grad_between, mesh) == (ReduceScatter(("local",)), AllReduce(("node",)))
+
+
+def test_a_rank_updates_a_part_of_what_it_has_of_the_node() -> None:
+    row, mesh = preset("hierarchical-changes", MIXED), MeshShape(data=16, node=4)
+    assert row.param_rest.num_bytes(8000, mesh) == 2 * 8000 // 4
+    assert row.master.num_bytes(8000, mesh) == 4 * 8000 // 16
+    assert (row.part_axes, row.replica_axes) == (("local", "sequence", "node"), ())
+    assert steps(row.grad_arrival, row.grad_step, mesh) == (ReduceScatter(("local",)), ReduceScatter(("node",)))
+    assert steps(row.master, replace(row.param_rest, encoding=FP32), mesh) == (AllGather(("node",)),)
+    assert steps(row.master, replace(row.master, shard_axes=()), mesh) == (AllGather(("node",)), AllGather(("local",)))
 
 
 def test_the_figure_of_the_paper() -> None:
@@ -181,6 +200,8 @@ def test_elements_sent_in_a_step() -> None:
             "zero3-kept": 2 * once,
             "zero3-once": 2 * once,
             "hierarchical": 2 * once + in_node,
+            # Both gathers, and the first sum, inside the node; parts of that between the nodes, and back as changes.
+            "hierarchical-changes": 3 * in_node + 2 * (padded // local) * (mesh.node - 1) // mesh.node,
             "hsdp": 3 * in_node + 2 * (padded // local) * (mesh.node - 1) // mesh.node,
         }, mesh
 
@@ -190,7 +211,7 @@ def test_gradients_are_summed_once(name: str) -> None:
     """However they rest between micro-batches, they are summed on the way to the step, once."""
     row, mesh = preset(name, MIXED), MeshShape(data=4, node=2)
     path = steps(row.grad_arrival, row.grad_between, mesh) + steps(row.grad_between, row.grad_step, mesh)
-    assert sum(isinstance(op, ReduceScatter | AllReduce) for op in path) == (2 if name == "hsdp" else 1)
+    assert sum(isinstance(op, ReduceScatter | AllReduce) for op in path) == (2 if name in BETWEEN_NODES else 1)
     summed = [axis for op in path if isinstance(op, ReduceScatter | AllReduce) for axis in expand(op.axes)]
     assert sorted(summed) == ["local", "node"]
 
@@ -198,7 +219,8 @@ def test_gradients_are_summed_once(name: str) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_groups_are_those_of_the_moves_and_of_all_ranks(name: str) -> None:
     """Every step that a row can come to take has its group, and there is none that no step needs."""
-    local = {"hierarchical": [("local",)], "hsdp": [("local",), ("node",)]}.get(name, [])
+    apart = [("local",), ("node",)]
+    local = {"hierarchical": apart[:1], **dict.fromkeys(BETWEEN_NODES, apart)}.get(name, [])
     assert preset(name).groups(MeshShape()) == ()
     assert preset(name).groups(MeshShape(data=4)) == (("data",),)
     assert preset(name).groups(MeshShape(data=4, node=4)) == (("data",),)

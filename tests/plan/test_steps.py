@@ -53,9 +53,13 @@ def check_nothing_is_wasted(ops: tuple[Step, ...]) -> None:
     """No axis is gathered only to be cut again first, none is reduced twice, and slices come as early as they can."""
     reduced = [axis for op in ops if isinstance(op, ReduceScatter | AllReduce) for axis in expand(op.axes)]
     assert len(set(reduced)) == len(reduced), ops
-    gathers = [op for op in ops if isinstance(op, AllGather)]
-    assert len(gathers) <= 1, ops
+    gathers = [number for number, op in enumerate(ops) if isinstance(op, AllGather)]
+    assert all(after == before + 1 for before, after in pairwise(gathers)), ops
     for before, op in pairwise(ops):
+        if isinstance(op, Slice | AllGather | ReduceScatter) and type(before) is type(op):  # one would be out of order
+            outer, inner = (op, before) if isinstance(op, AllGather) else (before, op)
+            assert isinstance(inner, Slice | AllGather | ReduceScatter)
+            assert PARTS.index(expand(outer.axes)[-1]) > PARTS.index(expand(inner.axes)[0]), ops
         if isinstance(before, AllGather) and isinstance(op, Slice):
             assert expand(before.axes)[0] != expand(op.axes)[0], ops
         assert not (isinstance(op, Slice) and isinstance(before, Encode | AllReduce)), ops
@@ -169,7 +173,10 @@ MOVES: dict[str, tuple[Residence, Residence, MeshShape, tuple[Step, ...]]] = {
     "finer": (Residence(TENSOR), Residence((*TENSOR, *DATA)), GRID, (Slice(DATA),)),
     "coarser": (Residence((*TENSOR, *DATA)), Residence(TENSOR), GRID, (AllGather(DATA),)),
     "another order": (Residence((*TENSOR, *DATA)), Residence((*DATA, *TENSOR)), GRID, (
-        AllGather((*TENSOR, *DATA)), Slice((*DATA, *TENSOR)))),
+        AllGather(DATA), AllGather(TENSOR), Slice((*DATA, *TENSOR)))),
+    "a node's part to whole": (Residence((*LOCAL, *NODE)), Residence(), NODES, (AllGather(NODE), AllGather(LOCAL))),
+    "sum to parts of a node's": (Residence((), DATA), Residence((*LOCAL, *NODE)), NODES, (
+        ReduceScatter(LOCAL), ReduceScatter(NODE))),
     "one node: local is data": (Residence(LOCAL), Residence(), MeshShape(data=4), (AllGather(DATA),)),
     "one rank a node: local is nothing": (Residence(LOCAL), Residence(), MeshShape(data=4, node=4), ()),
     "sum": (Residence((), DATA), Residence(), NODES, (AllReduce(DATA),)),
@@ -185,7 +192,7 @@ MOVES: dict[str, tuple[Residence, Residence, MeshShape, tuple[Step, ...]]] = {
     "sum over two axes, shards over one": (Residence((), (*DATA, *SEQUENCE)), Residence(DATA), GRID, (
         ReduceScatter(DATA), AllReduce(SEQUENCE))),
     "sum over two axes, shards over both": (Residence((), (*DATA, *SEQUENCE)), Residence((*SEQUENCE, *DATA)), GRID, (
-        ReduceScatter((*SEQUENCE, *DATA)),)),
+        ReduceScatter(SEQUENCE), ReduceScatter(DATA))),
     "sum, split over another axis as well": (Residence((), DATA), Residence((*TENSOR, *DATA)), GRID, (
         Slice(TENSOR), ReduceScatter(DATA))),
     "encode": (Residence(encoding=FP32), Residence(encoding=BF16), NODES, (Encode(BF16),)),

@@ -1,12 +1,13 @@
 """The real engine on ranks that are threads of one process, on nodes of several."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
 from partita.config.load import load_config
@@ -16,6 +17,8 @@ from partita.engine.engine import Engine
 from partita.plan.mesh_shape import MeshShape
 from tests import seeds
 from tests.fakes import on_ranks
+from tests.local.lossless import lossless
+from tests.local.test_changes import Far
 from tests.local.training import Stack, square_loss
 
 STAGES = [{"stage": stage} for stage in range(4)] + [{"stage": 3, "keep_gathered": True}]
@@ -24,10 +27,13 @@ NOTHING = Given(None, None, None, None)
 Course = tuple[list[tuple[float, float | None]], dict[str, Tensor]]
 
 
-def train(shape: MeshShape, zero: dict[str, Any]) -> list[Course]:
+def train(
+    shape: MeshShape, zero: dict[str, Any], build: Callable[[], nn.Module] | None = None, **sections: Any
+) -> list[Course]:
     """Three steps on every rank of a mesh; ranks with one data coordinate have the same model and samples."""
     seeds.start()
-    model, config = Stack(2), {"zero": zero, "clip_grad_norm": 0.1, "checkpoint": {"background": False}}
+    model = Stack(2) if build is None else build()
+    config = {"zero": zero, "clip_grad_norm": 0.1, "checkpoint": {"background": False}, **sections}
     resolved = replace(resolve(load_config(config), shape.data, "cpu", shape.data // shape.node), mesh=shape)
 
     def on_rank(collectives: Collectives) -> Course:
@@ -56,4 +62,16 @@ def same(one: Course, other: Course) -> None:
 def test_all_stages_have_the_same_bits(zero: dict[str, Any]) -> None:
     shape = MeshShape(data=4, node=2)
     for one, other in zip(train(shape, zero), train(shape, STAGES[0]), strict=True):
+        same(one, other)
+
+
+@pytest.mark.parametrize(
+    "shape", [MeshShape(data=4, node=2), MeshShape(data=6, node=3), MeshShape(data=6, node=2)], ids=str
+)
+def test_changes_between_nodes_where_nothing_is_lost(shape: MeshShape) -> None:
+    """Sums inside a node first, as where each node has whole shards."""
+    expected = train(shape, {"stage": 3, "replicate": "nodes"}, Far)
+    with lossless("ternary"):
+        got = train(shape, HIERARCHICAL, Far, communication={"parameters": "ternary"})
+    for one, other in zip(got, expected, strict=True):
         same(one, other)

@@ -2,22 +2,26 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from partita.comm.collectives import Collectives
+from partita.kernels import codec as kernels
 from partita.plan.mesh_shape import MeshShape
-from partita.plan.residence import BF16, FP32, Residence, Tier
+from partita.plan.residence import BF16, BLOCK, FP32, Residence, Tier
 from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
-from partita.plan.steps import AllReduce, ReduceScatter, Step, in_phases, steps
+from partita.plan.steps import AllGather, AllReduce, ReduceScatter, Step, in_phases, on_wires, steps
+from partita.plan.wire import CODECS, FULL, Codec, Wire
 from partita.sharding.movement import Movement, finish_all
 from tests import seeds
 from tests.fakes import on_ranks
 from tests.plan.interpreter import DTYPES, State
 
 NUM_ELEMENTS = 48
+INT4 = Wire(codec=CODECS["int4"], unbiased=True)
 MESHES = [MeshShape(data=2), MeshShape(data=3), MeshShape(data=4, node=2), MeshShape(data=2, tensor=2)]
 TIERS = [Tiers(), Tiers(Tier.HOST, Tier.HOST, Tier.HOST), Tiers(Tier.DISK, Tier.DISK, Tier.DISK)]
 ENCODINGS = [Encodings(), Encodings(BF16), Encodings(BF16, FP32, BF16)]
@@ -74,7 +78,46 @@ def _reduces_twice(src: Residence, dst: Residence, mesh: MeshShape) -> bool:
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
 @pytest.mark.parametrize("mesh", [MeshShape(), *MESHES], ids=str)
 def test_what_arrives_is_added(mesh: MeshShape, tier: Tier) -> None:
-    src, dst = Residence((), ("data",)), Residence(("data",), (), FP32, tier)
+    is_added(Residence((), ("data",)), Residence(("data",), (), FP32, tier), mesh)
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
+def test_the_last_of_several_sums_is_added(tier: Tier) -> None:
+    is_added(Residence((), ("data",)), Residence(("local", "node"), (), FP32, tier), MeshShape(data=4, node=2))
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
+@pytest.mark.parametrize("mesh", [MeshShape(data=4, node=2), MeshShape(data=6, node=3)], ids=str)
+def test_parts_are_gathered_in_turn(mesh: MeshShape, tier: Tier) -> None:
+    src, dst = Residence(("local", "node")), Residence((), (), BF16, tier)
+    assert sum(isinstance(op, AllGather) for op in steps(src, dst, mesh)) == 2
+    got, state = moved(src, dst, mesh)
+    for values, expected in zip(got, state.after(src, dst, mesh), strict=True):
+        assert values.double().tolist() == expected.values.tolist()
+
+
+def test_sums_in_turn_are_rounded_by_other_random_numbers() -> None:
+    """With the same ones the second sum would not be right on average."""
+    ops = on_wires(steps(Residence((), ("data",)), Residence(("local", "node")), MeshShape(data=4, node=2)), INT4, FULL)
+    drawn = dict[int, set[int | None]]()
+
+    def encode(codec: Codec, values: Tensor, codes: Tensor, *, seed: int | None = None, **how: object) -> None:
+        drawn.setdefault(values.numel(), set()).add(seed)
+        codes.zero_()
+
+    def work(collectives: Collectives) -> None:
+        received = torch.empty(Movement(collectives).scratch_bytes(ops, 4 * BLOCK, 4), dtype=torch.uint8)
+        movement = Movement(collectives, seed=3)
+        finish_all(movement.begin(ops, torch.ones(4 * BLOCK), torch.empty(BLOCK), received=received))
+
+    with mock.patch.object(kernels, "encode", encode):
+        on_ranks(MeshShape(data=4, node=2), work, ("local",), ("node",))
+    first, second = drawn[2 * BLOCK], drawn[BLOCK]
+    assert len(first) == len(second) == 2
+    assert not first & second
+
+
+def is_added(src: Residence, dst: Residence, mesh: MeshShape) -> None:
     got, state = moved(src, dst, mesh, before=3.0)
     for values, expected in zip(got, state.after(src, dst, mesh), strict=True):
         assert values.double().tolist() == (expected.values + 3.0).tolist()

@@ -39,6 +39,7 @@ ROWS: dict[str, dict[str, Any]] = {
 # On several nodes.
 WIDE: dict[str, dict[str, Any]] = {
     "hierarchical": {"zero": {"stage": 3, "hierarchical": True}},
+    "changes": {"zero": {"stage": 3, "hierarchical": True}, "communication": {"parameters": "ternary"}},
     "replicated": {"zero": {"stage": 3, "replicate": "nodes"}},
 }
 SAMPLE = ("disk", "sequence", "three axes")

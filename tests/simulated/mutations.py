@@ -26,7 +26,7 @@ NUM_RANKS, NUM_RANKS_ON_AXES = 2, 4
 @dataclass(frozen=True)
 class Mutation:
     """``old`` occurs once in the file; ``plan`` is one of :data:`tests.simulated.training.PLANS`, which is trained, or
-    (``saves``) saved and loaded again, or one of its ``AXES``.
+    (``saves``) saved and loaded again, or one of its ``AXES`` or ``NODES``.
     """
 
     file: str
@@ -142,8 +142,12 @@ MUTATIONS = (
         "pipeline",
     ),
     Mutation(
-        "inspection/whole.py", ".all_gather(whole, part).wait()", ".all_gather(whole, part)", "bf16, optimizer on host"
+        "inspection/whole.py",
+        "finish_all(Movement(self._collectives).begin(ops, part, whole))",
+        "Movement(self._collectives).begin(ops, part, whole)",
+        "bf16, optimizer on host",
     ),
+    Mutation("sharding/movement.py", "finish_all(handles)  # what is gathered further\n", "pass\n", "changes"),
 )
 
 
@@ -178,15 +182,18 @@ def run(mutation: Mutation | None, plan: str, saves: bool, folder: str) -> tuple
     from tests.simulated import training
 
     call: Sequence[Any] = (training.train_on_axes, training.AXES.get(plan))
+    if plan in training.NODES:
+        trained: tuple[Any, list[str]] = training.on_nodes(training.simulated, training.train, training.NODES[plan])
+        return trained
     if plan in training.PLANS:
         call = (training.resume, training.PLANS[plan], folder) if saves else (training.train, training.PLANS[plan])
     return training.simulated(*call)
 
 
 def outcome(mutation: Mutation | None, plan: str, saves: bool, folder: Path) -> list[tuple[Any, list[str]]]:
-    from tests.simulated.training import AXES  # the ranks must not have imported it
+    from tests.simulated.training import AXES, NODES  # the ranks must not have imported it
 
-    num_ranks = NUM_RANKS_ON_AXES if plan in AXES else NUM_RANKS
+    num_ranks = NUM_RANKS_ON_AXES if plan in {**AXES, **NODES} else NUM_RANKS
     pool.close()
     try:
         return pool.run(num_ranks, run, mutation, plan, saves, str(folder), with_group=False)

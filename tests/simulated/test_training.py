@@ -7,7 +7,18 @@ import torch
 
 from partita import PartitaError
 from tests.local import pool
-from tests.simulated.training import AXES, PLANS, on, open_engine, resume, simulated, train_all, train_on_axes
+from tests.simulated.training import (
+    AXES,
+    NODES,
+    PLANS,
+    on,
+    on_nodes,
+    open_engine,
+    resume,
+    simulated,
+    train_all,
+    train_on_axes,
+)
 
 SAMPLE = (
     *("stage 0", "stage 2", "all on host", "all on disk", "lean, in backward, on host", "accumulated"),
@@ -48,6 +59,16 @@ def test_every_axis(name: str) -> None:
         assert races == []
         assert trained.losses == pytest.approx(on_cpu.losses, rel=1e-5)
         assert trained.norms == pytest.approx(on_cpu.norms, rel=1e-5)
+
+
+def test_changes_between_nodes() -> None:
+    expected = pool.run(4, on_nodes, train_all, NODES, with_group=False, timeout=200)
+    pool.close()
+    results = pool.run(4, on_nodes, simulated, train_all, NODES, with_group=False, timeout=200)
+    for rank, (trained, races) in enumerate(results):
+        assert races == [], f"rank {rank}"
+        differ = [name for name in NODES if not trained[name].same(expected[rank][name])]
+        assert not differ, f"rank {rank}: other bits than on the CPU"
 
 
 @pytest.mark.parametrize("plan", ["all on host", "all on disk"])

@@ -1,9 +1,11 @@
 """Trains a small model, on the simulated accelerator or on the CPU, and says what came of it."""
 
 import gc
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +60,17 @@ PLANS: dict[str, Mapping[str, Any]] = {
     "inputs on host": {**on(3), "activations": {"checkpoint": "units", "offload": "host"}},
     "inputs on disk": {**on(2), "activations": {"checkpoint": "selective", "offload": "disk"}},
     "accumulated, stage 1, on host": {**on(1, optimizer="host"), "batch": {"accumulate": 3}},
+}
+
+HIERARCHICAL = {"stage": 3, "hierarchical": True}
+# On nodes of two ranks.
+NODES: dict[str, Mapping[str, Any]] = {
+    "changes": {"zero": HIERARCHICAL, "communication": {"gradients": "ternary", "parameters": "ternary"}},
+    "changes, bf16, optimizer on host": {
+        "zero": HIERARCHICAL | {"offload": {"optimizer": "host"}},
+        "precision": {"compute": "bf16"},
+        "communication": {"parameters": "int4", "warmup_steps": 1},
+    },
 }
 
 # On four ranks. Attention's kernel is another than the CPU's, and so are the last bits.
@@ -158,6 +171,13 @@ def train_on_axes(config: Mapping[str, Any], num_steps: int = 2) -> Trained:
 def train_all(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Trained]:
     """Each plan, one after the other."""
     return {name: train(config) for name, config in configs.items()}
+
+
+def on_nodes(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function gives on nodes of two ranks."""
+    local = {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(int(os.environ["RANK"]) % 2)}
+    with mock.patch.dict(os.environ, local):
+        return function(*args)
 
 
 def resume(config: Mapping[str, Any], folder: str) -> Trained:

@@ -246,10 +246,9 @@ class Content:
                 master.end(changed=False)
 
     def _part(self, segment: Segment, values: Tensor) -> Tensor:
-        """This rank's part of what it may hold whole."""
-        if values.numel() == segment.layout.part_elements:
-            return values
-        return values.view(segment.layout.num_parts, -1)[self._index]
+        """This rank's part of what it may hold whole, or several parts of."""
+        parts = values.view(-1, segment.layout.part_elements)
+        return parts[self._index % len(parts)]
 
 
 def _out_of(values: Tensor, place: slice) -> Callable[[Tensor], Tensor]:

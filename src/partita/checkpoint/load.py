@@ -253,9 +253,7 @@ class Loading:
 
     def _spans(self, segment: Segment) -> tuple[Span, ...]:
         """The spans of what this rank holds."""
-        if _kept(segment).num_elements == segment.layout.padded:
-            return segment.layout.spans
-        return segment.layout.part(self._runtime.part_index)
+        return segment.rest_spans if segment.master is None else segment.master_spans
 
     # -------------------------------------------------------------------- reading
 

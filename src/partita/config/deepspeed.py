@@ -210,12 +210,13 @@ def _zero(conversion: Conversion, compute: str | None, ranks_per_node: int) -> i
         if (ranks := conversion.number(ZERO + name, 1)) > 1:
             text = "" if ranks == ranks_per_node else f"over the {ranks_per_node} ranks of a node, not over {ranks:g}"
             conversion.set(target, value, ZERO + name, text)
-    for name, target, codec in (  # as ZeRO++ has them: blocks of 8 and of 4 bits
-        ("zero_quantized_weights", "communication.parameters", "int8"),
-        ("zero_quantized_gradients", "communication.gradients", "int4"),
+    between = "of changes, between nodes" if conversion.number(f"{ZERO}zero_hpz_partition_size", 1) > 1 else ""
+    for name, target, codec, text in (  # as ZeRO++ has them: blocks of 8 and of 4 bits
+        ("zero_quantized_weights", "communication.parameters", "int8", between),
+        ("zero_quantized_gradients", "communication.gradients", "int4", ""),
     ):
         if conversion.flag(ZERO + name):
-            conversion.set(target, codec, ZERO + name)
+            conversion.set(target, codec, ZERO + name, text)
     return int(stage)
 
 

@@ -9,6 +9,7 @@ from partita.config.checks import check_settings, idle_settings
 from partita.config.messages import Row, conflict, key_paths, row, setting, shown
 from partita.config.schema import Batch, Config
 from partita.config.values import Section
+from partita.config.wires import sends_changes
 from partita.errors import ConfigError
 from partita.plan.across_nodes import needless_crossings
 from partita.plan.mesh_shape import AXES, MeshShape
@@ -89,6 +90,8 @@ def resolve(config: Config, num_ranks: int, device_type: str, ranks_per_node: in
     for key in ("gradients", "parameters"):
         if getattr(config.communication, key) != "full" and mesh.data * mesh.sequence == 1:
             notices.append(f"ignored: communication.{key} (there is one data rank: nothing travels)")
+        elif key == "parameters" and config.zero.hierarchical and sends_changes(config) and mesh.node == 1:
+            notices.append(f"ignored: communication.{key} (changes pass between nodes, and there is one)")
         elif getattr(config.communication, key) != "full" and config.communication.every is not None and mesh.node == 1:
             notices.append(f"ignored: communication.{key} (under communication.every it is of what replicas exchange)")
     if config.communication.within_node != "auto" and device_type != "cpu":

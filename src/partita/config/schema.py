@@ -91,7 +91,11 @@ class Zero(Section):
         False,
         description="with keep_gathered: keep gradients whole between micro-batches, and reduce them once a batch",
     )
-    hierarchical: Flag = Field(False, description="stage 3: backward gathers inside the node, from a second shard")
+    hierarchical: Flag = Field(
+        False,
+        description="stage 3: backward gathers inside the node, from a second shard; with codes of "
+        "communication.parameters forward does, too, and what was updated passes between nodes as changes",
+    )
     replicate: Literal["none", "nodes"] = Field(
         "none", description="stage 3: nodes splits all states over the ranks of a node alone, so every node has them"
     )
@@ -266,7 +270,8 @@ class Communication(Section):
     parameters: Text = Field(
         "full",
         description="encoding of parameters as they travel; full: precision.compute. Stage 3: as they are gathered, "
-        "int8. Stages 1 and 2: of their changes, int8, int4, 2bit, ternary, onebit or topk, whose error is in the next",
+        "int8. Stages 1 and 2, and between the nodes of zero.hierarchical: of their changes, int8, int4, 2bit, "
+        "ternary, onebit or topk, whose error is in the next",
     )
     warmup_steps: Auto | CountOrZero = Field(
         "auto",

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from partita.config.messages import Contradiction, setting
 from partita.config.schema import Config
-from partita.config.wires import SENDS_MOMENTUM, gradient_codec, warmup_steps
+from partita.config.wires import SENDS_MOMENTUM, gradient_codec, sends_changes, warmup_steps
 from partita.plan.wire import AT_RANDOM, HELD_BACK, LOW_RANK
 
 
@@ -199,17 +199,20 @@ def _carrier(config: Config) -> Iterator[Contradiction]:
 def _changes(config: Config, compute: str) -> Iterator[Contradiction]:
     """Of parameters that travel as codes."""
     codec, zero = config.communication.parameters, config.zero
-    if codec == "full":
-        return
-    if zero.stage == 3:
-        if codec != "int8":
+    if not sends_changes(config):
+        if zero.stage == 3 and codec not in ("full", "int8"):
+            replicates = zero.replicate != "none"
             yield (
-                ("communication.parameters", "zero.stage"),
+                ("communication.parameters", "zero.stage", "zero.replicate" if replicates else "zero.hierarchical"),
                 f"communication.parameters: {codec} is too coarse to compute with: what travels at stage 3 are the "
-                "parameters themselves, at stages 1 and 2 their changes",
-                "set communication.parameters to int8, or zero.stage to 2",
+                "parameters themselves, at stages 1 and 2 and between the nodes of zero.hierarchical their changes",
+                "set communication.parameters to int8"
+                if replicates
+                else "set zero.hierarchical to true, communication.parameters to int8, or zero.stage to 2",
             )
         return
+    if zero.stage == 3:
+        yield from _changes_between_nodes(config)
     if config.precision.master == "split" and compute == "bf16":
         yield (
             ("communication.parameters", "precision.master"),
@@ -221,4 +224,25 @@ def _changes(config: Config, compute: str) -> Iterator[Contradiction]:
             ("communication.parameters", "zero.offload.parameters"),
             "changes in codes are added to parameters on the device",
             "leave zero.offload.parameters out",
+        )
+
+
+def _changes_between_nodes(config: Config) -> Iterator[Contradiction]:
+    """Of those that pass from node to node, each of which has all parameters."""
+    name, asked = config.optimizer.name, config.communication
+    if name in SENDS_MOMENTUM and asked.carrier is None:
+        yield (
+            ("optimizer.name", "zero.hierarchical", "communication.parameters"),
+            f"optimizer.name: {name} has its running average go back to all ranks at once; where "
+            f"communication.parameters: {asked.parameters} has changes pass between the nodes of zero.hierarchical, "
+            "what comes back goes from node to node first",
+            "set communication.parameters to full" + ", or communication.carrier to 0" * (name == "onebit_adam"),
+        )
+    if config.precision.gradients == "in_backward":
+        yield (
+            ("communication.parameters", "zero.hierarchical", "precision.gradients"),
+            "precision.gradients: in_backward updates a unit as its gradients come, while others are gathered for "
+            f"backward: where communication.parameters: {asked.parameters} has changes pass between the nodes of "
+            "zero.hierarchical, ranks would meet in these and in gathers in different orders",
+            "set precision.gradients to fp32, or communication.parameters to full",
         )

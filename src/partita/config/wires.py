@@ -10,6 +10,14 @@ SENDS_MOMENTUM = ("onebit_adam", "zeroone_adam", "onebit_lamb")
 MEASURES_MOMENT = ("onebit_adam", "onebit_lamb")  # in a warm-up
 
 
+def sends_changes(config: Config) -> bool:
+    """Whether codes of parameters are of their changes, from where they are updated to all that have them at rest: all
+    ranks below stage 3, a rank of each node under ``zero.hierarchical``.
+    """
+    zero, codec = config.zero, config.communication.parameters
+    return codec != "full" and (zero.stage < 3 or zero.hierarchical)
+
+
 def gradient_codec(config: Config) -> str:
     """The codec of gradients, or of the running average that travels in their place."""
     asked = "full" if config.communication.gradients == "auto" else config.communication.gradients

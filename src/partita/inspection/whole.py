@@ -4,6 +4,7 @@ import difflib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,10 @@ from partita.memory.capacity import free_now
 from partita.optim.updater import Updater
 from partita.optim.views import View
 from partita.plan.mesh_shape import STATE_AXES
+from partita.plan.residence import Tier
+from partita.plan.steps import steps
 from partita.planner.parameters import Holding, find_everywhere
+from partita.sharding.movement import Movement, finish_all
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member, Segment, replace_data
 
@@ -246,8 +250,9 @@ class Whole:
         device = self._collectives.mesh.device
         whole = part = segment.master.state.load().to(device)
         if not segment.holds_whole_master:
-            whole = part.new_empty(segment.layout.padded)
-            self._collectives.group(segment.plan.master.shard_axes).all_gather(whole, part).wait()
+            whole, held = part.new_empty(segment.layout.padded), replace(segment.plan.master, tier=Tier.DEVICE)
+            ops = steps(held, replace(held, shard_axes=()), segment.mesh)
+            finish_all(Movement(self._collectives).begin(ops, part, whole))
         return segment.master.joined(segment.full, whole)
 
     def others(self) -> dict[str, Any]:

@@ -92,11 +92,13 @@ class PlannedSegment:
 
     @cached_property
     def gathered_code_bytes(self) -> int:
-        """Of the codes that all parameters come in, or their changes, with room for one rank's in fp32."""
+        """Of the codes that all parameters come in, or changes of those at rest, with room for one rank's in fp32."""
         if self.sends_changes:
-            room = FP32.num_bytes(self.row.master.num_elements(self.layout.padded, self.mesh))
+            own, rest = (
+                each.num_elements(self.layout.padded, self.mesh) for each in (self.row.master, self.row.param_rest)
+            )
             coded = [wire for wire in (self.row.wires.changes, self.first_wires.changes) if wire.is_coded]
-            return max(wire.num_bytes(self.layout.padded) for wire in coded) + room
+            return max(wire.num_bytes(rest) for wire in coded) + FP32.num_bytes(own)
         return self.row.wires.parameters.num_bytes(self.layout.padded) if self.gathers_codes else 0
 
     @cached_property

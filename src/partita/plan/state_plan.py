@@ -19,6 +19,8 @@ from partita.plan.wire import AS_THEY_ARE, Wires, hops
 STATES = STATE_AXES
 # Those of one node.
 LOCAL = ("local", *(axis for axis in STATE_AXES if axis != "data"))
+# All of them, a node's outermost: each rank's part is within the part that it has of its node's.
+WITHIN_LOCAL = (*LOCAL, "node")
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,9 @@ PRESETS = {
     "zero3-kept": _Row(rest=STATES, grad_between=STATES, grad_step=STATES, states=STATES),
     "zero3-once": _Row(rest=STATES, partial=True, grad_step=STATES, states=STATES),
     "hierarchical": _Row(rest=STATES, between=LOCAL, grad_between=STATES, grad_step=STATES, states=STATES),
+    "hierarchical-changes": _Row(
+        rest=LOCAL, between=LOCAL, grad_between=WITHIN_LOCAL, grad_step=WITHIN_LOCAL, states=WITHIN_LOCAL
+    ),
     "hsdp": _Row(rest=LOCAL, between=LOCAL, grad_between=LOCAL, grad_step=LOCAL, states=LOCAL),
 }
 _STAGES = ("ddp", "zero1", "zero2", "zero3")
@@ -209,11 +214,15 @@ def preset_name(
     keep_gradients: bool = False,
     hierarchical: bool = False,
     replicated: bool = False,
+    changes: bool = False,
 ) -> str:
-    """The preset that a ZeRO stage and its variants stand for. ``replicated``: every node has all states."""
+    """The preset that a ZeRO stage and its variants stand for. ``replicated``: every node has all states;
+    ``changes``: parameters travel between nodes as codes of their changes.
+    """
     chosen = {
         "zero3-once": keep_gradients,
         "zero3-kept": keep_gathered,
+        "hierarchical-changes": hierarchical and changes,
         "hierarchical": hierarchical,
         "hsdp": replicated,
     }

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import groupby, takewhile
 
-from partita.plan.mesh_shape import MeshShape
+from partita.plan.mesh_shape import AXES, MeshShape, expand
 from partita.plan.residence import Encoding, Residence, Tier
 from partita.plan.wire import FULL, Wire
 
@@ -111,7 +111,9 @@ def on_wires(ops: Iterable[Step], summed: Wire, gathered: Wire) -> tuple[Step, .
 def steps(src: Residence, dst: Residence, mesh: MeshShape) -> tuple[Step, ...]:
     """The ordered operations from ``src`` to ``dst``; empty when nothing has to move.
 
-    Operations over all of the data axis name it ``data``; only those over a part of it name ``node`` or ``local``.
+    Operations over all of the data axis name it ``data``; only those over a part of it name ``node`` or ``local``. Each
+    is over axes in the mesh's order, in which ranks are numbered. Where shard axes have another one there are several:
+    gathers from the innermost axes on, sums from the outermost.
 
     Raises:
         ValueError: ``dst`` is partial over an axis over which ``src`` is not (a sum cannot be undone).
@@ -153,11 +155,22 @@ def _moves(src: tuple[str, ...], dst: tuple[str, ...], reduced: tuple[str, ...],
     if gathered:  # sums come first, while a rank holds little
         if reduced:
             moves.append(AllReduce(mesh.named(reduced)))
-        moves.append(AllGather(mesh.named(gathered)))
+        moves += [AllGather(axes) for axes in reversed(_in_order(gathered, mesh))]
         reduced = ()
     for is_summed, run in groupby(cut, lambda axis: axis in reduced):
-        axes = mesh.named(tuple(run))
-        moves.append(ReduceScatter(axes) if is_summed else Slice(axes))
+        for axes in _in_order(tuple(run), mesh):
+            moves.append(ReduceScatter(axes) if is_summed else Slice(axes))
     if left := tuple(axis for axis in reduced if axis not in cut):
         moves.append(AllReduce(mesh.named(left)))
     return moves
+
+
+def _in_order(axes: tuple[str, ...], mesh: MeshShape) -> list[tuple[str, ...]]:
+    """``axes``, outermost first, cut into the longest runs that are in the mesh's order."""
+    runs, order = list[list[str]](), expand(AXES)
+    for axis in axes:
+        if runs and order.index(runs[-1][-1]) < order.index(axis):
+            runs[-1].append(axis)
+        else:
+            runs.append([axis])
+    return [mesh.named(tuple(run)) for run in runs]

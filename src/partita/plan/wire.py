@@ -100,9 +100,9 @@ FULL = Wire()
 class Wires:
     """What travels on the edges of the table: ``gradients`` to where they are summed up, ``sums`` of them to where the
     optimizer works on more than a rank has summed up, ``parameters`` that rest split to where they are computed with,
-    and ``changes`` of those that rest whole from where they are updated: what travels of one is how far the updated
-    value is from what all ranks have, which so is the wire's feedback. ``first``: what travels in their place in the
-    first steps, and where a second moment is refreshed; None: there are no such steps.
+    and ``changes`` of them from where they are updated to all that have them at rest: what travels of one is how far
+    the updated value is from what these have alike, which so is the wire's feedback. ``first``: what travels in their
+    place in the first steps, and where a second moment is refreshed; None: there are no such steps.
 
     ``momentum``: what ranks send is the optimizer's running average as it would be by their own gradients: so much of
     the last one, which all of them have, and the rest of the gradient (Tang et al., "1-bit Adam", 2021). The average

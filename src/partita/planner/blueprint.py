@@ -86,6 +86,7 @@ def row_of(
         keep_gradients=zero.keep_gradients,
         hierarchical=zero.hierarchical,
         replicated=replicated,
+        changes=resolved.config.communication.parameters != "full",
     )
     row = preset(name, encodings, tiers, resolved.mesh, copies)
     if resolved.config.communication.every is not None and resolved.mesh.node > 1:
@@ -108,7 +109,7 @@ def wires_of(config: Config, row: StatePlan) -> Wires:
     elif config.optimizer.name in SENDS_MOMENTUM:
         wires = replace(wires, momentum=config.optimizer.betas[0])
     gathered = CODECS.get(HELD_BACK.get(name, name)) if row.param_compute.encoding.name in ENCODINGS else None
-    if row.param_rest.shard_axes:
+    if row.param_rest.shard_axes and row.param_rest.shard_axes == row.master.shard_axes:
         parameters = Wire(row.param_compute.encoding, gathered)
         wires, first = (replace(each, parameters=parameters) for each in (wires, first))
     else:

@@ -47,6 +47,7 @@ class Feedback:
             for _ in range(HELD_COPIES)
         )
         self._is_open = False  # codes were sent since the last update
+        self._sums_in_turn = len(planned.gradient_reductions) > 1
         # The optimizer's running average that all ranks have, of which what they send is made.
         self.average: Tensor | None = None
         self.carrier: Carrier | None = None
@@ -243,7 +244,12 @@ class Feedback:
         return list(parts)
 
     def _rows_of(self, num: int) -> slice:
-        """Which rows a sum is of to which a rank gives ``num`` of them: its own, and every so many before and after."""
+        """Which rows a sum is of to which a rank gives ``num`` of them: its own with every so many before and after, or
+        with those beside it, where there is an operation for each sum.
+        """
+        if self._sums_in_turn:
+            first = self._row // num * num
+            return slice(first, first + num)
         apart = self._layout.num_rows // num
         return slice(self._row % apart, None, apart)
 

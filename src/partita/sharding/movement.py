@@ -11,7 +11,7 @@ from partita.comm.group import Group
 from partita.memory.timeline import span
 from partita.plan.steps import AllGather, Copy, Encode, Read, ReduceScatter, Slice, Step, Write, in_phases
 from partita.plan.wire import hops, scratch_bytes
-from partita.sharding.coded import Rounding, begin_gather, reduce_scatter
+from partita.sharding.coded import Rounding, begin_gather, reduce_scatter, seed_of
 
 
 class Movement:
@@ -46,7 +46,8 @@ class Movement:
         accumulate: bool = False,
         received: Tensor | None = None,
     ) -> list[Work]:
-        """Begin to bring ``source`` into ``target``; handles of what is under way. Only gathers are, on return.
+        """Begin to bring ``source`` into ``target``; handles of what is under way. Only gathers are, on return. Of sums
+        over one group after the other the first ones are made in ``source``.
 
         Args:
             tag: ranks that gather under different tags wait for each other.
@@ -62,35 +63,27 @@ class Movement:
             finish_all(self.begin(ops, source, whole, purpose=purpose, tag=tag, received=received))
             target.copy_(whole)
             return []
-        handles, held = list[Work](), list(self._held)
-        for op in ops:
+        handles, held, rooms = list[Work](), list(self._held), self._rooms(ops, target)
+        for number, op in enumerate(ops):
             match op:
                 case AllGather(axes, wire):
-                    group = self._collectives.group(axes)
-                    if (source.dtype, source.device) != (target.dtype, target.device):
-                        source = _part(target, group).copy_(source, non_blocking=True)
+                    finish_all(handles)  # what is gathered further
+                    handles.clear()
+                    group, whole = self._collectives.group(axes), rooms[number]
+                    if (source.dtype, source.device) != (whole.dtype, whole.device):
+                        source = _part(whole, group).copy_(source, non_blocking=True)
                     if wire.is_coded:
                         assert received is not None
                         how = Rounding(self._seed, held.pop(0) if wire.feedback else None)
-                        begun = begin_gather(group, wire, source, target, received, how=how, purpose=purpose, tag=tag)
+                        begun = begin_gather(group, wire, source, whole, received, how=how, purpose=purpose, tag=tag)
                         handles.append(begun)
                     else:
-                        handles.append(group.all_gather(target, source, purpose, tag))
-                    source = target
-                case ReduceScatter(axes, wire):
+                        handles.append(group.all_gather(whole, source, purpose, tag))
+                    source = whole
+                case ReduceScatter():
                     assert received is not None
-                    group = self._collectives.group(axes)
-                    part = _part(target, group) if target.numel() == source.numel() else target
-                    if wire.is_coded:
-                        groups = self._hops(axes)
-                        kept = [held.pop(0) for _ in groups] if wire.feedback else []
-                        reduce_scatter(
-                            groups, wire, source, part, received, seed=self._seed, accumulate=accumulate, held=kept
-                        )
-                    else:
-                        room = received[: group.received_elements(source.numel(), source.itemsize)]
-                        group.reduce_scatter(part, source, room, accumulate=accumulate)
-                    source = part
+                    seeded = self.seeded(seed_of(self._seed, number)) if number else self
+                    source = seeded._sum(op, source, target, received, held, accumulate=accumulate)
                 case Slice(axes):
                     source = _part(source, self._collectives.group(axes))
                 case Encode() | Copy():
@@ -105,6 +98,43 @@ class Movement:
             else:
                 self._copy(source, target)
         return handles
+
+    def _sum(
+        self,
+        op: ReduceScatter,
+        source: Tensor,
+        target: Tensor,
+        received: Tensor,
+        held: list[Tensor],
+        *,
+        accumulate: bool,
+    ) -> Tensor:
+        """This rank's part of the sum: in ``target``, or, where it is summed further, in ``source``. What is used of
+        ``held`` is taken out of it.
+        """
+        group = self._collectives.group(op.axes)
+        part = _part(target, group) if target.numel() == source.numel() else target
+        if part.numel() * group.size < source.numel():
+            part, accumulate = _part(source, group).to(target.dtype), False
+        if op.wire.is_coded:
+            groups = self._hops(op.axes)
+            kept = [held.pop(0) for _ in groups] if op.wire.feedback else []
+            reduce_scatter(groups, op.wire, source, part, received, seed=self._seed, accumulate=accumulate, held=kept)
+        else:
+            room = received[: group.received_elements(source.numel(), source.itemsize)]
+            group.reduce_scatter(part, source, room, accumulate=accumulate)
+        return part
+
+    def _rooms(self, ops: Sequence[Step], target: Tensor) -> dict[int, Tensor]:
+        """By its number, where each gather brings its parts: those before another one, into this rank's part of it."""
+        rooms, room, following = dict[int, Tensor](), target, None
+        for number, op in reversed(list(enumerate(ops))):
+            if isinstance(op, AllGather):
+                room = target if following is None else _part(room, self._collectives.group(following.axes))
+                rooms[number], following = room, op
+            elif isinstance(op, ReduceScatter):
+                following = None
+        return rooms
 
     def group(self, axes: tuple[str, ...]) -> Group:
         """The ranks along these axes."""

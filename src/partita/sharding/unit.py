@@ -169,7 +169,18 @@ class Segment:
     @property
     def master_spans(self) -> tuple[Span, ...]:
         """The spans of this rank's master weights, with offsets in ``master``; where it has all, also empty ones."""
-        return self.layout.spans if self.holds_whole_master else self.planned.spans_of(self.plan.master, self._rank)
+        return self._spans_of(self.plan.master)
+
+    @property
+    def rest_spans(self) -> tuple[Span, ...]:
+        """The spans of the parameters that rest on this rank, with offsets in ``rest``; where all do, also empty
+        ones.
+        """
+        return self._spans_of(self.plan.param_rest)
+
+    def _spans_of(self, residence: Residence) -> tuple[Span, ...]:
+        is_whole = self.planned.num_shards(residence) == 1
+        return self.layout.spans if is_whole else self.planned.spans_of(residence, self._rank)
 
     def part(self, whole: Tensor, residence: Residence) -> Tensor:
         """This rank's part of a whole flat tensor (all of it where the residence is not sharded)."""
@@ -224,8 +235,8 @@ class Segment:
 
     def part_of_rest(self, values: Tensor) -> Tensor:
         """What rests of the elements that this rank has the master weights of."""
-        same = values.numel() == self.layout.padded // self.planned.num_shards(self.plan.master)
-        return values if same else self.part(values, self.plan.master)
+        parts = values.view(values.numel() * self.planned.num_shards(self.plan.master) // self.layout.padded, -1)
+        return parts[self.mesh.group_index(self._rank, self.plan.master.shard_axes) % len(parts)]
 
 
 class Unit:

@@ -100,7 +100,7 @@ def test_inputs_that_leave_the_device_are_the_engine_s(axes: dict[str, int], tie
     held = given.held(given.stages[0])
     assert rank.memory.peak["activations", tier] == held["activations", tier] > 0
     assert rank.activation_bytes == pytest.approx(held["activations", "device"], rel=0.02)
-    assert given.trace.peak() < replace(given.trace, inputs_rest=Tier.DEVICE).peak()
+    assert given.trace.peak < replace(given.trace, inputs_rest=Tier.DEVICE).peak
     figure = {"host": "host_link", "disk": "disk_rate"}[tier]
     slow, fast = (replace(machine_named("h100"), **{figure: rate}) for rate in (1e8, 1e13))
     assert given.time(slow).total_s > given.time(fast).total_s

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from partita.memory.ledger import MemoryReport
 from partita.memory.timeline import Watcher, watched_by
 from partita.plan.residence import Tier
 from partita.plan.traffic import TrafficKey, TrafficReport
+from partita.planner.memory import model_state_bytes
 from partita.planner.traffic import StepShape, step_traffic
 from partita.simulate.live_bytes import LiveBytes
 from partita.simulate.roles import Role
@@ -121,16 +122,18 @@ def _train(engine: Engine, subject: Subject) -> None:
 def _report(engine: Engine, role: Role, live_bytes: int, before: TrafficReport, heard: list[Collective]) -> RankReport:
     accumulate = engine.blueprint.resolved.batch.accumulate
     announced = not accelerator.is_host(engine.mesh.device)
-    segments = [segment for unit in engine.units for segment in unit.segments]
-    planned = engine.planned_bytes
-    in_place = any(segment.trains and segment.gradient_in_place for segment in segments)
+    in_place = [
+        replace(unit, segments=tuple(segment for segment in unit.segments if segment.gradient_in_place))
+        for unit in engine.units
+    ]
+    counted = model_state_bytes(in_place, role.rank)  # in the ledger, too
     return RankReport(
         role,
         engine.memory_report(),
-        max(live_bytes - (planned["gradients", Tier.DEVICE.value] if in_place else 0), 0),
+        max(live_bytes - counted.get(("gradients", Tier.DEVICE.value), 0), 0),
         engine.traffic_report().since(before),
         tuple(heard),
-        planned,
+        engine.planned_bytes,
         step_traffic(engine.units, StepShape(accumulate, returns_loss=True, announced=announced)),
     )
 

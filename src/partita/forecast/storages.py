@@ -1,0 +1,80 @@
+"""The storages that operators make and give back: how many bytes there are, and which follow from parameters."""
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A storage, told from a later one at the same address."""
+
+    address: int
+    number: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class _Alive:
+    mark: Mark
+    depends: bool
+
+
+class Storages:
+    """Attributes: ``live``: bytes of those that are there; ``missed``: of those that are watched, the bytes of what is
+    gone.
+
+    Args:
+        params: the storages of parameters, which are there before.
+    """
+
+    def __init__(self, params: Iterable[torch.UntypedStorage]) -> None:
+        self.live = self.missed = 0
+        self._params = {storage._cdata for storage in params}
+        self._alive = dict[int, _Alive]()
+        self._watched = set[Mark]()
+        self._num = 0
+
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._alive
+
+    def depends(self, tensor: Tensor) -> bool:
+        """Whether a tensor was computed with a parameter, or is one."""
+        address = tensor.untyped_storage()._cdata
+        return address in self._params or (address in self._alive and self._alive[address].depends)
+
+    def bytes_apart(self) -> int:
+        """Of what is there and depends on no parameter."""
+        return sum(each.mark.num_bytes for each in self._alive.values() if not each.depends)
+
+    def mark(self, tensor: Tensor) -> Mark | None:
+        """The storage of a tensor; None if it was there before."""
+        found = self._alive.get(tensor.untyped_storage()._cdata)
+        return None if found is None else found.mark
+
+    def add(self, storage: torch.UntypedStorage, depends: bool) -> None:
+        """One that an operator made."""
+        self._num += 1
+        mark = Mark(storage._cdata, self._num, storage.nbytes())
+        self._alive[mark.address] = _Alive(mark, depends)
+        self.live += mark.num_bytes
+        weakref.finalize(storage, self._gone, mark)
+
+    def watch(self, marks: Iterable[Mark | None]) -> None:
+        """From now on ``missed`` is of these."""
+        self.missed, self._watched = 0, set()
+        for mark in {mark for mark in marks if mark is not None}:
+            found = self._alive.get(mark.address)
+            if found is not None and found.mark == mark:
+                self._watched.add(mark)
+            else:
+                self.missed += mark.num_bytes
+
+    def _gone(self, mark: Mark) -> None:
+        del self._alive[mark.address]
+        self.live -= mark.num_bytes
+        if mark in self._watched:
+            self.missed += mark.num_bytes

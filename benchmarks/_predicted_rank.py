@@ -21,6 +21,7 @@ from benchmarks._predicted_cases import Case
 from partita.engine.engine import Engine
 from partita.forecast.source import Source, read_source
 from partita.memory.ledger import STATES
+from partita.planner.memory import gradient_bytes_in_place
 from partita.tune.trial_rank import lent_bytes
 
 WARMUP = 2
@@ -64,9 +65,7 @@ def _bytes(engine: Engine, source: Source) -> dict[str, Any]:
     with profile(profile_memory=True) as profiled:
         _step(engine, source)
     memory, sent = engine.memory_report(), engine.traffic_report().since(before)
-    allocated = lent_bytes(profiled)
-    if any(segment.trains and segment.gradient_in_place for unit in engine.units for segment in unit.segments):
-        allocated -= engine.planned_bytes["gradients", "device"]  # made in the step, and in the ledger
+    allocated = lent_bytes(profiled) - gradient_bytes_in_place(engine.units, engine.mesh.rank)  # which the ledger has
     return {
         "held": {" ".join(key): num for key, num in memory.peak.items() if key[0] in STATES and num},
         "ledger_peak": sum(num for (_, tier), num in memory.peak.items() if tier == "device"),

@@ -67,8 +67,9 @@ class GivenPlan:
         working[Tier.DEVICE] -= arriving_bytes(units)  # the trace has those
         held.update({("working", tier.value): num for tier, num in working.items() if num})
         parts = parts_of(stage, units, self.trace)
-        moments = moments_of(self.schedule.orders[stage.index], len(parts))
-        held["activations", Tier.DEVICE.value] = most_held(moments, parts)
+        moments = moments_of(self.schedule, stage.index)
+        drawn = self.resolved.batch.accumulate * self.trace.batch_bytes
+        held["activations", Tier.DEVICE.value] = drawn + most_held(moments, parts)
         if self.inputs_rest is not Tier.DEVICE:
             elsewhere = [part.resting_elsewhere for part in parts]
             held["activations", self.inputs_rest.value] = most_held(moments, elsewhere)

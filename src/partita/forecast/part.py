@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from partita.parallel.pipeline.schedule import Action, Work
+from partita.parallel.pipeline.run import gradients_before
+from partita.parallel.pipeline.schedule import Schedule, Work
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,8 @@ class Part:
     ``kept_bytes`` stay from forward to backward; the peaks are with these, and above all else. ``growing_peak`` is that
     of a backward some of whose gradients, of ``gradient_bytes``, stay where autograd leaves them. ``left_bytes`` stay
     from the backward to that of the weights, where this comes later; ``largest_bytes`` is the largest gradient of
-    those. ``away``: bytes of inputs that rest elsewhere while it runs, and after its forward.
+    those; ``sent_bytes``: of the gradient that goes back to the stage before. ``away``: bytes of inputs that rest
+    elsewhere while it runs, and after its forward.
     """
 
     forward_peak: int
@@ -23,6 +25,7 @@ class Part:
     gradient_bytes: int
     left_bytes: int = 0
     largest_bytes: int = 0
+    sent_bytes: int = 0
     away: tuple[int, int] = (0, 0)
 
     @property
@@ -44,14 +47,16 @@ class Part:
 @dataclass(frozen=True)
 class Moment:
     """A rank does this ``work`` of one of its chunks, for a micro-batch. Beside it there are, of each chunk, so many
-    micro-batches whose forwards are ``kept``, and whose backwards have ``left`` gradients of weights; of those that
-    have ``begun``, gradients were computed before. ``splits``: weights' gradients are computed apart.
+    micro-batches whose forwards are ``kept``, whose backwards have ``left`` gradients of weights, and of which
+    gradients are under way to the stage before (``sent``); of chunks that have ``begun``, gradients were computed
+    before. ``splits``: weights' gradients are computed apart.
     """
 
     work: Work
     chunk: int
     kept: tuple[int, ...]
     left: tuple[int, ...]
+    sent: tuple[int, ...]
     begun: tuple[bool, ...]
     splits: bool
 
@@ -65,25 +70,30 @@ class Moment:
             peak = part.growing_peak if first and not self.splits else part.backward_peak
         else:
             peak = max(part.weights_peak, part.gradient_bytes if first else 0)
-        for each, kept, left, begun in zip(parts, self.kept, self.left, self.begun, strict=True):
-            peak += kept * each.kept_bytes + left * each.left_bytes + begun * each.gradient_bytes
+        for each, kept, left, sent, begun in zip(parts, self.kept, self.left, self.sent, self.begun, strict=True):
+            peak += kept * each.kept_bytes + left * each.left_bytes + sent * each.sent_bytes
+            peak += begun * each.gradient_bytes
         return peak
 
 
-def moments(order: Sequence[Action], num_chunks: int) -> frozenset[Moment]:
-    """Those of a rank that does its work in this ``order``; alike ones are one."""
-    splits = any(action.work is Work.WEIGHTS for action in order)
-    kept, left, begun = [0] * num_chunks, [0] * num_chunks, [False] * num_chunks
-    found = set[Moment]()
-    for action in order:
-        kept[action.chunk] -= action.work is Work.BACKWARD
-        left[action.chunk] -= action.work is Work.WEIGHTS
-        found.add(Moment(action.work, action.chunk, tuple(kept), tuple(left), tuple(begun), splits))
-        kept[action.chunk] += action.work is Work.FORWARD
-        if action.work is Work.BACKWARD and splits:
-            left[action.chunk] += 1
-        elif action.work is not Work.FORWARD:
-            begun[action.chunk] = True
+def moments(schedule: Schedule, rank: int) -> frozenset[Moment]:
+    """Those of a rank of the pipeline; alike ones are one."""
+    shape, splits = schedule.shape, schedule.splits_weights
+    arrived = dict(gradients_before(schedule, [shape.stage(rank, chunk) for chunk in range(shape.chunks)]))
+    kept, left, backwards, waited = ([0] * shape.chunks for _ in range(4))
+    begun, found = [False] * shape.chunks, set[Moment]()
+    for action in schedule.orders[rank]:
+        chunk, work = action.chunk, action.work
+        if work is Work.FORWARD:
+            waited[chunk] = max(waited[chunk], arrived.get(action, 0))
+        kept[chunk] -= work is Work.BACKWARD
+        left[chunk] -= work is Work.WEIGHTS
+        sent = tuple(done - gone for done, gone in zip(backwards, waited, strict=True))
+        found.add(Moment(work, chunk, tuple(kept), tuple(left), sent, tuple(begun), splits))
+        kept[chunk] += work is Work.FORWARD
+        backwards[chunk] += work is Work.BACKWARD
+        left[chunk] += splits and work is Work.BACKWARD
+        begun[chunk] |= work is schedule.last_work
     return frozenset(found)
 
 

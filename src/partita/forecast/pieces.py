@@ -75,7 +75,7 @@ class Trace:
     ``after`` run around them: embeddings; output layer and loss, whose backward counts in ``after.forward``.
     ``inputs_rest``: where the inputs of blocks that run again are between forward and backward
     (:mod:`partita.activation.inputs`). ``around_bytes``: what of the inputs alone is computed before all blocks, and
-    stays; every stage of a pipeline does so.
+    stays; every stage of a pipeline does so. ``batch_bytes``: of what the forward is given.
     """
 
     before: Piece
@@ -84,6 +84,7 @@ class Trace:
     after: Piece
     inputs_rest: Tier = Tier.DEVICE
     around_bytes: int = 0
+    batch_bytes: int = 0
 
     @property
     def peak(self) -> int:
@@ -124,7 +125,9 @@ class Trace:
             growing = max(growing, own + growing_peak + grown)
             grown, left = grown + stay, left + piece.left_bytes
         kept = below[-1] - gone(num) + (after.kept_bytes if last else 0)
-        return Part(max(forward), kept, backward, growing, grown, left, away=(gone(num - NUM_STAYING), gone(num)))
+        back = 0 if first else blocks[0].received_bytes
+        away = gone(num - NUM_STAYING), gone(num)
+        return Part(max(forward), kept, backward, growing, grown, left, sent_bytes=back, away=away)
 
     def _gone(self, start: int, stop: int) -> Callable[[int], int]:
         """Bytes of the inputs of so many blocks, where they rest elsewhere."""
@@ -149,6 +152,7 @@ class Trace:
             blocks=tuple(map(times, self.blocks)),
             after=times(self.after),
             around_bytes=int(self.around_bytes * factor),
+            batch_bytes=int(self.batch_bytes * factor),
         )
 
 

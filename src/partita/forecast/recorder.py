@@ -106,7 +106,7 @@ class Recorder(TorchDispatchMode):
             for leaf in leaves:
                 if leaf.requires_grad and leaf.grad_fn is not None:
                     self._inputs[number] = leaf.nbytes
-                    leaf.register_hook(partial(self._back_out_of, number))
+                    leaf.register_hook(partial(self._back_out_of, number, self._storages.mark(leaf)))
                     break
 
         return hook
@@ -125,21 +125,22 @@ class Recorder(TorchDispatchMode):
 
     def _back_into(self, number: int, output: Mark | None, gradient: Tensor) -> None:
         if number == len(self._blocks) - 1:
-            self._settle(number + 1, self._left[number], gradient)
+            self._settle(number + 1, self._left[number], output, gradient)
         self._go("backward", number)
         self._storages.watch([output, self._storages.mark(gradient)])
         self._note_peak()
 
-    def _back_out_of(self, number: int, gradient: Tensor) -> None:
-        self._settle(number, self._entered[number], gradient)
+    def _back_out_of(self, number: int, given: Mark | None, gradient: Tensor) -> None:
+        self._settle(number, self._entered[number], given, gradient)
         self._go("backward", number - 1)
 
-    def _settle(self, number: int, kept: int, gradient: Tensor) -> None:
-        """Note, at the end of a block's backward, what is beside the gradient of its input and what earlier ones have
-        kept.
+    def _settle(self, number: int, kept: int, value: Mark | None, gradient: Tensor) -> None:
+        """Note, at the end of a block's backward, what is beside the ``gradient`` of the ``value`` it was given and
+        what earlier ones have kept; of that the value may be gone.
         """
         mark = self._storages.mark(gradient)
-        self._settled[number] = self._storages.live - kept - (0 if mark is None else mark.num_bytes)
+        gone = 0 if value is None or self._storages.is_there(value) else value.num_bytes
+        self._settled[number] = self._storages.live + gone - kept - (0 if mark is None else mark.num_bytes)
 
     def _go(self, phase: str, number: int) -> None:
         self._count_sent()

@@ -273,7 +273,8 @@ class Search:
     ) -> Forecast:
         trace, found = self._scaled_trace(choice), self._moments_of(choice, stage)
         parts = parts_of(stage, units, trace)
-        held = {**fixed, ("activations", "device"): most_held(found, parts)}
+        drawn = choice.accumulate * trace.batch_bytes
+        held = {**fixed, ("activations", "device"): drawn + most_held(found, parts)}
         if choice.inputs != "none":
             held["activations", choice.inputs] = most_held(found, [part.resting_elsewhere for part in parts])
         return Forecast(choice, held, self.budget)
@@ -291,8 +292,8 @@ class Search:
         chunks = len(stage.chunks)
         shape, ranks = Shape(choice.mesh.pipeline, choice.accumulate, chunks), tuple(self._kinds(choice.mesh)[stage])
         if (shape, ranks) not in self._moments:
-            orders = make_schedule(self.config.parallel.schedule, shape).orders
-            self._moments[shape, ranks] = frozenset().union(*(moments(orders[rank], chunks) for rank in ranks))
+            schedule = make_schedule(self.config.parallel.schedule, shape)
+            self._moments[shape, ranks] = frozenset().union(*(moments(schedule, rank) for rank in ranks))
         return self._moments[shape, ranks]
 
     def _computing_s(self, choice: Choice, stages: Sequence[Stage]) -> float:

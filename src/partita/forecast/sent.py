@@ -19,7 +19,8 @@ def sent_by_axes(units: Sequence[PlannedUnit], stage: Stage, trace: Trace, num_m
         trace: of a micro-batch.
     """
     found = Counter[str]()
-    for key, count in step_traffic(units, StepShape(num_micros, returns_loss=True)).rows.items():
+    shape = StepShape(num_micros, returns_loss=True, chunks=len(stage.chunks))
+    for key, count in step_traffic(units, shape).rows.items():
         found[",".join(key.axes)] += count.sent_bytes
     for axis, num in activation_bytes(stage, trace).items():
         found[axis] += num_micros * num

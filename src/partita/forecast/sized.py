@@ -11,6 +11,7 @@ from partita.activation.caches import NoCaches
 from partita.activation.recompute import Recomputation, chosen_modules
 from partita.activation.tiled_loss import TiledHeads, find_heads
 from partita.activation.tiles import tiled_modules
+from partita.attention.apply import SparseAttention
 from partita.comm.collectives import Collectives
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
@@ -169,9 +170,12 @@ def size_model(
         splits = make_schedule(asked.schedule, shape).splits_weights
         weights = keep_apart(model, parallel) if splits else None
         rank = Rank(stand, dtypes, collectives, parallel.shares, mesh.pipeline > 1, weights)
+        sparse = resolved.config.attention != Config().attention
         for choice in choices:
             with _keeping_less(model, [spec.name for spec in short], choice, resolved):
                 traces[choice] = trace(model, batch, rank)
+                if sparse:  # the first one has made what all later ones share: which blocks are visited
+                    traces[choice] = trace(model, batch, rank)
     of_name = {spec.name: of_unit for spec, of_unit in zip(short, entries, strict=True)}
     return Sized(specs, [of_name[_stand_in(spec.name, stands_for)] for spec in specs], traces, samples, cuts)
 
@@ -212,6 +216,9 @@ def _split(model: nn.Module, resolved: Resolved, collectives: Collectives) -> It
             split_model(splitter, mesh, resolved.config.parallel.tensor_rules)
         if mesh.size(SEQUENCE) > 1:
             SequenceParallel(model, mesh, collectives.group((SEQUENCE,)), parallel.changes)
+        attention = SparseAttention(model, resolved.config.attention)
+        parallel.changes.add(attention.remove)
+        attention.apply()
         yield parallel
     finally:
         parallel.remove()

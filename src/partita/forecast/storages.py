@@ -55,6 +55,11 @@ class Storages:
         found = self._alive.get(tensor.untyped_storage()._cdata)
         return None if found is None else found.mark
 
+    def is_there(self, mark: Mark) -> bool:
+        """Whether it is still."""
+        found = self._alive.get(mark.address)
+        return found is not None and found.mark == mark
+
     def add(self, storage: torch.UntypedStorage, depends: bool) -> None:
         """One that an operator made."""
         self._num += 1
@@ -67,8 +72,7 @@ class Storages:
         """From now on ``missed`` is of these."""
         self.missed, self._watched = 0, set()
         for mark in {mark for mark in marks if mark is not None}:
-            found = self._alive.get(mark.address)
-            if found is not None and found.mark == mark:
+            if self.is_there(mark):
                 self._watched.add(mark)
             else:
                 self.missed += mark.num_bytes

@@ -6,7 +6,7 @@ alone. Attention is taken for a fused kernel's.
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -85,7 +85,8 @@ def trace(model: nn.Module, batch: Any, rank: Rank) -> Trace:
             ) from error
         finally:
             recorder.remove()
-    return recorder.result(rank.stand)
+    batch_bytes = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    return replace(recorder.result(rank.stand), batch_bytes=batch_bytes)
 
 
 def loss_of(output: Any) -> Tensor:

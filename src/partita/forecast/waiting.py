@@ -25,7 +25,9 @@ def parts_of(stage: Stage, units: Sequence[PlannedUnit], trace: Trace) -> list[P
     for chunk, (start, stop) in enumerate(stage.chunks):
         waiting = waiting_bytes(stage, chunk, units, trace)
         part = trace.part(start, stop, waiting, staying)
-        found.append(replace(part, largest_bytes=largest + max(waiting)))
+        # Those of what is behind all blocks wait once what was left of it is used up.
+        waits = max(0, max(waiting) - (trace.after.left_bytes if stop == len(trace.blocks) else 0))
+        found.append(replace(part, largest_bytes=largest + waits))
     return found
 
 

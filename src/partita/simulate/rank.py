@@ -20,7 +20,7 @@ from partita.memory.ledger import MemoryReport
 from partita.memory.timeline import Watcher, watched_by
 from partita.plan.residence import Tier
 from partita.plan.traffic import TrafficKey, TrafficReport
-from partita.planner.memory import model_state_bytes
+from partita.planner.memory import gradient_bytes_in_place
 from partita.planner.traffic import StepShape, step_traffic
 from partita.simulate.live_bytes import LiveBytes
 from partita.simulate.roles import Role
@@ -120,21 +120,17 @@ def _train(engine: Engine, subject: Subject) -> None:
 
 
 def _report(engine: Engine, role: Role, live_bytes: int, before: TrafficReport, heard: list[Collective]) -> RankReport:
-    accumulate = engine.blueprint.resolved.batch.accumulate
+    resolved = engine.blueprint.resolved
+    shape = StepShape(resolved.batch.accumulate, returns_loss=True, chunks=resolved.config.parallel.chunks)
     announced = not accelerator.is_host(engine.mesh.device)
-    in_place = [
-        replace(unit, segments=tuple(segment for segment in unit.segments if segment.gradient_in_place))
-        for unit in engine.units
-    ]
-    counted = model_state_bytes(in_place, role.rank)  # in the ledger, too
     return RankReport(
         role,
         engine.memory_report(),
-        max(live_bytes - counted.get(("gradients", Tier.DEVICE.value), 0), 0),
+        max(live_bytes - gradient_bytes_in_place(engine.units, role.rank), 0),  # which the ledger has, too
         engine.traffic_report().since(before),
         tuple(heard),
         engine.planned_bytes,
-        step_traffic(engine.units, StepShape(accumulate, returns_loss=True, announced=announced)),
+        step_traffic(engine.units, replace(shape, announced=announced)),
     )
 
 

@@ -26,6 +26,7 @@ from partita.memory import accelerator
 from partita.memory.shortage import is_shortage
 from partita.plan.residence import ENCODINGS, Tier
 from partita.planner.dtypes import dtype_of
+from partita.planner.memory import gradient_bytes_in_place
 from partita.tune.target import give_values
 from partita.tune.trial import Task
 
@@ -75,9 +76,8 @@ def _peak(engine: Engine, step: Callable[[], None]) -> int:
     with profile(profile_memory=True) as profiled:
         step()
     held = sum(num for (_, tier), num in engine.memory_report().peak.items() if Tier(tier) is not Tier.DISK)
-    segments = (segment for unit in engine.units for segment in unit.segments)
-    made_in_step = any(segment.trains and segment.gradient_in_place for segment in segments)
-    return held + lent_bytes(profiled) - made_in_step * engine.planned_bytes["gradients", Tier.DEVICE.value]
+    made_in_step = gradient_bytes_in_place(engine.units, engine.mesh.rank)
+    return held + lent_bytes(profiled) - made_in_step
 
 
 def lent_bytes(profiled: Any) -> int:

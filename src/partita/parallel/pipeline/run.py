@@ -55,7 +55,7 @@ class Pipeline:
             self._stages = Stages(model, cut.blocks, around, partial(_stand_in, parallel, device))
             numbers = [shape.stage(self._group.index, chunk) for chunk in range(shape.chunks)]
             self._edges = [Edges(self._group, number, shape.num_stages, device) for number in numbers]
-            self._gradients_before = dict(_gradients_before(schedule, numbers))
+            self._gradients_before = dict(gradients_before(schedule, numbers))
 
     @property
     def order(self) -> Order:
@@ -155,7 +155,7 @@ class Pipeline:
             self._stages.remove()
 
 
-def _gradients_before(schedule: Schedule, stages: Sequence[int]) -> Iterator[tuple[Action, int]]:
+def gradients_before(schedule: Schedule, stages: Sequence[int]) -> Iterator[tuple[Action, int]]:
     """For each forward of these stages, of a rank's chunks: how many gradients of theirs the stage before has had when
     it sends what the forward receives.
     """

@@ -19,6 +19,7 @@ from partita.forecast.ranks import Sent
 from partita.forecast.shortened import Stand
 from partita.forecast.storages import Mark, Storages
 from partita.parallel.pipeline.weights import Left
+from partita.parallel.tensor.functions import Entrance
 
 # Operators that compute a function of each element, or of each row, which takes longer than reading and writing it.
 _FUNCTIONS = re.compile(r"exp|log|gelu|silu|tanh|sigmoid|softmax|norm|erf|rsqrt|sin|cos|pow|div")
@@ -35,11 +36,20 @@ class Recorder(TorchDispatchMode):
 
     Args:
         left: what the backward leaves for that of the weights; None: nothing, there is none.
+        entrance: holds an input of a block's until another one's comes, which counts with neither.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], sent: Sent, storages: Storages, left: Left | None = None) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        sent: Sent,
+        storages: Storages,
+        left: Left | None = None,
+        entrance: Entrance | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._blocks, self._sent, self._storages, self._left_apart = blocks, sent, storages, left
+        self._entrance = entrance
         self._at: Place = ("forward", -1)
         self._peaks, self._growing, self._ended, self._grown = (defaultdict[Place, int](int) for _ in range(4))
         self._work = defaultdict[Place, Work](Work)
@@ -47,7 +57,7 @@ class Recorder(TorchDispatchMode):
         self._entered, self._left, self._received, self._inputs = (dict[int, int]() for _ in range(4))
         self._settled = dict[int, int]()  # by a block's number: what its backward and all later ones have left
         self._left_by = dict[int, int]()  # by a parameter's id: the block whose backward has left its gradient
-        self._around = self._end = self._end_of_backward = 0
+        self._before = self._around = self._end = self._end_of_backward = 0
         self._handles = [
             handle
             for number, block in enumerate(blocks)
@@ -65,7 +75,8 @@ class Recorder(TorchDispatchMode):
 
     def forward_ended(self) -> None:
         """The loss is there, and nothing else but what autograd keeps."""
-        self._end = self._storages.live
+        self._forget()
+        self._before, self._around, self._end = self._storages.early, self._storages.early_apart, self._later
         if self._blocks:
             self._go("backward", len(self._blocks))
 
@@ -84,6 +95,11 @@ class Recorder(TorchDispatchMode):
         self._grown[place] += param.nbytes
         self._note_peak()
 
+    @property
+    def _later(self) -> int:
+        """Bytes of what was made since the first block's forward began. What is of before it may be gone at the end."""
+        return self._storages.live - self._storages.early
+
     def _note_peak(self) -> None:
         live = self._storages.live
         self._peaks[self._at] = max(self._peaks[self._at], live)
@@ -97,9 +113,9 @@ class Recorder(TorchDispatchMode):
                     f"model: the block {type(module).__name__} (number {number}) runs twice in one forward: "
                     "blocks that are used several times cannot be told apart in a trace"
                 )
-            self._entered[number] = self._storages.live
-            if number == 0:
-                self._around = self._storages.bytes_apart()
+            self._forget()
+            self._storages.end_early()
+            self._entered[number] = self._later
             self._go("forward", number)
             leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self._received[number] = sum(leaf.nbytes for leaf in leaves if self._storages.depends(leaf))
@@ -113,7 +129,8 @@ class Recorder(TorchDispatchMode):
 
     def _leaving(self, number: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._left[number] = self._storages.live
+            self._forget()
+            self._left[number] = self._later
             self._go("forward", len(self._blocks) if number == len(self._blocks) - 1 else number)
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -123,7 +140,12 @@ class Recorder(TorchDispatchMode):
 
         return hook
 
+    def _forget(self) -> None:
+        if self._entrance is not None:
+            self._entrance.forget()
+
     def _back_into(self, number: int, output: Mark | None, gradient: Tensor) -> None:
+        self._forget()
         if number == len(self._blocks) - 1:
             self._settle(number + 1, self._left[number], output, gradient)
         self._go("backward", number)
@@ -131,6 +153,7 @@ class Recorder(TorchDispatchMode):
         self._note_peak()
 
     def _back_out_of(self, number: int, given: Mark | None, gradient: Tensor) -> None:
+        self._forget()
         self._settle(number, self._entered[number], given, gradient)
         self._go("backward", number - 1)
 
@@ -140,7 +163,8 @@ class Recorder(TorchDispatchMode):
         """
         mark = self._storages.mark(gradient)
         gone = 0 if value is None or self._storages.is_there(value) else value.num_bytes
-        self._settled[number] = self._storages.live + gone - kept - (0 if mark is None else mark.num_bytes)
+        there = self._before + kept + (0 if mark is None else mark.num_bytes)
+        self._settled[number] = self._storages.live + gone - there
 
     def _go(self, phase: str, number: int) -> None:
         self._count_sent()
@@ -213,9 +237,8 @@ class Recorder(TorchDispatchMode):
         num, pieces = len(self._blocks), dict[nn.Module, Piece]()
         settled = [self._left_after(number) for number in range(num + 2)]
         for number, block in enumerate(self._blocks):
-            entered, left = self._entered[number], self._left[number]
-            if number + 1 < num:
-                left = self._entered[number + 1]
+            entered = self._before + self._entered[number]
+            left = self._before + (self._entered[number + 1] if number + 1 < num else self._left[number])
             pieces[block] = replace(
                 self._backward(number, left + settled[number + 1]),
                 kept_bytes=left - entered,
@@ -225,17 +248,17 @@ class Recorder(TorchDispatchMode):
                 input_bytes=self._inputs.get(number, 0),
                 left_bytes=settled[number] - settled[number + 1],
             )
-        there = self._left.get(num - 1, 0)
+        there = self._before + self._left[num - 1] if num else 0
         before = replace(
             self._backward(-1, settled[0]),
-            kept_bytes=self._entered.get(0, 0),
+            kept_bytes=self._before if num else 0,
             forward_peak=self._peaks["forward", -1],
             forward=self._work["forward", -1],
             left_bytes=settled[-1] - settled[0],
         )
         after = replace(
             self._backward(num, there) if num else Piece(),
-            kept_bytes=self._end - there if num else 0,
+            kept_bytes=self._before + self._end - there if num else 0,
             forward_peak=self._peaks["forward", num] - there,
             forward=self._work["forward", num],
             backward=Work(),

@@ -156,7 +156,7 @@ def size_model(
     with (
         _blocks(source, resolved, choices, cuts) as stand,
         ranks_on_paper(mesh) as collectives,
-        _split(model, resolved, collectives) as parallel,
+        _split(model, resolved, collectives) as (parallel, entrance),
     ):
         short, entries = unit_entries(model, resolved, parallel.shares)
         dtypes = {
@@ -169,7 +169,7 @@ def size_model(
         shape = Shape(mesh.pipeline, resolved.batch.accumulate, asked.chunks if mesh.pipeline > 1 else 1)
         splits = make_schedule(asked.schedule, shape).splits_weights
         weights = keep_apart(model, parallel) if splits else None
-        rank = Rank(stand, dtypes, collectives, parallel.shares, mesh.pipeline > 1, weights)
+        rank = Rank(stand, dtypes, collectives, parallel.shares, mesh.pipeline > 1, weights, entrance)
         sparse = resolved.config.attention != Config().attention
         for choice in choices:
             with _keeping_less(model, [spec.name for spec in short], choice, resolved):
@@ -207,19 +207,19 @@ def _stand_in(unit: str, stands_for: Mapping[str, str]) -> str:
 
 
 @contextmanager
-def _split(model: nn.Module, resolved: Resolved, collectives: Collectives) -> Iterator[Parallel]:
+def _split(model: nn.Module, resolved: Resolved, collectives: Collectives) -> Iterator[tuple[Parallel, Entrance]]:
     """The model as the first of the ranks has it; its parameters stay whole."""
-    parallel, mesh = Parallel(), collectives.mesh
+    parallel, mesh, entrance = Parallel(), collectives.mesh, Entrance(collectives.group((TENSOR,)))
     try:
         if mesh.size(TENSOR) > 1:
-            splitter = Splitter(model, Entrance(collectives.group((TENSOR,))), parallel)
+            splitter = Splitter(model, entrance, parallel)
             split_model(splitter, mesh, resolved.config.parallel.tensor_rules)
         if mesh.size(SEQUENCE) > 1:
             SequenceParallel(model, mesh, collectives.group((SEQUENCE,)), parallel.changes)
         attention = SparseAttention(model, resolved.config.attention)
         parallel.changes.add(attention.remove)
         attention.apply()
-        yield parallel
+        yield parallel, entrance
     finally:
         parallel.remove()
 

@@ -21,18 +21,21 @@ class Mark:
 class _Alive:
     mark: Mark
     depends: bool
+    is_early: bool
 
 
 class Storages:
-    """Attributes: ``live``: bytes of those that are there; ``missed``: of those that are watched, the bytes of what is
-    gone.
+    """Attributes: ``live``: bytes of those that are there; ``early``: of those of them that were made before
+    :meth:`end_early`, and ``early_apart``: of these, of what depends on no parameter; ``missed``: of those that are
+    watched, the bytes of what is gone.
 
     Args:
         params: the storages of parameters, which are there before.
     """
 
     def __init__(self, params: Iterable[torch.UntypedStorage]) -> None:
-        self.live = self.missed = 0
+        self.live = self.early = self.early_apart = self.missed = 0
+        self._is_early = True
         self._params = {storage._cdata for storage in params}
         self._alive = dict[int, _Alive]()
         self._watched = set[Mark]()
@@ -46,9 +49,9 @@ class Storages:
         address = tensor.untyped_storage()._cdata
         return address in self._params or (address in self._alive and self._alive[address].depends)
 
-    def bytes_apart(self) -> int:
-        """Of what is there and depends on no parameter."""
-        return sum(each.mark.num_bytes for each in self._alive.values() if not each.depends)
+    def end_early(self) -> None:
+        """What is made from now on is not early."""
+        self._is_early = False
 
     def mark(self, tensor: Tensor) -> Mark | None:
         """The storage of a tensor; None if it was there before."""
@@ -64,8 +67,8 @@ class Storages:
         """One that an operator made."""
         self._num += 1
         mark = Mark(storage._cdata, self._num, storage.nbytes())
-        self._alive[mark.address] = _Alive(mark, depends)
-        self.live += mark.num_bytes
+        self._alive[mark.address] = made = _Alive(mark, depends, self._is_early)
+        self._count(made, mark.num_bytes)
         weakref.finalize(storage, self._gone, mark)
 
     def watch(self, marks: Iterable[Mark | None]) -> None:
@@ -78,7 +81,11 @@ class Storages:
                 self.missed += mark.num_bytes
 
     def _gone(self, mark: Mark) -> None:
-        del self._alive[mark.address]
-        self.live -= mark.num_bytes
+        self._count(self._alive.pop(mark.address), -mark.num_bytes)
         if mark in self._watched:
             self.missed += mark.num_bytes
+
+    def _count(self, each: _Alive, num_bytes: int) -> None:
+        self.live += num_bytes
+        self.early += num_bytes * each.is_early
+        self.early_apart += num_bytes * (each.is_early and not each.depends)

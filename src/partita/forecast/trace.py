@@ -24,6 +24,7 @@ from partita.forecast.shortened import Stand
 from partita.forecast.storages import Storages
 from partita.forecast.without_values import without_values
 from partita.parallel.pipeline.weights import Left, WeightGradients
+from partita.parallel.tensor.functions import Entrance
 from partita.plan.share import Shares
 
 
@@ -33,7 +34,7 @@ class Rank:
     that stands for it (:func:`shortened`). ``dtypes``: of each parameter, by id, as it is computed with; ``shares``:
     what of it this rank has, where that is a part. ``is_cut``: other ranks of a pipeline have other blocks, and copies
     of parameters that are used in several. ``weights``: where its backwards leave the weights' gradients, if these are
-    computed apart.
+    computed apart. ``entrance``: of layers split over tensor ranks, which holds the last input to the next one.
     """
 
     stand: Stand
@@ -42,6 +43,7 @@ class Rank:
     shares: Shares
     is_cut: bool = False
     weights: WeightGradients | None = None
+    entrance: Entrance | None = None
 
 
 def trace(model: nn.Module, batch: Any, rank: Rank) -> Trace:
@@ -59,7 +61,7 @@ def trace(model: nn.Module, batch: Any, rank: Rank) -> Trace:
     apart = nullcontext() if rank.weights is None else rank.weights.apart(0)
     with paper, apart as left:
         storages = Storages(param.untyped_storage() for param in paper.params)
-        recorder = Recorder(blocks, Sent(rank.collectives), storages, left)
+        recorder = Recorder(blocks, Sent(rank.collectives), storages, left, rank.entrance)
         paper.follow(recorder, left)
         compute = next(iter(rank.dtypes.values()), torch.float32)
         given = tree_map_only(Tensor, lambda x: x.to(compute) if x.is_floating_point() else x, batch)

@@ -59,9 +59,10 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
     if shape.is_first:
         units = [_in_first_steps(unit) for unit in units]
     sent = _Sent(units[0].segments[0].mesh)
+    around = {"", *(name for unit in units for name in unit.inside)}  # whose forward all chunks run
     for unit in units:
         if not unit.rests_whole:
-            sent.gathers(unit, shape)
+            sent.gathers(unit, shape, shape.chunks if unit.name in around else 1)
     segments = reduction_order(units)
     buckets = share_buckets(segments)
     num_reduced = shape.num_backwards if shape.num_reduced is None else max(1, shape.num_reduced)
@@ -111,9 +112,9 @@ class _Sent:
         self.meter = TrafficMeter()
         self._mesh = mesh
 
-    def gathers(self, unit: PlannedUnit, shape: StepShape) -> None:
-        """A unit's gathers for forward and backward."""
-        num_gathers = shape.accumulate * (1 if unit.stays_whole else 2)
+    def gathers(self, unit: PlannedUnit, shape: StepShape, times: int) -> None:
+        """A unit's gathers for forward and backward, of each micro-batch so many."""
+        num_gathers = times * shape.accumulate * (1 if unit.stays_whole else 2)
         if shape.announced:
             self.messages(unit.row.summed_axes, WORD_BYTES, num_gathers)
         for segment in unit.segments:

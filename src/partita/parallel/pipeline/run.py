@@ -41,7 +41,7 @@ class Pipeline:
     """
 
     def __init__(self, model: nn.Module, parallel: Parallel, schedule: Schedule, collectives: Collectives) -> None:
-        self._model, self._cut, self.schedule = model, parallel.cut, schedule
+        self._model, self._cut, self.schedule, self._ending = model, parallel.cut, schedule, parallel.ending
         self._group = collectives.group(PIPELINE_AXES)
         shape, device = schedule.shape, collectives.mesh.device
         self._kept = dict[tuple[int, int], _Kept]()
@@ -97,6 +97,8 @@ class Pipeline:
             return values
 
         output = self._stages.forward(start, stop, call, receive)
+        for end in self._ending:
+            end()
         if isinstance(output, Arguments):
             kept.sent = edges.send(output, training, self._cut.blocks[stop])
             output = None

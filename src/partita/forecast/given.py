@@ -24,7 +24,7 @@ from partita.forecast.sent import sent_by_axes
 from partita.forecast.sized import Sized, size_model
 from partita.forecast.source import Source
 from partita.forecast.stages import Stage
-from partita.forecast.waiting import parts_of
+from partita.forecast.waiting import gradients_of, parts_of
 from partita.parallel.pipeline.apply import schedule_of
 from partita.parallel.pipeline.schedule import Schedule
 from partita.plan.planned import PlannedUnit
@@ -66,7 +66,7 @@ class GivenPlan:
         working = working_bytes(units, settings.zero.prefetch_bytes, self.num_moments)
         working[Tier.DEVICE] -= arriving_bytes(units)  # the trace has those
         held.update({("working", tier.value): num for tier, num in working.items() if num})
-        parts = parts_of(stage, units, self.trace)
+        parts = parts_of(stage, gradients_of(stage, units, self.trace), self.trace)
         moments = moments_of(self.schedule, stage.index)
         drawn = self.resolved.batch.accumulate * self.trace.batch_bytes
         held["activations", Tier.DEVICE.value] = drawn + most_held(moments, parts)

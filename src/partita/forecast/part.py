@@ -78,7 +78,7 @@ class Moment:
 
 def moments(schedule: Schedule, rank: int) -> frozenset[Moment]:
     """Those of a rank of the pipeline; alike ones are one."""
-    shape, splits = schedule.shape, schedule.splits_weights
+    shape, splits, last_work = schedule.shape, schedule.splits_weights, schedule.last_work
     arrived = dict(gradients_before(schedule, [shape.stage(rank, chunk) for chunk in range(shape.chunks)]))
     kept, left, backwards, waited = ([0] * shape.chunks for _ in range(4))
     begun, found = [False] * shape.chunks, set[Moment]()
@@ -93,7 +93,7 @@ def moments(schedule: Schedule, rank: int) -> frozenset[Moment]:
         kept[chunk] += work is Work.FORWARD
         backwards[chunk] += work is Work.BACKWARD
         left[chunk] += splits and work is Work.BACKWARD
-        begun[chunk] |= work is schedule.last_work
+        begun[chunk] |= work is last_work
     return frozenset(found)
 
 

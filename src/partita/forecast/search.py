@@ -15,7 +15,7 @@ from partita.forecast.sent import sent_by_axes
 from partita.forecast.sized import Sized, size_model
 from partita.forecast.source import Source
 from partita.forecast.stages import Cuts, Stage
-from partita.forecast.waiting import parts_of
+from partita.forecast.waiting import Gradients, gradients_of, parts_of
 from partita.parallel.pipeline.schedule import Shape, make_schedule
 from partita.plan.mesh_shape import STATE_AXES, MeshShape
 from partita.plan.planned import PlannedUnit
@@ -31,8 +31,8 @@ from partita.planner.working import arriving_bytes, working_bytes
 
 # By (what, tier): states, ``working`` memory (gathered units, buckets, staging), ``activations``.
 Held = Mapping[tuple[str, str], int]
-# The units of a stage, and what of it does not depend on the batch.
-Fixed = tuple[Sequence[PlannedUnit], Mapping[tuple[str, str], int]]
+# Of a stage what does not depend on the batch: states and working memory, and where its gradients are.
+Fixed = tuple[Held, Gradients]
 # In a pipeline a larger micro-batch costs more waiting: so many sizes, from the largest that fits, are weighed.
 PIPELINE_MICROS = 4
 
@@ -102,6 +102,8 @@ class Search:
     _configs: dict[Resting, Config] = field(default_factory=dict)
     _scaled: dict[tuple[int, str, int], tuple[Trace, Trace]] = field(default_factory=dict)
     _moments: dict[tuple[Shape, tuple[int, ...]], frozenset[Moment]] = field(default_factory=dict)
+    _gradients: dict[Gradients, Gradients] = field(default_factory=dict)
+    _most: dict[tuple[int, int, int, int], tuple[int, int]] = field(default_factory=dict)
     _best: dict[Resting, float] = field(default_factory=dict)
     _computing: dict[tuple[int, int, int, str, int], float] = field(default_factory=dict)
     _states: dict[int, tuple[PlannedUnit, dict[tuple[str, str], int]]] = field(default_factory=dict)
@@ -201,7 +203,7 @@ class Search:
         """The largest micro-batch that fits, for each way to keep activations; if none does, what one sample lacks."""
         per_rank, traces = self.samples // mesh.data, self.sized(mesh).traces
         units = self.planned(mesh, resting)
-        fixed = {stage: (of_stage, self._fixed(of_stage)) for stage, of_stage in units.items()}
+        fixed = {stage: self._fixed(stage, of_stage) for stage, of_stage in units.items()}
         ways = [(checkpoint, inputs) for checkpoint, inputs in ways if checkpoint in traces]
         least = self._worst(Choice(mesh, resting, 1, per_rank, *ways[-1]), fixed)
         if resting.form.once and mesh.pipeline > 1:
@@ -230,7 +232,7 @@ class Search:
             ConfigError: the model has fewer blocks than the pipeline stages.
         """
         units = self.planned(choice.mesh, choice.resting)
-        found = self._worst(choice, {stage: (of_stage, self._fixed(of_stage)) for stage, of_stage in units.items()})
+        found = self._worst(choice, {stage: self._fixed(stage, of_stage) for stage, of_stage in units.items()})
         if not found.fits:
             return found
         return replace(found, time=self._time(choice, units), sent=self._sent(choice, units))
@@ -256,8 +258,7 @@ class Search:
         every = (self._with_activations(choice, stage, *of_stage) for stage, of_stage in fixed.items())
         return max(every, key=lambda each: (sum(each.lacking.values()), each.by_tier[Tier.DEVICE]))
 
-    def _fixed(self, units: Sequence[PlannedUnit]) -> dict[tuple[str, str], int]:
-        """What does not depend on the batch: states and working memory."""
+    def _fixed(self, stage: Stage, units: Sequence[PlannedUnit]) -> Fixed:
         held = Counter[tuple[str, str]]()
         for unit in units:
             if id(unit) not in self._states:
@@ -266,17 +267,21 @@ class Search:
         working = working_bytes(units, self.config.zero.prefetch_bytes, self.num_moments)
         working[Tier.DEVICE] -= arriving_bytes(units)  # the trace has those
         held.update({("working", tier.value): num for tier, num in working.items() if num})
-        return dict(held)
+        mesh = units[0].segments[0].mesh
+        gradients = gradients_of(stage, units, next(iter(self.sized(mesh).traces.values())))
+        return dict(held), self._gradients.setdefault(gradients, gradients)
 
-    def _with_activations(
-        self, choice: Choice, stage: Stage, units: Sequence[PlannedUnit], fixed: Mapping[tuple[str, str], int]
-    ) -> Forecast:
+    def _with_activations(self, choice: Choice, stage: Stage, fixed: Held, gradients: Gradients) -> Forecast:
         trace, found = self._scaled_trace(choice), self._moments_of(choice, stage)
-        parts = parts_of(stage, units, trace)
-        drawn = choice.accumulate * trace.batch_bytes
-        held = {**fixed, ("activations", "device"): drawn + most_held(found, parts)}
+        key = (id(trace), id(stage), id(gradients), id(found))
+        if key not in self._most:
+            parts = parts_of(stage, gradients, trace)
+            elsewhere = [part.resting_elsewhere for part in parts]
+            self._most[key] = most_held(found, parts), most_held(found, elsewhere)
+        most, away = self._most[key]
+        held = {**fixed, ("activations", "device"): most + choice.accumulate * trace.batch_bytes}
         if choice.inputs != "none":
-            held["activations", choice.inputs] = most_held(found, [part.resting_elsewhere for part in parts])
+            held["activations", choice.inputs] = away
         return Forecast(choice, held, self.budget)
 
     def _scaled_trace(self, choice: Choice) -> Trace:

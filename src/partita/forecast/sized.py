@@ -57,6 +57,7 @@ class Sized:
     _kinds: dict[object, int] = field(default_factory=dict)
     _kind_of: dict[int, tuple[object, int]] = field(default_factory=dict)
     _stages: dict[Shape, list[Stage]] = field(default_factory=dict)
+    _alike: dict[tuple[int, int], dict[Stage, list[int]]] = field(default_factory=dict)
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -82,6 +83,8 @@ class Sized:
         """Of :meth:`stages` one of each kind, whose ranks hold and compute alike, and which ranks of the pipeline those
         are.
         """
+        if (num, chunks) in self._alike:
+            return self._alike[num, chunks]
         found = dict[object, tuple[Stage, list[int]]]()
         trace = next(iter(self.traces.values()))
         for stage in self.stages(num, chunks):
@@ -91,7 +94,8 @@ class Sized:
                 for start, stop in stage.chunks
             )
             found.setdefault((units, blocks), (stage, []))[1].append(stage.index)
-        return dict(found.values())
+        self._alike[num, chunks] = dict(found.values())
+        return self._alike[num, chunks]
 
     def planned(self, resolved: Resolved, tiers: Tiers, stage: Stage) -> list[PlannedUnit]:
         """The units of a stage under a row of the table."""

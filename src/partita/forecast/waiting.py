@@ -2,7 +2,7 @@
 that of the units, and the gradients of what lies outside blocks come in another one."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from partita.forecast.part import Part
 from partita.forecast.pieces import Trace
@@ -12,22 +12,39 @@ from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, s
 from partita.plan.span import Entry
 
 
-def parts_of(stage: Stage, units: Sequence[PlannedUnit], trace: Trace) -> list[Part]:
-    """What each of a stage's chunks takes of activations, with those gradients that are not where they rest yet."""
+@dataclass(frozen=True)
+class Gradients:
+    """Where those of a stage are before they rest: names of parameters with which they stay (``staying``), bytes that
+    wait (``waiting``, of each chunk, as :func:`waiting_bytes` has them), and the bytes of the largest.
+    """
+
+    staying: frozenset[str]
+    waiting: tuple[tuple[int, ...], ...]
+    largest_bytes: int
+
+
+def gradients_of(stage: Stage, units: Sequence[PlannedUnit], trace: Trace) -> Gradients:
+    """Those of a stage that has these units."""
     staying, largest = set[str](), 0
     for entries, unit in zip(stage.entries, units, strict=True):
-        kinds = list(dict.fromkeys(entry.kind for entry in entries))
-        for entry in (entry for entry in entries if entry.trainable):
-            largest = max(largest, _gradient_bytes(entry))
-            if unit.segments[kinds.index(entry.kind)].gradient_in_place:
-                staying.add(entry.fqn)
+        in_place = [segment.gradient_in_place for segment in unit.segments]
+        for entry, segment in zip(entries, segments_of(entries), strict=True):
+            if entry.trainable:
+                largest = max(largest, _gradient_bytes(entry))
+                if in_place[segment]:
+                    staying.add(entry.fqn)
+    waiting = tuple(waiting_bytes(stage, chunk, units, trace) for chunk in range(len(stage.chunks)))
+    return Gradients(frozenset(staying), waiting, largest)
+
+
+def parts_of(stage: Stage, gradients: Gradients, trace: Trace) -> list[Part]:
+    """What each of a stage's chunks takes of activations, with those gradients that are not where they rest yet."""
     found = list[Part]()
-    for chunk, (start, stop) in enumerate(stage.chunks):
-        waiting = waiting_bytes(stage, chunk, units, trace)
-        part = trace.part(start, stop, waiting, staying)
+    for (start, stop), waiting in zip(stage.chunks, gradients.waiting, strict=True):
+        part = trace.part(start, stop, waiting, gradients.staying)
         # Those of what is behind all blocks wait once what was left of it is used up.
         waits = max(0, max(waiting) - (trace.after.left_bytes if stop == len(trace.blocks) else 0))
-        found.append(replace(part, largest_bytes=largest + waits))
+        found.append(replace(part, largest_bytes=gradients.largest_bytes + waits))
     return found
 
 
@@ -42,7 +59,6 @@ def waiting_bytes(stage: Stage, chunk: int, units: Sequence[PlannedUnit], trace:
     start, stop = stage.chunks[chunk]
     if not any(segment.gradient_passes for unit in units for segment in unit.segments if segment.trains):
         return (0,) * (1 + stop - start)
-    numbers = _bucket_numbers(units)
     numbers, num_buckets = _bucket_numbers(units), len(share_buckets(reduction_order(units)))
     first, last = start - (start == 0), stop - (stop < len(trace.blocks))
     arrivals: dict[int, list[Arrival]] = {}
@@ -80,15 +96,20 @@ def _arrivals(
     stage: Stage, at: int, unit: PlannedUnit, numbers: Sequence[int | None], trace: Trace
 ) -> Iterator[tuple[int, Arrival]]:
     """Of a unit's gradients, in which piece they come: the block's number, that of what is behind all blocks, or -1."""
-    kinds = list(dict.fromkeys(entry.kind for entry in stage.entries[at]))
+    waits = [segment.gradient_passes for segment in unit.segments]
     has_last = any(stop == len(trace.blocks) for _, stop in stage.chunks)
-    for entry in stage.entries[at]:
-        number, place = numbers[kinds.index(entry.kind)], stage.places[at]
-        if number is None or not unit.segments[kinds.index(entry.kind)].gradient_passes:
-            continue
-        if place is None:
-            place = len(trace.blocks) if has_last and entry.fqn in trace.after.gradients else -1
-        yield place, (number, _gradient_bytes(entry))
+    for entry, segment in zip(stage.entries[at], segments_of(stage.entries[at]), strict=True):
+        number, place = numbers[segment], stage.places[at]
+        if number is not None and waits[segment]:
+            if place is None:
+                place = len(trace.blocks) if has_last and entry.fqn in trace.after.gradients else -1
+            yield place, (number, _gradient_bytes(entry))
+
+
+def segments_of(entries: Sequence[Entry]) -> list[int]:
+    """Of each parameter of a unit, the number of its segment."""
+    numbers = dict[object, int]()
+    return [numbers.setdefault(entry.kind, len(numbers)) for entry in entries]
 
 
 def _gradient_bytes(entry: Entry) -> int:

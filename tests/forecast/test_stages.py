@@ -34,14 +34,14 @@ from partita.simulate.rank import RankReport, Subject
 MODELS = {
     "gpt": "layers=8,hidden=64,heads=4,vocab=256,context=64",  # its head is its embedding
     "llama": "family=llama,layers=9,hidden=64,heads=4,kv_heads=2,ffn=160,vocab=320,context=64",
-    "wide": "layers=4,hidden=256,heads=4,vocab=1024,context=32",  # units do not share buckets
+    "wide": "layers=4,hidden=256,heads=4,vocab=1024,context=128",  # units do not share buckets
 }
 ORDERS = ("gpipe", "1f1b", "zero_bubble", "interleaved")
 PATTERNS: tuple[dict[str, Any], ...] = (
     {"pattern": "sliding", "window": 16, "block": 8},
     {"pattern": "bigbird", "window": 16, "block": 8, "global": 1, "random": 1},
 )
-TOLERANCE = 0.02
+TOLERANCE, PADDING = 0.02, 0.05
 NUM_CASES, NUM_QUICK = 96, 6
 Case = tuple[str, int, dict[str, Any]]
 
@@ -89,7 +89,7 @@ def check(planned: GivenPlan, reports: Sequence[RankReport]) -> None:
         whole = sum(peak.values()) + rank.activation_bytes
         assert held["activations"] == pytest.approx(rank.activation_bytes, abs=TOLERANCE * whole), stage.index
         states, counted = (sum(each[state] for state in STATES) for each in (held, of_device(rank.planned_bytes)))
-        assert counted <= states <= (1 + TOLERANCE) * counted
+        assert counted <= states <= (1 + PADDING) * counted
         working = sum(peak.values()) - sum(peak[state] for state in STATES)
         assert working <= held["working"]
         slack = TOLERANCE * whole + held["working"] - working
@@ -165,25 +165,22 @@ def test_middle_stages_of_a_pipeline_are_planned() -> None:
 # -- where models are cut ----------------------------------------------------------------------------------------------
 
 
-class Layered(nn.Sequential):
-    """Blocks between layers of other kinds, which may begin a stage, too."""
-
+class Block(nn.Module):
     def __init__(self) -> None:
-        block = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)]
-        super().__init__(nn.Linear(8, 32), *block, nn.Linear(32, 4))
+        super().__init__()
+        self.layer = nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.layer(x))
 
 
-def of_layers() -> tuple[nn.Module, tuple[Tensor]]:
-    return Layered(), (torch.zeros(1, 8),)
-
-
-class Losing(nn.Module):
-    """A model whose head is dear: it is cut so that the last stage has fewer blocks."""
+class DearHead(nn.Module):
+    """It is cut so that the last stage has fewer blocks, between which there is other code."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
-        self.head = nn.Linear(32, 96)
+        self.blocks = nn.ModuleList(nn.Linear(128, 128) for _ in range(6))
+        self.head = nn.Linear(128, 384)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -191,18 +188,37 @@ class Losing(nn.Module):
         return self.head(x).square().mean()
 
 
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
 def with_dear_head() -> tuple[nn.Module, dict[str, Tensor]]:
-    return Losing(), {"x": torch.zeros(1, 32)}
+    return DearHead(), {"x": torch.zeros(1, 128)}
 
 
-@pytest.mark.parametrize("cut", ["auto", ["blocks.4"]], ids=str)
-def test_stages_are_cut_as_the_engine_cuts_them(cut: str | list[str]) -> None:
-    name = f"{__name__}:with_dear_head"
-    source = read_source(name)
+def of_layers() -> tuple[nn.Module, tuple[Tensor]]:
+    """Blocks between layers of other kinds, with which a stage may begin, too."""
+    layers = nn.Linear(128, 128), *(Block() for _ in range(4)), nn.Linear(128, 256), Mean()
+    return nn.Sequential(*layers), (torch.zeros(1, 128),)
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "first"),
+    [
+        ("with_dear_head", "auto", (0, 4)),
+        ("with_dear_head", ["blocks.5"], (0, 5)),
+        ("of_layers", "auto", (0, 3)),
+        ("of_layers", ["5"], (0, 5)),
+    ],
+    ids=str,
+)
+def test_stages_are_cut_as_the_engine_cuts_them(name: str, cut: str | list[str], first: tuple[int, int]) -> None:
+    source = read_source(f"{__name__}:{name}")
     config = {"parallel": {"pipeline": 2, "cut": cut}, "batch": {"micro": 64, "accumulate": 3}}
     planned = given_plan(source, config, 2)
-    assert planned.stages[1].chunks == (((4, 6),) if cut == "auto" else ((4, 6),))
-    check(planned, simulate(subject_of(source, name), config, Cluster(2, "cpu", 2), [0, 1]).ranks)
+    assert planned.stages[0].chunks == (first,)
+    check(planned, simulate(subject_of(source, source.name), config, Cluster(2, "cpu", 2), [0, 1]).ranks)
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ class Part:
     of a backward some of whose gradients, of ``gradient_bytes``, stay where autograd leaves them. ``left_bytes`` stay
     from the backward to that of the weights, where this comes later; ``largest_bytes`` is the largest gradient of
     those; ``sent_bytes``: of the gradient that goes back to the stage before. ``away``: bytes of inputs that rest
-    elsewhere while it runs, and after its forward.
+    elsewhere while it runs, and after its forward; ``staying_bytes``: of those that have not left when it ends, and do
+    so in the next forward.
     """
 
     forward_peak: int
@@ -27,6 +28,7 @@ class Part:
     largest_bytes: int = 0
     sent_bytes: int = 0
     away: tuple[int, int] = (0, 0)
+    staying_bytes: int = 0
 
     @property
     def peak(self) -> int:
@@ -68,6 +70,7 @@ class Moment:
             peak = part.forward_peak
         elif self.work is Work.BACKWARD:
             peak = part.growing_peak if first and not self.splits else part.backward_peak
+            peak += part.staying_bytes if any(self.kept) else 0  # of the last forward, which was another micro-batch's
         else:
             peak = max(part.weights_peak, part.gradient_bytes if first else 0)
         for each, kept, left, sent, begun in zip(parts, self.kept, self.left, self.sent, self.begun, strict=True):

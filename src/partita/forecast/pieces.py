@@ -126,8 +126,8 @@ class Trace:
             grown, left = grown + stay, left + piece.left_bytes
         kept = below[-1] - gone(num) + (after.kept_bytes if last else 0)
         back = 0 if first else blocks[0].received_bytes
-        away = gone(num - NUM_STAYING), gone(num)
-        return Part(max(forward), kept, backward, growing, grown, left, sent_bytes=back, away=away)
+        away, here = (gone(num - NUM_STAYING), gone(num)), gone(num) - gone(num - STAYING)
+        return Part(max(forward), kept, backward, growing, grown, left, 0, back, away, here)
 
     def _gone(self, start: int, stop: int) -> Callable[[int], int]:
         """Bytes of the inputs of so many blocks, where they rest elsewhere."""

@@ -148,14 +148,19 @@ class Recorder(TorchDispatchMode):
         self._forget()
         if number == len(self._blocks) - 1:
             self._settle(number + 1, self._left[number], output, gradient)
+            self._watch(number, output, gradient)
         self._go("backward", number)
-        self._storages.watch([output, self._storages.mark(gradient)])
-        self._note_peak()
 
     def _back_out_of(self, number: int, given: Mark | None, gradient: Tensor) -> None:
         self._forget()
         self._settle(number, self._entered[number], given, gradient)
-        self._go("backward", number - 1)
+        self._watch(number - 1, given, gradient)
+
+    def _watch(self, number: int, output: Mark | None, gradient: Tensor) -> None:
+        """The backward of a block begins, with the gradient of what it computed for the next one."""
+        self._go("backward", number)
+        self._storages.watch([output, self._storages.mark(gradient)])
+        self._note_peak()
 
     def _settle(self, number: int, kept: int, value: Mark | None, gradient: Tensor) -> None:
         """Note, at the end of a block's backward, what is beside the ``gradient`` of the ``value`` it was given and

@@ -200,7 +200,7 @@ def _blocks(source: Source, resolved: Resolved, choices: Sequence[Checkpoint], c
     if named or not isinstance(resolved.config.attention.layers, str):  # maybe one of many
         yield blocks
         return
-    with shortened(model, last_apart=mesh.sequence > 1) as stand:
+    with shortened(model, last_apart=mesh.sequence > 1 or mesh.pipeline > 1) as stand:
         yield stand
 
 

@@ -13,6 +13,7 @@ from partita.forecast.given import given_plan
 from partita.forecast.source import read_source
 from partita.plan.residence import Tier
 from partita.planner.machine import machine_named
+from partita.planner.memory import gradient_bytes_in_place
 from partita.simulate.cluster import Cluster, simulate
 from partita.simulate.rank import Subject
 from tests.local import pool
@@ -53,8 +54,7 @@ def measured(config: dict[str, Any]) -> tuple[dict[tuple[str, str], int], int]:
         for _, num_bytes in sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]"):
             now += num_bytes
             most = max(most, now)
-        in_place = any(s.trains and s.gradient_in_place for unit in engine.units for s in unit.segments)
-        return engine.planned_bytes, most - in_place * engine.planned_bytes["gradients", "device"]
+        return engine.planned_bytes, most - gradient_bytes_in_place(engine.units, engine.mesh.rank)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -100,7 +100,7 @@ def test_inputs_that_leave_the_device_are_the_engine_s(axes: dict[str, int], tie
     held = given.held(given.stages[0])
     assert rank.memory.peak["activations", tier] == held["activations", tier] > 0
     assert rank.activation_bytes == pytest.approx(held["activations", "device"], rel=0.02)
-    assert given.trace.peak() < replace(given.trace, inputs_rest=Tier.DEVICE).peak()
+    assert given.trace.peak < replace(given.trace, inputs_rest=Tier.DEVICE).peak
     figure = {"host": "host_link", "disk": "disk_rate"}[tier]
     slow, fast = (replace(machine_named("h100"), **{figure: rate}) for rate in (1e8, 1e13))
     assert given.time(slow).total_s > given.time(fast).total_s

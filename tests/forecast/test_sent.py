@@ -19,8 +19,9 @@ from partita.forecast.costs import Rates
 from partita.forecast.given import GivenPlan, given_plan
 from partita.forecast.pieces import Trace
 from partita.forecast.sent import activation_bytes, sent_by_axes
-from partita.forecast.sized import Sized, Stage, size_model
+from partita.forecast.sized import Sized, size_model
 from partita.forecast.source import Source, read_source
+from partita.forecast.stages import Stage
 from partita.parallel.sequence import choose
 from partita.planner.group_units import group_units
 from partita.planner.machine import Machine, machine_named
@@ -154,4 +155,4 @@ def test_a_layer_of_llama_sums_four_times() -> None:
     block = trace.blocks[1]
     states = MICRO * 24 * 64 * 4
     assert block.forward.sent_bytes == block.backward.sent_bytes == 2 * states
-    assert block.output_bytes == states
+    assert block.received_bytes == states

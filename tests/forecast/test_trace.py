@@ -101,7 +101,7 @@ def test_activations_on_paper_are_those_of_a_run(name: str) -> None:
     for choice in choices:
         trace = sized.traces[choice]
         peak, flops = measured(make(), batch(SAMPLES, "cpu"), choice)
-        assert trace.peak() == peak, choice
+        assert trace.peak == peak, choice
         products = sum(piece.forward.flops + piece.backward.flops for piece in trace.blocks)
         around = (trace.before.forward, trace.before.backward, trace.after.forward)
         attention = 1.35 if name != "resnet" else 1.0  # of the CPU's kernel torch counts nothing
@@ -122,7 +122,7 @@ def test_bytes_a_position_are_those_that_an_engine_takes(choice: str) -> None:
         for param in model.parameters():
             nn.init.normal_(param, std=0.02)
         sized = size_model(Source("", model, batch), group_units(model), resolve(Config(), 1, "cpu"), (choice,), 1)
-        planned.append(sized.traces[choice].peak())
+        planned.append(sized.traces[choice].peak)
         with partita.initialize(model, {"activations": {"checkpoint": choice}}) as engine, LiveBytes() as live:
             engine.backward(loss_of(engine(**batch(1, "cpu"))))
             found.append(live.peak)

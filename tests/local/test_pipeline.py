@@ -49,8 +49,9 @@ class Course:
     held: set[str] = field(default_factory=set)
 
 
-def course(name: str, parallel: Mapping[str, Any], zero: Mapping[str, Any]) -> Course:
+def course(name: str, parallel: Mapping[str, Any], zero: Mapping[str, Any], compute: str = "fp32") -> Course:
     config = {
+        "precision": {"compute": compute},
         "parallel": parallel,
         "zero": zero,
         "batch": {"micro": 2, "accumulate": MICROS},
@@ -92,6 +93,15 @@ def test_every_order_of_work_has_the_same_bits(schedule: str, zero: str) -> None
     expected = pool.run(1, course, "llama", {}, ZERO[zero], timeout=240)[0]
     for one in pool.run(2, course, "llama", {"pipeline": 2, **SCHEDULES[schedule]}, ZERO[zero], timeout=240):
         assert (one.losses, one.norms) == (expected.losses, expected.norms)
+        assert all(torch.equal(weight, expected.weights[key]) for key, weight in one.weights.items())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_models_built_in_another_dtype_have_the_same_bits(schedule: str) -> None:
+    """What stages receive is in the dtype that the one before computes in, not in that of its parameters as built."""
+    (expected,) = pool.run(1, course, "llama", {}, ZERO["1"], "bf16", timeout=240)
+    for one in pool.run(2, course, "llama", {"pipeline": 2, **SCHEDULES[schedule]}, ZERO["1"], "bf16", timeout=240):
+        assert (one.losses, one.norms, one.evaluated) == (expected.losses, expected.norms, expected.evaluated)
         assert all(torch.equal(weight, expected.weights[key]) for key, weight in one.weights.items())
 
 

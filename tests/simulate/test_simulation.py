@@ -34,6 +34,18 @@ ROWS: dict[str, dict[str, Any]] = {
     "tensor": {"zero": {"stage": 2}, "parallel": {"tensor": 2}},
     "sequence": {"zero": {"stage": 3}, "parallel": {"sequence": 2}},
     "pipeline": {"zero": {"stage": 1}, "parallel": {"pipeline": 2}, "batch": {"accumulate": 4}},
+    "pipeline in 16 bits": {
+        "zero": {"stage": 1},
+        "parallel": {"pipeline": 2},
+        "precision": {"compute": "bf16"},
+        "batch": {"accumulate": 2},
+    },
+    "interleaved": {
+        "zero": {"stage": 3},
+        "parallel": {"pipeline": 2, "schedule": "interleaved", "chunks": 2},
+        "batch": {"accumulate": 3},
+    },
+    "sparse attention": {"zero": {"stage": 1}, "attention": {"pattern": "sliding", "window": 4, "block": 4}},
     "three axes": {"parallel": {"pipeline": 2, "tensor": 2}, "batch": {"accumulate": 2}},
 }
 # On several nodes.

@@ -50,6 +50,8 @@ class Interception:
         layout, kind = self.layout(causal), q.device.type
         if not layout.causal and q.shape[2] != k.shape[2]:
             raise self.refuse(f"attends from {q.shape[2]} positions to {k.shape[2]} others (cross-attention)")
+        if not torch.amp.is_autocast_available(kind):  # a device without values
+            return block_sparse(q, k, v, layout, **given)
         if torch.is_autocast_enabled(kind):
             q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
         with torch.autocast(kind, enabled=False):

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 
 from partita.activation.inputs import NUM_STAYING
 from partita.forecast.pieces import Piece, Trace, Work
-from partita.forecast.sized import Sized, Stage
+from partita.forecast.sized import Sized
+from partita.forecast.stages import Stage
 from partita.parallel.tensor.splitter import TENSOR
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedUnit
@@ -133,9 +134,10 @@ class Rates:
 
     def computing(self, trace: Trace, stage: Stage, mesh: MeshShape) -> float:
         """Seconds of one micro-batch on a stage's device."""
-        start, stop = stage.blocks
-        pieces = [*trace.blocks[start:stop], *([trace.before] if start == 0 else [])]
-        pieces += [trace.after] if stop == len(trace.blocks) else []
+        pieces = list[Piece]()
+        for start, stop in stage.chunks:
+            first, last = start == 0, stop == len(trace.blocks)
+            pieces += [*trace.blocks[start:stop], *[trace.before] * first, *[trace.after] * last]
         each = {id(piece): self.seconds(piece.forward, mesh) + self.seconds(piece.backward, mesh) for piece in pieces}
         return sum(each[id(piece)] for piece in pieces)
 
@@ -149,9 +151,10 @@ class Rates:
         jobs: list[Job] | None = None,
     ) -> StepTime:
         """A step of one pipeline stage, with what it waits for the others. ``jobs`` gets what it consists of."""
-        mesh, start, stop = units[0].segments[0].mesh, *stage.blocks
-        blocks = dict(zip(trace.names[start:stop], trace.blocks[start:stop], strict=True))
-        leaving = trace.names[start:stop][:-NUM_STAYING]
+        mesh, blocks, leaving = units[0].segments[0].mesh, dict[str, Piece](), set[str]()
+        for start, stop in stage.chunks:
+            blocks |= zip(trace.names[start:stop], trace.blocks[start:stop], strict=True)
+            leaving |= set(trace.names[start:stop][:-NUM_STAYING])
         times = list[UnitTimes]()
         for unit, number in zip(units, stage.units, strict=True):
             piece = blocks.get(sized.specs[number].name)
@@ -160,9 +163,9 @@ class Rates:
             leave = self._leaving(piece, trace.inputs_rest) if piece and sized.specs[number].name in leaving else 0.0
             leaves_by = DISK if trace.inputs_rest is Tier.DISK else HOST_LINK
             times.append(replace(found_times, leave=leave, leaves_by=leaves_by))
-        if start == 0:
+        if any(start == 0 for start, _ in stage.chunks):
             times[0] = self._times(trace.before.forward, trace.before.backward, self.moves(units[0]), mesh)
-        if stop == len(trace.blocks):
+        if any(stop == len(trace.blocks) for _, stop in stage.chunks):
             times.append(UnitTimes(self.seconds(trace.after.forward, mesh), 0.0))
         row = units[0].row
         # Where the ranks compute on the cores that also copy between them, nothing is beside anything.
@@ -170,7 +173,8 @@ class Rates:
         found = step_time(times, num_micros, reduces_each=not row.grad_between.partial_axes, ranks=ranks, jobs=jobs)
         if mesh.pipeline == 1:
             return found
-        edges = self._edge_seconds(trace.blocks[stop - 1], mesh) * num_micros
+        sent = [trace.blocks[start or stop].received_bytes for start, stop in stage.chunks]
+        edges = sum(self._edge_seconds(num_bytes, mesh) for num_bytes in sent) * num_micros
         waits = {**found.waits_s, "edges": edges}
         return StepTime(found.total_s + edges, found.compute_s, waits).with_bubble(num_micros, mesh.pipeline)
 
@@ -182,9 +186,9 @@ class Rates:
         rate = self.machine.host_link if to is Tier.HOST else self.machine.disk_rate / on_node
         return piece.input_bytes / (self.machine.reached * max(rate, 1.0))
 
-    def _edge_seconds(self, piece: Piece, mesh: MeshShape) -> float:
+    def _edge_seconds(self, num_bytes: int, mesh: MeshShape) -> float:
         """Sending one micro-batch's activations on, and their gradients back."""
-        return 2 * (piece.output_bytes / self.link(("pipeline",), mesh) + LATENCY_S)
+        return 2 * (num_bytes / self.link(("pipeline",), mesh) + LATENCY_S)
 
     def _times(self, forward: Work, backward: Work, moves: Moves, mesh: MeshShape) -> UnitTimes:
         return UnitTimes(self.seconds(forward, mesh), self.seconds(backward, mesh), **vars(moves))

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,16 @@ from partita.config.schema import Config
 from partita.engine.profile import PREDICTED, PROCESS, Span, read_trace, rows, write_trace
 from partita.errors import ConfigError, PartitaError
 from partita.forecast.costs import Rates
+from partita.forecast.part import moments as moments_of
+from partita.forecast.part import most_held
 from partita.forecast.pieces import Trace
 from partita.forecast.sent import sent_by_axes
-from partita.forecast.sized import Sized, Stage, size_model
+from partita.forecast.sized import Sized, size_model
 from partita.forecast.source import Source
+from partita.forecast.stages import Stage
+from partita.forecast.waiting import gradients_of, parts_of
+from partita.parallel.pipeline.apply import schedule_of
+from partita.parallel.pipeline.schedule import Schedule
 from partita.plan.planned import PlannedUnit
 from partita.plan.residence import Tier
 from partita.plan.state_plan import Tiers
@@ -59,16 +66,19 @@ class GivenPlan:
         working = working_bytes(units, settings.zero.prefetch_bytes, self.num_moments)
         working[Tier.DEVICE] -= arriving_bytes(units)  # the trace has those
         held.update({("working", tier.value): num for tier, num in working.items() if num})
-        trace, batch = self.trace, self.resolved.batch
-        kept = min(len(self.stages), batch.accumulate) if stage.blocks[0] == 0 else 1
-        if batch.accumulate == 1 and all(s.gradient_in_place for unit in units for s in unit.segments if s.trains):
-            num = trace.growing_peak(*stage.blocks)
-        else:
-            num = trace.peak(*stage.blocks, kept_forwards=kept)
-        held["activations", Tier.DEVICE.value] = num
+        parts = parts_of(stage, gradients_of(stage, units, self.trace), self.trace)
+        moments = moments_of(self.schedule, stage.index)
+        drawn = self.resolved.batch.accumulate * self.trace.batch_bytes
+        held["activations", Tier.DEVICE.value] = drawn + most_held(moments, parts)
         if self.inputs_rest is not Tier.DEVICE:
-            held["activations", self.inputs_rest.value] = trace.away(*stage.blocks, kept_forwards=kept)
+            elsewhere = [part.resting_elsewhere for part in parts]
+            held["activations", self.inputs_rest.value] = most_held(moments, elsewhere)
         return dict(held)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """What each rank of the pipeline does, in its order."""
+        return schedule_of(self.resolved)
 
     def sent(self, stage: Stage) -> Mapping[str, int]:
         """Bytes that the rank of a stage with the most positions sends in a step, by axes."""
@@ -177,8 +187,7 @@ def given_plan(
     batch = resolved.batch
     sized = size_model(source, specs, resolved, (checkpoint,), batch.micro)
     tiers = chosen_tiers(settings.zero.offload, Tiers())
-    stages = tuple(sized.stages(resolved.mesh.pipeline))
-    ends = dict.fromkeys((stages[0], stages[-1]))
-    units = {stage: sized.planned(resolved, tiers, stage) for stage in ends}
+    stages = tuple(sized.stages(resolved.mesh.pipeline, settings.parallel.chunks if resolved.mesh.pipeline > 1 else 1))
+    units = {stage: sized.planned(resolved, tiers, stage) for stage in stages}
     rest = inputs_tier(settings.activations, torch.device(kind)) if checkpoint != "none" else Tier.DEVICE
     return GivenPlan(resolved, sized, stages, units, inputs_rest=rest)

@@ -1,11 +1,13 @@
 """What a forward and a backward keep, compute and send, block by block."""
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Any
 
 from partita.activation.inputs import NUM_STAYING
+from partita.forecast.part import Part
 from partita.plan.residence import Tier
 
 # Inputs of blocks that are still on the device beside that of the one which runs, of those that leave it: one leaves
@@ -38,29 +40,42 @@ class Piece:
     """Of a block, or of what runs before or after all blocks.
 
     ``kept_bytes`` stay from its forward to its backward, its output among them; the peaks are above what was there when
-    its forward began, and above what all forwards up to its own have kept. ``output_bytes``: of what it returns.
-    ``gradient_bytes``: of parameters that its backward gives gradients to; ``growing_peak`` is that of its backward if
-    these stay where autograd leaves them. ``input_bytes``: of what it is given that was computed before it, and for it
-    alone.
+    its forward began, and above what all forwards up to its own have kept and what later backwards have left.
+    ``input_bytes``: of what it is given that was computed before it, and for it alone; ``received_bytes``: of all that
+    it is given that depends on parameters, which another stage of a pipeline sends.
+
+    ``gradients``: bytes of those that its backward gives parameters, by name; ``growing_peak`` is that of its backward
+    if these stay where autograd leaves them. ``left_bytes``: what its backward leaves for that of the weights, where
+    this comes later. ``ended_bytes``: how much more its backward's peak is where its output and the
+    gradient of that stay to the end, as in the last block of a stage.
     """
 
     kept_bytes: int = 0
     forward_peak: int = 0
     backward_peak: int = 0
-    output_bytes: int = 0
+    received_bytes: int = 0
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)
-    gradient_bytes: int = 0
+    gradients: Mapping[str, int] = field(default_factory=dict)
     growing_peak: int = 0
     input_bytes: int = 0
+    left_bytes: int = 0
+    ended_bytes: int = 0
+
+    def growth(self, staying: Set[str]) -> tuple[int, int]:
+        """Bytes of the gradients that stay where autograd leaves them, by name, and the backward's peak with them."""
+        stay = sum(num for name, num in self.gradients.items() if name in staying)
+        gone = sum(self.gradients.values()) - stay
+        return stay, max(self.backward_peak, self.growing_peak - gone)
 
 
 @dataclass(frozen=True)
 class Trace:
     """``names`` are all blocks, in order, ``blocks`` what is of each (alike ones have the same). ``before`` and
-    ``after`` run around them: embeddings; output layer and loss, whose backward counts as ``after.backward`` and whose
-    ``forward_peak`` is of both. ``inputs_rest``: where the inputs of blocks that run again are between forward and
-    backward (:mod:`partita.activation.inputs`).
+    ``after`` run around them: embeddings; output layer and loss, whose backward counts in ``after.forward``.
+    ``inputs_rest``: where the inputs of blocks that run again are between forward and backward
+    (:mod:`partita.activation.inputs`). ``around_bytes``: what of the inputs alone is computed before all blocks, and
+    stays; every stage of a pipeline does so. ``batch_bytes``: of what the forward is given.
     """
 
     before: Piece
@@ -68,63 +83,55 @@ class Trace:
     blocks: tuple[Piece, ...]
     after: Piece
     inputs_rest: Tier = Tier.DEVICE
+    around_bytes: int = 0
+    batch_bytes: int = 0
 
-    def peak(self, start: int = 0, stop: int | None = None, kept_forwards: int = 1) -> int:
-        """Bytes of activations on the device at their most, of the blocks ``[start, stop)``, with what runs before the
-        first and after the last if it is among them.
+    @property
+    def peak(self) -> int:
+        """Bytes of activations on the device at their most, of one micro-batch of the whole model."""
+        return self.part(0, len(self.blocks)).peak
+
+    def part(self, start: int, stop: int, waiting: Sequence[int] = (), staying: Set[str] = frozenset()) -> Part:
+        """What a forward and a backward of the blocks ``[start, stop)`` take, with what runs before the first and after
+        the last if it is among them.
 
         Args:
-            kept_forwards: micro-batches whose forwards are kept at once.
+            waiting: bytes of gradients that are with their parameters still while the backward runs of what is before
+                the blocks, and of each of them.
+            staying: names of parameters whose gradients stay where autograd leaves them.
         """
-        below, gone = self._below(start, stop), self._gone(start, stop)
-        blocks, num = self.blocks[start:stop], len(below) - 1
-        most = self.before.forward_peak if start == 0 else 0
+        first, last = start == 0, stop == len(self.blocks)
+        blocks, before, after = self.blocks[start:stop], self.before, self.after
+        num, waits = len(blocks), [*waiting] or [0] * (1 + len(blocks))
+        gone, left, grown = self._gone(start, stop), 0, 0
+        ahead = before.kept_bytes if first else self.around_bytes + sum(piece.received_bytes for piece in blocks[:1])
+        below = list(accumulate((piece.kept_bytes for piece in blocks), initial=ahead))
+        most = below[-1] - gone(num - STAYING)
+        # What a stage sends and the gradient of that are there until its backward is done.
+        sent = 0 if last else self.blocks[stop].received_bytes
+        forward = [before.forward_peak if first else ahead, most + after.forward_peak if last else 0]
+        forward += [below[at] - gone(at - STAYING) + piece.forward_peak for at, piece in enumerate(blocks)]
+        backward = growing = most + sent
+        # Each piece with what is there beside it when its backward begins.
+        walk = [(before, waits[0] + 2 * sent)] * first
         for at, piece in enumerate(blocks):
-            most = max(most, below[at] - gone(at - STAYING) + piece.forward_peak)
-        if stop is None or stop == len(self.blocks):
-            most = max(most, below[-1] - gone(num - STAYING) + self.after.forward_peak)
-        for at, piece in enumerate(blocks):
-            most = max(most, below[at + 1] - gone(min(at - 1, num - STAYING)) + piece.backward_peak)
-        if start == 0:
-            most = max(most, self.before.backward_peak)
-        return most + (kept_forwards - 1) * (below[-1] - gone(num))
+            ended = 2 * sent if at < num - 1 or last else piece.ended_bytes
+            walk.append((piece, below[at + 1] - gone(min(at - 1, num - STAYING)) + waits[at + 1] + ended))
+        walk += [(after, most)] * last
+        for piece, there in reversed(walk):
+            own = there + left
+            stay, growing_peak = piece.growth(staying)
+            backward = max(backward, own + piece.backward_peak)
+            growing = max(growing, own + growing_peak + grown)
+            grown, left = grown + stay, left + piece.left_bytes
+        kept = below[-1] - gone(num) + (after.kept_bytes if last else 0)
+        back = 0 if first else blocks[0].received_bytes
+        away, here = (gone(num - NUM_STAYING), gone(num)), gone(num) - gone(num - STAYING)
+        return Part(max(forward), kept, backward, growing, grown, left, 0, back, away, here)
 
-    def growing_peak(self, start: int = 0, stop: int | None = None) -> int:
-        """The same of one micro-batch whose gradients stay where autograd leaves them, less these: what is there beside
-        all of them. While activations are at their most, they have only begun to come.
-        """
-        below, gone = self._below(start, stop), self._gone(start, stop)
-        blocks, num = self.blocks[start:stop], len(below) - 1
-        most, grown = self.peak(start, stop), 0
-        if stop is None or stop == len(self.blocks):
-            most = max(most, below[-1] - gone(num - STAYING) + self.after.growing_peak)
-            grown = self.after.gradient_bytes
-        for at, piece in reversed(list(enumerate(blocks))):
-            most = max(most, below[at + 1] - gone(min(at - 1, num - STAYING)) + piece.growing_peak + grown)
-            grown += piece.gradient_bytes
-        if start == 0:
-            most = max(most, self.before.growing_peak + grown)
-            grown += self.before.gradient_bytes
-        return max(0, most - grown)
-
-    def away(self, start: int = 0, stop: int | None = None, kept_forwards: int = 1) -> int:
-        """Bytes of inputs that rest elsewhere, at their most; arguments as :meth:`peak` takes them."""
-        gone, num = self._gone(start, stop), len(self.blocks[start:stop])
-        return (kept_forwards - 1) * gone(num) + gone(num - NUM_STAYING)
-
-    def _below(self, start: int, stop: int | None) -> list[int]:
-        """What is kept when each block's forward begins, and at the end."""
-        first = self.before.kept_bytes if start == 0 else 0
-        return list(accumulate((piece.kept_bytes for piece in self.blocks[start:stop]), initial=first))
-
-    def _gone(self, start: int, stop: int | None) -> Callable[[int], int]:
-        """Bytes of the inputs of so many blocks, where they rest elsewhere. That of a later stage's first block comes
-        from another rank, and is in nothing that is kept.
-        """
-        inputs = [piece.input_bytes for piece in self.blocks[start:stop]]
-        if start > 0:
-            inputs[:1] = [0]
-        sums = list(accumulate(inputs, initial=0))
+    def _gone(self, start: int, stop: int) -> Callable[[int], int]:
+        """Bytes of the inputs of so many blocks, where they rest elsewhere."""
+        sums = list(accumulate((piece.input_bytes for piece in self.blocks[start:stop]), initial=0))
         rests_here = self.inputs_rest is Tier.DEVICE
         return lambda num: 0 if rests_here else sums[max(0, num)]
 
@@ -134,15 +141,26 @@ class Trace:
 
         def times(piece: Piece) -> Piece:
             if id(piece) not in made:
-                sizes = (piece.kept_bytes, piece.forward_peak, piece.backward_peak, piece.output_bytes)
-                kept, forward, backward, output = (int(size * factor) for size in sizes)
-                work = _times(piece.forward, factor), _times(piece.backward, factor)
-                made[id(piece)] = Piece(kept, forward, backward, output, *work)
-                made[id(piece)].input_bytes = int(piece.input_bytes * factor)
+                sizes: dict[str, Any] = {name: int(getattr(piece, name) * factor) for name in _SIZES}
+                forward, backward = _times(piece.forward, factor), _times(piece.backward, factor)
+                made[id(piece)] = replace(piece, forward=forward, backward=backward, **sizes)
             return made[id(piece)]
 
-        blocks = tuple(map(times, self.blocks))
-        return Trace(times(self.before), self.names, blocks, times(self.after), self.inputs_rest)
+        return replace(
+            self,
+            before=times(self.before),
+            blocks=tuple(map(times, self.blocks)),
+            after=times(self.after),
+            around_bytes=int(self.around_bytes * factor),
+            batch_bytes=int(self.batch_bytes * factor),
+        )
+
+
+# Of a piece, what there is for each sample.
+_SIZES = (
+    *("kept_bytes", "forward_peak", "backward_peak", "received_bytes", "growing_peak", "input_bytes"),
+    *("left_bytes", "ended_bytes"),
+)
 
 
 def _times(work: Work, factor: float) -> Work:

@@ -1,9 +1,10 @@
 """Follows the storages that a forward and a backward make and give back, and the operators that they run."""
 
 import re
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,30 +17,47 @@ from partita.errors import ConfigError
 from partita.forecast.pieces import Piece, Trace, Work
 from partita.forecast.ranks import Sent
 from partita.forecast.shortened import Stand
+from partita.forecast.storages import Mark, Storages
+from partita.parallel.pipeline.weights import Left
+from partita.parallel.tensor.functions import Entrance
 
 # Operators that compute a function of each element, or of each row, which takes longer than reading and writing it.
 _FUNCTIONS = re.compile(r"exp|log|gelu|silu|tanh|sigmoid|softmax|norm|erf|rsqrt|sin|cos|pow|div")
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
+# The phase, and the number of the block: before the first block's forward -1, from the last one's end to its backward
+# the number of blocks.
+Place = tuple[str, int]
+
 
 class Recorder(TorchDispatchMode):
-    """Follows live bytes and work through the pieces of a forward and a backward.
+    """Follows live bytes and work through the pieces of a forward and a backward, and then through a backward of the
+    weights where this is apart.
 
-    Where it is: ``(phase, number of the block)``; before the first block's forward the number is -1, from the last
-    one's end to its backward it is the number of blocks.
+    Args:
+        left: what the backward leaves for that of the weights; None: nothing, there is none.
+        entrance: holds an input of a block's until another one's comes, which counts with neither.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], sent: Sent) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        sent: Sent,
+        storages: Storages,
+        left: Left | None = None,
+        entrance: Entrance | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._blocks, self._sent = blocks, sent
-        self._alive: dict[int, int] = {}
-        self._live = 0
-        self._at: tuple[str, int] = ("forward", -1)
-        self._peaks = defaultdict[tuple[str, int], int](int)
-        self._growing = defaultdict[tuple[str, int], int](int)
-        self._gradients = defaultdict[tuple[str, int], int](int)
-        self._work = defaultdict[tuple[str, int], Work](Work)
-        self._entered, self._left, self._outputs, self._inputs = (dict[int, int]() for _ in range(4))
+        self._blocks, self._sent, self._storages, self._left_apart = blocks, sent, storages, left
+        self._entrance = entrance
+        self._at: Place = ("forward", -1)
+        self._peaks, self._growing, self._ended, self._grown = (defaultdict[Place, int](int) for _ in range(4))
+        self._work = defaultdict[Place, Work](Work)
+        self._gradients = defaultdict[Place, dict[str, int]](dict)
+        self._entered, self._left, self._received, self._inputs = (dict[int, int]() for _ in range(4))
+        self._settled = dict[int, int]()  # by a block's number: what its backward and all later ones have left
+        self._left_by = dict[int, int]()  # by a parameter's id: the block whose backward has left its gradient
+        self._before = self._around = self._end = self._end_of_backward = 0
         self._handles = [
             handle
             for number, block in enumerate(blocks)
@@ -53,14 +71,40 @@ class Recorder(TorchDispatchMode):
         for handle in self._handles:
             handle.remove()
 
-    def arrived(self, gradient_bytes: int) -> None:
+    # ---------------------------------------------------------------------------------------------- where it is
+
+    def forward_ended(self) -> None:
+        """The loss is there, and nothing else but what autograd keeps."""
+        self._forget()
+        self._before, self._around, self._end = self._storages.early, self._storages.early_apart, self._later
+        if self._blocks:
+            self._go("backward", len(self._blocks))
+
+    def weights_began(self) -> None:
+        """The backward is done, but for the gradients that it has left."""
+        self._end_of_backward = self._storages.live
+        self._go("weights", 0)
+
+    def arrived(self, param: Tensor, name: str) -> None:
         """A gradient came, and went where gradients rest."""
-        self._gradients[self._at] += gradient_bytes
+        place = self._at
+        if place[0] == "weights":
+            place = ("backward", self._left_by.get(id(param), 0))
+            _add(self._work[self._working_at(place)], self._work.pop(self._at, Work()))
+        self._gradients[place][name] = param.nbytes
+        self._grown[place] += param.nbytes
         self._note_peak()
 
+    @property
+    def _later(self) -> int:
+        """Bytes of what was made since the first block's forward began. What is of before it may be gone at the end."""
+        return self._storages.live - self._storages.early
+
     def _note_peak(self) -> None:
-        self._peaks[self._at] = max(self._peaks[self._at], self._live)
-        self._growing[self._at] = max(self._growing[self._at], self._live + self._gradients[self._at])
+        live = self._storages.live
+        self._peaks[self._at] = max(self._peaks[self._at], live)
+        self._growing[self._at] = max(self._growing[self._at], live + self._grown[self._at])
+        self._ended[self._at] = max(self._ended[self._at], live + self._storages.missed)
 
     def _entering(self, number: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -69,39 +113,82 @@ class Recorder(TorchDispatchMode):
                     f"model: the block {type(module).__name__} (number {number}) runs twice in one forward: "
                     "blocks that are used several times cannot be told apart in a trace"
                 )
-            self._entered[number] = self._live
+            self._forget()
+            self._storages.end_early()
+            self._entered[number] = self._later
             self._go("forward", number)
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+            leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self._received[number] = sum(leaf.nbytes for leaf in leaves if self._storages.depends(leaf))
+            for leaf in leaves:
+                if leaf.requires_grad and leaf.grad_fn is not None:
                     self._inputs[number] = leaf.nbytes
-                    leaf.register_hook(lambda _: self._back_out_of(number))
+                    leaf.register_hook(partial(self._back_out_of, number, self._storages.mark(leaf)))
                     break
 
         return hook
 
     def _leaving(self, number: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._left[number] = self._live
-            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            self._outputs[number] = sum(leaf.nbytes for leaf in leaves)
+            self._forget()
+            self._left[number] = self._later
             self._go("forward", len(self._blocks) if number == len(self._blocks) - 1 else number)
-            for leaf in leaves:
-                if leaf.requires_grad:
-                    leaf.register_hook(lambda _: self._go("backward", number))
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    mark = self._storages.mark(leaf)
+                    leaf.register_hook(partial(self._back_into, number, mark))
                     break
 
         return hook
 
-    def _back_out_of(self, number: int) -> None:
-        self._go("backward", number - 1)
+    def _forget(self) -> None:
+        if self._entrance is not None:
+            self._entrance.forget()
+
+    def _back_into(self, number: int, output: Mark | None, gradient: Tensor) -> None:
+        self._forget()
+        if number == len(self._blocks) - 1:
+            self._settle(number + 1, self._left[number], output, gradient)
+            self._watch(number, output, gradient)
+        self._go("backward", number)
+
+    def _back_out_of(self, number: int, given: Mark | None, gradient: Tensor) -> None:
+        self._forget()
+        self._settle(number, self._entered[number], given, gradient)
+        self._watch(number - 1, given, gradient)
+
+    def _watch(self, number: int, output: Mark | None, gradient: Tensor) -> None:
+        """The backward of a block begins, with the gradient of what it computed for the next one."""
+        self._go("backward", number)
+        self._storages.watch([output, self._storages.mark(gradient)])
+        self._note_peak()
+
+    def _settle(self, number: int, kept: int, value: Mark | None, gradient: Tensor) -> None:
+        """Note, at the end of a block's backward, what is beside the ``gradient`` of the ``value`` it was given and
+        what earlier ones have kept; of that the value may be gone.
+        """
+        mark = self._storages.mark(gradient)
+        gone = 0 if value is None or self._storages.is_there(value) else value.num_bytes
+        there = self._before + kept + (0 if mark is None else mark.num_bytes)
+        self._settled[number] = self._storages.live + gone - there
 
     def _go(self, phase: str, number: int) -> None:
         self._count_sent()
+        if self._left_apart is not None:
+            for param in self._left_apart.params:
+                self._left_by.setdefault(param, self._at[1])
+        if self._at != (phase, number):
+            self._storages.watch([])
         self._at = (phase, number)
         self._note_peak()
 
+    # ----------------------------------------------------------------------------------------------------- work
+
+    def _working_at(self, place: Place) -> Place:
+        """The backward of what runs after all blocks counts with its forward."""
+        return ("forward", place[1]) if place == ("backward", len(self._blocks)) else place
+
     def _count_sent(self) -> None:
-        work, (num_bytes, calls) = self._work[self._at], self._sent.since()
+        work, (num_bytes, calls) = self._work[self._working_at(self._at)], self._sent.since()
         work.sent += num_bytes
         work.calls += calls
 
@@ -111,29 +198,21 @@ class Recorder(TorchDispatchMode):
             return True  # what models ask of their inputs: that all tokens are there, and nothing is packed
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         known = {leaf.untyped_storage()._cdata for leaf in given}
+        depends = any(map(self._storages.depends, given))
         result = func(*args, **kwargs)
         made = 0
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
-                if storage._cdata not in known and storage._cdata not in self._alive:
+                if storage._cdata not in known and not self._storages.knows(storage):
                     made += storage.nbytes()
-                    self._add(storage)
+                    self._storages.add(storage, depends)
+                    self._note_peak()
         self._note(func, args, kwargs, result, given, made)
         return result
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, num_bytes = storage._cdata, storage.nbytes()
-        self._alive[key] = num_bytes
-        self._live += num_bytes
-        self._note_peak()
-        weakref.finalize(storage, self._gone, key)
-
-    def _gone(self, key: int) -> None:
-        self._live -= self._alive.pop(key)
-
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any, given: Sequence[Tensor], made: int) -> None:
-        work = self._work[self._at]
+        work = self._work[self._working_at(self._at)]
         packet = func._overloadpacket
         name = packet.__name__
         flops, kind = 0, "product"
@@ -155,36 +234,68 @@ class Recorder(TorchDispatchMode):
             work.jobs[kind, flops] += 1
         work.num_ops += 1
 
+    # --------------------------------------------------------------------------------------------------- result
+
     def result(self, stand: Stand) -> Trace:
         """What was recorded, for every block of the whole model: (its name, the block that stands for it)."""
         self._count_sent()
         num, pieces = len(self._blocks), dict[nn.Module, Piece]()
+        settled = [self._left_after(number) for number in range(num + 2)]
         for number, block in enumerate(self._blocks):
-            entered = self._entered[number]
-            left = self._entered[number + 1] if number + 1 < num else self._left[number]
-            pieces[block] = Piece(
-                left - entered,
-                self._peaks["forward", number] - entered,
-                self._peaks["backward", number] - left,
-                self._outputs[number],
-                self._work["forward", number],
-                self._work["backward", number],
-                self._gradients["backward", number],
-                self._growing["backward", number] - left,
-                self._inputs.get(number, 0),
+            entered = self._before + self._entered[number]
+            left = self._before + (self._entered[number + 1] if number + 1 < num else self._left[number])
+            pieces[block] = replace(
+                self._backward(number, left + settled[number + 1]),
+                kept_bytes=left - entered,
+                forward_peak=self._peaks["forward", number] - entered,
+                received_bytes=self._received[number],
+                forward=self._work["forward", number],
+                input_bytes=self._inputs.get(number, 0),
+                left_bytes=settled[number] - settled[number + 1],
             )
-        above, work, there = ("forward", num), self._work, self._left.get(num - 1, 0)
-        back = ("backward", -1)
-        peaks = (self._peaks["forward", -1], self._peaks[back])
-        before = Piece(
-            self._entered.get(0, 0),
-            *peaks,
-            0,
-            work["forward", -1],
-            work[back],
-            self._gradients[back],
-            self._growing[back],
+        there = self._before + self._left[num - 1] if num else 0
+        before = replace(
+            self._backward(-1, settled[0]),
+            kept_bytes=self._before if num else 0,
+            forward_peak=self._peaks["forward", -1],
+            forward=self._work["forward", -1],
+            left_bytes=settled[-1] - settled[0],
         )
-        after = Piece(0, self._peaks[above] - there, 0, 0, work[above], Work())
-        after.gradient_bytes, after.growing_peak = self._gradients[above], self._growing[above] - there
-        return Trace(before, tuple(name for name, _ in stand), tuple(pieces[block] for _, block in stand), after)
+        after = replace(
+            self._backward(num, there) if num else Piece(),
+            kept_bytes=self._before + self._end - there if num else 0,
+            forward_peak=self._peaks["forward", num] - there,
+            forward=self._work["forward", num],
+            backward=Work(),
+            left_bytes=settled[num],
+        )
+        blocks = tuple(pieces[block] for _, block in stand)
+        return Trace(before, tuple(name for name, _ in stand), blocks, after, around_bytes=self._around)
+
+    def _backward(self, number: int, there: int) -> Piece:
+        """A piece's backward, above what is there beside it."""
+        place = ("backward", number)
+        return Piece(
+            backward_peak=self._peaks[place] - there,
+            backward=self._work[place],
+            gradients=self._gradients[place],
+            growing_peak=self._growing[place] - there,
+            ended_bytes=self._ended[place] - self._peaks[place],
+        )
+
+    def _left_after(self, number: int) -> int:
+        """What the backwards of the block and of all later ones have left; the last number is of the whole."""
+        if self._left_apart is None:
+            return 0
+        if number == len(self._blocks) + 1:
+            return self._end_of_backward
+        return self._settled.get(number, self._end_of_backward)
+
+
+def _add(work: Work, more: Work) -> None:
+    work.flops += more.flops
+    work.moved_bytes += more.moved_bytes
+    work.num_ops += more.num_ops
+    work.jobs.update(more.jobs)
+    work.sent.update(more.sent)
+    work.calls.update(more.calls)

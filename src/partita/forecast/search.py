@@ -9,10 +9,14 @@ from partita.config.resolve import Resolved, ResolvedBatch
 from partita.config.schema import Config
 from partita.forecast.choice import CHECKPOINTS, ON_DEVICE, ON_HOST, Choice, Kept, Resting, meshes, reaches, restings
 from partita.forecast.costs import Rates
+from partita.forecast.part import Moment, moments, most_held
 from partita.forecast.pieces import Trace
 from partita.forecast.sent import sent_by_axes
-from partita.forecast.sized import Sized, Stage, size_model
+from partita.forecast.sized import Sized, size_model
 from partita.forecast.source import Source
+from partita.forecast.stages import Cuts, Stage
+from partita.forecast.waiting import Gradients, gradients_of, parts_of
+from partita.parallel.pipeline.schedule import Shape, make_schedule
 from partita.plan.mesh_shape import STATE_AXES, MeshShape
 from partita.plan.planned import PlannedUnit
 from partita.plan.residence import Tier
@@ -27,6 +31,8 @@ from partita.planner.working import arriving_bytes, working_bytes
 
 # By (what, tier): states, ``working`` memory (gathered units, buckets, staging), ``activations``.
 Held = Mapping[tuple[str, str], int]
+# Of a stage what does not depend on the batch: states and working memory, and where its gradients are.
+Fixed = tuple[Held, Gradients]
 # In a pipeline a larger micro-batch costs more waiting: so many sizes, from the largest that fits, are weighed.
 PIPELINE_MICROS = 4
 
@@ -92,9 +98,12 @@ class Search:
     num_moments: int = ADAM_MOMENTS
     dtype: str = ""
     only: MeshShape | None = None
-    _sized: dict[tuple[int, int], Sized] = field(default_factory=dict)
+    _sized: dict[tuple[int, int, bool], Sized] = field(default_factory=dict)
     _configs: dict[Resting, Config] = field(default_factory=dict)
-    _peaks: dict[tuple[int, str, tuple[int, int], int], tuple[int, int]] = field(default_factory=dict)
+    _scaled: dict[tuple[int, str, int], tuple[Trace, Trace]] = field(default_factory=dict)
+    _moments: dict[tuple[Shape, tuple[int, ...]], frozenset[Moment]] = field(default_factory=dict)
+    _gradients: dict[Gradients, Gradients] = field(default_factory=dict)
+    _most: dict[tuple[int, int, int, int], tuple[int, int]] = field(default_factory=dict)
     _best: dict[Resting, float] = field(default_factory=dict)
     _computing: dict[tuple[int, int, int, str, int], float] = field(default_factory=dict)
     _states: dict[int, tuple[PlannedUnit, dict[tuple[str, str], int]]] = field(default_factory=dict)
@@ -104,6 +113,7 @@ class Search:
         self.dtype = self.dtype or self.machine.compute_dtype
         self.rates = Rates(self.machine, self.num_gpus, self.dtype, self.num_moments)
         self._specs = group_units(self.source.model, self.config.zero.units)
+        self._cuts = Cuts(self.source.model)
 
     def run(self) -> list[Forecast]:
         """Every plan that was weighed: those that fit by their time, then the others by what they lack.
@@ -153,17 +163,19 @@ class Search:
                     yield from self._weighed(mesh, resting, kept)
 
     def _shapes(self, sizes: Sequence[int]) -> Iterator[MeshShape]:
-        num_blocks, on_node = self.sized(MeshShape()).num_blocks, self.machine.gpus_on_node(self.num_gpus)
-        every = meshes(self.num_gpus, on_node, max(1, num_blocks), sizes) if self.only is None else [self.only]
+        num_stages = len(self.sized(MeshShape()).blocks) // self.config.parallel.chunks
+        on_node = self.machine.gpus_on_node(self.num_gpus)
+        every = meshes(self.num_gpus, on_node, max(1, num_stages), sizes) if self.only is None else [self.only]
         return (mesh for mesh in every if self.samples % mesh.data == 0)
 
     def sized(self, mesh: MeshShape) -> Sized:
-        """A rank's share of the model, by how many share a sample."""
-        key = (mesh.sequence, mesh.tensor)
+        """A rank's share of the model, by how many share a sample, and whether it has but a stage of the model."""
+        key = (mesh.sequence, mesh.tensor, mesh.pipeline > 1)
         if key not in self._sized:
-            resolved = self._resolved(MeshShape(sequence=mesh.sequence, tensor=mesh.tensor), Resting(1))
+            shape = MeshShape(min(mesh.pipeline, 2), sequence=mesh.sequence, tensor=mesh.tensor)
             choices = CHECKPOINTS if self._recomputes else CHECKPOINTS[:1]
-            self._sized[key] = size_model(self.source, self._specs, resolved, choices)
+            resolved = self._resolved(shape, Resting(1))
+            self._sized[key] = size_model(self.source, self._specs, resolved, choices, cuts=self._cuts)
         return self._sized[key]
 
     def trace(self, choice: Choice) -> Trace:
@@ -191,7 +203,7 @@ class Search:
         """The largest micro-batch that fits, for each way to keep activations; if none does, what one sample lacks."""
         per_rank, traces = self.samples // mesh.data, self.sized(mesh).traces
         units = self.planned(mesh, resting)
-        fixed = {stage: self._fixed(of_stage) for stage, of_stage in units.items()}
+        fixed = {stage: self._fixed(stage, of_stage) for stage, of_stage in units.items()}
         ways = [(checkpoint, inputs) for checkpoint, inputs in ways if checkpoint in traces]
         least = self._worst(Choice(mesh, resting, 1, per_rank, *ways[-1]), fixed)
         if resting.form.once and mesh.pipeline > 1:
@@ -220,31 +232,33 @@ class Search:
             ConfigError: the model has fewer blocks than the pipeline stages.
         """
         units = self.planned(choice.mesh, choice.resting)
-        found = self._worst(choice, {stage: self._fixed(of_stage) for stage, of_stage in units.items()})
+        found = self._worst(choice, {stage: self._fixed(stage, of_stage) for stage, of_stage in units.items()})
         if not found.fits:
             return found
         return replace(found, time=self._time(choice, units), sent=self._sent(choice, units))
 
     def planned(self, mesh: MeshShape, resting: Resting) -> dict[Stage, list[PlannedUnit]]:
-        """Of the pipeline's first stage and its last."""
+        """Of one stage of each kind."""
         sized, resolved = self.sized(mesh), self._resolved(mesh, resting)
-        stages, tiers = sized.stages(mesh.pipeline), chosen_tiers(resolved.config.zero.offload, Tiers())
-        return {stage: sized.planned(resolved, tiers, stage) for stage in dict.fromkeys((stages[0], stages[-1]))}
+        tiers = chosen_tiers(resolved.config.zero.offload, Tiers())
+        return {stage: sized.planned(resolved, tiers, stage) for stage in self._kinds(mesh)}
+
+    def _kinds(self, mesh: MeshShape) -> dict[Stage, list[int]]:
+        return self.sized(mesh).kinds(mesh.pipeline, self.config.parallel.chunks if mesh.pipeline > 1 else 1)
 
     def with_config(self, config: Config) -> "Search":
         """The same under a config with the same units: what was traced of the model is shared."""
         search = Search(self.source, self.machine, self.num_gpus, self.samples, config, self.num_moments, self.dtype)
         search.only = self.only
-        search._sized = self._sized
+        search._sized, search._cuts = self._sized, self._cuts
         return search
 
-    def _worst(self, choice: Choice, fixed: Mapping[Stage, Mapping[tuple[str, str], int]]) -> Forecast:
-        """By the end of the pipeline that holds more."""
-        every = (self._with_activations(choice, stage, of_stage) for stage, of_stage in fixed.items())
+    def _worst(self, choice: Choice, fixed: Mapping[Stage, Fixed]) -> Forecast:
+        """By the stage that lacks most, or holds most."""
+        every = (self._with_activations(choice, stage, *of_stage) for stage, of_stage in fixed.items())
         return max(every, key=lambda each: (sum(each.lacking.values()), each.by_tier[Tier.DEVICE]))
 
-    def _fixed(self, units: Sequence[PlannedUnit]) -> dict[tuple[str, str], int]:
-        """What does not depend on the batch: states and working memory."""
+    def _fixed(self, stage: Stage, units: Sequence[PlannedUnit]) -> Fixed:
         held = Counter[tuple[str, str]]()
         for unit in units:
             if id(unit) not in self._states:
@@ -253,39 +267,58 @@ class Search:
         working = working_bytes(units, self.config.zero.prefetch_bytes, self.num_moments)
         working[Tier.DEVICE] -= arriving_bytes(units)  # the trace has those
         held.update({("working", tier.value): num for tier, num in working.items() if num})
-        return dict(held)
+        mesh = units[0].segments[0].mesh
+        gradients = gradients_of(stage, units, next(iter(self.sized(mesh).traces.values())))
+        return dict(held), self._gradients.setdefault(gradients, gradients)
 
-    def _with_activations(self, choice: Choice, stage: Stage, fixed: Mapping[tuple[str, str], int]) -> Forecast:
-        trace = self.sized(choice.mesh).traces[choice.checkpoint]
-        kept = min(choice.mesh.pipeline, choice.accumulate) if stage.blocks[0] == 0 else 1
-        key = (id(trace), choice.inputs, stage.blocks, kept)
-        if key not in self._peaks:
-            trace, places = self.trace(choice), (*stage.blocks, kept)
-            self._peaks[key] = trace.peak(*places), trace.away(*places)
-        num, away = (num * choice.micro for num in self._peaks[key])
-        held = {**fixed, ("activations", "device"): num}
+    def _with_activations(self, choice: Choice, stage: Stage, fixed: Held, gradients: Gradients) -> Forecast:
+        trace, found = self._scaled_trace(choice), self._moments_of(choice, stage)
+        key = (id(trace), id(stage), id(gradients), id(found))
+        if key not in self._most:
+            parts = parts_of(stage, gradients, trace)
+            elsewhere = [part.resting_elsewhere for part in parts]
+            self._most[key] = most_held(found, parts), most_held(found, elsewhere)
+        most, away = self._most[key]
+        held = {**fixed, ("activations", "device"): most + choice.accumulate * trace.batch_bytes}
         if choice.inputs != "none":
             held["activations", choice.inputs] = away
         return Forecast(choice, held, self.budget)
+
+    def _scaled_trace(self, choice: Choice) -> Trace:
+        """Of a micro-batch."""
+        trace = self.sized(choice.mesh).traces[choice.checkpoint]
+        key = (id(trace), choice.inputs, choice.micro)
+        if key not in self._scaled:
+            self._scaled[key] = trace, self.trace(choice).scaled(choice.micro)
+        return self._scaled[key][1]
+
+    def _moments_of(self, choice: Choice, stage: Stage) -> frozenset[Moment]:
+        """Of all ranks that hold what this one does."""
+        chunks = len(stage.chunks)
+        shape, ranks = Shape(choice.mesh.pipeline, choice.accumulate, chunks), tuple(self._kinds(choice.mesh)[stage])
+        if (shape, ranks) not in self._moments:
+            schedule = make_schedule(self.config.parallel.schedule, shape)
+            self._moments[shape, ranks] = frozenset().union(*(moments(schedule, rank) for rank in ranks))
+        return self._moments[shape, ranks]
 
     def _computing_s(self, choice: Choice, stages: Sequence[Stage]) -> float:
         """Of a step, if the device waited for nothing but the pipeline."""
         mesh, micros = choice.mesh, choice.accumulate
         key = (mesh.tensor, mesh.sequence, mesh.pipeline, choice.checkpoint, choice.micro)
         if key not in self._computing:
-            trace = self.trace(choice).scaled(choice.micro)
+            trace = self._scaled_trace(choice)
             self._computing[key] = max(self.rates.computing(trace, stage, mesh) for stage in stages)
         return self._computing[key] * (micros + mesh.pipeline - 1)
 
     def _time(self, choice: Choice, units: Mapping[Stage, Sequence[PlannedUnit]]) -> StepTime:
         """Of the slower end of the pipeline."""
-        sized, trace = self.sized(choice.mesh), self.trace(choice).scaled(choice.micro)
+        sized, trace = self.sized(choice.mesh), self._scaled_trace(choice)
         times = (self.rates.step(sized, stage, own, trace, choice.accumulate) for stage, own in units.items())
         return max(times, key=lambda time: time.total_s)
 
     def _sent(self, choice: Choice, units: Mapping[Stage, Sequence[PlannedUnit]]) -> Mapping[str, int]:
         """By the end of the pipeline that sends more in a step."""
-        trace = self.trace(choice).scaled(choice.micro)
+        trace = self._scaled_trace(choice)
         every = (sent_by_axes(own, stage, trace, choice.accumulate) for stage, own in units.items())
         return max(every, key=lambda sent: sum(sent.values()))
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from partita.forecast.pieces import Trace
-from partita.forecast.sized import Stage
+from partita.forecast.stages import Stage
 from partita.plan.planned import PlannedUnit
 from partita.planner.traffic import StepShape, step_traffic
 
@@ -19,7 +19,8 @@ def sent_by_axes(units: Sequence[PlannedUnit], stage: Stage, trace: Trace, num_m
         trace: of a micro-batch.
     """
     found = Counter[str]()
-    for key, count in step_traffic(units, StepShape(num_micros, returns_loss=True)).rows.items():
+    shape = StepShape(num_micros, returns_loss=True, chunks=len(stage.chunks))
+    for key, count in step_traffic(units, shape).rows.items():
         found[",".join(key.axes)] += count.sent_bytes
     for axis, num in activation_bytes(stage, trace).items():
         found[axis] += num_micros * num
@@ -28,16 +29,14 @@ def sent_by_axes(units: Sequence[PlannedUnit], stage: Stage, trace: Trace, num_m
 
 def activation_bytes(stage: Stage, trace: Trace) -> Counter[str]:
     """What a stage exchanges of one micro-batch, by axis: between the ranks that share a sample in forward and
-    backward; and with the stages beside it, one payload each way: what its last block returns, and the gradient of what
-    its first one is given.
+    backward; and with the stages beside it, one payload each way: what the block behind its last one is given, and the
+    gradient of what its first one is given.
     """
-    start, stop = stage.blocks
-    pieces = list(trace.blocks[start:stop])
-    first, last = start == 0, stop == len(trace.blocks)
-    pieces += [trace.before] * first + [trace.after] * last
-    found = Counter[str]()
-    for piece in pieces:
-        found += piece.forward.sent + piece.backward.sent
-    found[PIPELINE] = 0 if last else trace.blocks[stop - 1].output_bytes
-    found[PIPELINE] += 0 if first else trace.blocks[start - 1].output_bytes
+    found, blocks = Counter[str](), trace.blocks
+    for start, stop in stage.chunks:
+        first, last = start == 0, stop == len(blocks)
+        for piece in (*blocks[start:stop], *[trace.before] * first, *[trace.after] * last):
+            found += piece.forward.sent + piece.backward.sent
+        found[PIPELINE] += 0 if last else blocks[stop].received_bytes
+        found[PIPELINE] += 0 if first else blocks[start].received_bytes
     return found

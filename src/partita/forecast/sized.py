@@ -1,7 +1,7 @@
 """A model on ranks that share a sample: its units as they would be laid out, and what its forward and backward take."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,21 +11,23 @@ from partita.activation.caches import NoCaches
 from partita.activation.recompute import Recomputation, chosen_modules
 from partita.activation.tiled_loss import TiledHeads, find_heads
 from partita.activation.tiles import tiled_modules
+from partita.attention.apply import SparseAttention
 from partita.comm.collectives import Collectives
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
-from partita.errors import ConfigError
 from partita.forecast.pieces import Trace
 from partita.forecast.ranks import ranks_on_paper
-from partita.forecast.shortened import shortened
+from partita.forecast.shortened import Stand, shortened
 from partita.forecast.source import Source
-from partita.forecast.trace import trace
+from partita.forecast.stages import Cuts, Stage, outwards, stages_of, whole
+from partita.forecast.trace import Rank, trace
 from partita.parallel.applied import Parallel
+from partita.parallel.pipeline.schedule import Shape, make_schedule
+from partita.parallel.pipeline.weights import keep_apart
 from partita.parallel.sequence.apply import SEQUENCE, SequenceParallel
 from partita.parallel.tensor.functions import Entrance
 from partita.parallel.tensor.rules import split_model
 from partita.parallel.tensor.splitter import TENSOR, Splitter
-from partita.plan.place import even
 from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import Encoding
 from partita.plan.share import Copies
@@ -39,74 +41,71 @@ from partita.planner.group_units import UnitSpec, find_blocks
 Checkpoint = str | tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Stage:
-    """What one pipeline coordinate holds: ``units`` by number, ``blocks`` ``[start, stop)`` of the trace's."""
-
-    units: tuple[int, ...]
-    blocks: tuple[int, int]
-
-
 @dataclass
 class Sized:
     """A rank's share of a model: ``entries`` of each unit of ``specs``, and ``traces`` of one sample (or as many as
-    ``samples``) by what ``activations.checkpoint`` says.
+    ``samples``) by what ``activations.checkpoint`` says. ``cuts``: of the model into stages.
     """
 
     specs: Sequence[UnitSpec]
     entries: Sequence[Sequence[Entry]]
     traces: dict[Checkpoint, Trace]
     samples: int
+    cuts: Cuts
     _planned: dict[Any, PlannedUnit] = field(default_factory=dict)
     _rows: dict[Any, tuple[Config, StatePlan]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        numbers = dict[object, int]()
-        self._kinds = list[int]()  # of units: those of one kind are laid out alike
-        for spec, entries in zip(self.specs, self.entries, strict=True):
-            alike = tuple((entry.place, entry.encoding, entry.trainable, entry.copies) for entry in entries)
-            self._kinds.append(numbers.setdefault((alike, bool(spec.name), tuple(spec.inside)), len(numbers)))
+    _kinds: dict[object, int] = field(default_factory=dict)
+    _kind_of: dict[int, tuple[object, int]] = field(default_factory=dict)
+    _stages: dict[Shape, list[Stage]] = field(default_factory=dict)
+    _alike: dict[tuple[int, int], dict[Stage, list[int]]] = field(default_factory=dict)
 
     @property
-    def num_blocks(self) -> int:
-        return len(next(iter(self.traces.values())).names)
+    def blocks(self) -> tuple[str, ...]:
+        """Their names."""
+        return next(iter(self.traces.values())).names
 
-    def stages(self, num: int) -> list[Stage]:
-        """The model in so many stages of as many blocks: units outside blocks are where they stand among these, and
-        those around them on the first and on the last.
+    def stages(self, num: int, chunks: int = 1) -> list[Stage]:
+        """What each of so many ranks of a pipeline holds, each of which has so many stages of the model.
 
         Raises:
-            ConfigError: there are fewer blocks.
+            ConfigError: the model cannot be cut into them.
         """
-        names = next(iter(self.traces.values())).names
-        if num > max(1, len(names)):
-            raise ConfigError(f"pipeline {num}: the model has {len(names)} blocks")
-        at = {name: number for number, name in enumerate(names)}
-        position, seen = list[int | None](), 0
-        for spec in self.specs:
-            block = next((at[name] for name in _outwards(spec.name) if name in at), None)
-            around = any(name == spec.name or name.startswith(f"{spec.name}.") or not spec.name for name in names)
-            position.append(None if block is None and around else seen if block is None else block)
-            seen = seen if block is None else block
-        found = []
-        for number, (start, stop) in enumerate(even(len(names), num)):
-            ends = number in (0, num - 1)
-            held = [
-                u
-                for u, place in enumerate(position)
-                if (ends if place is None else start <= place < max(stop, start + 1))
-            ]
-            found.append(Stage(tuple(held), (start, stop)))
-        return found
+        shape = Shape(num, 1, chunks)
+        if shape not in self._stages:
+            if shape.num_stages == 1:
+                self._stages[shape] = [whole(self.specs, self.entries, self.blocks)]
+            else:
+                found = self.cuts.of(shape.num_stages)
+                self._stages[shape] = stages_of(found, shape, self.specs, self.entries, self.blocks)
+        return self._stages[shape]
+
+    def kinds(self, num: int, chunks: int = 1) -> dict[Stage, list[int]]:
+        """Of :meth:`stages` one of each kind, whose ranks hold and compute alike, and which ranks of the pipeline those
+        are.
+        """
+        if (num, chunks) in self._alike:
+            return self._alike[num, chunks]
+        found = dict[object, tuple[Stage, list[int]]]()
+        trace = next(iter(self.traces.values()))
+        for stage in self.stages(num, chunks):
+            units = tuple(map(self._kind, stage.units, stage.entries))
+            blocks = tuple(
+                (start == 0, stop == len(trace.blocks), *map(id, trace.blocks[start : stop + 1]))
+                for start, stop in stage.chunks
+            )
+            found.setdefault((units, blocks), (stage, []))[1].append(stage.index)
+        self._alike[num, chunks] = dict(found.values())
+        return self._alike[num, chunks]
 
     def planned(self, resolved: Resolved, tiers: Tiers, stage: Stage) -> list[PlannedUnit]:
         """The units of a stage under a row of the table."""
-        return [self._unit(number, resolved, tiers) for number in stage.units]
+        held = zip(stage.units, stage.entries, strict=True)
+        return [self._unit(number, entries, resolved, tiers) for number, entries in held]
 
-    def _unit(self, number: int, resolved: Resolved, tiers: Tiers) -> PlannedUnit:
+    def _unit(self, number: int, entries: Sequence[Entry], resolved: Resolved, tiers: Tiers) -> PlannedUnit:
         """Units that are laid out alike are one object."""
-        spec, entries = self.specs[number], self.entries[number]
-        key = (self._kinds[number], id(resolved.config), resolved.mesh, tiers)
+        spec = self.specs[number]
+        key = (self._kind(number, entries), id(resolved.config), resolved.mesh, tiers)
         if key not in self._planned:
             row = self._row(resolved, tiers, None, Copies())
             size = resolved.mesh.group_size
@@ -120,6 +119,15 @@ class Sized:
             self._planned[key] = PlannedUnit(spec.name, tuple(segments), tuple(spec.inside))
         return self._planned[key]
 
+    def _kind(self, number: int, entries: Sequence[Entry]) -> int:
+        """Of a unit: those of one kind are laid out alike."""
+        if id(entries) not in self._kind_of:
+            spec = self.specs[number]
+            alike = tuple((entry.place, entry.encoding, entry.trainable, entry.copies) for entry in entries)
+            kind = self._kinds.setdefault((alike, bool(spec.name), tuple(spec.inside)), len(self._kinds))
+            self._kind_of[id(entries)] = entries, kind
+        return self._kind_of[id(entries)][1]
+
     def _row(self, resolved: Resolved, tiers: Tiers, encoding: Encoding | None, copies: Copies) -> StatePlan:
         key = (id(resolved.config), resolved.mesh, tiers, encoding, copies)
         if key not in self._rows:
@@ -128,26 +136,31 @@ class Sized:
 
 
 def size_model(
-    source: Source, specs: Sequence[UnitSpec], resolved: Resolved, choices: Sequence[Checkpoint], samples: int = 1
+    source: Source,
+    specs: Sequence[UnitSpec],
+    resolved: Resolved,
+    choices: Sequence[Checkpoint],
+    samples: int = 1,
+    cuts: Cuts | None = None,
 ) -> Sized:
     """The share of the fullest of the ranks of ``resolved`` that share a sample; what it says of units and dtypes
-    counts.
+    counts, and of stages whether there are several.
 
     Args:
         specs: the model's units.
         choices: of ``activations.checkpoint``, each of which is traced, of a micro-batch of ``samples``.
+        cuts: of the model, where others know them, too.
 
     Raises:
         ConfigError: the model cannot be split so, or not be run without data.
     """
-    model, cut = source.model, resolved.mesh.sequence > 1
-    named = bool(resolved.config.tiled.mlp) or not all(
-        isinstance(choice, str) for choice in choices
-    )  # maybe one of many
+    model, mesh, asked = source.model, resolved.mesh, resolved.config.parallel
+    cuts = cuts or Cuts(model, None if asked.cut == "auto" else tuple(asked.cut))
+    traces, batch = dict[Checkpoint, Trace](), source.batch(samples, "meta")
     with (
-        nullcontext(list(find_blocks(model))) if named else shortened(model, last_apart=cut) as stand,
-        ranks_on_paper(resolved.mesh) as collectives,
-        _split(model, resolved, collectives) as parallel,
+        _blocks(source, resolved, choices, cuts) as stand,
+        ranks_on_paper(mesh) as collectives,
+        _split(model, resolved, collectives) as (parallel, entrance),
     ):
         short, entries = unit_entries(model, resolved, parallel.shares)
         dtypes = {
@@ -157,31 +170,60 @@ def size_model(
         }
         names = {id(module): name for name, module in model.named_modules()}
         stands_for = {name: names[id(block)] for name, block in stand}
-        traces, batch = dict[Checkpoint, Trace](), source.batch(samples, "meta")
+        shape = Shape(mesh.pipeline, resolved.batch.accumulate, asked.chunks if mesh.pipeline > 1 else 1)
+        splits = make_schedule(asked.schedule, shape).splits_weights
+        weights = keep_apart(model, parallel) if splits else None
+        rank = Rank(stand, dtypes, collectives, parallel.shares, mesh.pipeline > 1, weights, entrance)
+        sparse = resolved.config.attention != Config().attention
         for choice in choices:
             with _keeping_less(model, [spec.name for spec in short], choice, resolved):
-                traces[choice] = trace(model, stand, batch, dtypes, collectives, parallel.shares)
+                traces[choice] = trace(model, batch, rank)
+                if sparse:  # the first one has made what all later ones share: which blocks are visited
+                    traces[choice] = trace(model, batch, rank)
     of_name = {spec.name: of_unit for spec, of_unit in zip(short, entries, strict=True)}
-    return Sized(specs, [of_name[_stand_in(spec.name, stands_for)] for spec in specs], traces, samples)
+    return Sized(specs, [of_name[_stand_in(spec.name, stands_for)] for spec in specs], traces, samples, cuts)
+
+
+@contextmanager
+def _blocks(source: Source, resolved: Resolved, choices: Sequence[Checkpoint], cuts: Cuts) -> Iterator[Stand]:
+    """The model's blocks, each with the one that stands for it: of those alike only some are left, where none of them
+    is named.
+    """
+    model, mesh, chunks = source.model, resolved.mesh, resolved.config.parallel.chunks
+    blocks = list(find_blocks(model))
+    if mesh.pipeline > 1:
+        names = cuts.of(mesh.pipeline * chunks).blocks
+        if names != tuple(name for name, _ in blocks):
+            yield [(name, model.get_submodule(name)) for name in names]
+            return
+    named = bool(resolved.config.tiled.mlp) or not all(isinstance(choice, str) for choice in choices)
+    if named or not isinstance(resolved.config.attention.layers, str):  # maybe one of many
+        yield blocks
+        return
+    with shortened(model, last_apart=mesh.sequence > 1 or mesh.pipeline > 1) as stand:
+        yield stand
 
 
 def _stand_in(unit: str, stands_for: Mapping[str, str]) -> str:
     """The unit that stands for this one: inside the block that stands for the block around it."""
-    block = next((name for name in _outwards(unit) if name in stands_for), None)
+    block = next((name for name in outwards(unit) if name in stands_for), None)
     return unit if block is None else stands_for[block] + unit[len(block) :]
 
 
 @contextmanager
-def _split(model: nn.Module, resolved: Resolved, collectives: Collectives) -> Iterator[Parallel]:
+def _split(model: nn.Module, resolved: Resolved, collectives: Collectives) -> Iterator[tuple[Parallel, Entrance]]:
     """The model as the first of the ranks has it; its parameters stay whole."""
-    parallel, mesh = Parallel(), collectives.mesh
+    parallel, mesh, entrance = Parallel(), collectives.mesh, Entrance(collectives.group((TENSOR,)))
     try:
         if mesh.size(TENSOR) > 1:
-            splitter = Splitter(model, Entrance(collectives.group((TENSOR,))), parallel)
+            splitter = Splitter(model, entrance, parallel)
             split_model(splitter, mesh, resolved.config.parallel.tensor_rules)
         if mesh.size(SEQUENCE) > 1:
             SequenceParallel(model, mesh, collectives.group((SEQUENCE,)), parallel.changes)
-        yield parallel
+        attention = SparseAttention(model, resolved.config.attention)
+        parallel.changes.add(attention.remove)
+        attention.apply()
+        yield parallel, entrance
     finally:
         parallel.remove()
 
@@ -204,10 +246,3 @@ def _keeping_less(model: nn.Module, units: Sequence[str], choice: Checkpoint, re
         recomputation.remove()
         if no_caches is not None:
             no_caches.remove()
-
-
-def _outwards(name: str) -> Iterator[str]:
-    """A module's name, and those of the modules around it."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]

@@ -4,9 +4,12 @@ Tensors are on the ``meta`` device: they have shapes and no memory. So any model
 alone. Attention is taken for a fused kernel's.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,41 +21,62 @@ from partita.forecast.pieces import Trace
 from partita.forecast.ranks import Sent
 from partita.forecast.recorder import Recorder
 from partita.forecast.shortened import Stand
+from partita.forecast.storages import Storages
 from partita.forecast.without_values import without_values
-from partita.plan.share import NO_SHARES, Shares
+from partita.parallel.pipeline.weights import Left, WeightGradients
+from partita.parallel.tensor.functions import Entrance
+from partita.plan.share import Shares
 
 
-def trace(
-    model: nn.Module,
-    stand: Stand,
-    batch: Any,
-    dtypes: Mapping[int, torch.dtype],
-    collectives: Collectives,
-    shares: Shares = NO_SHARES,
-) -> Trace:
+@dataclass(frozen=True)
+class Rank:
+    """How a model runs on the rank that is traced. ``stand``: of every block of the whole model, the name and the block
+    that stands for it (:func:`shortened`). ``dtypes``: of each parameter, by id, as it is computed with; ``shares``:
+    what of it this rank has, where that is a part. ``is_cut``: other ranks of a pipeline have other blocks, and copies
+    of parameters that are used in several. ``weights``: where its backwards leave the weights' gradients, if these are
+    computed apart. ``entrance``: of layers split over tensor ranks, which holds the last input to the next one.
+    """
+
+    stand: Stand
+    dtypes: Mapping[int, torch.dtype]
+    collectives: Collectives
+    shares: Shares
+    is_cut: bool = False
+    weights: WeightGradients | None = None
+    entrance: Entrance | None = None
+
+
+def trace(model: nn.Module, batch: Any, rank: Rank) -> Trace:
     """Run one forward and backward without data. The model is left as it was.
 
     Args:
-        stand: of every block of the whole model, as :func:`shortened` gives them.
         batch: what the forward takes, on the ``meta`` device: a mapping or a tuple of arguments.
-        dtypes: of each parameter, by id, as it is computed with.
-        collectives: count what the model sends meanwhile.
-        shares: what of each parameter this rank has, where it is a part.
+        rank: that does so; its collectives count what the model sends meanwhile.
 
     Raises:
         ConfigError: the forward cannot be run without data.
     """
-    recorder = Recorder(list(dict.fromkeys(block for _, block in stand)), Sent(collectives))
-    with _on_paper(model, dtypes, shares, recorder):
-        compute = next(iter(dtypes.values()), torch.float32)
+    blocks = list(dict.fromkeys(block for _, block in rank.stand))
+    paper = Paper(model, blocks, rank)
+    apart = nullcontext() if rank.weights is None else rank.weights.apart(0)
+    with paper, apart as left:
+        storages = Storages(param.untyped_storage() for param in paper.params)
+        recorder = Recorder(blocks, Sent(rank.collectives), storages, left, rank.entrance)
+        paper.follow(recorder, left)
+        compute = next(iter(rank.dtypes.values()), torch.float32)
         given = tree_map_only(Tensor, lambda x: x.to(compute) if x.is_floating_point() else x, batch)
         try:
             with without_values(), recorder:
                 output = model(**given) if isinstance(given, Mapping) else model(*given)
                 loss = loss_of(output)
                 del output
+                recorder.forward_ended()
                 loss.backward()
                 del loss
+                if left is not None and rank.weights is not None:
+                    recorder.weights_began()
+                    paper.follow(recorder)
+                    rank.weights.take(0).run()
         except (PartitaError, KeyboardInterrupt):
             raise
         except Exception as error:
@@ -63,7 +87,8 @@ def trace(
             ) from error
         finally:
             recorder.remove()
-    return recorder.result(stand)
+    batch_bytes = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    return replace(recorder.result(rank.stand), batch_bytes=batch_bytes)
 
 
 def loss_of(output: Any) -> Tensor:
@@ -79,37 +104,63 @@ def loss_of(output: Any) -> Tensor:
     )
 
 
-@contextmanager
-def _on_paper(
-    model: nn.Module, dtypes: Mapping[int, torch.dtype], shares: Shares, recorder: Recorder
-) -> Iterator[None]:
-    """The model with a rank's parameters, as they are computed with, on the ``meta`` device. A gradient goes where
-    gradients rest as soon as it is there; what that takes is another estimate's.
+class Paper:
+    """Inside it the model has a rank's parameters, ``params``, as they are computed with, on the ``meta`` device. A
+    gradient goes where gradients rest as soon as it is there; what that takes is another estimate's.
     """
 
-    def drop(param: Tensor) -> None:
-        param.grad = None
-        recorder.arrived(param.nbytes)
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], rank: Rank) -> None:
+        self._model, self._rank = model, rank
+        self._within = {id(inner): id(block) for block in blocks for inner in block.modules()}
+        self._before = list[tuple[dict[str, Any], dict[str, Any]]]()
+        self._recorder: Recorder | None = None
+        self._left: Left | None = None
+        self.params = list[nn.Parameter]()
 
-    made, before = dict[int, Tensor](), list[tuple[dict[str, Any], dict[str, Any]]]()
-    try:
-        for module in model.modules():
-            before += [(module._parameters, dict(module._parameters)), (module._buffers, dict(module._buffers))]
+    def follow(self, recorder: Recorder, left: Left | None = None) -> None:
+        """Tell ``recorder`` of gradients; ``left`` gets those that come in the backward before that of the weights."""
+        self._recorder, self._left = recorder, left
+
+    def __enter__(self) -> Self:
+        names = {id(param): name for name, param in self._model.named_parameters()}
+        made = dict[object, nn.Parameter]()
+        for module in self._model.modules():
+            self._before += [(module._parameters, dict(module._parameters)), (module._buffers, dict(module._buffers))]
             for name, param in module._parameters.items():
                 if param is None:
                     continue
-                if id(param) not in made:
-                    share = shares.get(id(param))
-                    shape = share.place.sizes if share is not None else param.shape
-                    values = torch.empty(shape, dtype=dtypes.get(id(param), param.dtype), device="meta")
-                    made[id(param)] = fake = nn.Parameter(values, requires_grad=param.requires_grad)
-                    if fake.requires_grad:
-                        fake.register_post_accumulate_grad_hook(drop)
-                module._parameters[name] = made[id(param)]  # type: ignore[assignment]
+                # Stages have copies of their own: each use outside of blocks may be on another one.
+                place = self._within.get(id(module), id(module)) if self._rank.is_cut else None
+                key = id(param), place
+                if key not in made:
+                    made[key] = self._made_of(param, names[id(param)])
+                module._parameters[name] = made[key]
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = torch.empty_like(buffer, device="meta")
-        yield
-    finally:
-        for own, values_before in before:
+        self.params = list(made.values())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for own, values_before in self._before:
             own.update(values_before)
+
+    def _made_of(self, param: nn.Parameter, name: str) -> nn.Parameter:
+        share = self._rank.shares.get(id(param))
+        shape = share.place.sizes if share is not None else param.shape
+        values = torch.empty(shape, dtype=self._rank.dtypes.get(id(param), param.dtype), device="meta")
+        made = nn.Parameter(values, requires_grad=param.requires_grad)
+        if made.requires_grad:
+            made.register_post_accumulate_grad_hook(partial(self._arrived, name))
+        return made
+
+    def _arrived(self, name: str, param: Tensor) -> None:
+        assert self._recorder is not None
+        gradient, param.grad = param.grad, None
+        if self._left is not None and gradient is not None:
+            assert isinstance(param, nn.Parameter)
+            self._left.add_gradient(param, gradient)
+        else:
+            self._recorder.arrived(param, name)

@@ -102,7 +102,8 @@ class Parallel:
     """``shares``: what this rank has of each parameter that is not whole here alone. ``lines`` say how each module is
     split, and who decided; ``said`` is to be told at the start; ``streams`` are of its random numbers, if they have
     any of their own; ``cut`` is where the pipeline's stages begin, ``away`` are the parameters that only other stages
-    hold. ``passing``: of blocks, by id, what is done around their stand-ins where other stages run them.
+    hold. ``passing``: of blocks, by id, what is done around their stand-ins where other stages run them; ``ending``:
+    what is done when a stage's forward has ended.
     """
 
     shares: dict[int, Share] = field(default_factory=dict)
@@ -112,6 +113,7 @@ class Parallel:
     cut: Cut | None = None
     away: list[nn.Parameter] = field(default_factory=list)
     passing: dict[int, Callable[..., Any]] = field(default_factory=dict)
+    ending: list[Callable[[], None]] = field(default_factory=list)
     streams: RandomStreams | None = None
 
     def begin_micro_batch(self, step: int, number: int) -> None:

@@ -68,5 +68,6 @@ def _apply_sequence(model: nn.Module, mesh: Mesh, collectives: Collectives, para
     parallel.lines += applied.lines
     for stack in applied.stacks:
         parallel.passing |= {id(block): partial(stack.pass_by, block) for block in stack.blocks.values()}
+        parallel.ending.append(stack.forget)
         if not is_simulated(mesh.device):  # where nothing has values
             stack.before_first = check_block

@@ -212,16 +212,9 @@ def _check(holdings: list[Holding], resolved: Resolved) -> None:
 
 
 def _entries(spec: UnitSpec, resolved: Resolved, kept: set[int], shares: Shares) -> Iterator[Entry]:
-    """The unit's parameters with their compute encodings. Batch norms always compute in fp32, as their running
-    statistics do.
-    """
+    """The unit's parameters with their compute encodings."""
     for holding in spec.holdings:
-        param = holding.param
-        encoding = ENCODINGS[resolved.compute_dtype]
-        if not param.is_floating_point():
-            encoding = encoding_of(param.dtype)
-        elif any(id(owner) in kept or isinstance(owner, _BatchNorm) for owner, _ in holding.owners):
-            encoding = FP32
+        param, encoding = holding.param, compute_encoding(holding, resolved, kept)
         share = shares.get(id(param)) or Share(Place(tuple(param.shape)), averaged=("tensor",))
         if share.place.shape != param.shape:
             raise ConfigError(
@@ -230,3 +223,14 @@ def _entries(spec: UnitSpec, resolved: Resolved, kept: set[int], shares: Shares)
             )
         copies = share.copies.on(resolved.mesh)
         yield Entry(holding.fqns[0], tuple(param.shape), encoding, param.requires_grad, share.place, copies)
+
+
+def compute_encoding(holding: Holding, resolved: Resolved, kept: set[int]) -> Encoding:
+    """In which a parameter is computed with; ``kept`` are modules that stay in fp32
+    (:func:`~partita.planner.group_units.keep_fp32_modules`). Batch norms do, as their running statistics do.
+    """
+    if not holding.param.is_floating_point():
+        return encoding_of(holding.param.dtype)
+    if any(id(owner) in kept or isinstance(owner, _BatchNorm) for owner, _ in holding.owners):
+        return FP32
+    return ENCODINGS[resolved.compute_dtype]

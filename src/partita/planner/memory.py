@@ -42,6 +42,12 @@ def model_state_bytes(
     return {key: num_bytes for key, num_bytes in held.items() if num_bytes}
 
 
+def gradient_bytes_in_place(units: Sequence[PlannedUnit], rank: int) -> int:
+    """Bytes of the gradients that rest where autograd leaves them, on ``rank``: they are made within a step."""
+    segments = [segment for unit in units for segment in unit.segments if segment.trains and segment.gradient_in_place]
+    return sum(_value_bytes(segment, segment.row.grad_arrival, rank) for segment in segments)
+
+
 def bytes_by_tier(held: Mapping[tuple[str, str], int]) -> Counter[Tier]:
     """Bytes by (state, tier), as :func:`model_state_bytes` gives them, added up for each tier."""
     sums = Counter[Tier]()

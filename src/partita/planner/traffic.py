@@ -27,10 +27,11 @@ LOSS_BYTES = 4
 class StepShape:
     """What happens in a step.
 
-    ``accumulate``: micro-batches, each a forward of every unit and a backward through every unit. ``num_reduced``:
-    after how many of them gradients that rest split are reduced (if after none of them, then at the step); None: after
-    each, as without ``no_sync``. ``returns_loss``: the mean loss over the ranks is asked for, as ``train_batch`` does
-    (which also has the ranks tell each other what they have drawn).
+    ``accumulate``: micro-batches, each a forward of every unit and a backward through every unit, in so many ``chunks``
+    (stages of a pipeline that a rank has). ``num_reduced``: after how many backwards gradients that rest split are
+    reduced (if after none of them, then at the step); None: after each, as without ``no_sync``. ``returns_loss``: the
+    mean loss over the ranks is asked for, as ``train_batch`` does (which also has the ranks tell each other what they
+    have drawn).
     ``announced``: a unit's number is exchanged beside each gather, as it is on accelerators. ``ends_round``: replicas
     that train apart meet. ``is_first``: codes do not travel yet, or those of ``communication.warmup`` do.
     """
@@ -41,6 +42,12 @@ class StepShape:
     announced: bool = False
     ends_round: bool = False
     is_first: bool = False
+    chunks: int = 1
+
+    @property
+    def num_backwards(self) -> int:
+        """Of all chunks."""
+        return self.accumulate * self.chunks
 
 
 def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -> TrafficReport:
@@ -52,12 +59,13 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
     if shape.is_first:
         units = [_in_first_steps(unit) for unit in units]
     sent = _Sent(units[0].segments[0].mesh)
+    around = {"", *(name for unit in units for name in unit.inside)}  # whose forward all chunks run
     for unit in units:
         if not unit.rests_whole:
-            sent.gathers(unit, shape)
+            sent.gathers(unit, shape, shape.chunks if unit.name in around else 1)
     segments = reduction_order(units)
     buckets = share_buckets(segments)
-    num_reduced = shape.accumulate if shape.num_reduced is None else max(1, shape.num_reduced)
+    num_reduced = shape.num_backwards if shape.num_reduced is None else max(1, shape.num_reduced)
     for bucket in buckets:
         sent.reductions(bucket, num_reduced)
     for segment in segments:
@@ -69,7 +77,7 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
         sent.count(segment.outer_publication, part, padded, "parameters")
         sent.count(segment.publication, row.master, padded, "parameters")
     if not all(unit.rests_whole for unit in units):
-        sent.messages(units[0].row.summed_axes, WORD_BYTES, shape.accumulate)  # the end of a micro-batch
+        sent.messages(units[0].row.summed_axes, WORD_BYTES, shape.num_backwards)  # the end of a micro-batch
     num_members = sum(len(segment.layout.spans) for segment in segments)
     copied = Counter[tuple[str, ...]]()
     for segment in segments:
@@ -104,9 +112,9 @@ class _Sent:
         self.meter = TrafficMeter()
         self._mesh = mesh
 
-    def gathers(self, unit: PlannedUnit, shape: StepShape) -> None:
-        """A unit's gathers for forward and backward."""
-        num_gathers = shape.accumulate * (1 if unit.stays_whole else 2)
+    def gathers(self, unit: PlannedUnit, shape: StepShape, times: int) -> None:
+        """A unit's gathers for forward and backward, of each micro-batch so many."""
+        num_gathers = times * shape.accumulate * (1 if unit.stays_whole else 2)
         if shape.announced:
             self.messages(unit.row.summed_axes, WORD_BYTES, num_gathers)
         for segment in unit.segments:

@@ -33,7 +33,7 @@ def _bucket_bytes(trained: Sequence[PlannedSegment]) -> int:
     for segment in trained:
         if segment.gradient_passes:
             sent.append(segment.gradient_bytes)
-        if segment.gradient_reductions:
+        if segment.received_bytes:
             received.append(segment.received_bytes)
     return _shared_slots(sent, SENDING) + _shared_slots(received, RECEIVING)
 

@@ -50,7 +50,8 @@ def check_alike(model: nn.Module, units: Sequence[PlannedUnit], group: Group, *,
     described = []
     for holding in find_everywhere(model):
         name, param = holding.fqns[0], holding.param
-        dtype = param.dtype if exact else dtype_of(computes[name].encoding)
+        with torch._C.DisableTorchFunctionSubclass():  # its own, also where other stages hold it
+            dtype = param.dtype if exact else dtype_of(computes[name].encoding)
         shape, trains = tuple(param.shape), param.requires_grad
         described.append(f"parameter '{name}' of shape {shape}, {dtype}, requires_grad {trains}")
     described += [quantized.describe(holding) for holding in find_quantized(model)]

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from partita.memory.ledger import MemoryReport
 from partita.memory.timeline import Watcher, watched_by
 from partita.plan.residence import Tier
 from partita.plan.traffic import TrafficKey, TrafficReport
+from partita.planner.memory import gradient_bytes_in_place
 from partita.planner.traffic import StepShape, step_traffic
 from partita.simulate.live_bytes import LiveBytes
 from partita.simulate.roles import Role
@@ -119,19 +120,17 @@ def _train(engine: Engine, subject: Subject) -> None:
 
 
 def _report(engine: Engine, role: Role, live_bytes: int, before: TrafficReport, heard: list[Collective]) -> RankReport:
-    accumulate = engine.blueprint.resolved.batch.accumulate
+    resolved = engine.blueprint.resolved
+    shape = StepShape(resolved.batch.accumulate, returns_loss=True, chunks=resolved.config.parallel.chunks)
     announced = not accelerator.is_host(engine.mesh.device)
-    segments = [segment for unit in engine.units for segment in unit.segments]
-    planned = engine.planned_bytes
-    in_place = any(segment.trains and segment.gradient_in_place for segment in segments)
     return RankReport(
         role,
         engine.memory_report(),
-        max(live_bytes - (planned["gradients", Tier.DEVICE.value] if in_place else 0), 0),
+        max(live_bytes - gradient_bytes_in_place(engine.units, role.rank), 0),  # which the ledger has, too
         engine.traffic_report().since(before),
         tuple(heard),
-        planned,
-        step_traffic(engine.units, StepShape(accumulate, returns_loss=True, announced=announced)),
+        engine.planned_bytes,
+        step_traffic(engine.units, replace(shape, announced=announced)),
     )
 
 

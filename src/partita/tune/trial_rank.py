@@ -27,6 +27,7 @@ from partita.memory import accelerator
 from partita.memory.shortage import is_shortage
 from partita.plan.residence import ENCODINGS, Tier
 from partita.planner.dtypes import dtype_of
+from partita.planner.memory import gradient_bytes_in_place
 from partita.tune.target import give_values
 from partita.tune.trial import Task
 
@@ -87,10 +88,7 @@ def taken_bytes(engine: Engine, step: Callable[[], object]) -> int:
     events = profiled.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     most: int = max(accumulate((num_bytes for _, num_bytes in changes), initial=0))
-    segments = (segment for unit in engine.units for segment in unit.segments)
-    if any(segment.trains and segment.gradient_in_place for segment in segments):
-        most -= engine.planned_bytes["gradients", Tier.DEVICE.value]
-    return most
+    return most - gradient_bytes_in_place(engine.units, engine.mesh.rank)
 
 
 def main(text: str, file: Path) -> int:

@@ -127,8 +127,8 @@ class AbsentParameter(Elsewhere):
     ) -> Any:
         kwargs = kwargs or {}
         name = asked_for(func)
-        if name == "device" and is_access(func):  # its own is that of its values, which are gone
-            return _known[id(args[0])].device
+        if name in ("device", "dtype") and is_access(func):  # its own are those of its values, which are gone
+            return getattr(_known[id(args[0])], name)
         if name not in METADATA:
             args, kwargs = tree_map(_read, (args, kwargs))
             return args[0] if name in ("data", "detach") else func(*args, **kwargs)
@@ -140,10 +140,12 @@ class AbsentParameter(Elsewhere):
 
 
 class _Known:
-    """Of an absent parameter: its class, its name, the device it computes on, and who is told when it is read."""
+    """Of an absent parameter: its class, its name, the device and the dtype it is computed with, and who is told when
+    it is read.
+    """
 
-    def __init__(self, kind: type[nn.Parameter], name: str, device: torch.device) -> None:
-        self.kind, self.name, self.device = kind, name, device
+    def __init__(self, kind: type[nn.Parameter], name: str, device: torch.device, dtype: torch.dtype) -> None:
+        self.kind, self.name, self.device, self.dtype = kind, name, device, dtype
         self.note: Callable[[Tensor], None] = lambda param: None
 
 
@@ -158,13 +160,15 @@ def _read(leaf: Any) -> Any:
     known = _known[id(leaf)]
     known.note(leaf)
     with torch._C.DisableTorchFunctionSubclass():
-        form = torch.empty_like(leaf, device="meta", requires_grad=False)
+        form = torch.empty_like(leaf, device="meta", dtype=known.dtype, requires_grad=False)
     return Absent(form, known.device, known.name)
 
 
-def send_away(param: nn.Parameter, name: str, device: torch.device) -> None:
-    """Mark a parameter as held by other stages. Its values stay, for whoever gives them to those."""
-    _known[id(param)] = _Known(type(param), name, device)
+def send_away(param: nn.Parameter, name: str, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    """Mark a parameter as held by other stages, which compute with it in a ``dtype`` (None: its own). Its values stay,
+    for whoever gives them to those.
+    """
+    _known[id(param)] = _Known(type(param), name, device, dtype or param.dtype)
     param.__class__ = AbsentParameter
 
 

@@ -136,6 +136,8 @@ class Edges:
     def send_back(self, arrivals: Sequence[Arrival]) -> None:
         """Send the stage before the gradients of what it sent; zeros where a value was not used."""
         gradients = [arrival.gradient_or_zeros() for arrival in arrivals]
+        for arrival in arrivals:
+            arrival.gradient = None  # the graph that holds it stays for the weights' gradients, where these come later
         handles = self.group.send(gradients, self._before, "backward", PURPOSE) if gradients else []
         self._sent_back.append(list(handles))
 

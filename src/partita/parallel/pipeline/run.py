@@ -41,7 +41,7 @@ class Pipeline:
     """
 
     def __init__(self, model: nn.Module, parallel: Parallel, schedule: Schedule, collectives: Collectives) -> None:
-        self._model, self._cut, self.schedule = model, parallel.cut, schedule
+        self._model, self._cut, self.schedule, self._ending = model, parallel.cut, schedule, parallel.ending
         self._group = collectives.group(PIPELINE_AXES)
         shape, device = schedule.shape, collectives.mesh.device
         self._kept = dict[tuple[int, int], _Kept]()
@@ -55,7 +55,7 @@ class Pipeline:
             self._stages = Stages(model, cut.blocks, around, partial(_stand_in, parallel, device))
             numbers = [shape.stage(self._group.index, chunk) for chunk in range(shape.chunks)]
             self._edges = [Edges(self._group, number, shape.num_stages, device) for number in numbers]
-            self._gradients_before = dict(_gradients_before(schedule, numbers))
+            self._gradients_before = dict(gradients_before(schedule, numbers))
 
     @property
     def order(self) -> Order:
@@ -97,6 +97,8 @@ class Pipeline:
             return values
 
         output = self._stages.forward(start, stop, call, receive)
+        for end in self._ending:
+            end()
         if isinstance(output, Arguments):
             kept.sent = edges.send(output, training, self._cut.blocks[stop])
             output = None
@@ -155,7 +157,7 @@ class Pipeline:
             self._stages.remove()
 
 
-def _gradients_before(schedule: Schedule, stages: Sequence[int]) -> Iterator[tuple[Action, int]]:
+def gradients_before(schedule: Schedule, stages: Sequence[int]) -> Iterator[tuple[Action, int]]:
     """For each forward of these stages, of a rank's chunks: how many gradients of theirs the stage before has had when
     it sends what the forward receives.
     """

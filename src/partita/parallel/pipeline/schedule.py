@@ -9,6 +9,7 @@ Large-Scale Language Model Training", 2021, section 2.2. Zero bubble: Qi et al.,
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from itertools import pairwise
 
 
@@ -62,7 +63,7 @@ class Schedule:
     shape: Shape
     orders: tuple[Order, ...]
 
-    @property
+    @cached_property
     def splits_weights(self) -> bool:
         """Whether the weights' gradients are computed apart from the backward."""
         return any(action.work is Work.WEIGHTS for action in self.orders[0])

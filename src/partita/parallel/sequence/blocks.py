@@ -147,6 +147,10 @@ class Blocks:
         output = stand_in(*(map_tensors(given, whole) for given in (args, kwargs)))
         return output if block is self._last else map_tensors(output, own)
 
+    def forget(self) -> None:
+        """Let go of what was cut: the forward has ended, where other ranks have the last blocks."""
+        self._cut.clear()
+
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         slices: Slices | None = kwargs.get(_KEYWORD)
         if slices is None:

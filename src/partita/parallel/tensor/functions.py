@@ -117,9 +117,13 @@ class Entrance:
         self._last, self._entered = weakref.ref(x, self._forget), (x._version, entered)
         return entered
 
+    def forget(self) -> None:
+        """What was read last is read no more."""
+        self._last = self._entered = None
+
     def _forget(self, input_: weakref.ref[Tensor]) -> None:
         if input_ is self._last:
-            self._last = self._entered = None
+            self.forget()
 
 
 class _CrossEntropy(torch.autograd.Function):

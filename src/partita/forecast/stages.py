@@ -1,0 +1,116 @@
+"""What each rank of a pipeline holds of a model: found by the code that cuts models, on a model without weights."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from partita.errors import ConfigError
+from partita.parallel.pipeline.cut import Cut, cut
+from partita.parallel.pipeline.schedule import Shape
+from partita.plan.mesh_shape import part_of_pipeline
+from partita.plan.share import Copies
+from partita.plan.span import Entry
+from partita.planner.group_units import UnitSpec
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """What one rank of a pipeline holds: of the model's ``units``, by number, the ``entries`` that it has, and the
+    number of the block that each is in (``places``; None: of none). ``chunks``: the blocks ``[start, stop)`` of each of
+    its stages.
+    """
+
+    index: int
+    units: tuple[int, ...]
+    entries: tuple[tuple[Entry, ...], ...]
+    places: tuple[int | None, ...]
+    chunks: tuple[tuple[int, int], ...]
+
+
+@dataclass
+class Cuts:
+    """Where a ``model`` is cut into stages, by their number; ``names`` are of the blocks that stages begin with, where
+    these are given (``parallel.cut``).
+    """
+
+    model: nn.Module
+    names: tuple[str, ...] | None = None
+    _found: dict[int, Cut] = field(default_factory=dict)
+
+    def of(self, num_stages: int) -> Cut:
+        """Raises:
+        ConfigError: the model has fewer blocks, or others than the names.
+        """
+        if num_stages not in self._found:
+            self._found[num_stages] = cut(self.model, num_stages, self.names, META)
+        return self._found[num_stages]
+
+
+def whole(specs: Sequence[UnitSpec], entries: Sequence[Sequence[Entry]], blocks: Sequence[str]) -> Stage:
+    """The stage of a model that is not cut."""
+    places = tuple(_places(specs, blocks))
+    return Stage(0, tuple(range(len(specs))), tuple(map(tuple, entries)), places, ((0, len(blocks)),))
+
+
+def stages_of(
+    found: Cut, shape: Shape, specs: Sequence[UnitSpec], entries: Sequence[Sequence[Entry]], blocks: Sequence[str]
+) -> list[Stage]:
+    """Those of all ranks of a pipeline.
+
+    Args:
+        entries: of each unit of ``specs``, in the order of its parameters.
+        blocks: by which the model was traced.
+
+    Raises:
+        ConfigError: these are others than those that it is cut between.
+    """
+    if found.blocks != tuple(blocks):
+        raise ConfigError(
+            f"pipeline {shape.ranks}: the model is cut between {', '.join(found.blocks)}, and was traced by "
+            f"{', '.join(blocks) or 'no blocks'}; see partita simulate, which knows all"
+        )
+    held: list[dict[int, list[Entry]]] = [{} for _ in range(shape.ranks)]
+    for number, (spec, of_unit) in enumerate(zip(specs, entries, strict=True)):
+        for holding, entry in zip(spec.holdings, of_unit, strict=True):
+            ranks = tuple(sorted({stage % shape.ranks for stage in found.stages[id(holding.param)]}))
+            for rank in ranks:
+                held[rank].setdefault(number, []).append(entry if len(ranks) == 1 else _tied(entry, ranks))
+    places = list(_places(specs, blocks))
+    return [
+        Stage(
+            rank,
+            tuple(of_rank),
+            tuple(map(tuple, of_rank.values())),
+            tuple(places[number] for number in of_rank),
+            tuple(_bounds(found, shape, rank)),
+        )
+        for rank, of_rank in enumerate(held)
+    ]
+
+
+def _bounds(found: Cut, shape: Shape, rank: int) -> Iterator[tuple[int, int]]:
+    for chunk in range(shape.chunks):
+        stage = shape.stage(rank, chunk)
+        yield found.bounds[stage], found.bounds[stage + 1]
+
+
+def _tied(entry: Entry, ranks: tuple[int, ...]) -> Entry:
+    """Of a parameter that several stages have."""
+    return replace(entry, copies=Copies(entry.copies.averaged, (part_of_pipeline(ranks), *entry.copies.summed)))
+
+
+def _places(specs: Sequence[UnitSpec], blocks: Sequence[str]) -> Iterator[int | None]:
+    at: Mapping[str, int] = {name: number for number, name in enumerate(blocks)}
+    for spec in specs:
+        yield next((at[name] for name in outwards(spec.name) if name in at), None)
+
+
+def outwards(name: str) -> Iterator[str]:
+    """A module's name, and those of the modules around it."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]

@@ -1,0 +1,91 @@
+"""The storages that operators make and give back: how many bytes there are, and which follow from parameters."""
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A storage, told from a later one at the same address."""
+
+    address: int
+    number: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class _Alive:
+    mark: Mark
+    depends: bool
+    is_early: bool
+
+
+class Storages:
+    """Attributes: ``live``: bytes of those that are there; ``early``: of those of them that were made before
+    :meth:`end_early`, and ``early_apart``: of these, of what depends on no parameter; ``missed``: of those that are
+    watched, the bytes of what is gone.
+
+    Args:
+        params: the storages of parameters, which are there before.
+    """
+
+    def __init__(self, params: Iterable[torch.UntypedStorage]) -> None:
+        self.live = self.early = self.early_apart = self.missed = 0
+        self._is_early = True
+        self._params = {storage._cdata for storage in params}
+        self._alive = dict[int, _Alive]()
+        self._watched = set[Mark]()
+        self._num = 0
+
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._alive
+
+    def depends(self, tensor: Tensor) -> bool:
+        """Whether a tensor was computed with a parameter, or is one."""
+        address = tensor.untyped_storage()._cdata
+        return address in self._params or (address in self._alive and self._alive[address].depends)
+
+    def end_early(self) -> None:
+        """What is made from now on is not early."""
+        self._is_early = False
+
+    def mark(self, tensor: Tensor) -> Mark | None:
+        """The storage of a tensor; None if it was there before."""
+        found = self._alive.get(tensor.untyped_storage()._cdata)
+        return None if found is None else found.mark
+
+    def is_there(self, mark: Mark) -> bool:
+        """Whether it is still."""
+        found = self._alive.get(mark.address)
+        return found is not None and found.mark == mark
+
+    def add(self, storage: torch.UntypedStorage, depends: bool) -> None:
+        """One that an operator made."""
+        self._num += 1
+        mark = Mark(storage._cdata, self._num, storage.nbytes())
+        self._alive[mark.address] = made = _Alive(mark, depends, self._is_early)
+        self._count(made, mark.num_bytes)
+        weakref.finalize(storage, self._gone, mark)
+
+    def watch(self, marks: Iterable[Mark | None]) -> None:
+        """From now on ``missed`` is of these."""
+        self.missed, self._watched = 0, set()
+        for mark in {mark for mark in marks if mark is not None}:
+            if self.is_there(mark):
+                self._watched.add(mark)
+            else:
+                self.missed += mark.num_bytes
+
+    def _gone(self, mark: Mark) -> None:
+        self._count(self._alive.pop(mark.address), -mark.num_bytes)
+        if mark in self._watched:
+            self.missed += mark.num_bytes
+
+    def _count(self, each: _Alive, num_bytes: int) -> None:
+        self.live += num_bytes
+        self.early += num_bytes * each.is_early
+        self.early_apart += num_bytes * (each.is_early and not each.depends)

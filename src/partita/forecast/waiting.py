@@ -1,0 +1,117 @@
+"""Gradients that stay with their parameters until it is their bucket's turn: buckets are reduced in one order, which is
+that of the units, and the gradients of what lies outside blocks come in another one."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from partita.forecast.part import Part
+from partita.forecast.pieces import Trace
+from partita.forecast.stages import Stage
+from partita.plan.place import Place
+from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
+from partita.plan.span import Entry
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Where those of a stage are before they rest: names of parameters with which they stay (``staying``), bytes that
+    wait (``waiting``, of each chunk, as :func:`waiting_bytes` has them), and the bytes of the largest.
+    """
+
+    staying: frozenset[str]
+    waiting: tuple[tuple[int, ...], ...]
+    largest_bytes: int
+
+
+def gradients_of(stage: Stage, units: Sequence[PlannedUnit], trace: Trace) -> Gradients:
+    """Those of a stage that has these units."""
+    staying, largest = set[str](), 0
+    for entries, unit in zip(stage.entries, units, strict=True):
+        in_place = [segment.gradient_in_place for segment in unit.segments]
+        for entry, segment in zip(entries, segments_of(entries), strict=True):
+            if entry.trainable:
+                largest = max(largest, _gradient_bytes(entry))
+                if in_place[segment]:
+                    staying.add(entry.fqn)
+    waiting = tuple(waiting_bytes(stage, chunk, units, trace) for chunk in range(len(stage.chunks)))
+    return Gradients(frozenset(staying), waiting, largest)
+
+
+def parts_of(stage: Stage, gradients: Gradients, trace: Trace) -> list[Part]:
+    """What each of a stage's chunks takes of activations, with those gradients that are not where they rest yet."""
+    found = list[Part]()
+    for (start, stop), waiting in zip(stage.chunks, gradients.waiting, strict=True):
+        part = trace.part(start, stop, waiting, gradients.staying)
+        # Those of what is behind all blocks wait once what was left of it is used up.
+        waits = max(0, max(waiting) - (trace.after.left_bytes if stop == len(trace.blocks) else 0))
+        found.append(replace(part, largest_bytes=gradients.largest_bytes + waits))
+    return found
+
+
+# A bucket's number, and the bytes of a gradient in it.
+Arrival = tuple[int, int]
+
+
+def waiting_bytes(stage: Stage, chunk: int, units: Sequence[PlannedUnit], trace: Trace) -> tuple[int, ...]:
+    """Bytes that are with the parameters still when the backward begins of what runs before all blocks, and of each of
+    the chunk's blocks.
+    """
+    start, stop = stage.chunks[chunk]
+    if not any(segment.gradient_passes for unit in units for segment in unit.segments if segment.trains):
+        return (0,) * (1 + stop - start)
+    numbers, num_buckets = _bucket_numbers(units), len(share_buckets(reduction_order(units)))
+    first, last = start - (start == 0), stop - (stop < len(trace.blocks))
+    arrivals: dict[int, list[Arrival]] = {}
+    lacking: dict[int, int] = {}  # gradients that a bucket waits for
+    for at in range(len(units)):
+        for place, arrival in _arrivals(stage, at, units[at], numbers[at], trace):
+            lacking[arrival[0]] = lacking.get(arrival[0], 0) + 1
+            if first <= place <= last:
+                arrivals.setdefault(place, []).append(arrival)
+    waiting, found = dict[int, int](), list[int]()
+    turn = 0
+    for place in range(stop, start - 2, -1):
+        found.append(sum(waiting.values()))
+        for bucket, num_bytes in arrivals.get(place, ()):
+            if bucket != turn:
+                waiting[bucket] = waiting.get(bucket, 0) + num_bytes
+            lacking[bucket] -= 1
+            while turn < num_buckets and not lacking.get(turn):
+                waiting.pop(turn, None)
+                turn += 1
+    return tuple(reversed(found[1:]))
+
+
+def _bucket_numbers(units: Sequence[PlannedUnit]) -> list[list[int | None]]:
+    """Of each unit's segments, which one they are reduced with; None: they do not wait."""
+    order: list[PlannedSegment] = reduction_order(units)
+    numbers = iter([number for number, bucket in enumerate(share_buckets(order)) for _ in bucket])
+    found: list[list[int | None]] = [
+        [next(numbers) if segment.trains else None for segment in unit.segments] for unit in reversed(units)
+    ]
+    return found[::-1]
+
+
+def _arrivals(
+    stage: Stage, at: int, unit: PlannedUnit, numbers: Sequence[int | None], trace: Trace
+) -> Iterator[tuple[int, Arrival]]:
+    """Of a unit's gradients, in which piece they come: the block's number, that of what is behind all blocks, or -1."""
+    waits = [segment.gradient_passes for segment in unit.segments]
+    has_last = any(stop == len(trace.blocks) for _, stop in stage.chunks)
+    for entry, segment in zip(stage.entries[at], segments_of(stage.entries[at]), strict=True):
+        number, place = numbers[segment], stage.places[at]
+        if number is not None and waits[segment]:
+            if place is None:
+                place = len(trace.blocks) if has_last and entry.fqn in trace.after.gradients else -1
+            yield place, (number, _gradient_bytes(entry))
+
+
+def segments_of(entries: Sequence[Entry]) -> list[int]:
+    """Of each parameter of a unit, the number of its segment."""
+    numbers = dict[object, int]()
+    return [numbers.setdefault(entry.kind, len(numbers)) for entry in entries]
+
+
+def _gradient_bytes(entry: Entry) -> int:
+    place = entry.place or Place(entry.shape)
+    return place.num_elements * entry.encoding.itemsize

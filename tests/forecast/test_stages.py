@@ -1,0 +1,262 @@
+"""What a pipeline's stages come to on paper is what the engine takes as each of them on tensors without values.
+
+Activations and bytes sent are the simulation's, states are those of the rank that may hold most (with padding), and
+working memory is a bound.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from partita import ConfigError
+from partita.config.resolve import resolve
+from partita.config.schema import Config
+from partita.forecast.choice import Choice, Resting
+from partita.forecast.given import GivenPlan, given_plan
+from partita.forecast.part import moments
+from partita.forecast.search import Search
+from partita.forecast.source import Source, read_source
+from partita.memory.ledger import STATES
+from partita.parallel.pipeline.schedule import Shape, Work, make_schedule
+from partita.parallel.pipeline.simulate import simulate as run_on_paper
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.residence import Tier
+from partita.planner.machine import machine_named
+from partita.simulate.cluster import Cluster, simulate
+from partita.simulate.rank import RankReport, Subject
+
+MODELS = {
+    "gpt": "layers=8,hidden=64,heads=4,vocab=256,context=64",  # its head is its embedding
+    "llama": "family=llama,layers=9,hidden=64,heads=4,kv_heads=2,ffn=160,vocab=320,context=64",
+    "wide": "layers=4,hidden=256,heads=4,vocab=1024,context=128",  # units do not share buckets
+}
+ORDERS = ("gpipe", "1f1b", "zero_bubble", "interleaved")
+PATTERNS: tuple[dict[str, Any], ...] = (
+    {"pattern": "sliding", "window": 16, "block": 8},
+    {"pattern": "bigbird", "window": 16, "block": 8, "global": 1, "random": 1},
+)
+TOLERANCE, PADDING = 0.02, 0.05
+NUM_CASES, NUM_QUICK = 48, 6
+Case = tuple[str, int, dict[str, Any]]
+
+
+def cases(num: int) -> Iterator[Case]:
+    """(model, ranks, config): each order in turn, all else drawn."""
+    drawn = random.Random(21)
+    for number in range(num):
+        order, model = ORDERS[number % len(ORDERS)], drawn.choice(list(MODELS))
+        pipeline = 2 if model == "wide" and order == "interleaved" else drawn.choice((2, 4))
+        parallel = {"pipeline": pipeline, "schedule": order, **({"chunks": 2} if order == "interleaved" else {})}
+        inside = drawn.choice(({}, {}, {"tensor": 2}, {"sequence": 2}))
+        attention = {} if inside else drawn.choice(({}, {}, *PATTERNS))
+        config = {
+            "parallel": {**parallel, **inside},
+            "batch": {"micro": 2, "accumulate": drawn.choice((1, 2, 3, 4, 7))},
+            "zero": {"stage": drawn.choice((1, 2, 3))},
+            "activations": {"checkpoint": drawn.choice(("none", "units"))},
+            **({"attention": attention} if attention else {}),
+        }
+        yield model, pipeline * drawn.choice((1, 2)) * (2 if inside else 1), config
+
+
+def name_of(case: Case) -> str:
+    model, ranks, config = case
+    words = [word for section in config.values() for word in section.values()]
+    return "-".join(map(str, (model, ranks, *words)))
+
+
+def subject_of(source: Source, model: str) -> Subject:
+    return Subject(lambda: read_source(model).model, lambda samples: source.batch(samples, "meta"))
+
+
+def of_device(held: dict[tuple[str, str], int]) -> Counter[str]:
+    return Counter({what: num for (what, tier), num in held.items() if tier == "device"})
+
+
+def check(planned: GivenPlan, reports: Sequence[RankReport]) -> None:
+    """Of the first rank of each stage."""
+    mesh = planned.resolved.mesh
+    assert len(planned.stages) == mesh.pipeline
+    for stage in planned.stages:
+        rank = next(each for each in reports if mesh.coordinate(each.role.rank, "pipeline") == stage.index)
+        held, peak = of_device(planned.held(stage)), of_device(rank.memory.peak)
+        whole = sum(peak.values()) + rank.activation_bytes
+        assert held["activations"] == pytest.approx(rank.activation_bytes, abs=TOLERANCE * whole), stage.index
+        states, counted = (sum(each[state] for state in STATES) for each in (held, of_device(rank.planned_bytes)))
+        assert counted <= states <= (1 + PADDING) * counted
+        working = sum(peak.values()) - sum(peak[state] for state in STATES)
+        assert working <= held["working"]
+        slack = TOLERANCE * whole + held["working"] - working
+        assert (1 - TOLERANCE) * whole <= sum(held.values()) <= whole + slack
+        sent = Counter[str]()
+        for key, count in rank.traffic.rows.items():
+            sent[",".join(key.axes)] += count.sent_bytes
+        assert planned.sent(stage) == {axes: num for axes, num in sent.items() if num}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if number < NUM_QUICK else pytest.mark.thorough, id=name_of(case))
+        for number, case in enumerate(cases(NUM_CASES))
+    ],
+)
+def test_a_stage_on_paper_is_the_engine_s(case: Case) -> None:
+    model, ranks, config = case
+    source = read_source(MODELS[model])
+    reports = simulate(subject_of(source, MODELS[model]), config, Cluster(ranks, "cpu", ranks)).ranks
+    check(given_plan(source, config, ranks), reports)
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_gradients_that_wait_for_their_bucket_are_counted(pipeline: int) -> None:
+    """The head's, which is reduced last: all through the backward of the blocks, which have buckets of their own."""
+    name = "family=llama,layers=4,hidden=384,heads=4,kv_heads=4,ffn=1024,vocab=1024,context=64"
+    source, ranks = read_source(name), 2 * pipeline
+    config = {"zero": {"stage": 3}, "parallel": {"pipeline": pipeline}, "activations": {"checkpoint": "units"}}
+    *_, report = simulate(subject_of(source, name), config, Cluster(ranks, "cpu", ranks), [0, ranks - 1]).ranks
+    planned = given_plan(source, config, ranks)
+    held = planned.held(planned.stages[-1])
+    assert held["activations", "device"] == pytest.approx(report.activation_bytes, rel=0.002)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern["pattern"])
+def test_patterns_of_attention_are_traced(pattern: dict[str, Any]) -> None:
+    source, config = read_source(MODELS["gpt"]), {"zero": {"stage": 1}, "batch": {"micro": 2}}
+    (report,) = simulate(
+        subject_of(source, MODELS["gpt"]), {**config, "attention": pattern}, Cluster(1, "cpu"), [0]
+    ).ranks
+    planned, dense = (given_plan(source, {**config, **more}, 1) for more in ({"attention": pattern}, {}))
+    held, whole = (each.held(each.stages[0])["activations", "device"] for each in (planned, dense))
+    assert held == pytest.approx(report.activation_bytes, rel=0.002)
+    assert held != pytest.approx(whole, rel=0.002)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_received_inputs_leave_the_device_too(tier: str) -> None:
+    source = read_source(MODELS["gpt"])
+    config = {
+        "parallel": {"pipeline": 2},
+        "batch": {"micro": 2, "accumulate": 4},
+        "activations": {"checkpoint": "units", "offload": tier},
+    }
+    reports = simulate(subject_of(source, MODELS["gpt"]), config, Cluster(2, "cuda", 2), [0, 1]).ranks
+    planned = given_plan(source, config, 2, "cuda")
+    for stage, rank in zip(planned.stages, reports, strict=True):
+        held = planned.held(stage)
+        assert held["activations", tier] == rank.memory.peak["activations", tier] > 0
+        assert held["activations", "device"] == pytest.approx(rank.activation_bytes, rel=TOLERANCE)
+
+
+# -- the orders --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_forwards_kept_are_those_of_the_schedule(name: str) -> None:
+    for ranks, micros in ((2, 1), (2, 5), (4, 3), (4, 9)):
+        schedule = make_schedule(name, Shape(ranks, micros, 2 if name == "interleaved" else 1))
+        most = run_on_paper(schedule).most_kept
+        for rank in range(ranks):
+            found = moments(schedule, rank)
+            # Beside those at work there are those kept, and those of which the weights' gradients are to come.
+            kept = max(sum(each.kept) + sum(each.left) + (each.work is not Work.WEIGHTS) for each in found)
+            assert kept == most[rank]
+
+
+def test_middle_stages_of_a_pipeline_are_planned() -> None:
+    """Of four, the second keeps three forwards, and the third two: each has its own figure."""
+    config = {"parallel": {"pipeline": 4}, "batch": {"micro": 2, "accumulate": 8}}
+    planned = given_plan(read_source(MODELS["gpt"]), config, 4)
+    held = [planned.held(stage)["activations", "device"] for stage in planned.stages]
+    assert held[0] > held[1] > held[2]
+
+
+# -- where models are cut ----------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.layer(x))
+
+
+class DearHead(nn.Module):
+    """It is cut so that the last stage has fewer blocks, between which there is other code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(128, 128) for _ in range(6))
+        self.head = nn.Linear(128, 384)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return self.head(x).square().mean()
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+def with_dear_head() -> tuple[nn.Module, dict[str, Tensor]]:
+    return DearHead(), {"x": torch.zeros(1, 128)}
+
+
+def of_layers() -> tuple[nn.Module, tuple[Tensor]]:
+    """Blocks between layers of other kinds, with which a stage may begin, too."""
+    layers = nn.Linear(128, 128), *(Block() for _ in range(4)), nn.Linear(128, 256), Mean()
+    return nn.Sequential(*layers), (torch.zeros(1, 128),)
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "first"),
+    [
+        ("with_dear_head", "auto", (0, 4)),
+        ("with_dear_head", ["blocks.5"], (0, 5)),
+        ("of_layers", "auto", (0, 3)),
+        ("of_layers", ["5"], (0, 5)),
+    ],
+    ids=str,
+)
+def test_stages_are_cut_as_the_engine_cuts_them(name: str, cut: str | list[str], first: tuple[int, int]) -> None:
+    source = read_source(f"{__name__}:{name}")
+    config = {"parallel": {"pipeline": 2, "cut": cut}, "batch": {"micro": 64, "accumulate": 3}}
+    planned = given_plan(source, config, 2)
+    assert planned.stages[0].chunks == (first,)
+    check(planned, simulate(subject_of(source, source.name), config, Cluster(2, "cpu", 2), [0, 1]).ranks)
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pipeline", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_pipeline_that_is_called_fitting_fits(name: str, pipeline: int) -> None:
+    """What the search says of the fullest stage is no less than any rank takes."""
+    source = read_source(MODELS[name])
+    machine = replace(machine_named("h100"), host_memory=1e12)
+    for checkpoint, accumulate in (("none", 8), ("units", 2)):
+        search = Search(source, machine, 2 * pipeline, 4 * accumulate, Config(), dtype="fp32")
+        choice = Choice(MeshShape(pipeline, 2), Resting(2), 2, accumulate, checkpoint)
+        config = {**choice.sections(), "precision": {"compute": "fp32"}}
+        resolve(Config(**config), 2 * pipeline, "cpu", 2 * pipeline)
+        reports = simulate(subject_of(source, MODELS[name]), config, Cluster(2 * pipeline, "cpu", 8)).ranks
+        most = max(each.bytes_by_tier[Tier.DEVICE] for each in reports)
+        forecast = search.forecast(choice)
+        assert most <= (1 + 1e-3) * forecast.by_tier[Tier.DEVICE]
+        assert forecast.by_tier[Tier.DEVICE] - forecast.held["working", "device"] <= (1 + TOLERANCE) * most
+
+
+def test_more_stages_than_blocks_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"parallel.pipeline x parallel.chunks: 16 stages"):
+        given_plan(read_source(MODELS["gpt"]), {"parallel": {"pipeline": 16}}, 16)

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch.profiler import profile
 
 import partita
 from partita import ConfigError
@@ -13,9 +12,9 @@ from partita.forecast.given import given_plan
 from partita.forecast.source import read_source
 from partita.plan.residence import Tier
 from partita.planner.machine import machine_named
-from partita.planner.memory import gradient_bytes_in_place
 from partita.simulate.cluster import Cluster, simulate
 from partita.simulate.rank import Subject
+from partita.tune.trial_rank import taken_bytes
 from tests.local import pool
 
 MODEL = "layers=3,hidden=128,heads=2,vocab=512,context=64"
@@ -46,15 +45,7 @@ def measured(config: dict[str, Any]) -> tuple[dict[tuple[str, str], int], int]:
         drawn = [source.batch(sizes.micro, "cpu") for _ in range(sizes.accumulate)]
         engine.train_batch(drawn)
         engine.train_batch(drawn)
-        with profile(profile_memory=True) as profiled:
-            engine.train_batch(drawn)
-        results: Any = profiled.profiler
-        events = results.kineto_results.events()
-        now = most = 0
-        for _, num_bytes in sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]"):
-            now += num_bytes
-            most = max(most, now)
-        return engine.planned_bytes, most - gradient_bytes_in_place(engine.units, engine.mesh.rank)
+        return engine.planned_bytes, taken_bytes(engine, lambda: engine.train_batch(drawn))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,9 +9,9 @@ from partita.forecast.sized import Sized
 from partita.forecast.stages import Stage
 from partita.parallel.tensor.splitter import TENSOR
 from partita.plan.mesh_shape import MeshShape
-from partita.plan.planned import PlannedUnit
-from partita.plan.residence import Residence, Tier
-from partita.plan.steps import steps
+from partita.plan.planned import PlannedSegment, PlannedUnit
+from partita.plan.residence import FP32, Residence, Tier
+from partita.plan.steps import AllGather, ReduceScatter, Step, on_wires, steps
 from partita.planner.curve import Curve
 from partita.planner.machine import LATENCY_S, LAUNCH_S, Machine
 from partita.planner.timeline import DEVICE, DISK, HOST, HOST_LINK, RANKS, Job, StepTime, UnitTimes, step_time
@@ -60,8 +60,8 @@ class Rates:
         if machine.curves:
             computed = sum(num * self._job(kind, size) for (kind, size), num in work.jobs.items())
         else:
-            moved_s = work.moved_bytes / (machine.reached * machine.memory_rate)
-            computed = max(work.num_ops * LAUNCH_S, work.flops / machine.flops_per_s(self.dtype) + moved_s)
+            products_s = work.flops / machine.flops_per_s(self.dtype)
+            computed = max(work.num_ops * LAUNCH_S, products_s + self._moved(work.moved_bytes))
         return computed + sum(self._sending(axis, num, work.calls[axis], mesh) for axis, num in work.sent.items())
 
     def _sending(self, axis: str, num_bytes: int, calls: int, mesh: MeshShape) -> float:
@@ -87,7 +87,7 @@ class Rates:
         return self._moves[id(unit)][1]
 
     def _of(self, unit: PlannedUnit) -> Moves:
-        machine, row, mesh = self.machine, unit.row, unit.segments[0].mesh
+        machine, row = self.machine, unit.row
         on_node = machine.gpus_on_node(self.num_gpus)
         host_link, disk = machine.reached * max(machine.host_link, 1.0), machine.reached * machine.disk_rate / on_node
         trained = [segment for segment in unit.segments if segment.trains]
@@ -95,11 +95,9 @@ class Rates:
         def held(name: str) -> int:
             return sum(segment.held_bytes(getattr(segment.row, name)) for segment in trained)
 
-        def way(src: str, dst: str) -> float:
-            return sum(self._sent(getattr(s.row, src), getattr(s.row, dst), s.layout.padded, mesh) for s in trained)
-
         parameters = sum(segment.held_bytes(segment.row.param_rest) for segment in unit.segments)
-        gather = sum(self._sent(s.row.param_rest, s.row.param_compute, s.layout.padded, mesh) for s in unit.segments)
+        gather = sum(self._sent(s, s.gathers, s.row.param_rest) for s in unit.segments)
+        again = sum(self._sent(s, *_again(s)) for s in unit.segments)
         states = held("master") + self.num_moments * held("moments")
         touched = 2 * states + held("grad_step") + held("master")
         away = row.param_rest.tier is not Tier.DEVICE and not machine.one_memory
@@ -109,21 +107,41 @@ class Rates:
         uses_disk = row.master.tier is Tier.DISK
         return Moves(
             gather,
-            0.0 if unit.stays_whole else gather,
+            0.0 if unit.stays_whole else again,
             parameters / host_link if away else 0.0,
             parameters / max(disk, 1.0) if row.param_rest.tier is Tier.DISK else 0.0,
-            way("grad_arrival", "grad_step"),
+            sum(self._summed(segment) for segment in trained),
             held("grad_step") / host_link if row.grad_step.tier is not Tier.DEVICE and not machine.one_memory else 0.0,
             self._job(update, touched) if machine.curves else touched / (machine.reached * rate),
             HOST if on_host else DEVICE,
             2 * states / max(disk, 1.0) if uses_disk else 0.0,
             held("param_compute") / host_link if on_host and not (away or machine.one_memory) else 0.0,
-            way("master", "param_rest"),
+            sum(self._sent(segment, segment.publication, segment.row.master) for segment in trained),
         )
 
-    def _sent(self, src: Residence, dst: Residence, padded: int, mesh: MeshShape) -> float:
-        ops = sent_by_steps(steps(src, dst, mesh), src, padded, mesh)
-        return sum((self.collective(collective, axes, mesh, num) for collective, axes, num in ops), 0.0)
+    def _summed(self, segment: PlannedSegment) -> float:
+        """Seconds of gradients to where the optimizer works on them."""
+        row, mesh = segment.row, segment.mesh
+        if segment.sums_factors:
+            num, axes = mesh.group_size(row.summed_axes), mesh.named(row.summed_axes)
+            sizes = [FP32.num_bytes(each) for each in segment.factor_elements if each]
+            return sum(self.collective("all_reduce", axes, mesh, 2 * (num - 1) * size // num) for size in sizes)
+        moved = steps(row.grad_arrival, row.grad_step, mesh)
+        return self._sent(segment, on_wires(moved, row.wires.gradients, row.wires.sums), row.grad_arrival)
+
+    def _sent(self, segment: PlannedSegment, ops: Sequence[Step], src: Residence) -> float:
+        """Seconds of ``ops`` from ``src`` on. Codes are made, and read, as fast as memory is."""
+        padded, mesh = segment.layout.padded, segment.mesh
+        sent = sent_by_steps(ops, src, padded, mesh)
+        found = sum((self.collective(collective, axes, mesh, num) for collective, axes, num in sent), 0.0)
+        num_coded = sum(isinstance(op, AllGather | ReduceScatter) and op.wire.is_coded for op in ops)
+        return found + num_coded * self._moved(2 * FP32.num_bytes(padded))
+
+    def _moved(self, num_bytes: int) -> float:
+        """Seconds of what the device reads and writes."""
+        if self.machine.curves:
+            return self._job("element", num_bytes)
+        return num_bytes / (self.machine.reached * self.machine.memory_rate)
 
     def collective(self, name: str, axes: tuple[str, ...], mesh: MeshShape, num_bytes: int) -> float:
         """Seconds of one, of which each rank along ``axes`` sends so many bytes."""
@@ -192,3 +210,11 @@ class Rates:
 
     def _times(self, forward: Work, backward: Work, moves: Moves, mesh: MeshShape) -> UnitTimes:
         return UnitTimes(self.seconds(forward, mesh), self.seconds(backward, mesh), **vars(moves))
+
+
+def _again(segment: PlannedSegment) -> tuple[tuple[Step, ...], Residence]:
+    """What brings the parameters into backward, and where they are until then."""
+    row = segment.row
+    if segment.has_second:
+        return steps(row.param_between, row.param_compute, segment.mesh), row.param_between
+    return segment.gathers, row.param_rest

@@ -164,19 +164,24 @@ def _check_known(settings: Config) -> None:
 
 
 def given_plan(
-    source: Source, config: str | Path | Mapping[str, Any] | Config | None, num_ranks: int, kind: str = "cpu"
+    source: Source,
+    config: str | Path | Mapping[str, Any] | Config | None,
+    num_ranks: int,
+    kind: str = "cpu",
+    ranks_per_node: int | None = None,
 ) -> GivenPlan:
     """What ``config`` comes to for a model.
 
     Args:
         kind: of device, in PyTorch's words.
+        ranks_per_node: None: all of them.
 
     Raises:
         ConfigError: the configuration does not fit the ranks, or leaves the placement open; the model's forward cannot
             be traced.
     """
     settings = load_config(config)
-    resolved = resolve(settings, num_ranks, kind, num_ranks)
+    resolved = resolve(settings, num_ranks, kind, ranks_per_node or num_ranks)
     if leaves_a_choice(settings.zero.offload):
         raise ConfigError(
             "zero.offload: auto follows from what is free where training runs: name a tier for each state"

@@ -1,0 +1,43 @@
+"""Where a step waits for a slow network, its predicted time follows the bytes that travel."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from partita.forecast.given import given_plan
+from partita.forecast.source import read_source
+from partita.planner.machine import machine_named
+
+MODEL = "layers=2,hidden=256,heads=4,vocab=512,context=64"
+FULL: dict[str, Any] = {"zero": {"stage": 2}}
+NODES, ON_NODE = 4, 2
+# So slow that nothing else counts.
+SLOW = replace(machine_named("h100"), gpus=ON_NODE, network=1e5, node_link=1e12)
+
+
+def predicted(config: dict[str, Any]) -> tuple[float, int]:
+    """Seconds of a step, and bytes that a rank sends along the data axis."""
+    given = {**config, "batch": {"micro": 1}, "precision": {"compute": "fp32"}}
+    plan = given_plan(read_source(MODEL), given, NODES * ON_NODE, "cuda", ON_NODE)
+    return plan.time(SLOW).total_s, sum(plan.sent(plan.stages[0]).values())
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "ternary", "onebit"])
+def test_codes_take_the_time_of_their_bytes(codec: str) -> None:
+    full_s, full = predicted(FULL)
+    coded_s, coded = predicted({**FULL, "communication": {"gradients": codec, "parameters": codec}})
+    assert full_s / coded_s == pytest.approx(full / coded, rel=0.1)
+
+
+def test_low_rank_factors_take_the_time_of_their_bytes() -> None:
+    full_s, full = predicted({"zero": {"stage": 0}})
+    coded_s, coded = predicted({"zero": {"stage": 0}, "communication": {"gradients": "low_rank", "low_rank": 2}})
+    assert full_s / coded_s == pytest.approx(full / coded, rel=0.1)
+
+
+def test_backward_gathers_inside_the_node_where_it_has_a_second_part() -> None:
+    """A third of what crosses nodes is gone: the gather before backward."""
+    full_s, _ = predicted({"zero": {"stage": 3}})
+    near_s, _ = predicted({"zero": {"stage": 3, "hierarchical": True}})
+    assert near_s / full_s == pytest.approx(2 / 3, rel=0.1)

@@ -1,8 +1,8 @@
 """What is learned with block-sparse attention, beside dense attention at equal tokens.
 
-    python -m benchmarks.sparse_learning             # copies over 8k bytes, text at 4k bytes: an hour
-    python -m benchmarks.sparse_learning --short     # copies over 512 bytes, text at 512 bytes: 20 minutes
-    python -m benchmarks.sparse_learning --quick     # copies over 256 bytes, text at 256, a few steps: no targets
+    python -m benchmarks.sparse_learning             # copies within 8k bytes, text at 4k bytes: an hour
+    python -m benchmarks.sparse_learning --short     # copies within 512 bytes, text at 512 bytes: 20 minutes
+    python -m benchmarks.sparse_learning --quick     # copies within 256 bytes, text at 256, a few steps: no targets
     python -m benchmarks.sparse_learning --save      # into benchmarks/results/sparse_learning.md
     python -m benchmarks.sparse_learning --hours 2   # in parts: what has run is kept, and begins no more after 2 hours
 

@@ -15,6 +15,7 @@ from partita.activation.recompute import Recomputation, chosen_modules
 from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.errors import ConfigError
+from partita.forecast.given import given_plan
 from partita.forecast.shortened import shortened
 from partita.forecast.sized import size_model
 from partita.forecast.source import Source, read_source
@@ -181,3 +182,13 @@ def test_a_forward_that_cannot_be_traced_is_said_so(model: type[nn.Module], mess
         size_model(source, group_units(made), resolve(Config(), 1, "cpu"), ("none",))
     assert all(one is other for one, other in zip(made.parameters(), params, strict=True))  # it is what it was
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in made.modules())
+
+
+def test_gradients_of_parameters_do_not_grow_with_the_samples() -> None:
+    source = read_source("layers=2,hidden=128,heads=2,vocab=512,context=256")
+    names = frozenset(name for name, _ in source.model.named_parameters())
+    one, eight = (given_plan(source, {"batch": {"micro": micro}}, 1).trace for micro in (1, 8))
+    scaled = one.scaled(8).part(0, 2, staying=names)
+    assert scaled.gradient_bytes == eight.part(0, 2, staying=names).gradient_bytes > 0
+    assert scaled.growing_peak - scaled.backward_peak <= scaled.gradient_bytes
+    assert one.scaled(8).part(0, 2).growing_peak == one.scaled(8).part(0, 2).backward_peak

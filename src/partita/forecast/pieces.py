@@ -142,6 +142,8 @@ class Trace:
         def times(piece: Piece) -> Piece:
             if id(piece) not in made:
                 sizes: dict[str, Any] = {name: int(getattr(piece, name) * factor) for name in _SIZES}
+                # The gradients of parameters are as many for every number of samples.
+                sizes["growing_peak"] = sizes["backward_peak"] + piece.growing_peak - piece.backward_peak
                 forward, backward = _times(piece.forward, factor), _times(piece.backward, factor)
                 made[id(piece)] = replace(piece, forward=forward, backward=backward, **sizes)
             return made[id(piece)]
@@ -158,7 +160,7 @@ class Trace:
 
 # Of a piece, what there is for each sample.
 _SIZES = (
-    *("kept_bytes", "forward_peak", "backward_peak", "received_bytes", "growing_peak", "input_bytes"),
+    *("kept_bytes", "forward_peak", "backward_peak", "received_bytes", "input_bytes"),
     *("left_bytes", "ended_bytes"),
 )
 

@@ -88,10 +88,13 @@ AUTOCAST = {"precision": {"compute": "fp32"}}
 
 
 def test_bf16_casts_or_autocasts() -> None:
-    """Autocast has the plain Trainer's numbers; casts have the same at every stage."""
-    plain, *others = on(2, Run(None, BF16), *(Run(at(stage, **AUTOCAST), BF16) for stage in (1, 3)))
-    for rows in others:
-        assert_close(rows, plain)
+    """Autocast has the plain Trainer's numbers; casts have the same at every stage. A norm that is summed in another
+    order has another last bit, and rounding to bf16 makes 2 ** -8 of a weight of that now and then.
+    """
+    for arguments, relative in ((BF16 | {"max_grad_norm": 0.0}, 1e-6), (BF16, 2**-10)):
+        plain, *others = on(2, Run(None, arguments), *(Run(at(stage, **AUTOCAST), arguments) for stage in (1, 3)))
+        for rows in others:
+            assert_close(rows, plain, relative)
     unaccumulated = BF16 | {"gradient_accumulation_steps": 1}
     first, *others = on(2, *(Run(at(stage), unaccumulated) for stage in STAGES))
     assert all(rows == first for rows in others)

@@ -67,5 +67,5 @@ def schemes(steps: int) -> dict[str, Scheme]:
         "ternary both ways": both("ternary"),
     }
     found = {name: Scheme(sections) for name, sections in made.items()}
-    name = "ternary both ways after 15 %"
-    return {**found, f"control, no feedback: {name}": Scheme(made[name], forgets=True)}
+    without = Scheme(made[f"control, no carrier: ternary {after_5}"], forgets=True)
+    return {**found, f"control, no feedback: ternary {after_5}": without}

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +17,11 @@ import partita
 from partita import ConfigError
 from partita.cli.main import app
 from partita.config.resolve import resolve
+from partita.engine.wire_choice import WORTH
 from partita.forecast.choice import Resting
 from partita.forecast.plan import Plan
 from partita.forecast.search import Search
+from partita.forecast.sending import AS_STAGES_DO, HIERARCHICAL
 from partita.forecast.source import presets, read_source
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import Tier
@@ -139,6 +142,49 @@ def test_inputs_go_to_the_host_where_nothing_fits_without() -> None:
     (rank,) = simulate(subject, config, Cluster(1, "cuda", 1)).ranks
     assert rank.memory.peak["activations", "host"] == best.held["activations", "host"]
     assert rank.activation_bytes == pytest.approx(best.held["activations", "device"], rel=0.02)
+
+
+def test_codes_are_weighed_where_they_are_asked_for() -> None:
+    """On a slow network. The config is what the real engine sends, without values."""
+    slow = replace(machine_named("h100"), gpus=2, network=2e8)
+    sizes = "family=llama,layers=4,hidden=1024,heads=8,vocab=1000"
+    full, coded = (
+        partita.plan(sizes, gpus=4, gpu=slow, tokens=512, samples=32, compress=compress) for compress in (False, True)
+    )
+    assert not any(each.choice.resting.sending.communication for each in full.forecasts)
+    best, slower = coded.best, full.best
+    assert best is not None
+    assert slower is not None
+    assert best.time is not None
+    assert slower.time is not None
+    assert best.time.total_s < (1 - WORTH) * slower.time.total_s
+    assert coded.config()["communication"] == dict(best.choice.resting.sending.communication)
+    subject = Subject(lambda: read_source(sizes, 512).model, lambda samples: coded.source.batch(samples, "meta"))
+    for rank in simulate(subject, coded.config(), Cluster(4, "cuda", 2)).ranks:
+        sent = Counter[str]()
+        for key, count in rank.traffic.rows.items():
+            sent[",".join(key.axes)] += count.sent_bytes * (key.purpose != "control")
+        assert best.sent is not None
+        assert {axes for axes, num in sent.items() if num} >= {"node", "local"}
+        # Beside control messages of some bytes each.
+        assert {axes: pytest.approx(num, abs=1000) for axes, num in best.sent.items()} == sent
+
+
+def test_gathers_stay_within_nodes_where_that_is_faster() -> None:
+    """Those of stage 3 for backward: it loses nothing, and takes memory."""
+    slow = replace(machine_named("h100"), gpus=4, network=1e10, memory=2e10)
+    found = partita.plan("family=llama,layers=8,hidden=2048,heads=16,vocab=1000", gpus=8, gpu=slow, tokens=512)
+    (hierarchical, *_) = [each for each in found.forecasts if each.choice.resting.sending is HIERARCHICAL]
+    choice = hierarchical.choice
+    flat = replace(choice, mesh=replace(choice.mesh, node=1), resting=replace(choice.resting, sending=AS_STAGES_DO))
+    (other,) = [each for each in found.forecasts if each.choice == flat]
+    assert hierarchical.time is not None
+    assert other.time is not None
+    assert hierarchical.time.total_s < other.time.total_s
+    assert hierarchical.by_tier[Tier.DEVICE] > other.by_tier[Tier.DEVICE]
+    assert choice.sections()["zero"] == {"stage": 3, "hierarchical": True}
+    on_one_node = partita.plan(SMALL, gpus=4, gpu="h100", compress=True)
+    assert not any(each.choice.resting.sending.zero for each in on_one_node.forecasts)
 
 
 @pytest.mark.thorough

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,11 +56,23 @@ Gpu = Annotated[
         "measured by as many ranks (also --this-machine)."
     ),
 ]
-Size = Annotated[str | None, typer.Option(help="Of each node, such as 128GiB.", show_default="the machine's")]
-Rate = Annotated[
-    str | None, typer.Option(help="Bytes per second of a node, such as 1.25GB.", show_default="the machine's")
+NODE_FIGURES = ("--host-memory", "--disk", "--network")
+OfNodes = Annotated[
+    list[str] | None,
+    typer.Option(
+        *NODE_FIGURES,
+        metavar="BYTES",
+        help="Of each node, in place of the machine's: such as 128GiB; the network's per second, such as 1.25GB.",
+    ),
 ]
 Tokens = Annotated[int | None, typer.Option(help="Of a sample.", show_default="the model's, 2048 at the most")]
+Compress = Annotated[
+    bool,
+    typer.Option(
+        "--compress",
+        help="Weigh codes of gradients and parameters between ranks, too (int8, int4, ternary), which lose something.",
+    ),
+]
 Files = Annotated[
     list[str] | None,
     typer.Option(
@@ -73,10 +86,16 @@ Files = Annotated[
 
 
 class PlanCommand(TyperCommand):
-    """``--this-machine`` is short for ``--gpu this``."""
+    """``--this-machine`` is short for ``--gpu this``. Figures of nodes come with the names of their options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        words = [word for given in args for word in (("--gpu", THIS) if given == "--this-machine" else (given,))]
+        words, rest = list[str](), iter(args)
+        for given in rest:
+            option, equals, value = given.partition("=")
+            if option in NODE_FIGURES:
+                words += [option, *(f"{option}={text}" for text in ([value] if equals else islice(rest, 1)))]
+            else:
+                words += ("--gpu", THIS) if given == "--this-machine" else (given,)
         return super().parse_args(ctx, words)
 
 
@@ -84,10 +103,9 @@ def plan(
     model: Model,
     gpus: Gpus = 1,
     gpu: Gpu = DEFAULT_GPU,
-    host_memory: Size = None,
-    disk: Size = None,
-    network: Rate = None,
+    of_nodes: OfNodes = None,
     tokens: Tokens = None,
+    compress: Compress = False,
     files: Files = None,
 ) -> None:
     """Find out whether a model fits, in which memory, and how fast it trains; exit code 1 where nothing fits."""
@@ -95,14 +113,10 @@ def plan(
         show_papers(Console())
         return
     with user_errors():
-        given = {"host_memory": host_memory, "disk": disk, "network": network}
-        changed = {name: _bytes(f"--{name.replace('_', '-')}", text) for name, text in given.items()}
-        if gpu == THIS:
-            figures = {name: value for name, value in changed.items() if value is not None}
-            machine = replace(measure_machine(gpus), **figures)  # type: ignore[arg-type]
-        else:
-            machine = machine_named(gpu, **changed)
-        found = make_plan(model, gpus=gpus, gpu=machine, tokens=tokens)
+        given = (figure.split("=", 1) for figure in of_nodes or ())
+        figures: dict[str, Any] = {name[2:].replace("-", "_"): _bytes(name, text) for name, text in given}
+        machine = replace(measure_machine(gpus), **figures) if gpu == THIS else machine_named(gpu, **figures)
+        found = make_plan(model, gpus=gpus, gpu=machine, tokens=tokens, compress=compress)
         for file in files or ():
             _write(found, file)
     if "-" not in (files or ()):
@@ -208,10 +222,8 @@ def _bars(forecast: Forecast) -> list[Text]:
     return lines
 
 
-def _bytes(option: str, text: str | None) -> float | None:
+def _bytes(option: str, text: str) -> float:
     """``128GiB``, ``1.5TB``, ``1e12``."""
-    if text is None:
-        return None
     number = text.strip().lower().removesuffix("/s").removesuffix("b")
     unit = next((unit for unit in sorted(_UNITS, key=len, reverse=True) if unit and number.endswith(unit)), "")
     try:

@@ -1,10 +1,13 @@
-"""The plans that are weighed: how many ranks along each axis, what is split, where states rest and in what form."""
+"""The plans that are weighed: how many ranks along each axis, what is split, where states rest, in what form, and how
+they travel.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from partita.forecast.sending import AS_STAGES_DO, Sending
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.state_plan import further_stages
 
@@ -44,25 +47,29 @@ def forms(compute: str) -> tuple[Form, ...]:
 
 @dataclass(frozen=True)
 class Resting:
-    """What is split over ranks that compute the same, and the memories of parameters and of the optimizer's states."""
+    """What is split over ranks that compute the same, the memories of parameters and of the optimizer's states, and how
+    what is split travels.
+    """
 
     stage: int
     parameters: str = "none"
     optimizer: str = "none"
     form: Form = Form("exact")
+    sending: Sending = AS_STAGES_DO
 
     @property
     def name(self) -> str:
         away = f", optimizer on {self.optimizer}" if self.optimizer != "none" else ""
         away += f", parameters on {self.parameters}" if self.parameters != "none" else ""
-        return f"stage {self.stage}{away}, {self.form.name}"
+        return f"stage {self.stage}{away}, {self.form.name}" + f", {self.sending.name}" * bool(self.sending.name)
 
     def sections(self) -> Sections:
         """What a config says of it."""
         offload = {"parameters": self.parameters, "optimizer": self.optimizer}
         offload = {state: tier for state, tier in offload.items() if tier != "none"}
-        zero = {"stage": self.stage, **({"offload": offload} if offload else {})}
-        return {"zero": zero, **({"precision": dict(self.form.precision)} if self.form.precision else {})}
+        zero = {"stage": self.stage, **dict(self.sending.zero), **({"offload": offload} if offload else {})}
+        more = {"precision": dict(self.form.precision), "communication": dict(self.sending.communication)}
+        return {"zero": zero, **{name: keys for name, keys in more.items() if keys}}
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """What a rank of a pipeline has of activations at its most: its part of the model under an order of work."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from partita.parallel.pipeline.run import gradients_before
-from partita.parallel.pipeline.schedule import Schedule, Work
+from partita.parallel.pipeline.schedule import Schedule, Shape, Work
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,21 @@ class Moment:
         return peak
 
 
+def representative(name: str, shape: Shape) -> Shape:
+    """A shape of no more micro-batches whose ranks, under the schedule of this ``name``, have the same :func:`moments`:
+    after two rounds of as many as there are ranks nothing is new in the third, where forwards do not run ahead of all
+    backwards.
+    """
+    most = 3 * shape.ranks
+    repeats = name in ("1f1b", "interleaved") and shape.micros % shape.ranks == 0
+    return replace(shape, micros=most) if repeats and shape.micros > most else shape
+
+
 def moments(schedule: Schedule, rank: int) -> frozenset[Moment]:
     """Those of a rank of the pipeline; alike ones are one."""
     shape, splits, last_work = schedule.shape, schedule.splits_weights, schedule.last_work
-    arrived = dict(gradients_before(schedule, [shape.stage(rank, chunk) for chunk in range(shape.chunks)]))
+    stages = [shape.stage(rank, chunk) for chunk in range(shape.chunks)]
+    arrived = dict(gradients_before(schedule, stages))
     kept, left, backwards, waited = ([0] * shape.chunks for _ in range(4))
     begun, found = [False] * shape.chunks, set[Moment]()
     for action in schedule.orders[rank]:
@@ -91,7 +102,7 @@ def moments(schedule: Schedule, rank: int) -> frozenset[Moment]:
             waited[chunk] = max(waited[chunk], arrived.get(action, 0))
         kept[chunk] -= work is Work.BACKWARD
         left[chunk] -= work is Work.WEIGHTS
-        sent = tuple(done - gone for done, gone in zip(backwards, waited, strict=True))
+        sent = tuple((done - gone) * (at > 0) for done, gone, at in zip(backwards, waited, stages, strict=True))
         found.add(Moment(work, chunk, tuple(kept), tuple(left), sent, tuple(begun), splits))
         kept[chunk] += work is Work.FORWARD
         backwards[chunk] += work is Work.BACKWARD

@@ -3,11 +3,14 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from itertools import accumulate
+from math import ceil
 from typing import Any
 
 from partita.activation.inputs import NUM_STAYING
 from partita.forecast.part import Part
+from partita.forecast.peak import NONE, Peak
 from partita.plan.residence import Tier
 
 # Inputs of blocks that are still on the device beside that of the one which runs, of those that leave it: one leaves
@@ -51,13 +54,13 @@ class Piece:
     """
 
     kept_bytes: int = 0
-    forward_peak: int = 0
-    backward_peak: int = 0
+    forward_peak: Peak = NONE
+    backward_peak: Peak = NONE
     received_bytes: int = 0
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)
     gradients: Mapping[str, int] = field(default_factory=dict)
-    growing_peak: int = 0
+    growing_peak: Peak = NONE
     input_bytes: int = 0
     left_bytes: int = 0
     ended_bytes: int = 0
@@ -66,7 +69,7 @@ class Piece:
         """Bytes of the gradients that stay where autograd leaves them, by name, and the backward's peak with them."""
         stay = sum(num for name, num in self.gradients.items() if name in staying)
         gone = sum(self.gradients.values()) - stay
-        return stay, max(self.backward_peak, self.growing_peak - gone)
+        return stay, max(self.backward_peak.num_bytes, self.growing_peak.num_bytes - gone)
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,8 @@ class Trace:
     ``after`` run around them: embeddings; output layer and loss, whose backward counts in ``after.forward``.
     ``inputs_rest``: where the inputs of blocks that run again are between forward and backward
     (:mod:`partita.activation.inputs`). ``around_bytes``: what of the inputs alone is computed before all blocks, and
-    stays; every stage of a pipeline does so. ``batch_bytes``: of what the forward is given.
+    stays; every stage of a pipeline does so. ``batch_bytes``: of what the forward is given, which is so
+    many ``samples``.
     """
 
     before: Piece
@@ -85,6 +89,7 @@ class Trace:
     inputs_rest: Tier = Tier.DEVICE
     around_bytes: int = 0
     batch_bytes: int = 0
+    samples: int = 1
 
     @property
     def peak(self) -> int:
@@ -109,8 +114,11 @@ class Trace:
         most = below[-1] - gone(num - STAYING)
         # What a stage sends and the gradient of that are there until its backward is done.
         sent = 0 if last else self.blocks[stop].received_bytes
-        forward = [before.forward_peak if first else ahead, most + after.forward_peak if last else 0]
-        forward += [below[at] - gone(at - STAYING) + piece.forward_peak for at, piece in enumerate(blocks)]
+        forward = [
+            before.forward_peak.num_bytes if first else ahead,
+            most + after.forward_peak.num_bytes if last else 0,
+        ]
+        forward += [below[at] - gone(at - STAYING) + piece.forward_peak.num_bytes for at, piece in enumerate(blocks)]
         backward = growing = most + sent
         # Each piece with what is there beside it when its backward begins.
         walk = [(before, waits[0] + 2 * sent)] * first
@@ -121,7 +129,7 @@ class Trace:
         for piece, there in reversed(walk):
             own = there + left
             stay, growing_peak = piece.growth(staying)
-            backward = max(backward, own + piece.backward_peak)
+            backward = max(backward, own + piece.backward_peak.num_bytes)
             growing = max(growing, own + growing_peak + grown)
             grown, left = grown + stay, left + piece.left_bytes
         kept = below[-1] - gone(num) + (after.kept_bytes if last else 0)
@@ -135,15 +143,14 @@ class Trace:
         rests_here = self.inputs_rest is Tier.DEVICE
         return lambda num: 0 if rests_here else sums[max(0, num)]
 
-    def scaled(self, factor: float) -> "Trace":
-        """As many samples more, or fewer: what a trace of one of them says of several."""
-        made = dict[int, Piece]()
+    def of(self, samples: int) -> "Trace":
+        """What it says of so many samples."""
+        made, factor = dict[int, Piece](), Fraction(samples, self.samples)
 
         def times(piece: Piece) -> Piece:
             if id(piece) not in made:
-                sizes: dict[str, Any] = {name: int(getattr(piece, name) * factor) for name in _SIZES}
-                # The gradients of parameters are as many for every number of samples.
-                sizes["growing_peak"] = sizes["backward_peak"] + piece.growing_peak - piece.backward_peak
+                sizes: dict[str, Any] = {name: ceil(getattr(piece, name) * factor) for name in _SIZES}
+                sizes |= {name: getattr(piece, name).scaled(factor) for name in _PEAKS}
                 forward, backward = _times(piece.forward, factor), _times(piece.backward, factor)
                 made[id(piece)] = replace(piece, forward=forward, backward=backward, **sizes)
             return made[id(piece)]
@@ -153,22 +160,21 @@ class Trace:
             before=times(self.before),
             blocks=tuple(map(times, self.blocks)),
             after=times(self.after),
-            around_bytes=int(self.around_bytes * factor),
-            batch_bytes=int(self.batch_bytes * factor),
+            around_bytes=ceil(self.around_bytes * factor),
+            batch_bytes=ceil(self.batch_bytes * factor),
+            samples=samples,
         )
 
 
 # Of a piece, what there is for each sample.
-_SIZES = (
-    *("kept_bytes", "forward_peak", "backward_peak", "received_bytes", "input_bytes"),
-    *("left_bytes", "ended_bytes"),
-)
+_SIZES = ("kept_bytes", "received_bytes", "input_bytes", "left_bytes", "ended_bytes")
+_PEAKS = ("forward_peak", "backward_peak", "growing_peak")
 
 
-def _times(work: Work, factor: float) -> Work:
-    flops, moved = int(work.flops * factor), int(work.moved_bytes * factor)
-    sent = Counter({axis: int(num * factor) for axis, num in work.sent.items()})
+def _times(work: Work, factor: Fraction) -> Work:
+    flops, moved = ceil(work.flops * factor), ceil(work.moved_bytes * factor)
+    sent = Counter({axis: ceil(num * factor) for axis, num in work.sent.items()})
     jobs = Counter[tuple[str, int]]()
     for (kind, size), num in work.jobs.items():
-        jobs[kind, int(size * factor)] += num
+        jobs[kind, ceil(size * factor)] += num
     return Work(flops, moved, work.num_ops, jobs, sent, work.calls)

@@ -106,6 +106,7 @@ def plan(
     tokens: int | None = None,
     samples: int | None = None,
     config: str | Path | Mapping[str, Any] | Config | None = None,
+    compress: bool = False,
 ) -> Plan:
     """Find the plans for a model, without weights and without a GPU.
 
@@ -117,6 +118,7 @@ def plan(
         tokens: positions of a sample; None: as many as the model is made for, 2048 at the most.
         samples: of an optimizer step, over all ranks; None: about half a million tokens, at least one a GPU.
         config: what holds for every plan: units, what computes in fp32, the optimizer.
+        compress: weigh plans that send gradients and parameters as codes, too, which lose something of them.
 
     Raises:
         ConfigError: no such model or machine, a figure that is none, or a forward that cannot be traced.
@@ -131,7 +133,7 @@ def plan(
         samples = default_samples(source, gpus)
     if samples < 1:
         raise ConfigError(f"samples: expected at least 1 sample in a step; got {samples}")
-    search = Search(source, machine, gpus, samples, load_config(config))
+    search = Search(source, machine, gpus, samples, load_config(config), compress=compress)
     return Plan(source, machine, gpus, samples, tuple(search.run()))
 
 

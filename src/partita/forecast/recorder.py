@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from partita.errors import ConfigError
+from partita.forecast.peak import Peaks
 from partita.forecast.pieces import Piece, Trace, Work
 from partita.forecast.ranks import Sent
 from partita.forecast.shortened import Stand
@@ -51,7 +52,8 @@ class Recorder(TorchDispatchMode):
         self._blocks, self._sent, self._storages, self._left_apart = blocks, sent, storages, left
         self._entrance = entrance
         self._at: Place = ("forward", -1)
-        self._peaks, self._growing, self._ended, self._grown = (defaultdict[Place, int](int) for _ in range(4))
+        self._peaks, self._growing = (defaultdict[Place, Peaks](Peaks) for _ in range(2))
+        self._ended, self._grown = (defaultdict[Place, int](int) for _ in range(2))
         self._work = defaultdict[Place, Work](Work)
         self._gradients = defaultdict[Place, dict[str, int]](dict)
         self._entered, self._left, self._received, self._inputs = (dict[int, int]() for _ in range(4))
@@ -101,9 +103,9 @@ class Recorder(TorchDispatchMode):
         return self._storages.live - self._storages.early
 
     def _note_peak(self) -> None:
-        live = self._storages.live
-        self._peaks[self._at] = max(self._peaks[self._at], live)
-        self._growing[self._at] = max(self._growing[self._at], live + self._grown[self._at])
+        live, fixed, grown = self._storages.live, self._storages.fixed, self._grown[self._at]
+        self._peaks[self._at].note(live, fixed)
+        self._growing[self._at].note(live + grown, fixed + grown)
         self._ended[self._at] = max(self._ended[self._at], live + self._storages.missed)
 
     def _entering(self, number: int) -> Callable[..., None]:
@@ -247,7 +249,7 @@ class Recorder(TorchDispatchMode):
             pieces[block] = replace(
                 self._backward(number, left + settled[number + 1]),
                 kept_bytes=left - entered,
-                forward_peak=self._peaks["forward", number] - entered,
+                forward_peak=self._peaks["forward", number].above(entered),
                 received_bytes=self._received[number],
                 forward=self._work["forward", number],
                 input_bytes=self._inputs.get(number, 0),
@@ -257,14 +259,14 @@ class Recorder(TorchDispatchMode):
         before = replace(
             self._backward(-1, settled[0]),
             kept_bytes=self._before if num else 0,
-            forward_peak=self._peaks["forward", -1],
+            forward_peak=self._peaks["forward", -1].above(0),
             forward=self._work["forward", -1],
             left_bytes=settled[-1] - settled[0],
         )
         after = replace(
             self._backward(num, there) if num else Piece(),
             kept_bytes=self._before + self._end - there if num else 0,
-            forward_peak=self._peaks["forward", num] - there,
+            forward_peak=self._peaks["forward", num].above(there),
             forward=self._work["forward", num],
             backward=Work(),
             left_bytes=settled[num],
@@ -276,11 +278,11 @@ class Recorder(TorchDispatchMode):
         """A piece's backward, above what is there beside it."""
         place = ("backward", number)
         return Piece(
-            backward_peak=self._peaks[place] - there,
+            backward_peak=self._peaks[place].above(there),
             backward=self._work[place],
             gradients=self._gradients[place],
-            growing_peak=self._growing[place] - there,
-            ended_bytes=self._ended[place] - self._peaks[place],
+            growing_peak=self._growing[place].above(there),
+            ended_bytes=self._ended[place] - self._peaks[place].num_bytes,
         )
 
     def _left_after(self, number: int) -> int:

@@ -4,20 +4,36 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from heapq import nsmallest
 
-from partita.config.resolve import Resolved, ResolvedBatch
+from partita.config.resolve import Resolved, ResolvedBatch, resolve
 from partita.config.schema import Config
-from partita.forecast.choice import CHECKPOINTS, ON_DEVICE, ON_HOST, Choice, Kept, Resting, meshes, reaches, restings
+from partita.engine.wire_choice import WORTH
+from partita.errors import ConfigError
+from partita.forecast.choice import (
+    CHECKPOINTS,
+    ON_DEVICE,
+    ON_HOST,
+    Choice,
+    Kept,
+    Resting,
+    Sections,
+    meshes,
+    reaches,
+    restings,
+)
 from partita.forecast.costs import Rates
-from partita.forecast.part import Moment, moments, most_held
+from partita.forecast.part import Moment, moments, most_held, representative
 from partita.forecast.pieces import Trace
+from partita.forecast.sending import sendings
 from partita.forecast.sent import sent_by_axes
 from partita.forecast.sized import Sized, size_model
 from partita.forecast.source import Source
 from partita.forecast.stages import Cuts, Stage
 from partita.forecast.waiting import Gradients, gradients_of, parts_of
+from partita.memory import accelerator
 from partita.parallel.pipeline.schedule import Shape, make_schedule
-from partita.plan.mesh_shape import STATE_AXES, MeshShape
+from partita.plan.mesh_shape import MODULE_AXES, STATE_AXES, MeshShape
 from partita.plan.planned import PlannedUnit
 from partita.plan.residence import Tier
 from partita.plan.state_plan import Tiers
@@ -35,6 +51,8 @@ Held = Mapping[tuple[str, str], int]
 Fixed = tuple[Held, Gradients]
 # In a pipeline a larger micro-batch costs more waiting: so many sizes, from the largest that fits, are weighed.
 PIPELINE_MICROS = 4
+# Of each way for states to rest, so many plans, and so many others, are weighed with other ways to send.
+MOST_SENT_OTHERWISE = 3
 
 
 @dataclass(frozen=True)
@@ -87,7 +105,8 @@ class Search:
     """Weighs plans for ``source`` on ``num_gpus`` of ``machine``, with ``samples`` in a step.
 
     ``config`` says what holds for every plan: units, what computes in fp32, optimizer; ``dtype`` what is computed in
-    (empty: the machine's); ``only``: the one mesh that is weighed (None: all).
+    (empty: the machine's); ``only``: the one mesh that is weighed (None: all); ``compress``: codes, too, which lose
+    something of what they carry.
     """
 
     source: Source
@@ -98,10 +117,12 @@ class Search:
     num_moments: int = ADAM_MOMENTS
     dtype: str = ""
     only: MeshShape | None = None
-    _sized: dict[tuple[int, int, bool], Sized] = field(default_factory=dict)
+    compress: bool = False
+    _sized: dict[tuple[int, int, bool, int | None], Sized] = field(default_factory=dict)
     _configs: dict[Resting, Config] = field(default_factory=dict)
     _scaled: dict[tuple[int, str, int], tuple[Trace, Trace]] = field(default_factory=dict)
-    _moments: dict[tuple[Shape, tuple[int, ...]], frozenset[Moment]] = field(default_factory=dict)
+    _moments: dict[tuple[MeshShape, int, int], frozenset[Moment]] = field(default_factory=dict)
+    _moments_by_shape: dict[tuple[Shape, tuple[int, ...]], frozenset[Moment]] = field(default_factory=dict)
     _gradients: dict[Gradients, Gradients] = field(default_factory=dict)
     _most: dict[tuple[int, int, int, int], tuple[int, int]] = field(default_factory=dict)
     _best: dict[Resting, float] = field(default_factory=dict)
@@ -137,7 +158,45 @@ class Search:
                     break
             if any(each.fits for each in found):
                 break
-        return sorted(found, key=lambda each: each.rank)
+        return sorted([*found, *self._sent_otherwise(found)], key=lambda each: each.rank)
+
+    def _sent_otherwise(self, found: Sequence[Forecast]) -> Iterator[Forecast]:
+        """Of plans that would be the best if nothing waited for what is sent, what is faster with another way to send:
+        with codes by enough to be worth what they lose.
+        """
+        for choice, step_s in self._promising(found):
+            several = choice.mesh.group_size(MODULE_AXES) > self.machine.gpus_on_node(self.num_gpus)
+            for ways in sendings(several_nodes=several, compress=self.compress):
+                restings = (replace(choice.resting, sending=sending) for sending in ways)
+                changed = next(filter(None, (self._checked(replace(choice, resting=each)) for each in restings)), None)
+                other = None if changed is None else self.forecast(changed)
+                if changed is None or other is None or other.time is None:
+                    continue
+                if other.time.total_s < step_s * (1 - WORTH if changed.resting.sending.communication else 1):
+                    yield other
+
+    @staticmethod
+    def _promising(found: Sequence[Forecast]) -> Iterator[tuple[Choice, float]]:
+        """Of each way for states to rest the fastest plans, and those that compute fastest, with seconds of a step."""
+        times = [(each.choice, each.time) for each in found if each.time is not None]
+        best_s = min((time.total_s for _, time in times), default=0.0)
+        by_resting = dict[Resting, list[tuple[Choice, StepTime]]]()
+        for choice, time in times:
+            if choice.mesh.data > 1 and time.compute_s < best_s:
+                by_resting.setdefault(choice.resting, []).append((choice, time))
+        for plans in by_resting.values():
+            fastest = nsmallest(MOST_SENT_OTHERWISE, plans, lambda each: each[1].total_s)
+            computing = nsmallest(MOST_SENT_OTHERWISE, plans, lambda each: each[1].compute_s)
+            yield from {choice: time.total_s for choice, time in fastest + computing}.items()
+
+    def _checked(self, choice: Choice) -> Choice | None:
+        """With the nodes that the engine would see; None where its config would be none."""
+        config, kind = self._merged(choice.sections()), "cpu" if self.machine.one_memory else accelerator.USUAL_KIND
+        try:
+            mesh = resolve(config, self.num_gpus, kind, self.machine.gpus_on_node(self.num_gpus)).mesh
+        except ConfigError:
+            return None
+        return replace(choice, mesh=mesh)
 
     @property
     def _has_host(self) -> bool:
@@ -168,20 +227,28 @@ class Search:
         every = meshes(self.num_gpus, on_node, max(1, num_stages), sizes) if self.only is None else [self.only]
         return (mesh for mesh in every if self.samples % mesh.data == 0)
 
-    def sized(self, mesh: MeshShape) -> Sized:
-        """A rank's share of the model, by how many share a sample, and whether it has but a stage of the model."""
-        key = (mesh.sequence, mesh.tensor, mesh.pipeline > 1)
+    def sized(self, mesh: MeshShape, samples: int | None = None) -> Sized:
+        """A rank's share of the model, by how many share a sample, and whether it has but a stage of the model; traced
+        with so many ``samples``, or for any number.
+        """
+        key = (mesh.sequence, mesh.tensor, mesh.pipeline > 1, samples)
         if key not in self._sized:
             shape = MeshShape(min(mesh.pipeline, 2), sequence=mesh.sequence, tensor=mesh.tensor)
             choices = CHECKPOINTS if self._recomputes else CHECKPOINTS[:1]
             resolved = self._resolved(shape, Resting(1))
-            self._sized[key] = size_model(self.source, self._specs, resolved, choices, cuts=self._cuts)
+            self._sized[key] = size_model(self.source, self._specs, resolved, choices, samples, self._cuts)
         return self._sized[key]
 
     def trace(self, choice: Choice) -> Trace:
-        """Of one sample."""
-        found = self.sized(choice.mesh).traces[choice.checkpoint]
-        return found if choice.inputs == "none" else replace(found, inputs_rest=Tier(choice.inputs))
+        """Of a micro-batch."""
+        # A slice of one sample's positions is a view, which keeps the whole; of several samples it is a copy.
+        alone = 1 if choice.micro == 1 and choice.mesh.sequence > 1 else None
+        traced = self.sized(choice.mesh, alone).traces[choice.checkpoint]
+        key = (id(traced), choice.inputs, choice.micro)
+        if key not in self._scaled:
+            tier = Tier.DEVICE if choice.inputs == "none" else Tier(choice.inputs)
+            self._scaled[key] = traced, replace(traced, inputs_rest=tier).of(choice.micro)
+        return self._scaled[key][1]
 
     @cached_property
     def _recomputes(self) -> bool:
@@ -191,11 +258,12 @@ class Search:
     def _resolved(self, mesh: MeshShape, resting: Resting) -> Resolved:
         """Without the checks of a whole config: it is of states and units alone."""
         if resting not in self._configs:
-            given = self.config.model_dump(exclude_unset=True)
-            sections = resting.sections()
-            merged = {name: {**given.get(name, {}), **sections.get(name, {})} for name in {*given, *sections}}
-            self._configs[resting] = Config(**merged)
+            self._configs[resting] = self._merged(resting.sections())
         return Resolved(self._configs[resting], mesh, ResolvedBatch(1, 1, mesh.data), self.dtype)
+
+    def _merged(self, sections: Sections) -> Config:
+        given = self.config.model_dump(exclude_unset=True)
+        return Config(**{name: {**given.get(name, {}), **sections.get(name, {})} for name in {*given, *sections}})
 
     # ------------------------------------------------------------------------------------------------------ weighing
 
@@ -249,7 +317,7 @@ class Search:
     def with_config(self, config: Config) -> "Search":
         """The same under a config with the same units: what was traced of the model is shared."""
         search = Search(self.source, self.machine, self.num_gpus, self.samples, config, self.num_moments, self.dtype)
-        search.only = self.only
+        search.only, search.compress = self.only, self.compress
         search._sized, search._cuts = self._sized, self._cuts
         return search
 
@@ -272,7 +340,7 @@ class Search:
         return dict(held), self._gradients.setdefault(gradients, gradients)
 
     def _with_activations(self, choice: Choice, stage: Stage, fixed: Held, gradients: Gradients) -> Forecast:
-        trace, found = self._scaled_trace(choice), self._moments_of(choice, stage)
+        trace, found = self.trace(choice), self._moments_of(choice, stage)
         key = (id(trace), id(stage), id(gradients), id(found))
         if key not in self._most:
             parts = parts_of(stage, gradients, trace)
@@ -284,41 +352,37 @@ class Search:
             held["activations", choice.inputs] = away
         return Forecast(choice, held, self.budget)
 
-    def _scaled_trace(self, choice: Choice) -> Trace:
-        """Of a micro-batch."""
-        trace = self.sized(choice.mesh).traces[choice.checkpoint]
-        key = (id(trace), choice.inputs, choice.micro)
-        if key not in self._scaled:
-            self._scaled[key] = trace, self.trace(choice).scaled(choice.micro)
-        return self._scaled[key][1]
-
     def _moments_of(self, choice: Choice, stage: Stage) -> frozenset[Moment]:
         """Of all ranks that hold what this one does."""
-        chunks = len(stage.chunks)
-        shape, ranks = Shape(choice.mesh.pipeline, choice.accumulate, chunks), tuple(self._kinds(choice.mesh)[stage])
-        if (shape, ranks) not in self._moments:
-            schedule = make_schedule(self.config.parallel.schedule, shape)
-            self._moments[shape, ranks] = frozenset().union(*(moments(schedule, rank) for rank in ranks))
-        return self._moments[shape, ranks]
+        key = (choice.mesh, id(stage), choice.accumulate)
+        if key not in self._moments:
+            name, ranks = self.config.parallel.schedule, tuple(self._kinds(choice.mesh)[stage])
+            shape = representative(name, Shape(choice.mesh.pipeline, choice.accumulate, len(stage.chunks)))
+            if (shape, ranks) not in self._moments_by_shape:
+                schedule = make_schedule(name, shape)
+                every = frozenset[Moment]().union(*(moments(schedule, rank) for rank in ranks))
+                self._moments_by_shape[shape, ranks] = every
+            self._moments[key] = self._moments_by_shape[shape, ranks]
+        return self._moments[key]
 
     def _computing_s(self, choice: Choice, stages: Sequence[Stage]) -> float:
         """Of a step, if the device waited for nothing but the pipeline."""
         mesh, micros = choice.mesh, choice.accumulate
         key = (mesh.tensor, mesh.sequence, mesh.pipeline, choice.checkpoint, choice.micro)
         if key not in self._computing:
-            trace = self._scaled_trace(choice)
+            trace = self.trace(choice)
             self._computing[key] = max(self.rates.computing(trace, stage, mesh) for stage in stages)
         return self._computing[key] * (micros + mesh.pipeline - 1)
 
     def _time(self, choice: Choice, units: Mapping[Stage, Sequence[PlannedUnit]]) -> StepTime:
         """Of the slower end of the pipeline."""
-        sized, trace = self.sized(choice.mesh), self._scaled_trace(choice)
+        sized, trace = self.sized(choice.mesh), self.trace(choice)
         times = (self.rates.step(sized, stage, own, trace, choice.accumulate) for stage, own in units.items())
         return max(times, key=lambda time: time.total_s)
 
     def _sent(self, choice: Choice, units: Mapping[Stage, Sequence[PlannedUnit]]) -> Mapping[str, int]:
         """By the end of the pipeline that sends more in a step."""
-        trace = self._scaled_trace(choice)
+        trace = self.trace(choice)
         every = (sent_by_axes(own, stage, trace, choice.accumulate) for stage, own in units.items())
         return max(every, key=lambda sent: sum(sent.values()))
 

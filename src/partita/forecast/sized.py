@@ -20,7 +20,7 @@ from partita.forecast.ranks import ranks_on_paper
 from partita.forecast.shortened import Stand, shortened
 from partita.forecast.source import Source
 from partita.forecast.stages import Cuts, Stage, outwards, stages_of, whole
-from partita.forecast.trace import Rank, trace
+from partita.forecast.trace import Rank, telling, trace
 from partita.parallel.applied import Parallel
 from partita.parallel.pipeline.schedule import Shape, make_schedule
 from partita.parallel.pipeline.weights import keep_apart
@@ -43,14 +43,13 @@ Checkpoint = str | tuple[str, ...]
 
 @dataclass
 class Sized:
-    """A rank's share of a model: ``entries`` of each unit of ``specs``, and ``traces`` of one sample (or as many as
-    ``samples``) by what ``activations.checkpoint`` says. ``cuts``: of the model into stages.
+    """A rank's share of a model: ``entries`` of each unit of ``specs``, and ``traces`` of a micro-batch by what
+    ``activations.checkpoint`` says. ``cuts``: of the model into stages.
     """
 
     specs: Sequence[UnitSpec]
     entries: Sequence[Sequence[Entry]]
     traces: dict[Checkpoint, Trace]
-    samples: int
     cuts: Cuts
     _planned: dict[Any, PlannedUnit] = field(default_factory=dict)
     _rows: dict[Any, tuple[Config, StatePlan]] = field(default_factory=dict)
@@ -140,7 +139,7 @@ def size_model(
     specs: Sequence[UnitSpec],
     resolved: Resolved,
     choices: Sequence[Checkpoint],
-    samples: int = 1,
+    samples: int | None = None,
     cuts: Cuts | None = None,
 ) -> Sized:
     """The share of the fullest of the ranks of ``resolved`` that share a sample; what it says of units and dtypes
@@ -148,7 +147,8 @@ def size_model(
 
     Args:
         specs: the model's units.
-        choices: of ``activations.checkpoint``, each of which is traced, of a micro-batch of ``samples``.
+        choices: of ``activations.checkpoint``, each of which is traced.
+        samples: of a micro-batch; None: any, which :meth:`Trace.of` asks for.
         cuts: of the model, where others know them, too.
 
     Raises:
@@ -156,7 +156,8 @@ def size_model(
     """
     model, mesh, asked = source.model, resolved.mesh, resolved.config.parallel
     cuts = cuts or Cuts(model, None if asked.cut == "auto" else tuple(asked.cut))
-    traces, batch = dict[Checkpoint, Trace](), source.batch(samples, "meta")
+    telling_samples = telling(model, source.batch(1, "meta")) if samples is None else 1
+    traces, batch = dict[Checkpoint, Trace](), source.batch(samples or telling_samples, "meta")
     with (
         _blocks(source, resolved, choices, cuts) as stand,
         ranks_on_paper(mesh) as collectives,
@@ -177,11 +178,11 @@ def size_model(
         sparse = resolved.config.attention != Config().attention
         for choice in choices:
             with _keeping_less(model, [spec.name for spec in short], choice, resolved):
-                traces[choice] = trace(model, batch, rank)
-                if sparse:  # the first one has made what all later ones share: which blocks are visited
-                    traces[choice] = trace(model, batch, rank)
+                if sparse:  # the first one makes what all later ones share: which blocks are visited
+                    trace(model, batch, rank)
+                traces[choice] = trace(model, batch, rank, telling_samples)
     of_name = {spec.name: of_unit for spec, of_unit in zip(short, entries, strict=True)}
-    return Sized(specs, [of_name[_stand_in(spec.name, stands_for)] for spec in specs], traces, samples, cuts)
+    return Sized(specs, [of_name[_stand_in(spec.name, stands_for)] for spec in specs], traces, cuts)
 
 
 @contextmanager

@@ -1,4 +1,6 @@
-"""The storages that operators make and give back: how many bytes there are, and which follow from parameters."""
+"""The storages that operators make and give back: how many bytes there are, which follow from parameters, and which are
+as large for every number of samples.
+"""
 
 import weakref
 from collections.abc import Iterable
@@ -22,24 +24,27 @@ class _Alive:
     mark: Mark
     depends: bool
     is_early: bool
+    fixed_bytes: int
 
 
 class Storages:
     """Attributes: ``live``: bytes of those that are there; ``early``: of those of them that were made before
     :meth:`end_early`, and ``early_apart``: of these, of what depends on no parameter; ``missed``: of those that are
-    watched, the bytes of what is gone.
+    watched, the bytes of what is gone; ``fixed``: of those that are there, bytes that are as many for every number of
+    samples: of storages that ``samples`` do not divide.
 
     Args:
         params: the storages of parameters, which are there before.
+        samples: how many there are: a number that divides nothing else, or 1.
     """
 
-    def __init__(self, params: Iterable[torch.UntypedStorage]) -> None:
-        self.live = self.early = self.early_apart = self.missed = 0
+    def __init__(self, params: Iterable[torch.UntypedStorage], samples: int = 1) -> None:
+        self.live = self.early = self.early_apart = self.missed = self.fixed = 0
+        self._samples, self._num = samples, 0
         self._is_early = True
         self._params = {storage._cdata for storage in params}
         self._alive = dict[int, _Alive]()
         self._watched = set[Mark]()
-        self._num = 0
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._alive
@@ -67,8 +72,9 @@ class Storages:
         """One that an operator made."""
         self._num += 1
         mark = Mark(storage._cdata, self._num, storage.nbytes())
-        self._alive[mark.address] = made = _Alive(mark, depends, self._is_early)
-        self._count(made, mark.num_bytes)
+        fixed = mark.num_bytes if mark.num_bytes % self._samples else 0
+        self._alive[mark.address] = made = _Alive(mark, depends, self._is_early, fixed)
+        self._count(made, 1)
         weakref.finalize(storage, self._gone, mark)
 
     def watch(self, marks: Iterable[Mark | None]) -> None:
@@ -81,11 +87,13 @@ class Storages:
                 self.missed += mark.num_bytes
 
     def _gone(self, mark: Mark) -> None:
-        self._count(self._alive.pop(mark.address), -mark.num_bytes)
+        self._count(self._alive.pop(mark.address), -1)
         if mark in self._watched:
             self.missed += mark.num_bytes
 
-    def _count(self, each: _Alive, num_bytes: int) -> None:
+    def _count(self, each: _Alive, sign: int) -> None:
+        num_bytes = sign * each.mark.num_bytes
         self.live += num_bytes
+        self.fixed += sign * each.fixed_bytes
         self.early += num_bytes * each.is_early
         self.early_apart += num_bytes * (each.is_early and not each.depends)

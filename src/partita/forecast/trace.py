@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
+from math import gcd
 from types import TracebackType
 from typing import Any, Self
 
@@ -46,12 +48,13 @@ class Rank:
     entrance: Entrance | None = None
 
 
-def trace(model: nn.Module, batch: Any, rank: Rank) -> Trace:
+def trace(model: nn.Module, batch: Any, rank: Rank, samples: int = 1) -> Trace:
     """Run one forward and backward without data. The model is left as it was.
 
     Args:
         batch: what the forward takes, on the ``meta`` device: a mapping or a tuple of arguments.
         rank: that does so; its collectives count what the model sends meanwhile.
+        samples: of the batch, where they are :func:`telling` and the trace is to speak for others (:meth:`Trace.of`).
 
     Raises:
         ConfigError: the forward cannot be run without data.
@@ -60,7 +63,7 @@ def trace(model: nn.Module, batch: Any, rank: Rank) -> Trace:
     paper = Paper(model, blocks, rank)
     apart = nullcontext() if rank.weights is None else rank.weights.apart(0)
     with paper, apart as left:
-        storages = Storages(param.untyped_storage() for param in paper.params)
+        storages = Storages((param.untyped_storage() for param in paper.params), samples)
         recorder = Recorder(blocks, Sent(rank.collectives), storages, left, rank.entrance)
         paper.follow(recorder, left)
         compute = next(iter(rank.dtypes.values()), torch.float32)
@@ -88,7 +91,17 @@ def trace(model: nn.Module, batch: Any, rank: Rank) -> Trace:
         finally:
             recorder.remove()
     batch_bytes = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-    return replace(recorder.result(rank.stand), batch_bytes=batch_bytes)
+    return replace(recorder.result(rank.stand), batch_bytes=batch_bytes, samples=samples)
+
+
+def telling(model: nn.Module, sample: Any) -> int:
+    """A number of samples that says of each size whether it comes with them: one that divides no size of a parameter,
+    or of what is given of one ``sample``. What it does not divide is as large for every number: gradients of
+    parameters, tables of positions.
+    """
+    sizes = {leaf.numel() for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)}
+    sizes |= {param.numel() for param in model.parameters()}
+    return next(num for num in count(3, 2) if all(gcd(num, size) == 1 for size in sizes))
 
 
 def loss_of(output: Any) -> Tensor:

@@ -26,8 +26,9 @@ def schemes(steps: int) -> dict[str, Scheme]:
         communication = {"gradients": codec, **parameters, "warmup_steps": int(warm_up * steps)}
         return {"zero": {"stage": stage}, "communication": communication, "optimizer": {"name": name}}
 
-    def apart(codec: str, every: int) -> dict[str, Any]:
-        return {"zero": {"stage": 1}, "communication": {"every": every, "replicas": 4, "gradients": codec}}
+    def apart(codec: str, every: int, momentum: float | None = None) -> dict[str, Any]:
+        outer = {} if momentum is None else {"outer_momentum": momentum}
+        return {"zero": {"stage": 1}, "communication": {"every": every, "replicas": 4, "gradients": codec, **outer}}
 
     def carrier(share: float, codec: str, warm_up: float, start: str = "int8") -> dict[str, Any]:
         made = onebit(1, codec, warm_up)
@@ -46,15 +47,17 @@ def schemes(steps: int) -> dict[str, Scheme]:
         "ternary both ways after 15 %": both("ternary", 0.15),
         "int4 both ways": both("int4"),
         "onebit_adam, signs after 15 %": onebit(0, "onebit", 0.15),
-        "local steps, 10, ternary": apart("ternary", 10),
+        "local steps, 8, ternary, momentum 0.5": apart("ternary", 8, 0.5),
         "control, full, frozen and capped after 5 %": carrier(0.0, "full", 0.05, "full"),
         "int8 both ways": both("int8"),
         "low rank 4 after 5 %": low_rank(4, 0.05),
         "ternary both ways after 5 %": both("ternary", 0.05),
         f"ternary + carrier {after_15}": carrier(0.9, "ternary", 0.15),
-        "local steps, 10, int4": apart("int4", 10),
-        "local steps, 10": apart("full", 10),
-        "local steps, 30, ternary": apart("ternary", 30),
+        "local steps, 8, int4, momentum 0.5": apart("int4", 8, 0.5),
+        "local steps, 8, momentum 0.5": apart("full", 8, 0.5),
+        "local steps, 4, onebit, momentum 0.5": apart("onebit", 4, 0.5),
+        "local steps, 30, ternary, momentum 0.5": apart("ternary", 30, 0.5),
+        "local steps, 10, ternary": apart("ternary", 10),
         "zeroone_adam, signs": {"zero": {"stage": 0}, "optimizer": {"name": "zeroone_adam"}},
         "onebit_adam at stage 1, ternary after 5 %": onebit(1, "ternary", 0.05),
         "onebit_adam, signs after 5 %": onebit(0, "onebit", 0.05),

@@ -170,6 +170,21 @@ def test_codes_are_weighed_where_they_are_asked_for() -> None:
         assert {axes: pytest.approx(num, abs=1000) for axes, num in best.sent.items()} == sent
 
 
+def test_figures_of_nodes_and_codes_are_options() -> None:
+    """In either way to write an option's value."""
+    options = ["--network=1.25GB", "--disk", "2TB", "--host-memory", "64GiB", "--compress", "--json", "-"]
+    result = run(app, ["plan", SMALL, "--gpus", "16", *options])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    figures = {name: found["machine"][name] for name in ("network", "disk", "host_memory")}
+    assert figures == {"network": 1.25e9, "disk": 2e12, "host_memory": 64 * 2**30}
+    assert any("sent" in each["way"] for each in found["plans"])
+    for wrong in (["--network", "fast"], ["--network=fast"]):
+        refused = run(app, ["plan", SMALL, *wrong])
+        assert refused.exit_code != 0
+        assert "--network: expected bytes such as 128GiB or 1.5TB; got 'fast'" in refused.output
+
+
 def test_gathers_stay_within_nodes_where_that_is_faster() -> None:
     """Those of stage 3 for backward: it loses nothing, and takes memory."""
     slow = replace(machine_named("h100"), gpus=4, network=1e10, memory=2e10)

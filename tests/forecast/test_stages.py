@@ -19,7 +19,7 @@ from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.forecast.choice import Choice, Resting
 from partita.forecast.given import GivenPlan, given_plan
-from partita.forecast.part import moments
+from partita.forecast.part import moments, representative
 from partita.forecast.search import Search
 from partita.forecast.source import Source, read_source
 from partita.memory.ledger import STATES
@@ -260,3 +260,17 @@ def test_a_pipeline_that_is_called_fitting_fits(name: str, pipeline: int) -> Non
 def test_more_stages_than_blocks_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"parallel.pipeline x parallel.chunks: 16 stages"):
         given_plan(read_source(MODELS["gpt"]), {"parallel": {"pipeline": 16}}, 16)
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_few_micro_batches_have_all_moments_of_many(name: str) -> None:
+    """As the search has it; of an order that is not known to repeat every micro-batch counts."""
+    chunks = 2 if name == "interleaved" else 1
+    for num_ranks in (2, 3, 4):
+        many = Shape(num_ranks, 7 * num_ranks, chunks)
+        few, uneven = representative(name, many), replace(many, micros=many.micros + 1)
+        assert (few.micros < many.micros) == (name in ("1f1b", "interleaved"))
+        assert representative(name, uneven) == uneven
+        for rank in range(num_ranks):
+            every, some = (moments(make_schedule(name, shape), rank) for shape in (many, few))
+            assert every == some

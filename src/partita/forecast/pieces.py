@@ -78,8 +78,8 @@ class Trace:
     ``after`` run around them: embeddings; output layer and loss, whose backward counts in ``after.forward``.
     ``inputs_rest``: where the inputs of blocks that run again are between forward and backward
     (:mod:`partita.activation.inputs`). ``around_bytes``: what of the inputs alone is computed before all blocks, and
-    stays; every stage of a pipeline does so. ``batch_bytes``: of what the forward is given, which is so
-    many ``samples``.
+    stays; every stage of a pipeline does so. ``batch_bytes``: of what the forward is given. ``samples``:
+    how many these are, where it says of each size whether it comes with them.
     """
 
     before: Piece

@@ -144,8 +144,8 @@ def test_inputs_go_to_the_host_where_nothing_fits_without() -> None:
     assert rank.activation_bytes == pytest.approx(best.held["activations", "device"], rel=0.02)
 
 
-def test_codes_are_weighed_where_they_are_asked_for() -> None:
-    """On a slow network. The config is what the real engine sends, without values."""
+def test_codes_are_weighed_where_they_are_asked_for(tmp_path: Path) -> None:
+    """On a slow network. The config is what the real engine sends, without values; the predicted step is of the nodes."""
     slow = replace(machine_named("h100"), gpus=2, network=2e8)
     sizes = "family=llama,layers=4,hidden=1024,heads=8,vocab=1000"
     full, coded = (
@@ -168,6 +168,12 @@ def test_codes_are_weighed_where_they_are_asked_for() -> None:
         assert {axes for axes, num in sent.items() if num} >= {"node", "local"}
         # Beside control messages of some bytes each.
         assert {axes: pytest.approx(num, abs=1000) for axes, num in best.sent.items()} == sent
+    coded.write_trace(tmp_path / "step.trace.json")
+    events = json.loads((tmp_path / "step.trace.json").read_text())["traceEvents"]
+    assert best.choice.accumulate == 1
+    assert max(event["ts"] + event["dur"] for event in events if "dur" in event) == pytest.approx(
+        1e6 * best.time.total_s, rel=0.01
+    )
 
 
 def test_figures_of_nodes_and_codes_are_options() -> None:
@@ -183,6 +189,28 @@ def test_figures_of_nodes_and_codes_are_options() -> None:
         refused = run(app, ["plan", SMALL, *wrong])
         assert refused.exit_code != 0
         assert "--network: expected bytes such as 128GiB or 1.5TB; got 'fast'" in refused.output
+
+
+def test_batches_of_one_s_own_are_made_for_any_number_of_samples(tmp_path: Path) -> None:
+    """Tensors inside of other things, too."""
+    (tmp_path / "own.py").write_text(
+        "import torch\n"
+        "class Own(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))\n"
+        "    def forward(self, x, more):\n"
+        "        for layer in self.layers:\n"
+        "            x = layer(x) + more['y'][0]\n"
+        "        return x.sum()\n"
+        "def build():\n"
+        "    return Own(), {'x': torch.zeros(1, 8), 'more': {'y': [torch.zeros(1, 8)]}}\n"
+    )
+    source = read_source(f"{tmp_path / 'own.py'}:build")
+    batch = source.batch(6, "meta")
+    assert batch["x"].shape == batch["more"]["y"][0].shape == (6, 8)
+    found = partita.plan(source, gpus=2, gpu="h100", samples=8)
+    assert found.best is not None
 
 
 def test_gathers_stay_within_nodes_where_that_is_faster() -> None:

@@ -18,7 +18,7 @@ from partita.errors import ConfigError
 from partita.forecast.shortened import shortened
 from partita.forecast.sized import size_model
 from partita.forecast.source import Source, read_source
-from partita.forecast.trace import loss_of
+from partita.forecast.trace import loss_of, telling
 from partita.planner.group_units import group_units
 from tests.live_bytes import LiveBytes
 
@@ -48,6 +48,36 @@ def resnet() -> nn.Module:
     return ResNet(ResNetConfig(hidden_sizes=[16, 32], depths=[4, 3], embedding_size=8, layer_type="basic"))
 
 
+class Masked(nn.Module):
+    """A block of attention with a mask that it makes, and keeps for its backward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, -1)
+        mask = torch.ones(x.shape[1], x.shape[1], device=x.device).tril() == 0
+        scores = (query @ key.transpose(1, 2)).masked_fill(mask, -1e9)
+        return x + self.out(scores.softmax(-1) @ value)
+
+
+class PlainGpt(nn.Module):
+    """Its masks are as large for every number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(300, 32)
+        self.blocks = nn.ModuleList(Masked(32) for _ in range(6))
+        self.head = nn.Linear(32, 300)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
 def text(samples: int, device: Any) -> dict[str, Tensor]:
     tokens = torch.zeros(samples, 48, dtype=torch.long, device=device)
     return {"tokens": tokens, "targets": tokens.clone()}
@@ -69,6 +99,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., dict[str, Tensor]
     "llama": (llama, ids),
     "bert": (bert, ids),
     "resnet": (resnet, images),
+    "masked": (PlainGpt, text),
 }
 
 
@@ -200,5 +231,40 @@ def test_one_trace_says_what_any_number_of_samples_takes(name: str, num: int) ->
             found, expected = (each.part(0, end, staying=staying) for each in (scaled, traced))
             assert found.gradient_bytes == expected.gradient_bytes
             for peak in ("forward_peak", "backward_peak", "growing_peak"):
-                assert getattr(found, peak) == pytest.approx(getattr(expected, peak), rel=0.02), (choice, peak)
+                assert getattr(found, peak) == pytest.approx(getattr(expected, peak), rel=0.02 if num == 1 else 1e-3), (
+                    choice,
+                    peak,
+                )
                 assert getattr(found, peak) >= getattr(expected, peak), (choice, peak)
+
+
+class Odd(nn.Module):
+    """Has a parameter without values, and takes one sample alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.none = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(1, 8)
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+def test_a_model_that_takes_one_sample_alone_is_traced_with_it() -> None:
+    model = Odd()
+    source = Source("own", model, lambda samples, device: (torch.zeros(samples, 8, device=device),))
+    found, expected = (
+        size_model(source, group_units(model), resolve(Config(), 1, "cpu"), ("none",), samples).traces["none"]
+        for samples in (None, 1)
+    )
+    assert found.of(1).peak == expected.peak
+    assert found.of(3).peak == 3 * expected.peak
+
+
+def test_samples_tell_what_comes_with_them() -> None:
+    model = nn.Sequential(nn.Linear(3, 5, bias=False), nn.Linear(5, 7))
+    assert telling(model, torch.empty(1, 3)) == 11
+    assert telling(nn.Linear(4, 8), {"x": torch.empty(1, 9), "lengths": torch.empty(1, 0)}) == 5

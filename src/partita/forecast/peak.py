@@ -1,4 +1,4 @@
-"""Bytes at the most, of some samples or of more of them."""
+"""Bytes, and how many of them are there for every number of samples."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,10 +7,31 @@ from math import ceil
 
 
 @dataclass(frozen=True)
-class Peak:
-    """Of the moments that are the most for some number of samples: by the bytes that are as many for every number
-    (gradients of parameters), all bytes.
+class Size:
+    """``num_bytes``, of which ``fixed`` are as many for every number of samples: gradients of parameters, tables of
+    positions.
     """
+
+    num_bytes: int = 0
+    fixed: int = 0
+
+    def __add__(self, other: "Size") -> "Size":
+        return Size(self.num_bytes + other.num_bytes, self.fixed + other.fixed)
+
+    def __sub__(self, other: "Size") -> "Size":
+        return Size(self.num_bytes - other.num_bytes, self.fixed - other.fixed)
+
+    def scaled(self, factor: Fraction) -> "Size":
+        """Of so many times as many samples."""
+        return Size(self.fixed + ceil(factor * (self.num_bytes - self.fixed)), self.fixed)
+
+
+NOTHING = Size()
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Of the moments that are the most for some number of samples: all bytes by those that are fixed."""
 
     moments: Mapping[int, int] = field(default_factory=lambda: {0: 0})
 
@@ -20,7 +41,7 @@ class Peak:
 
     def scaled(self, factor: Fraction) -> "Peak":
         """Of so many times as many samples."""
-        return Peak({fixed: fixed + ceil(factor * (every - fixed)) for fixed, every in self.moments.items()})
+        return Peak({fixed: Size(every, fixed).scaled(factor).num_bytes for fixed, every in self.moments.items()})
 
 
 NONE = Peak()
@@ -32,14 +53,14 @@ class Peaks:
 
     _most: dict[int, int] = field(default_factory=dict)
 
-    def note(self, num_bytes: int, fixed_bytes: int) -> None:
-        """A moment with so many bytes, of which some are there for every number of samples."""
-        self._most[fixed_bytes] = max(self._most.get(fixed_bytes, 0), num_bytes)
+    def note(self, size: Size) -> None:
+        """What there is at a moment."""
+        self._most[size.fixed] = max(self._most.get(size.fixed, 0), size.num_bytes)
 
     @property
     def num_bytes(self) -> int:
         return max(self._most.values(), default=0)
 
-    def above(self, there: int) -> Peak:
-        """Without what is ``there`` before, and is for each sample."""
-        return Peak({fixed: every - there for fixed, every in (self._most or {0: 0}).items()})
+    def above(self, there: Size) -> Peak:
+        """Without what is ``there`` before."""
+        return Peak({fixed - there.fixed: every - there.num_bytes for fixed, every in (self._most or {0: 0}).items()})

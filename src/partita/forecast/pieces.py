@@ -10,7 +10,7 @@ from typing import Any
 
 from partita.activation.inputs import NUM_STAYING
 from partita.forecast.part import Part
-from partita.forecast.peak import NONE, Peak
+from partita.forecast.peak import NONE, NOTHING, Peak, Size
 from partita.plan.residence import Tier
 
 # Inputs of blocks that are still on the device beside that of the one which runs, of those that leave it: one leaves
@@ -42,8 +42,8 @@ class Work:
 class Piece:
     """Of a block, or of what runs before or after all blocks.
 
-    ``kept_bytes`` stay from its forward to its backward, its output among them; the peaks are above what was there when
-    its forward began, and above what all forwards up to its own have kept and what later backwards have left.
+    What is ``kept`` stays from its forward to its backward, its output among it; the peaks are above what was there
+    when its forward began, and above what all forwards up to its own have kept and what later backwards have left.
     ``input_bytes``: of what it is given that was computed before it, and for it alone; ``received_bytes``: of all that
     it is given that depends on parameters, which another stage of a pipeline sends.
 
@@ -53,7 +53,7 @@ class Piece:
     gradient of that stay to the end, as in the last block of a stage.
     """
 
-    kept_bytes: int = 0
+    kept: Size = NOTHING
     forward_peak: Peak = NONE
     backward_peak: Peak = NONE
     received_bytes: int = 0
@@ -77,7 +77,7 @@ class Trace:
     """``names`` are all blocks, in order, ``blocks`` what is of each (alike ones have the same). ``before`` and
     ``after`` run around them: embeddings; output layer and loss, whose backward counts in ``after.forward``.
     ``inputs_rest``: where the inputs of blocks that run again are between forward and backward
-    (:mod:`partita.activation.inputs`). ``around_bytes``: what of the inputs alone is computed before all blocks, and
+    (:mod:`partita.activation.inputs`). ``around``: what of the inputs alone is computed before all blocks, and
     stays; every stage of a pipeline does so. ``batch_bytes``: of what the forward is given. ``samples``:
     how many these are, where it says of each size whether it comes with them.
     """
@@ -87,7 +87,7 @@ class Trace:
     blocks: tuple[Piece, ...]
     after: Piece
     inputs_rest: Tier = Tier.DEVICE
-    around_bytes: int = 0
+    around: Size = NOTHING
     batch_bytes: int = 0
     samples: int = 1
 
@@ -109,8 +109,12 @@ class Trace:
         blocks, before, after = self.blocks[start:stop], self.before, self.after
         num, waits = len(blocks), [*waiting] or [0] * (1 + len(blocks))
         gone, left, grown = self._gone(start, stop), 0, 0
-        ahead = before.kept_bytes if first else self.around_bytes + sum(piece.received_bytes for piece in blocks[:1])
-        below = list(accumulate((piece.kept_bytes for piece in blocks), initial=ahead))
+        ahead = (
+            before.kept.num_bytes
+            if first
+            else self.around.num_bytes + sum(piece.received_bytes for piece in blocks[:1])
+        )
+        below = list(accumulate((piece.kept.num_bytes for piece in blocks), initial=ahead))
         most = below[-1] - gone(num - STAYING)
         # What a stage sends and the gradient of that are there until its backward is done.
         sent = 0 if last else self.blocks[stop].received_bytes
@@ -132,7 +136,7 @@ class Trace:
             backward = max(backward, own + piece.backward_peak.num_bytes)
             growing = max(growing, own + growing_peak + grown)
             grown, left = grown + stay, left + piece.left_bytes
-        kept = below[-1] - gone(num) + (after.kept_bytes if last else 0)
+        kept = below[-1] - gone(num) + (after.kept.num_bytes if last else 0)
         back = 0 if first else blocks[0].received_bytes
         away, here = (gone(num - NUM_STAYING), gone(num)), gone(num) - gone(num - STAYING)
         return Part(max(forward), kept, backward, growing, grown, left, 0, back, away, here)
@@ -150,7 +154,7 @@ class Trace:
         def times(piece: Piece) -> Piece:
             if id(piece) not in made:
                 sizes: dict[str, Any] = {name: ceil(getattr(piece, name) * factor) for name in _SIZES}
-                sizes |= {name: getattr(piece, name).scaled(factor) for name in _PEAKS}
+                sizes |= {name: getattr(piece, name).scaled(factor) for name in _SCALED}
                 forward, backward = _times(piece.forward, factor), _times(piece.backward, factor)
                 made[id(piece)] = replace(piece, forward=forward, backward=backward, **sizes)
             return made[id(piece)]
@@ -160,15 +164,15 @@ class Trace:
             before=times(self.before),
             blocks=tuple(map(times, self.blocks)),
             after=times(self.after),
-            around_bytes=ceil(self.around_bytes * factor),
+            around=self.around.scaled(factor),
             batch_bytes=ceil(self.batch_bytes * factor),
             samples=samples,
         )
 
 
 # Of a piece, what there is for each sample.
-_SIZES = ("kept_bytes", "received_bytes", "input_bytes", "left_bytes", "ended_bytes")
-_PEAKS = ("forward_peak", "backward_peak", "growing_peak")
+_SIZES = ("received_bytes", "input_bytes", "left_bytes", "ended_bytes")
+_SCALED = ("kept", "forward_peak", "backward_peak", "growing_peak")
 
 
 def _times(work: Work, factor: Fraction) -> Work:

@@ -15,6 +15,7 @@ from partita.config.schema import Config
 from partita.errors import ConfigError
 from partita.forecast.choice import Sections
 from partita.forecast.given import given_plan
+from partita.forecast.otherwise import sent_otherwise
 from partita.forecast.search import Forecast, Search
 from partita.forecast.source import Source, read_source
 from partita.memory import accelerator
@@ -74,7 +75,7 @@ class Plan:
             ConfigError: nothing fits, or it cannot be written.
         """
         kind = "cpu" if self.machine.one_memory else accelerator.USUAL_KIND
-        given_plan(self.source, self.config(), self.num_gpus, kind).write_trace(Path(path), self.machine)
+        given_plan(self.source, self.config(), self.num_gpus, kind, self.on_node).write_trace(Path(path), self.machine)
 
     @property
     def on_node(self) -> int:
@@ -133,8 +134,10 @@ def plan(
         samples = default_samples(source, gpus)
     if samples < 1:
         raise ConfigError(f"samples: expected at least 1 sample in a step; got {samples}")
-    search = Search(source, machine, gpus, samples, load_config(config), compress=compress)
-    return Plan(source, machine, gpus, samples, tuple(search.run()))
+    search = Search(source, machine, gpus, samples, load_config(config))
+    found = search.run()
+    found += sent_otherwise(search, found, compress=compress)
+    return Plan(source, machine, gpus, samples, tuple(sorted(found, key=lambda each: each.rank)))
 
 
 def default_samples(source: Source, num_gpus: int) -> int:

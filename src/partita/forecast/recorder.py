@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from partita.errors import ConfigError
-from partita.forecast.peak import Peaks
+from partita.forecast.peak import NOTHING, Peaks, Size
 from partita.forecast.pieces import Piece, Trace, Work
 from partita.forecast.ranks import Sent
 from partita.forecast.shortened import Stand
@@ -56,10 +56,12 @@ class Recorder(TorchDispatchMode):
         self._ended, self._grown = (defaultdict[Place, int](int) for _ in range(2))
         self._work = defaultdict[Place, Work](Work)
         self._gradients = defaultdict[Place, dict[str, int]](dict)
-        self._entered, self._left, self._received, self._inputs = (dict[int, int]() for _ in range(4))
+        self._entered, self._left = (dict[int, Size]() for _ in range(2))
+        self._received, self._inputs = (dict[int, int]() for _ in range(2))
         self._settled = dict[int, int]()  # by a block's number: what its backward and all later ones have left
         self._left_by = dict[int, int]()  # by a parameter's id: the block whose backward has left its gradient
-        self._before = self._around = self._end = self._end_of_backward = 0
+        self._before = self._around = self._end = NOTHING
+        self._end_of_backward = 0
         self._handles = [
             handle
             for number, block in enumerate(blocks)
@@ -84,7 +86,7 @@ class Recorder(TorchDispatchMode):
 
     def weights_began(self) -> None:
         """The backward is done, but for the gradients that it has left."""
-        self._end_of_backward = self._storages.live
+        self._end_of_backward = self._storages.live.num_bytes
         self._go("weights", 0)
 
     def arrived(self, param: Tensor, name: str) -> None:
@@ -98,15 +100,15 @@ class Recorder(TorchDispatchMode):
         self._note_peak()
 
     @property
-    def _later(self) -> int:
-        """Bytes of what was made since the first block's forward began. What is of before it may be gone at the end."""
+    def _later(self) -> Size:
+        """What was made since the first block's forward began. What is of before it may be gone at the end."""
         return self._storages.live - self._storages.early
 
     def _note_peak(self) -> None:
-        live, fixed, grown = self._storages.live, self._storages.fixed, self._grown[self._at]
-        self._peaks[self._at].note(live, fixed)
-        self._growing[self._at].note(live + grown, fixed + grown)
-        self._ended[self._at] = max(self._ended[self._at], live + self._storages.missed)
+        live, grown = self._storages.live, self._grown[self._at]
+        self._peaks[self._at].note(live)
+        self._growing[self._at].note(live + Size(grown, grown))
+        self._ended[self._at] = max(self._ended[self._at], live.num_bytes + self._storages.missed)
 
     def _entering(self, number: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -164,14 +166,14 @@ class Recorder(TorchDispatchMode):
         self._storages.watch([output, self._storages.mark(gradient)])
         self._note_peak()
 
-    def _settle(self, number: int, kept: int, value: Mark | None, gradient: Tensor) -> None:
+    def _settle(self, number: int, kept: Size, value: Mark | None, gradient: Tensor) -> None:
         """Note, at the end of a block's backward, what is beside the ``gradient`` of the ``value`` it was given and
         what earlier ones have kept; of that the value may be gone.
         """
         mark = self._storages.mark(gradient)
         gone = 0 if value is None or self._storages.is_there(value) else value.num_bytes
-        there = self._before + kept + (0 if mark is None else mark.num_bytes)
-        self._settled[number] = self._storages.live + gone - there
+        there = (self._before + kept).num_bytes + (0 if mark is None else mark.num_bytes)
+        self._settled[number] = self._storages.live.num_bytes + gone - there
 
     def _go(self, phase: str, number: int) -> None:
         self._count_sent()
@@ -247,34 +249,34 @@ class Recorder(TorchDispatchMode):
             entered = self._before + self._entered[number]
             left = self._before + (self._entered[number + 1] if number + 1 < num else self._left[number])
             pieces[block] = replace(
-                self._backward(number, left + settled[number + 1]),
-                kept_bytes=left - entered,
+                self._backward(number, left + Size(settled[number + 1])),
+                kept=left - entered,
                 forward_peak=self._peaks["forward", number].above(entered),
                 received_bytes=self._received[number],
                 forward=self._work["forward", number],
                 input_bytes=self._inputs.get(number, 0),
                 left_bytes=settled[number] - settled[number + 1],
             )
-        there = self._before + self._left[num - 1] if num else 0
+        there = self._before + self._left[num - 1] if num else NOTHING
         before = replace(
-            self._backward(-1, settled[0]),
-            kept_bytes=self._before if num else 0,
-            forward_peak=self._peaks["forward", -1].above(0),
+            self._backward(-1, Size(settled[0])),
+            kept=self._before if num else NOTHING,
+            forward_peak=self._peaks["forward", -1].above(NOTHING),
             forward=self._work["forward", -1],
             left_bytes=settled[-1] - settled[0],
         )
         after = replace(
             self._backward(num, there) if num else Piece(),
-            kept_bytes=self._before + self._end - there if num else 0,
+            kept=self._before + self._end - there if num else NOTHING,
             forward_peak=self._peaks["forward", num].above(there),
             forward=self._work["forward", num],
             backward=Work(),
             left_bytes=settled[num],
         )
         blocks = tuple(pieces[block] for _, block in stand)
-        return Trace(before, tuple(name for name, _ in stand), blocks, after, around_bytes=self._around)
+        return Trace(before, tuple(name for name, _ in stand), blocks, after, around=self._around)
 
-    def _backward(self, number: int, there: int) -> Piece:
+    def _backward(self, number: int, there: Size) -> Piece:
         """A piece's backward, above what is there beside it."""
         place = ("backward", number)
         return Piece(

@@ -4,12 +4,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from heapq import nsmallest
 
-from partita.config.resolve import Resolved, ResolvedBatch, resolve
+from partita.config.resolve import Resolved, ResolvedBatch
 from partita.config.schema import Config
-from partita.engine.wire_choice import WORTH
-from partita.errors import ConfigError
 from partita.forecast.choice import (
     CHECKPOINTS,
     ON_DEVICE,
@@ -25,15 +22,13 @@ from partita.forecast.choice import (
 from partita.forecast.costs import Rates
 from partita.forecast.part import Moment, moments, most_held, representative
 from partita.forecast.pieces import Trace
-from partita.forecast.sending import sendings
 from partita.forecast.sent import sent_by_axes
 from partita.forecast.sized import Sized, size_model
 from partita.forecast.source import Source
 from partita.forecast.stages import Cuts, Stage
 from partita.forecast.waiting import Gradients, gradients_of, parts_of
-from partita.memory import accelerator
 from partita.parallel.pipeline.schedule import Shape, make_schedule
-from partita.plan.mesh_shape import MODULE_AXES, STATE_AXES, MeshShape
+from partita.plan.mesh_shape import STATE_AXES, MeshShape
 from partita.plan.planned import PlannedUnit
 from partita.plan.residence import Tier
 from partita.plan.state_plan import Tiers
@@ -51,8 +46,6 @@ Held = Mapping[tuple[str, str], int]
 Fixed = tuple[Held, Gradients]
 # In a pipeline a larger micro-batch costs more waiting: so many sizes, from the largest that fits, are weighed.
 PIPELINE_MICROS = 4
-# Of each way for states to rest, so many plans, and so many others, are weighed with other ways to send.
-MOST_SENT_OTHERWISE = 3
 
 
 @dataclass(frozen=True)
@@ -105,8 +98,7 @@ class Search:
     """Weighs plans for ``source`` on ``num_gpus`` of ``machine``, with ``samples`` in a step.
 
     ``config`` says what holds for every plan: units, what computes in fp32, optimizer; ``dtype`` what is computed in
-    (empty: the machine's); ``only``: the one mesh that is weighed (None: all); ``compress``: codes, too, which lose
-    something of what they carry.
+    (empty: the machine's); ``only``: the one mesh that is weighed (None: all).
     """
 
     source: Source
@@ -117,7 +109,6 @@ class Search:
     num_moments: int = ADAM_MOMENTS
     dtype: str = ""
     only: MeshShape | None = None
-    compress: bool = False
     _sized: dict[tuple[int, int, bool, int | None], Sized] = field(default_factory=dict)
     _configs: dict[Resting, Config] = field(default_factory=dict)
     _scaled: dict[tuple[int, str, int], tuple[Trace, Trace]] = field(default_factory=dict)
@@ -158,45 +149,7 @@ class Search:
                     break
             if any(each.fits for each in found):
                 break
-        return sorted([*found, *self._sent_otherwise(found)], key=lambda each: each.rank)
-
-    def _sent_otherwise(self, found: Sequence[Forecast]) -> Iterator[Forecast]:
-        """Of plans that would be the best if nothing waited for what is sent, what is faster with another way to send:
-        with codes by enough to be worth what they lose.
-        """
-        for choice, step_s in self._promising(found):
-            several = choice.mesh.group_size(MODULE_AXES) > self.machine.gpus_on_node(self.num_gpus)
-            for ways in sendings(several_nodes=several, compress=self.compress):
-                restings = (replace(choice.resting, sending=sending) for sending in ways)
-                changed = next(filter(None, (self._checked(replace(choice, resting=each)) for each in restings)), None)
-                other = None if changed is None else self.forecast(changed)
-                if changed is None or other is None or other.time is None:
-                    continue
-                if other.time.total_s < step_s * (1 - WORTH if changed.resting.sending.communication else 1):
-                    yield other
-
-    @staticmethod
-    def _promising(found: Sequence[Forecast]) -> Iterator[tuple[Choice, float]]:
-        """Of each way for states to rest the fastest plans, and those that compute fastest, with seconds of a step."""
-        times = [(each.choice, each.time) for each in found if each.time is not None]
-        best_s = min((time.total_s for _, time in times), default=0.0)
-        by_resting = dict[Resting, list[tuple[Choice, StepTime]]]()
-        for choice, time in times:
-            if choice.mesh.data > 1 and time.compute_s < best_s:
-                by_resting.setdefault(choice.resting, []).append((choice, time))
-        for plans in by_resting.values():
-            fastest = nsmallest(MOST_SENT_OTHERWISE, plans, lambda each: each[1].total_s)
-            computing = nsmallest(MOST_SENT_OTHERWISE, plans, lambda each: each[1].compute_s)
-            yield from {choice: time.total_s for choice, time in fastest + computing}.items()
-
-    def _checked(self, choice: Choice) -> Choice | None:
-        """With the nodes that the engine would see; None where its config would be none."""
-        config, kind = self._merged(choice.sections()), "cpu" if self.machine.one_memory else accelerator.USUAL_KIND
-        try:
-            mesh = resolve(config, self.num_gpus, kind, self.machine.gpus_on_node(self.num_gpus)).mesh
-        except ConfigError:
-            return None
-        return replace(choice, mesh=mesh)
+        return sorted(found, key=lambda each: each.rank)
 
     @property
     def _has_host(self) -> bool:
@@ -258,10 +211,11 @@ class Search:
     def _resolved(self, mesh: MeshShape, resting: Resting) -> Resolved:
         """Without the checks of a whole config: it is of states and units alone."""
         if resting not in self._configs:
-            self._configs[resting] = self._merged(resting.sections())
+            self._configs[resting] = self.merged(resting.sections())
         return Resolved(self._configs[resting], mesh, ResolvedBatch(1, 1, mesh.data), self.dtype)
 
-    def _merged(self, sections: Sections) -> Config:
+    def merged(self, sections: Sections) -> Config:
+        """What holds for every plan, with these sections."""
         given = self.config.model_dump(exclude_unset=True)
         return Config(**{name: {**given.get(name, {}), **sections.get(name, {})} for name in {*given, *sections}})
 
@@ -317,7 +271,7 @@ class Search:
     def with_config(self, config: Config) -> "Search":
         """The same under a config with the same units: what was traced of the model is shared."""
         search = Search(self.source, self.machine, self.num_gpus, self.samples, config, self.num_moments, self.dtype)
-        search.only, search.compress = self.only, self.compress
+        search.only = self.only
         search._sized, search._cuts = self._sized, self._cuts
         return search
 

@@ -21,25 +21,25 @@ class Sending:
     communication: Keys = ()
 
 
+# Of several the first is meant that contradicts nothing else.
+Ways = tuple[Sending, ...]
+
 AS_STAGES_DO = Sending()
 HIERARCHICAL = Sending("hierarchical", (("hierarchical", True),))
 REPLICATED = Sending("split within nodes", (("replicate", "nodes"),))
+INSIDE_NODES: tuple[Ways, ...] = ((REPLICATED,), (HIERARCHICAL,))
 
 
-def sendings(*, several_nodes: bool, compress: bool) -> Iterator[tuple[Sending, ...]]:
-    """Those besides a stage's own, each as a few of which the first is meant that is none of a contradiction: on
-    several nodes with more inside them, and with ``compress`` as codes, which lose something.
-    """
-    if several_nodes:
-        yield (REPLICATED,)
-        yield (HIERARCHICAL,)
-    for codec in CODECS if compress else ():
-        yield tuple(_coded(AS_STAGES_DO, codec, parameters) for parameters in (codec, FINEST, "full"))
-        if several_nodes:
-            yield (_coded(HIERARCHICAL, codec, codec),)
+def as_codes() -> Iterator[tuple[Ways, ...]]:
+    """For each codec the ways to send it."""
+    for codec in CODECS:
+        flat = tuple(_coded(AS_STAGES_DO, codec, parameters) for parameters in dict.fromkeys((codec, FINEST, "full")))
+        yield flat, (_coded(HIERARCHICAL, codec, codec),)
 
 
 def _coded(plain: Sending, gradients: str, parameters: str) -> Sending:
     coded = {"gradients": gradients, "parameters": parameters}
     keys = tuple((key, codec) for key, codec in coded.items() if codec != "full")
-    return Sending(", ".join(filter(None, (plain.name, f"{gradients} sent"))), plain.zero, keys)
+    what = f"{gradients} gradients" + (f" and {parameters} parameters" if parameters != "full" else "")
+    name = f"{gradients} sent" if gradients == parameters else f"{what} sent"
+    return Sending(", ".join(filter(None, (plain.name, name))), plain.zero, keys)

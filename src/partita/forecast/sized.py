@@ -15,6 +15,7 @@ from partita.attention.apply import SparseAttention
 from partita.comm.collectives import Collectives
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
+from partita.errors import ConfigError
 from partita.forecast.pieces import Trace
 from partita.forecast.ranks import ranks_on_paper
 from partita.forecast.shortened import Stand, shortened
@@ -180,7 +181,13 @@ def size_model(
             with _keeping_less(model, [spec.name for spec in short], choice, resolved):
                 if sparse:  # the first one makes what all later ones share: which blocks are visited
                     trace(model, batch, rank)
-                traces[choice] = trace(model, batch, rank, telling_samples)
+                try:
+                    traces[choice] = trace(model, batch, rank, telling_samples)
+                except ConfigError:
+                    if samples is not None:
+                        raise
+                    # There are models that take one sample alone; of these all is taken to grow with the samples.
+                    traces[choice] = trace(model, source.batch(1, "meta"), rank)
     of_name = {spec.name: of_unit for spec, of_unit in zip(short, entries, strict=True)}
     return Sized(specs, [of_name[_stand_in(spec.name, stands_for)] for spec in specs], traces, cuts)
 

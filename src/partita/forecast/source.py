@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from partita.config.messages import shown
 from partita.errors import ConfigError
@@ -205,9 +206,8 @@ def _module(place: str, text: str) -> Any:
 
 def _like(batch: Batch, name: object) -> Callable[[int, torch.device | str], Batch]:
     """Batches like this one, whose tensors have their samples as first dim, of any number of samples."""
-    values = batch if isinstance(batch, Mapping | tuple) else (batch,)
-    tensors = list(values.values() if isinstance(values, Mapping) else values)
-    sizes = {len(tensor) for tensor in tensors if isinstance(tensor, Tensor) and tensor.dim()}
+    values = dict(batch) if isinstance(batch, Mapping) else batch if isinstance(batch, tuple) else (batch,)
+    sizes = {len(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()}
     if len(sizes) != 1 or 0 in sizes:
         raise ConfigError(
             f"model '{name}': the tensors of its batch have {sorted(sizes)} samples in their first dims; expected one "
@@ -221,9 +221,4 @@ def _like(batch: Batch, name: object) -> Callable[[int, torch.device | str], Bat
         shape = (math.ceil(samples * len(value) / own), *value.shape[1:])
         return torch.zeros(shape, dtype=value.dtype, device=device)
 
-    def make(samples: int, device: torch.device | str) -> Batch:
-        if isinstance(values, Mapping):
-            return {key: repeated(value, samples, device) for key, value in values.items()}
-        return tuple(repeated(value, samples, device) for value in values)
-
-    return make
+    return lambda samples, device: tree_map(lambda value: repeated(value, samples, device), values)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from partita.forecast.peak import NOTHING, Size
+
 
 @dataclass(frozen=True)
 class Mark:
@@ -24,14 +26,13 @@ class _Alive:
     mark: Mark
     depends: bool
     is_early: bool
-    fixed_bytes: int
+    size: Size
 
 
 class Storages:
-    """Attributes: ``live``: bytes of those that are there; ``early``: of those of them that were made before
+    """Attributes: ``live``: of those that are there; ``early``: of those of them that were made before
     :meth:`end_early`, and ``early_apart``: of these, of what depends on no parameter; ``missed``: of those that are
-    watched, the bytes of what is gone; ``fixed``: of those that are there, bytes that are as many for every number of
-    samples: of storages that ``samples`` do not divide.
+    watched, the bytes of what is gone. What ``samples`` do not divide is as large for every number of them.
 
     Args:
         params: the storages of parameters, which are there before.
@@ -39,7 +40,8 @@ class Storages:
     """
 
     def __init__(self, params: Iterable[torch.UntypedStorage], samples: int = 1) -> None:
-        self.live = self.early = self.early_apart = self.missed = self.fixed = 0
+        self.live = self.early = self.early_apart = NOTHING
+        self.missed = 0
         self._samples, self._num = samples, 0
         self._is_early = True
         self._params = {storage._cdata for storage in params}
@@ -72,9 +74,9 @@ class Storages:
         """One that an operator made."""
         self._num += 1
         mark = Mark(storage._cdata, self._num, storage.nbytes())
-        fixed = mark.num_bytes if mark.num_bytes % self._samples else 0
-        self._alive[mark.address] = made = _Alive(mark, depends, self._is_early, fixed)
-        self._count(made, 1)
+        size = Size(mark.num_bytes, mark.num_bytes if mark.num_bytes % self._samples else 0)
+        self._alive[mark.address] = made = _Alive(mark, depends, self._is_early, size)
+        self._count(made, size)
         weakref.finalize(storage, self._gone, mark)
 
     def watch(self, marks: Iterable[Mark | None]) -> None:
@@ -87,13 +89,14 @@ class Storages:
                 self.missed += mark.num_bytes
 
     def _gone(self, mark: Mark) -> None:
-        self._count(self._alive.pop(mark.address), -1)
+        gone = self._alive.pop(mark.address)
+        self._count(gone, NOTHING - gone.size)
         if mark in self._watched:
             self.missed += mark.num_bytes
 
-    def _count(self, each: _Alive, sign: int) -> None:
-        num_bytes = sign * each.mark.num_bytes
-        self.live += num_bytes
-        self.fixed += sign * each.fixed_bytes
-        self.early += num_bytes * each.is_early
-        self.early_apart += num_bytes * (each.is_early and not each.depends)
+    def _count(self, each: _Alive, more: Size) -> None:
+        self.live += more
+        if each.is_early:
+            self.early += more
+            if not each.depends:
+                self.early_apart += more

@@ -101,6 +101,7 @@ def telling(model: nn.Module, sample: Any) -> int:
     """
     sizes = {leaf.numel() for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)}
     sizes |= {param.numel() for param in model.parameters()}
+    sizes.discard(0)
     return next(num for num in count(3, 2) if all(gcd(num, size) == 1 for size in sizes))
 
 

@@ -1,0 +1,72 @@
+"""Plans that have been found, with other ways to send."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from heapq import nsmallest
+
+from partita.config.resolve import resolve
+from partita.config.schema import Config
+from partita.engine.wire_choice import WORTH
+from partita.errors import ConfigError
+from partita.forecast.choice import Choice, Resting
+from partita.forecast.search import Forecast, Search
+from partita.forecast.sending import INSIDE_NODES, Ways, as_codes
+from partita.memory import accelerator
+from partita.plan.mesh_shape import STATE_AXES
+from partita.planner.timeline import StepTime
+
+# Of each way for states to rest, so many of the fastest plans, and of those that compute fastest, are weighed.
+MOST = 3
+
+
+def sent_otherwise(search: Search, found: Sequence[Forecast], *, compress: bool = False) -> list[Forecast]:
+    """Of plans that would be the best if nothing waited for what is sent, the same where they are faster with more of
+    it inside nodes; with ``compress`` also as codes, where that is faster than all plans that lose less, by enough to
+    be worth what codes lose.
+    """
+    origins, others = list(_promising(found)), list[Forecast]()
+    for choice, step_s in origins:
+        others += [each for each, other_s in _sent_as(search, choice, INSIDE_NODES) if other_s < step_s]
+    for ways in as_codes() if compress else ():
+        best_s = min((each.time.total_s for each in [*found, *others] if each.time is not None), default=0.0)
+        coded = [each for choice, _ in origins for each in _sent_as(search, choice, ways)]
+        others += [each for each, other_s in coded if other_s < (1 - WORTH) * best_s]
+    return others
+
+
+def _promising(found: Sequence[Forecast]) -> Iterator[tuple[Choice, float]]:
+    """Plans with seconds of a step."""
+    times = [(each.choice, each.time) for each in found if each.time is not None]
+    best_s = min((time.total_s for _, time in times), default=0.0)
+    by_resting = dict[Resting, list[tuple[Choice, StepTime]]]()
+    for choice, time in times:
+        if choice.mesh.group_size(STATE_AXES) > 1 and time.compute_s < best_s:
+            by_resting.setdefault(choice.resting, []).append((choice, time))
+    for plans in by_resting.values():
+        fastest = nsmallest(MOST, plans, lambda each: each[1].total_s)
+        computing = nsmallest(MOST, plans, lambda each: each[1].compute_s)
+        yield from {choice: time.total_s for choice, time in fastest + computing}.items()
+
+
+def _sent_as(search: Search, choice: Choice, ways: Iterable[Ways]) -> Iterator[tuple[Forecast, float]]:
+    """The same sent in each of these ways, if it fits, and seconds of a step."""
+    for sendings in ways:
+        restings = (replace(choice.resting, sending=sending) for sending in sendings)
+        checked = (_on_nodes(search, replace(choice, resting=resting)) for resting in restings)
+        changed = next((each for each in checked if each is not None), None)
+        if changed is not None and (found := search.forecast(changed)).time is not None:
+            yield found, found.time.total_s
+
+
+def _on_nodes(search: Search, choice: Choice) -> Choice | None:
+    """With the nodes that the engine would see; None where its config would be none, or would have none of them."""
+    machine, sections = search.machine, choice.sections()
+    given = search.merged(sections).model_dump(exclude_unset=True)
+    given |= {name: sections.get(name, {}) for name in ("batch", "parallel")}
+    kind = "cpu" if machine.one_memory else accelerator.USUAL_KIND
+    try:
+        mesh = resolve(Config(**given), search.num_gpus, kind, machine.gpus_on_node(search.num_gpus)).mesh
+    except ConfigError:
+        return None
+    needs_nodes = bool(choice.resting.sending.zero)
+    return None if needs_nodes and mesh.node == 1 else replace(choice, mesh=mesh)

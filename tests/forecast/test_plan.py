@@ -145,7 +145,7 @@ def test_inputs_go_to_the_host_where_nothing_fits_without() -> None:
 
 
 def test_codes_are_weighed_where_they_are_asked_for(tmp_path: Path) -> None:
-    """On a slow network. The config is what the real engine sends, without values; the predicted step is of the nodes."""
+    """On a slow network. The config is what the real engine sends, without values, and the predicted step has nodes."""
     slow = replace(machine_named("h100"), gpus=2, network=2e8)
     sizes = "family=llama,layers=4,hidden=1024,heads=8,vocab=1000"
     full, coded = (

@@ -282,6 +282,7 @@ def test_code_of_the_user_s_is_a_model_and_its_plan_trains_here() -> None:
     model, (x,) = own()
     with partita.initialize(model.to_empty(device="cpu"), config) as engine:
         engine.backward(engine(x).square().sum())
+        assert engine.blueprint.resolved.batch.micro == found.config()["batch"]["micro"]
 
 
 def test_the_predicted_step_is_a_timeline(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class Peak:
         return Peak({fixed: Size(every, fixed).scaled(factor).num_bytes for fixed, every in self.moments.items()})
 
 
-NONE = Peak()
+NO_PEAK = Peak()
 
 
 @dataclass

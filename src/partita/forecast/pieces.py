@@ -10,7 +10,7 @@ from typing import Any
 
 from partita.activation.inputs import NUM_STAYING
 from partita.forecast.part import Part
-from partita.forecast.peak import NONE, NOTHING, Peak, Size
+from partita.forecast.peak import NO_PEAK, NOTHING, Peak, Size
 from partita.plan.residence import Tier
 
 # Inputs of blocks that are still on the device beside that of the one which runs, of those that leave it: one leaves
@@ -54,13 +54,13 @@ class Piece:
     """
 
     kept: Size = NOTHING
-    forward_peak: Peak = NONE
-    backward_peak: Peak = NONE
+    forward_peak: Peak = NO_PEAK
+    backward_peak: Peak = NO_PEAK
     received_bytes: int = 0
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)
     gradients: Mapping[str, int] = field(default_factory=dict)
-    growing_peak: Peak = NONE
+    growing_peak: Peak = NO_PEAK
     input_bytes: int = 0
     left_bytes: int = 0
     ended_bytes: int = 0

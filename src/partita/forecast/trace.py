@@ -95,9 +95,9 @@ def trace(model: nn.Module, batch: Any, rank: Rank, samples: int = 1) -> Trace:
 
 
 def telling(model: nn.Module, sample: Any) -> int:
-    """A number of samples that says of each size whether it comes with them: one that divides no size of a parameter,
-    or of what is given of one ``sample``. What it does not divide is as large for every number: gradients of
-    parameters, tables of positions.
+    """A number of samples that says of each size whether it comes with them: one that has no divisor in common with the
+    size of a parameter, or of what is given of one ``sample``. What it does not divide is as large for every number:
+    gradients of parameters, tables of positions.
     """
     sizes = {leaf.numel() for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)}
     sizes |= {param.numel() for param in model.parameters()}

@@ -26,8 +26,8 @@ def schemes(steps: int) -> dict[str, Scheme]:
         communication = {"gradients": codec, **parameters, "warmup_steps": int(warm_up * steps)}
         return {"zero": {"stage": stage}, "communication": communication, "optimizer": {"name": name}}
 
-    def apart(codec: str, every: int, momentum: float | None = None) -> dict[str, Any]:
-        outer = {} if momentum is None else {"outer_momentum": momentum}
+    def apart(codec: str, every: int, momentum: float | None = None, **others: Any) -> dict[str, Any]:
+        outer = others if momentum is None else {"outer_momentum": momentum, **others}
         return {"zero": {"stage": 1}, "communication": {"every": every, "replicas": 4, "gradients": codec, **outer}}
 
     def carrier(share: float, codec: str, warm_up: float, start: str = "int8") -> dict[str, Any]:
@@ -48,6 +48,7 @@ def schemes(steps: int) -> dict[str, Scheme]:
         "int4 both ways": both("int4"),
         "onebit_adam, signs after 15 %": onebit(0, "onebit", 0.15),
         "local steps, 8, ternary, momentum 0.5": apart("ternary", 8, 0.5),
+        "local steps, 4 and more, ternary, momentum 0.5": apart("ternary", 4, 0.5, lengthen=True),
         "control, full, frozen and capped after 5 %": carrier(0.0, "full", 0.05, "full"),
         "int8 both ways": both("int8"),
         "low rank 4 after 5 %": low_rank(4, 0.05),

@@ -34,6 +34,7 @@ IN_LONGER = (
     "ternary + carrier after 5 %, 8-bit start",
     "control, no carrier: ternary after 5 %, 8-bit start",
     "local steps, 8, ternary, momentum 0.5",
+    "local steps, 4 and more, ternary, momentum 0.5",
     "control, full, frozen and capped after 5 %",
     "control, no feedback: ternary after 5 %, 8-bit start",
 )
@@ -149,7 +150,8 @@ _TEXTS = {
     "text": """The model of `make train`, {steps} steps of 8 samples of 128 bytes on {ranks} ranks. Nats per byte on 512
 samples of text that is held out. AdamW (or what the scheme's name says), cosine schedule, clipped to 1, fp32. *MB
 sent*: what a rank sends in the whole run. *x full*: over the seeds that both have. *local steps, 8*: each rank by
-itself, exchanging every 8 steps; an outer momentum of 0.9 where none is named. Controls say what makes the difference:
+itself, exchanging every 8 steps (*and more*: longer rounds as the learning rate falls); an outer momentum of 0.9 where
+none is named. Controls say what makes the difference:
 *no carrier*; *full, frozen and capped*: the same optimizer with nothing coded after the warm-up; *no feedback*: no
 carrier, and what codes of gradients lose is thrown away.""",
     LONGER: """The same for {steps} steps, with three seeds: the schemes that the targets are about, and controls.""",

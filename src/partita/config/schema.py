@@ -294,6 +294,11 @@ class Communication(Section):
         description="replicas train apart, and exchange how far they have come every so many optimizer steps (DiLoCo); "
         "gradients is then the encoding of that; null: they exchange every gradient",
     )
+    lengthen: Flag = Field(
+        False,
+        description="every: rounds get longer as the learning rate falls: every, times the highest rate so far, "
+        "divided by the present one",
+    )
     replicas: Auto | Count = Field("auto", description="every: groups of data ranks that train apart; auto: the nodes")
     outer_lr: Positive = Field(0.7, description="every: learning rate of the outer optimizer, which the replicas share")
     outer_momentum: Share = Field(0.9, description="every: decay of the outer optimizer's running average")

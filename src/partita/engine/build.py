@@ -201,7 +201,8 @@ def _make_updater(runtime: Runtime, optimizer: Optimizer, resolved: Resolved, co
     in_full = partial(travels_in_full, settings)
     updater = kind(runtime, optimizer, scale, settings.clip_grad_norm, counted, in_full)
     if runtime.apart_group.size > 1:
-        updater.outer = OuterOptimizer(runtime, optimizer, updater.views, settings.communication)
+        last_step = settings.schedule.total_steps
+        updater.outer = OuterOptimizer(runtime, optimizer, updater.views, settings.communication, last_step)
     return updater
 
 

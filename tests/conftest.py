@@ -19,6 +19,10 @@ hypothesis.settings.load_profile("partita")
 
 seeds.chosen()
 
+# torch asks for the name of each address that it connects to, 127.0.0.1 too. Where no name server answers, a test waits
+# for a second rather than five, and once.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 
 def pytest_collection_finish() -> None:
     """What was imported until now stays: no collection of garbage need look at it again."""

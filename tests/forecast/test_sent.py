@@ -28,6 +28,7 @@ from partita.planner.machine import Machine, machine_named
 from partita.simulate.cluster import Cluster, simulate
 from partita.simulate.rank import Subject
 from tests.local import pool
+from tests.matrix import matrix
 
 MICRO, MICROS = 2, 3
 MODELS = {
@@ -70,8 +71,7 @@ def on_paper(name: str, config: dict[str, Any], world: int) -> tuple[Sized, Trac
     return sized, sized.traces["none"]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("axes", AXES, ids=str)
+@matrix(axes=AXES, name=MODELS)
 def test_activations_sent_are_those_foretold(name: str, axes: dict[str, int]) -> None:
     config = {"parallel": axes, "batch": {"micro": MICRO, "accumulate": MICROS}, "zero": {"stage": 1}}
     world = math.prod(axes.values())
@@ -108,8 +108,7 @@ SLICED: dict[str, tuple[Callable[[], Source], dict[str, int]]] = {
 }
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "units", "selective"])
-@pytest.mark.parametrize("name", SLICED)
+@matrix(name=SLICED, checkpoint=["none", "units", "selective"])
 def test_a_plan_on_slices_is_what_the_engine_does_without_values(name: str, checkpoint: str) -> None:
     """Of the first rank, which has the most positions: bytes by axes exactly, the most that is alive."""
     make, axes = SLICED[name]

@@ -30,6 +30,7 @@ from partita.plan.residence import Tier
 from partita.planner.machine import machine_named
 from partita.simulate.cluster import Cluster, simulate
 from partita.simulate.rank import RankReport, Subject
+from tests.matrix import matrix
 
 MODELS = {
     "gpt": "layers=8,hidden=64,heads=4,vocab=256,context=64",  # its head is its embedding
@@ -239,8 +240,7 @@ def test_stages_are_cut_as_the_engine_cuts_them(name: str, cut: str | list[str],
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pipeline", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
+@matrix(name=MODELS, pipeline=[2, 4])
 def test_a_pipeline_that_is_called_fitting_fits(name: str, pipeline: int) -> None:
     """What the search says of the fullest stage is no less than any rank takes."""
     source = read_source(MODELS[name])

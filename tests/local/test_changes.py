@@ -18,7 +18,7 @@ from tests.local.lossless import lossless
 from tests.local.test_feedback import LR, SHAPES, Bag, factors, held_sums, sgd
 from tests.local.test_wires import on_nodes_of
 from tests.local.training import PLANS, Recipe, Stack, rank, same, square_loss, train, whole_weights, world
-from tests.matrix import matrix
+from tests.matrix import sampled
 
 HIERARCHICAL: dict[str, Any] = {"stage": 3, "hierarchical": True}
 REPLICATED: dict[str, Any] = {"stage": 3, "replicate": "nodes"}
@@ -336,7 +336,7 @@ def test_where_nothing_is_lost_it_is_bitwise_the_uncompressed_run(
     pool.run(num_ranks, bitwise_where_nothing_is_lost, per_node, config, uncompressed)
 
 
-@matrix(codec=["ternary", "int8", "int4", "2bit", "onebit", "topk"])
+@pytest.mark.parametrize("codec", sampled(["ternary", "int8", "int4", "2bit", "onebit", "topk"], "ternary", "topk"))
 def test_every_codec_trains_and_nodes_stay_alike(codec: str) -> None:
     config: dict[str, Any] = {"clip_grad_norm": 0.5, "communication": {"gradients": "int4"}}
     (losses, full), *others = pool.run(4, alike, codec, 2, config)

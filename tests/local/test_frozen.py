@@ -11,7 +11,7 @@ from tests import seeds
 from tests.local import pool
 from tests.local.test_visits import freeze, only_norms
 from tests.local.training import PLANS, WIDTH, Recipe, Stack, check, inputs, rank, square_loss
-from tests.matrix import matrix
+from tests.matrix import matrix, sampled
 
 QUANTUM = 256
 
@@ -143,7 +143,7 @@ def test_freezing_in_between(name: str, world: int) -> None:
     pool.run(world, run_recipe, name)
 
 
-@pytest.mark.parametrize("name", ["unfreeze a block", "unfreeze and freeze"])
+@pytest.mark.parametrize("name", sampled(["unfreeze a block", "unfreeze and freeze"], "unfreeze and freeze"))
 def test_freezing_in_between_in_half_precision(name: str) -> None:
     pool.run(2, run_bf16, name)
 

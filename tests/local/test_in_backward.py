@@ -1,6 +1,7 @@
 """Updates in backward: the numbers of updates at the step, and no gradient at rest."""
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from tests.local.training import (
     whole_weights,
     world,
 )
-from tests.matrix import matrix
+from tests.matrix import matrix, sampled
 
 LEAN = {"compute": "bf16", "master": "split", "moments": "int8"}
 PRECISIONS: dict[str, dict[str, str]] = {"fp32": {}, "16 bits": {"compute": "bf16"}, "lean": LEAN}
@@ -68,7 +69,7 @@ def test_the_numbers_of_updates_at_the_step(world: int, precision: str, stage: s
     pool.run(world, same_numbers, "clipped", precision, stage, offload)
 
 
-@matrix(offload=OFFLOADS, stage=("1", "3"))
+@pytest.mark.parametrize(("offload", "stage"), sampled(product(OFFLOADS, ("1", "3")), ("host", "3")))
 def test_on_four_ranks(stage: str, offload: str) -> None:
     pool.run(4, same_numbers, "clipped", "lean", stage, offload)
 

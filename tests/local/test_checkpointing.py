@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkp
 from tests.local import pool
 from tests.local.test_visits import freeze, siamese
 from tests.local.training import PLANS, Recipe, Stack, check, inputs, square_loss
-from tests.matrix import matrix
+from tests.matrix import matrix, sampled
 
 
 class Recomputed(Stack):
@@ -124,12 +124,12 @@ def test_checkpointed(name: str, reentrant: bool, plan: str) -> None:
     pool.run(2, run_model, name, reentrant, plan)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", sampled([False, True], True))
 def test_shared_blocks(reentrant: bool) -> None:
     pool.run(2, run_shared, reentrant)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", sampled([False, True], False))
 def test_frozen_blocks_and_two_forwards(reentrant: bool) -> None:
     pool.run(2, run_frozen, reentrant)
 

@@ -5,6 +5,7 @@ import gc
 import logging
 import pickle
 import re
+import sys
 import threading
 import time
 import weakref
@@ -253,6 +254,26 @@ def test_engine_is_freed(world: int, name: str, close: bool, tmp_path: Path) -> 
 @matrix(world=[1, 2], name=SETTINGS)
 def test_nothing_stays_on_the_model(world: int, name: str, tmp_path: Path) -> None:
     pool.run(world, left_on_the_model, _settings(name, tmp_path))
+
+
+def _threads_of_connections() -> int:
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum(name.startswith(("gloo", "pt_gloo")) for name in names)
+
+
+def connections_ended() -> None:
+    before = _threads_of_connections()
+    with partita.initialize(Stack(1), {"zero": {"stage": 3}}) as engine:
+        assert _threads_of_connections() > before
+        engine.backward(square_loss(engine, 0, 0))
+        engine.step()
+    assert _threads_of_connections() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are listed under /proc")
+def test_connections_end_with_the_engine() -> None:
+    """What is left of one at the end of the process can abort it."""
+    pool.run(2, connections_ended, with_group=False)
 
 
 @matrix(world=[1, 2], name=SETTINGS)

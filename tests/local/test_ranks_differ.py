@@ -292,7 +292,7 @@ def test_a_rank_that_calls_something_else_is_told() -> None:
 TWO_EACH = (("1", "3"), ("2", "3-kept"))
 
 
-@pytest.mark.parametrize(("world", "plans"), sampled(product((2, 4), TWO_EACH), *product((2,), TWO_EACH)))
+@pytest.mark.parametrize(("world", "plans"), sampled(product((2, 4), TWO_EACH), (2, TWO_EACH[0])))
 def test_late_ranks_are_waited_for(world: int, plans: tuple[str, ...]) -> None:
     pool.run(world, late_ranks, plans)
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -268,7 +269,7 @@ def test_what_is_not_finite_is_told_by_codes_too(plan: str) -> None:
     pool.run(2, not_finite, plan)
 
 
-@matrix(plan=PLANS, ranks_per_node=[4, 2])
+@pytest.mark.parametrize(("plan", "ranks_per_node"), sampled(product(PLANS, (4, 2)), ("1", 2), ("3-kept", 4)))
 def test_the_first_steps_travel_as_asked(plan: str, ranks_per_node: int) -> None:
     pool.run(4, first_steps_in_codes, plan, ranks_per_node)
 

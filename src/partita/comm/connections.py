@@ -98,3 +98,4 @@ class Processes(Connections):
         it.
         """
         world.leave(self._world, self._groups)
+        self._world, self._groups = None, []

@@ -128,6 +128,12 @@ class _Backed(Transport):
     def gather_messages(self, rows: Tensor, row: Tensor) -> Work:
         return _all_gather(rows.view(-1), row, group=self._groups["control"], async_op=True)
 
+    def close(self) -> None:
+        """A process group ends its threads when nothing refers to it: those that are left may abort a process which
+        ends (a work that is dropped there needs the interpreter).
+        """
+        self._groups = {}
+
 
 Edges = Mapping[tuple[int, int, str], dist.ProcessGroup]
 
@@ -175,7 +181,8 @@ class DeviceTransport(_Backed):
         return total
 
     def close(self) -> None:
-        pass
+        super().close()
+        self._edges = {}
 
 
 class HostTransport(_Backed):
@@ -321,6 +328,7 @@ class HostTransport(_Backed):
     def close(self) -> None:
         for peer in (self.peers or {}).values():
             peer.close()
+        super().close()
 
 
 class _Whole:

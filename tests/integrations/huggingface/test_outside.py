@@ -27,12 +27,10 @@ NO_FP16_AUTOCAST = "ConfigError: precision.compute and the trainer's mixed preci
 AT_REST = "PartitaError: parameter 'a' is at rest: its data is split over the ranks between uses (cpu needs it)"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("stage", "training", "reached"),
-    [
-        pytest.param(1, NO_FP16_AUTOCAST, "FP16 training check.", marks=pytest.mark.thorough),
-        (3, AT_REST, "**Training integ"),
-    ],
+    [(1, NO_FP16_AUTOCAST, "FP16 training check."), (3, AT_REST, "**Training integ")],
 )
 def test_accelerates_own_checks(stage: int, training: str, reached: str, tmp_path: Path) -> None:
     config = tmp_path / "config.json"

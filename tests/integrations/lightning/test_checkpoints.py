@@ -21,6 +21,7 @@ from tests.integrations.lightning.modules import (
     worst,
 )
 from tests.local import pool
+from tests.matrix import sampled
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in NOISE]
 
@@ -106,7 +107,7 @@ def best_and_weights(folder: str, stage: int) -> tuple[list[float], list[float]]
     return logged, tested
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", sampled([0, 3], 3))
 def test_checkpoints_are_evaluated_by_a_trainer_of_their_own(tmp_path: Path, stage: int) -> None:
     for (best, last), tested in pool.run(2, best_and_weights, str(tmp_path), stage):
         assert tested == pytest.approx([best, best, last, last], rel=1e-6)

@@ -101,12 +101,12 @@ def main() -> int:
     report.begin()
     finished = in_parts(options, "wires")
     names = tuple(schemes(1)) if options.only is None else tuple(dict.fromkeys([FULL, *options.only]))
-    studies = {task: Study(task, steps, options.ranks[0], range(2), names, finished) for task, steps in STEPS.items()}
+    text, digits = (Study(task, STEPS[task], options.ranks[0], range(2), names, finished) for task in STEPS)
+    longer = replace(text, steps=LONGER_STEPS, names=IN_LONGER, seeds=range(3))
+    studies = {"text": text, LONGER: longer, "digits": digits}
     if options.quick:
         quick = {"steps": QUICK_STEPS, "names": IN_QUICK, "seeds": range(1)}
-        studies = {task: replace(study, **quick) for task, study in studies.items()}
-    else:
-        studies[LONGER] = replace(studies["text"], steps=LONGER_STEPS, names=IN_LONGER, seeds=range(3))
+        studies = {task: replace(studies[task], **quick) for task in STEPS}
     found = {title: _section(report, title, study) for title, study in studies.items()}
     for title in () if options.quick else ("text", LONGER):
         for fewer, above in TARGETS:

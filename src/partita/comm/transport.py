@@ -13,6 +13,9 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+
+# Before a group is started: the functions there keep, as a default, the one that is running while they are imported.
+import torch.distributed.nn.functional
 from torch import Tensor
 
 from partita.comm.exchange import NUM_AWAITED, PIECE_BYTES, Arriving, Exchange, Receive, Work

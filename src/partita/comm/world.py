@@ -9,9 +9,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
-# Before a group is started: the functions there keep, as a default, the one that is running while they are imported.
-import torch.distributed.nn.functional
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as find_store
 

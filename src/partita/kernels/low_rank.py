@@ -36,10 +36,6 @@ class LowRank:
         """Of both factors."""
         return (rows + columns) * min(self.rank, rows, columns) * FP32.itemsize
 
-    def pays(self, rows: int, columns: int) -> bool:
-        """Whether the factors are fewer bytes than the matrix."""
-        return self.num_bytes(rows, columns) < rows * columns * FP32.itemsize
-
     def start(self, rows: int, columns: int, seed: int, device: torch.device) -> Tensor:
         """The first ``right``: the same on every rank that gives the same seed."""
         generator = torch.Generator().manual_seed(seed)

@@ -77,7 +77,8 @@ def test_states_are_the_blueprint_s(stage: int, optimizer: str) -> None:
     units = found.planned(resolved, Tiers(Tier.DEVICE, tier, tier), found.stages(1)[0])
     expected = make_blueprint(source.model, resolved).units
     assert model_state_bytes(units, None) == model_state_bytes(expected, None)
-    assert working_bytes(units, "auto", 2) == working_bytes(expected, "auto", 2)
+    for on_host in (True, False):
+        assert working_bytes(units, "auto", 2, on_host=on_host) == working_bytes(expected, "auto", 2, on_host=on_host)
 
 
 @pytest.mark.thorough

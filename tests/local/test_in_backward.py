@@ -13,7 +13,6 @@ from partita import PartitaError
 from partita.memory.ledger import STATES
 from partita.plan.residence import Tier
 from partita.planner.memory import model_state_bytes
-from partita.planner.working import working_bytes
 from tests import seeds
 from tests.local import parity, pool
 from tests.local.models import CASES
@@ -161,7 +160,7 @@ def bytes_of(offload: dict[str, str]) -> float:
         states = {key: num for key, num in report.held.items() if key[0] in STATES}
         assert states == model_state_bytes(engine.units, rank())
         assert not any(state == "gradients" for state, _ in states)
-        working = working_bytes(engine.units, "auto", 2)
+        working = engine.blueprint.working_bytes(engine.units)
         for tier in (Tier.DEVICE, Tier.HOST):
             passing = sum(report.peak.get((kind, tier.value), 0) for kind in ("buffer_pool", "buckets", "staging"))
             assert passing <= working[tier], (tier, report.peak, working)

@@ -24,7 +24,6 @@ from partita.plan.state_plan import Tiers
 from partita.planner.blueprint import make_blueprint
 from partita.planner.budget import MemoryBudget
 from partita.planner.memory import model_state_bytes
-from partita.planner.working import working_bytes
 from tests import seeds
 from tests.local import pool
 from tests.local.test_offload import RECIPES
@@ -180,7 +179,7 @@ def as_the_table_says(stage: str, offload: dict[str, str]) -> list[str]:
                 planned = model_state_bytes(engine.units, rank())
                 assert {key: num for key, num in report.held.items() if key[0] in STATES} == planned
                 assert planned == engine.planned_bytes
-                at_most = working_bytes(engine.units, "auto", 2)
+                at_most = engine.blueprint.working_bytes(engine.units)
                 extra = {key: num for key, num in report.peak.items() if key[0] not in STATES}
                 assert (
                     extra.get(("buffer_pool", "device"), 0) + extra.get(("buckets", "device"), 0)

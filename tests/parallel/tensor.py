@@ -46,7 +46,7 @@ def on_slices(model: nn.Module, collectives: Collectives, rules: dict[str, str] 
     config = load_config({}).model_copy()
     parallel = config.parallel.model_copy(update={"tensor_rules": tuple((rules or {}).items())})
     config = config.model_copy(update={"parallel": parallel})
-    resolved = Resolved(config, mesh.shape, ResolvedBatch(1, 1, 1), "fp32")
+    resolved = Resolved(config, mesh.shape, ResolvedBatch(1, 1, 1), "fp32", on_host=True)
     applied = apply(model, resolved, mesh, collectives)
     for param in model.parameters():
         if id(param) in applied.shares:

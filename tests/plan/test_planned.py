@@ -10,7 +10,7 @@ from partita.plan.mesh_shape import MeshShape
 from partita.plan.place import Place
 from partita.plan.planned import BUCKET_BYTES, PlannedSegment, PlannedUnit, reduction_order, share_buckets
 from partita.plan.residence import BF16, FP32, Encoding, Tier
-from partita.plan.slots import bytes_ahead, unit_pool
+from partita.plan.slots import bytes_ahead, received_bytes, unit_pool
 from partita.plan.span import QUANTUM, Entry, SegmentLayout, Span, lay_out
 from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
 from partita.plan.steps import Copy, ReduceScatter
@@ -69,7 +69,9 @@ def test_gradients(name: str) -> None:
             assert isinstance(segment.gradient_phases[0][0], ReduceScatter), "they are collected in fp32"
             assert bool(segment.gradient_phases[1]) == (name == "ddp")
             num_ranks = mesh.group_size(segment.gradient_reductions[0].axes)
-            assert segment.received_bytes == segment.gradient_bytes * (num_ranks - 1) // num_ranks
+            part = segment.gradient_bytes // num_ranks
+            assert received_bytes([segment], in_pieces=True) == (num_ranks - 1) * part
+            assert received_bytes([segment], in_pieces=False) == part
         nowhere = planned(2048, mesh, name, tiers=Tiers(gradients=None))
         assert (nowhere.gradient_rests_whole, nowhere.gradient_passes) == (False, True)
     alone = planned(2048, MeshShape(), name)

@@ -17,7 +17,6 @@ from partita.planner.blueprint import Blueprint, make_blueprint
 from partita.planner.budget import MemoryBudget
 from partita.planner.memory import bytes_by_tier, model_state_bytes
 from partita.planner.traffic import step_traffic
-from partita.planner.working import working_bytes
 from partita.train.decoder import Decoder, DecoderShape
 
 NUM_RANKS = 512
@@ -145,5 +144,5 @@ def test_states_go_where_there_is_memory() -> None:
 
 def needed_bytes(blueprint: Blueprint) -> dict[Tier, int]:
     states = bytes_by_tier(model_state_bytes(blueprint.units, None, blueprint.num_moments))
-    working = working_bytes(blueprint.units, blueprint.config.zero.prefetch_bytes, blueprint.num_moments)
+    working = blueprint.working_bytes(blueprint.units)
     return {tier: states[tier] + working[tier] for tier in Tier}

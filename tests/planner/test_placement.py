@@ -18,7 +18,7 @@ from partita.plan.state_plan import Encodings, Tiers, preset
 from partita.planner.budget import MemoryBudget
 from partita.planner.memory import model_state_bytes
 from partita.planner.placement import Placement, describe_placement
-from partita.planner.working import working_bytes
+from partita.planner.working import most_working_bytes, working_bytes
 
 PLENTY = 10**15
 ONE_RANK, PLAIN = MeshShape(), Encodings()
@@ -42,6 +42,7 @@ def placement(
     mesh: MeshShape = ONE_RANK,
     used: Encodings = PLAIN,
     frozen: Sequence[int] = (),
+    on_host: bool = True,
 ) -> Placement:
     """The first unit is the root."""
     layouts = []
@@ -57,7 +58,7 @@ def placement(
         segments = tuple(PlannedSegment(layout, row, mesh) for layout in layouts[number])
         return PlannedUnit(names[number], segments, ("",) * bool(number))
 
-    return Placement(names, planned, offload, "auto", 2)
+    return Placement(names, planned, offload, "auto", 2, on_host)
 
 
 placements = st.builds(
@@ -68,6 +69,7 @@ placements = st.builds(
     st.sampled_from([MeshShape(), MeshShape(data=2), MeshShape(data=4, node=2)]),
     used_encodings,
     st.lists(st.integers(0, 5), max_size=2),
+    st.booleans(),
 )
 
 
@@ -75,7 +77,7 @@ def used_bytes(made: Placement, tiers: Sequence[Tiers]) -> dict[Tier, int]:
     """By the public estimates, of what is really planned."""
     units = [made.planned(number, chosen) for number, chosen in enumerate(tiers)]
     states = model_state_bytes(units, None, made.num_moments)
-    working = working_bytes(units, made.prefetch, made.num_moments)
+    working = most_working_bytes(units, made.prefetch, made.num_moments, on_host=made.on_host)
     return {tier: sum(num for (_, name), num in states.items() if name == tier.value) + working[tier] for tier in Tier}
 
 
@@ -94,6 +96,16 @@ def placed(made: Placement, budget: MemoryBudget) -> list[Tiers] | None:
         return made.tiers(budget)
     except ConfigError:
         return None
+
+
+@given(placements, shares, st.booleans())
+def test_what_is_planned_for_is_a_bound(made: Placement, share: tuple[float, float], one_memory: bool) -> None:
+    """Of what buckets take once it is known which gradients share one."""
+    if (tiers := placed(made, budget_of(share, made, one_memory))) is not None:
+        units = [made.planned(number, chosen) for number, chosen in enumerate(tiers)]
+        found = working_bytes(units, made.prefetch, made.num_moments, on_host=made.on_host)
+        most = most_working_bytes(units, made.prefetch, made.num_moments, on_host=made.on_host)
+        assert all(found[tier] <= most[tier] for tier in Tier)
 
 
 @given(placements, shares, st.booleans())

@@ -8,10 +8,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-# Of a part that is summed as it arrives: with what it is added to it stays in the caches of small processors. So many
-# pieces of it are awaited at a time.
-PIECE_BYTES, NUM_AWAITED = 1 << 20, 4
-
 
 class Work(Protocol):
     """What is under way."""

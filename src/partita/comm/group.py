@@ -17,7 +17,8 @@ from partita.comm.mesh import Mesh
 from partita.comm.transport import Transport
 from partita.comm.watchdog import Watchdog
 from partita.errors import PartitaError
-from partita.memory import timeline
+from partita.memory import accelerator, timeline
+from partita.plan.scratch import received_elements
 from partita.plan.traffic import TrafficKey, TrafficMeter
 
 T = TypeVar("T")
@@ -93,7 +94,7 @@ class Group:
 
     def received_elements(self, sent: int, itemsize: int) -> int:
         """Elements of scratch memory that a reduction of ``sent`` elements of ``itemsize`` bytes needs."""
-        return self.transport.received_elements(sent, itemsize)
+        return received_elements(sent, itemsize, self.size, in_pieces=accelerator.is_host(self._mesh.device))
 
     def exchange_parts(self, received: Tensor, sent: Tensor) -> None:
         """Send part ``i`` of ``sent`` to, and write into part ``i`` of ``received`` what comes from, every rank ``i``.

@@ -83,7 +83,7 @@ class SimulatedTransport(Transport):
     """
 
     def __init__(self, index: int, size: int, like: Transport, requests: Requests) -> None:
-        self._index, self._size, self._like, self._requests = index, size, like, requests
+        self._index, self._size, self._requests = index, size, requests
         self.keeps_tags_apart = like.keeps_tags_apart
 
     def handshake(self, exchange: Callable[[object], list[Any]]) -> None:
@@ -94,9 +94,6 @@ class SimulatedTransport(Transport):
 
     def reduce_scatter(self, out: Tensor, sent: Tensor, received: Tensor, *, accumulate: bool) -> None:
         pass
-
-    def received_elements(self, sent: int, itemsize: int) -> int:
-        return self._like.received_elements(sent, itemsize)
 
     def all_reduce(self, tensor: Tensor) -> None:
         tensor.mul_(self._size)

@@ -18,10 +18,11 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor
 
-from partita.comm.exchange import NUM_AWAITED, PIECE_BYTES, Arriving, Exchange, Receive, Work
+from partita.comm.exchange import Arriving, Exchange, Receive, Work
 from partita.comm.handshake import find_node_peers
 from partita.comm.node_peers import Fetch, NodePeer, Offer
 from partita.plan.mesh_shape import ACTIVATION_AXES
+from partita.plan.scratch import PIECE_BYTES
 
 # Parameter gathers, gradient reductions, what forward and backward exchange, and control messages have connections of
 # their own, so that no order between them has to be kept. Only what is sent for the last is always small.
@@ -72,12 +73,8 @@ class Transport(ABC):
     @abstractmethod
     def reduce_scatter(self, out: Tensor, sent: Tensor, received: Tensor, *, accumulate: bool) -> None:
         """Write the sum of the ranks' ``sent`` ``[size * n]``, of which this rank's part, into ``out`` ``[n]`` (or add
-        it). ``received`` is scratch memory of :meth:`received_elements`.
+        it). ``received`` is scratch memory of :func:`~partita.plan.scratch.received_elements`.
         """
-
-    @abstractmethod
-    def received_elements(self, sent: int, itemsize: int) -> int:
-        """Elements of scratch memory that a reduction of ``sent`` elements of ``itemsize`` bytes needs."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> None:
@@ -172,9 +169,6 @@ class DeviceTransport(_Backed):
         _reduce_scatter(received, sent, group=self._groups["gradients"], async_op=True).wait()
         write_out(received, out, accumulate=accumulate)
 
-    def received_elements(self, sent: int, itemsize: int) -> int:
-        return sent // self._size
-
     def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], connections: str = "activations") -> None:
         _all_to_all(list(received), list(sent), group=self._groups[connections], async_op=True).wait()
 
@@ -229,9 +223,6 @@ class HostTransport(_Backed):
             values = _sum(parts, own[at], self._index, parts[0] if accumulate else target)
             if values is not target:
                 write_out(values, target, accumulate=accumulate)
-
-    def received_elements(self, sent: int, itemsize: int) -> int:
-        return (self._size - 1) * min(sent // self._size, NUM_AWAITED * PIECE_BYTES // itemsize)
 
     def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], connections: str = "activations") -> None:
         arriving, leaving = self._begin(received, sent, connections)

@@ -34,16 +34,17 @@ class ResolvedBatch:
 class Resolved:
     """What a configuration means here.
 
-    ``compute_dtype`` is ``fp32``, ``bf16`` or ``fp16``. ``values`` are the derived settings with where each came from;
-    ``notices`` are lines to show at the start, one for each setting that has no effect; ``warnings`` are of axes that
-    span nodes and would not have to; ``passed`` are the sections (optimizer, schedule) that an object given to
-    ``partita.initialize`` stands in for.
+    ``compute_dtype`` is ``fp32``, ``bf16`` or ``fp16``; ``on_host``: the host's processors compute. ``values`` are the
+    derived settings with where each came from; ``notices`` are lines to show at the start, one for each setting that
+    has no effect; ``warnings`` are of axes that span nodes and would not have to; ``passed`` are the sections
+    (optimizer, schedule) that an object given to ``partita.initialize`` stands in for.
     """
 
     config: Config
     mesh: MeshShape
     batch: ResolvedBatch
     compute_dtype: str
+    on_host: bool
     values: tuple[Row, ...] = ()
     notices: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
@@ -79,6 +80,7 @@ def resolve(config: Config, num_ranks: int, device_type: str, ranks_per_node: in
     _check_count("the number of ranks", num_ranks)
     if not isinstance(device_type, str):
         raise ConfigError(f"device_type: expected a name such as 'cpu' or 'cuda'; got {shown(device_type)}")
+    on_host = device_type == "cpu"
     mesh, mesh_rows = _resolve_mesh(config, num_ranks, ranks_per_node)
     batch, batch_rows = _resolve_batch(config.batch, mesh.data, mesh_rows)
     values = (*mesh_rows, *batch_rows, _resolve_compute(config, device_type))
@@ -94,12 +96,12 @@ def resolve(config: Config, num_ranks: int, device_type: str, ranks_per_node: in
             notices.append(f"ignored: communication.{key} (changes pass between nodes, and there is one)")
         elif getattr(config.communication, key) != "full" and config.communication.every is not None and mesh.node == 1:
             notices.append(f"ignored: communication.{key} (under communication.every it is of what replicas exchange)")
-    if config.communication.within_node != "auto" and device_type != "cpu":
+    if config.communication.within_node != "auto" and not on_host:
         notices.append(f"ignored: communication.within_node (on {device_type} its own backend chooses the way)")
-    if config.activations.offload == "host" and device_type == "cpu":
+    if config.activations.offload == "host" and on_host:
         notices.append("ignored: activations.offload (the host's memory is where cpu computes; disk is another)")
     warnings = tuple(map(str, needless_crossings(mesh, ranks_per_node)))
-    return Resolved(config, mesh, batch, compute, values, tuple(notices), warnings=warnings)
+    return Resolved(config, mesh, batch, compute, on_host, values, tuple(notices), warnings=warnings)
 
 
 def describe(resolved: Resolved) -> str:

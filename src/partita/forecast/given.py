@@ -63,7 +63,8 @@ class GivenPlan:
         """
         units, settings = self.units[stage], self.resolved.config
         held = Counter(model_state_bytes(units, None, self.num_moments))
-        working = working_bytes(units, settings.zero.prefetch_bytes, self.num_moments)
+        prefetch, on_host = settings.zero.prefetch_bytes, self.resolved.on_host
+        working = working_bytes(units, prefetch, self.num_moments, on_host=on_host)
         working[Tier.DEVICE] -= arriving_bytes(units)  # the trace has those
         held.update({("working", tier.value): num for tier, num in working.items() if num})
         parts = parts_of(stage, gradients_of(stage, units, self.trace), self.trace)

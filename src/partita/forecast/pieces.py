@@ -44,8 +44,10 @@ class Piece:
 
     What is ``kept`` stays from its forward to its backward, its output among it; the peaks are above what was there
     when its forward began, and above what all forwards up to its own have kept and what later backwards have left.
-    ``input_bytes``: of what it is given that was computed before it, and for it alone; ``received_bytes``: of all that
-    it is given that depends on parameters, which another stage of a pipeline sends.
+    ``input_bytes``: of what it is given that was computed before it, and for it alone; ``consumed``: that, where it is
+    gone once the block has run (norms save what they have cast to fp32), and so taken off what is ``kept``;
+    ``received_bytes``: of all that it is given that depends on parameters, which another stage of a pipeline sends, and
+    which stays there.
 
     ``gradients``: bytes of those that its backward gives parameters, by name; ``growing_peak`` is that of its backward
     if these stay where autograd leaves them. ``left_bytes``: what its backward leaves for that of the weights, where
@@ -64,6 +66,7 @@ class Piece:
     input_bytes: int = 0
     left_bytes: int = 0
     ended_bytes: int = 0
+    consumed: Size = NOTHING
 
     def growth(self, staying: Set[str]) -> tuple[int, int]:
         """Bytes of the gradients that stay where autograd leaves them, by name, and the backward's peak with them."""
@@ -114,7 +117,10 @@ class Trace:
             if first
             else self.around.num_bytes + sum(piece.received_bytes for piece in blocks[:1])
         )
-        below = list(accumulate((piece.kept.num_bytes for piece in blocks), initial=ahead))
+        kept = [piece.kept.num_bytes for piece in blocks]
+        if kept and not first:
+            kept[0] += blocks[0].consumed.num_bytes
+        below = list(accumulate(kept, initial=ahead))
         most = below[-1] - gone(num - STAYING)
         # What a stage sends and the gradient of that are there until its backward is done.
         sent = 0 if last else self.blocks[stop].received_bytes
@@ -136,10 +142,10 @@ class Trace:
             backward = max(backward, own + piece.backward_peak.num_bytes)
             growing = max(growing, own + growing_peak + grown)
             grown, left = grown + stay, left + piece.left_bytes
-        kept = below[-1] - gone(num) + (after.kept.num_bytes if last else 0)
+        stays = below[-1] - gone(num) + (after.kept.num_bytes if last else 0)
         back = 0 if first else blocks[0].received_bytes
         away, here = (gone(num - NUM_STAYING), gone(num)), gone(num) - gone(num - STAYING)
-        return Part(max(forward), kept, backward, growing, grown, left, 0, back, away, here)
+        return Part(max(forward), stays, backward, growing, grown, left, 0, back, away, here)
 
     def _gone(self, start: int, stop: int) -> Callable[[int], int]:
         """Bytes of the inputs of so many blocks, where they rest elsewhere."""
@@ -172,7 +178,7 @@ class Trace:
 
 # Of a piece, what there is for each sample.
 _SIZES = ("received_bytes", "input_bytes", "left_bytes", "ended_bytes")
-_SCALED = ("kept", "forward_peak", "backward_peak", "growing_peak")
+_SCALED = ("kept", "consumed", "forward_peak", "backward_peak", "growing_peak")
 
 
 def _times(work: Work, factor: Fraction) -> Work:

@@ -58,6 +58,8 @@ class Recorder(TorchDispatchMode):
         self._gradients = defaultdict[Place, dict[str, int]](dict)
         self._entered, self._left = (dict[int, Size]() for _ in range(2))
         self._received, self._inputs = (dict[int, int]() for _ in range(2))
+        self._given = dict[int, Mark]()
+        self._consumed = defaultdict[int, Size](Size)
         self._settled = dict[int, int]()  # by a block's number: what its backward and all later ones have left
         self._left_by = dict[int, int]()  # by a parameter's id: the block whose backward has left its gradient
         self._before = self._around = self._end = NOTHING
@@ -81,6 +83,9 @@ class Recorder(TorchDispatchMode):
         """The loss is there, and nothing else but what autograd keeps."""
         self._forget()
         self._before, self._around, self._end = self._storages.early, self._storages.early_apart, self._later
+        for number, mark in self._given.items():
+            if not self._storages.is_there(mark):
+                self._consumed[number] = self._storages.size_of(mark)
         if self._blocks:
             self._go("backward", len(self._blocks))
 
@@ -125,8 +130,10 @@ class Recorder(TorchDispatchMode):
             self._received[number] = sum(leaf.nbytes for leaf in leaves if self._storages.depends(leaf))
             for leaf in leaves:
                 if leaf.requires_grad and leaf.grad_fn is not None:
-                    self._inputs[number] = leaf.nbytes
-                    leaf.register_hook(partial(self._back_out_of, number, self._storages.mark(leaf)))
+                    self._inputs[number], mark = leaf.nbytes, self._storages.mark(leaf)
+                    if mark is not None:
+                        self._given[number] = mark
+                    leaf.register_hook(partial(self._back_out_of, number, mark))
                     break
 
         return hook
@@ -246,21 +253,21 @@ class Recorder(TorchDispatchMode):
         num, pieces = len(self._blocks), dict[nn.Module, Piece]()
         settled = [self._left_after(number) for number in range(num + 2)]
         for number, block in enumerate(self._blocks):
-            entered = self._before + self._entered[number]
-            left = self._before + (self._entered[number + 1] if number + 1 < num else self._left[number])
+            entered, left = self._begun(number), self._begun(number + 1)
             pieces[block] = replace(
                 self._backward(number, left + Size(settled[number + 1])),
                 kept=left - entered,
                 forward_peak=self._peaks["forward", number].above(entered),
                 received_bytes=self._received[number],
+                consumed=self._consumed[number],
                 forward=self._work["forward", number],
                 input_bytes=self._inputs.get(number, 0),
                 left_bytes=settled[number] - settled[number + 1],
             )
-        there = self._before + self._left[num - 1] if num else NOTHING
+        there = self._begun(num) if num else NOTHING
         before = replace(
             self._backward(-1, Size(settled[0])),
-            kept=self._before if num else NOTHING,
+            kept=self._begun(0) if num else NOTHING,
             forward_peak=self._peaks["forward", -1].above(NOTHING),
             forward=self._work["forward", -1],
             left_bytes=settled[-1] - settled[0],
@@ -275,6 +282,16 @@ class Recorder(TorchDispatchMode):
         )
         blocks = tuple(pieces[block] for _, block in stand)
         return Trace(before, tuple(name for name, _ in stand), blocks, after, around=self._around)
+
+    def _begun(self, number: int) -> Size:
+        """What is there when a block begins (after the last one: what runs after all), without what had been given to
+        the block before it and is kept by nobody: whoever called that still has it for a moment.
+        """
+        if number == 0:  # whose input was made before
+            return self._before + self._consumed[0]
+        if number < len(self._blocks):
+            return self._before + self._entered[number]
+        return self._before + self._left[number - 1] - self._consumed[number - 1]
 
     def _backward(self, number: int, there: Size) -> Piece:
         """A piece's backward, above what is there beside it."""

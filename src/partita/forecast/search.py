@@ -212,7 +212,8 @@ class Search:
         """Without the checks of a whole config: it is of states and units alone."""
         if resting not in self._configs:
             self._configs[resting] = self.merged(resting.sections())
-        return Resolved(self._configs[resting], mesh, ResolvedBatch(1, 1, mesh.data), self.dtype)
+        batch = ResolvedBatch(1, 1, mesh.data)
+        return Resolved(self._configs[resting], mesh, batch, self.dtype, self.machine.one_memory)
 
     def merged(self, sections: Sections) -> Config:
         """What holds for every plan, with these sections."""
@@ -286,7 +287,8 @@ class Search:
             if id(unit) not in self._states:
                 self._states[id(unit)] = unit, model_state_bytes([unit], None, self.num_moments)
             held.update(self._states[id(unit)][1])
-        working = working_bytes(units, self.config.zero.prefetch_bytes, self.num_moments)
+        prefetch, on_host = self.config.zero.prefetch_bytes, self.machine.one_memory
+        working = working_bytes(units, prefetch, self.num_moments, on_host=on_host)
         working[Tier.DEVICE] -= arriving_bytes(units)  # the trace has those
         held.update({("working", tier.value): num for tier, num in working.items() if num})
         mesh = units[0].segments[0].mesh

@@ -70,11 +70,15 @@ class Storages:
         found = self._alive.get(mark.address)
         return found is not None and found.mark == mark
 
+    def size_of(self, mark: Mark) -> Size:
+        """Of its storage."""
+        return Size(mark.num_bytes, mark.num_bytes if mark.num_bytes % self._samples else 0)
+
     def add(self, storage: torch.UntypedStorage, depends: bool) -> None:
         """One that an operator made."""
         self._num += 1
         mark = Mark(storage._cdata, self._num, storage.nbytes())
-        size = Size(mark.num_bytes, mark.num_bytes if mark.num_bytes % self._samples else 0)
+        size = self.size_of(mark)
         self._alive[mark.address] = made = _Alive(mark, depends, self._is_early, size)
         self._count(made, size)
         weakref.finalize(storage, self._gone, mark)

@@ -15,7 +15,6 @@ from partita.planner.budget import MemoryBudget
 from partita.planner.figures import format_bytes
 from partita.planner.memory import bytes_by_tier, model_state_bytes
 from partita.planner.remedies import fitting_changes, lighter_stage
-from partita.planner.working import working_bytes
 
 _log = logging.getLogger("partita")
 # The disk's space is taken when its tier is opened, which says what is missing.
@@ -38,7 +37,7 @@ def check_room(blueprint: Blueprint, model: nn.Module, device: torch.device) -> 
     lacking = [tier for tier in budget.lacking(states) if tier is not Tier.DISK]
     if not lacking:
         return
-    working = working_bytes(units, blueprint.config.zero.prefetch_bytes, num_moments)
+    working = blueprint.working_bytes(units)
     where = " and ".join("memory" if budget.one_memory else tier.value for tier in lacking)
     lines = [f"partita.initialize: the states of a rank do not fit ({where}), and nothing was allocated"]
     lines += [_line(tier, states, working, budget) for tier in Tier if states[tier] or working[tier]]

@@ -12,7 +12,7 @@ from partita.plan.residence import FP32, Residence, Tier
 from partita.plan.span import SegmentLayout, Span
 from partita.plan.state_plan import StatePlan
 from partita.plan.steps import AllGather, ReduceScatter, Step, in_phases, on_wires, steps
-from partita.plan.wire import AS_THEY_ARE, FULL, Matrix, Wire, Wires, hops, scratch_bytes
+from partita.plan.wire import AS_THEY_ARE, FULL, Matrix, Wire, Wires, hops
 
 # Small segments share a bucket up to this size; it bounds the number of messages, not the memory.
 BUCKET_BYTES = 4 * 2**20
@@ -122,6 +122,11 @@ class PlannedSegment:
     def gradient_passes(self) -> bool:
         """Whether gradients are collected in a slot of a buffer pool, and leave it before the next micro-batch."""
         return not (self.gradient_in_place or self.gradient_rests_whole)
+
+    @property
+    def sums_pass(self) -> Tier | None:
+        """The tier of the buffer pool that reduced gradients go through; None: they rest."""
+        return None if self.row.gradients_rest else self.row.grad_step.tier
 
     @property
     def first_wires(self) -> Wires:
@@ -252,31 +257,6 @@ class PlannedSegment:
         """From values that all ranks add to, on the device in fp32, to the sums, with nothing lost on the way."""
         held = replace(self.row.feedback, tier=Tier.DEVICE)
         return in_phases(steps(held, replace(held, shard_axes=self.row.part_axes, partial_axes=()), self.mesh))
-
-    @property
-    def received_bytes(self) -> int:
-        """The most that one of the reductions receives from other ranks; of codes, their scratch memory."""
-        itemsize = self.row.grad_step.encoding.itemsize
-        num_elements, most = self.layout.padded, 0
-        first = self.row.wires.first
-        for op in self.gradient_reductions:
-            kept = num_elements // self.mesh.group_size(op.axes)
-            for wire in (op.wire,) if first is None else (op.wire, first.gradients):
-                received = (num_elements - kept) * itemsize
-                if wire.is_coded:
-                    sizes = [self.mesh.group_size(axes) for axes in hops(op.axes, self.mesh)]
-                    received = scratch_bytes(wire, num_elements, sizes)
-                most = max(most, received)
-            num_elements = kept
-        for step in self.copy_steps:
-            if isinstance(step, ReduceScatter):
-                most = max(most, (num_elements - num_elements // self.mesh.group_size(step.axes)) * itemsize)
-        for step in self.gradient_phases[1]:
-            if isinstance(step, AllGather):
-                num_elements *= self.mesh.group_size(step.axes)
-                wires = (step.wire,) if first is None else (step.wire, first.sums)
-                most = max(most, *(wire.num_bytes(num_elements) if wire.is_coded else 0 for wire in wires), 0)
-        return most
 
     @property
     def gradient_bytes(self) -> int:

@@ -3,10 +3,12 @@
 Buffer pools (:mod:`partita.memory.buffer_pool`) are built from these numbers, and the estimates computed from them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from partita.plan.planned import PlannedUnit
+from partita.plan.planned import PlannedSegment, PlannedUnit
+from partita.plan.residence import Tier
+from partita.plan.scratch import scratch_bytes
 
 # Sizes down to this share of a class's size join the class instead of having slots of their own.
 CLASS_SHARE = 0.75
@@ -77,6 +79,48 @@ def unit_pool(units: Sequence[PlannedUnit], prefetch: int | str) -> PlannedPool:
     if not all(unit.stays_whole for unit in gathered):
         depth = 1 + max(1, -(-bytes_ahead(units, prefetch) // max(sizes)))
     return PlannedPool(sizes, depth, tuple(unit.num_bytes for unit in gathered if unit.name in outer))
+
+
+@dataclass(frozen=True)
+class BucketPools:
+    """The buffer pools of buckets: of gradients that are collected and sent (``sending``), of what is received into
+    them, and by tier of reduced gradients that rest nowhere (``summed``).
+    """
+
+    sending: PlannedPool
+    receiving: PlannedPool
+    summed: Mapping[Tier, PlannedPool]
+
+
+def bucket_pools(buckets: Sequence[Sequence[PlannedSegment]], *, in_pieces: bool) -> BucketPools:
+    """Those of ``buckets``, each of which has the segments that are reduced together. ``in_pieces`` as
+    :func:`~partita.plan.scratch.received_elements` has it.
+    """
+    passing = [bucket for bucket in buckets if bucket[0].gradient_passes]
+    received = (received_bytes(bucket, in_pieces=in_pieces) for bucket in buckets)
+    return BucketPools(
+        PlannedPool(tuple(sum(segment.gradient_bytes for segment in bucket) for bucket in passing), SENDING),
+        PlannedPool(tuple(num_bytes for num_bytes in received if num_bytes), RECEIVING),
+        {tier: PlannedPool(tuple(_sum_bytes(buckets, tier)), SUMMED) for tier in (Tier.DEVICE, Tier.HOST)},
+    )
+
+
+def received_bytes(bucket: Sequence[PlannedSegment], *, in_pieces: bool) -> int:
+    """Scratch memory that a bucket's reductions need, in the first steps, too, and the way of the sums after them."""
+    first, num_elements = bucket[0], sum(segment.layout.padded for segment in bucket)
+    ways = [(phases[0], num_elements) for phases in (first.gradient_phases, first.first_gradient_phases)]
+    carriage = first.carriage(first.row.wires.sums) if first.carries else ()
+    further = (first.copy_steps, first.gradient_phases[1], first.first_gradient_phases[1], carriage)
+    ways += [(ops, num_elements // first.layout.num_parts) for ops in further]
+    itemsize = first.row.grad_step.encoding.itemsize
+    return max(scratch_bytes(ops, num, itemsize, first.mesh, in_pieces=in_pieces) for ops, num in ways)
+
+
+def _sum_bytes(buckets: Sequence[Sequence[PlannedSegment]], tier: Tier) -> Iterator[int]:
+    """Of a rank's part of each bucket's sum that passes through a pool in ``tier``."""
+    for bucket in buckets:
+        if bucket[0].sums_pass is tier:
+            yield sum(segment.gradient_bytes for segment in bucket) // bucket[0].layout.num_parts
 
 
 def code_bytes(units: Sequence[PlannedUnit]) -> int:

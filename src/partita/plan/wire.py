@@ -165,7 +165,7 @@ def hops(axes: tuple[str, ...], mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
     return mesh.named(inner), ("node",)
 
 
-def scratch_bytes(wire: Wire, num_elements: int, sizes: Sequence[int]) -> int:
+def coded_sum_bytes(wire: Wire, num_elements: int, sizes: Sequence[int]) -> int:
     """Scratch memory of a sum of ``num_elements`` in codes, over groups of these sizes one after the other: what is
     sent and received of the first, the largest, and each one's sum in fp32.
     """

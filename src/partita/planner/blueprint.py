@@ -4,7 +4,8 @@ mesh's shape and the memory that there is; nothing is allocated, changed or sent
 The engine is built from it, and the estimates read it.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import repeat
@@ -19,7 +20,7 @@ from partita.config.wires import SENDS_MOMENTUM, gradient_codec, warmup_steps
 from partita.errors import ConfigError
 from partita.plan.place import Place
 from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
-from partita.plan.residence import BF16, ENCODINGS, FP32, INT8, SPLIT, Encoding
+from partita.plan.residence import BF16, ENCODINGS, FP32, INT8, SPLIT, Encoding, Tier
 from partita.plan.share import NO_COPIES, NO_SHARES, Copies, Share, Shares
 from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import Encodings, StatePlan, Tiers, apart, preset, preset_name
@@ -30,6 +31,7 @@ from partita.planner.group_units import UnitSpec, group_units, keep_fp32_modules
 from partita.planner.memory import ADAM_MOMENTS
 from partita.planner.parameters import Holding, check_apart, check_supported, find_holdings
 from partita.planner.placement import Placement, chosen_tiers
+from partita.planner.working import working_bytes
 
 ON_DEVICE = Tiers()
 
@@ -57,6 +59,11 @@ class Blueprint:
         rows = dict.fromkeys(segment.row for unit in self.units for segment in unit.segments)
         found = (axes for row in [row_of(self.resolved), *rows] for axes in row.groups(self.resolved.mesh))
         return list(dict.fromkeys(found))
+
+    def working_bytes(self, units: Sequence[PlannedUnit]) -> Counter[Tier]:
+        """Of units under these settings (:func:`~partita.planner.working.working_bytes`)."""
+        prefetch, on_host = self.config.zero.prefetch_bytes, self.resolved.on_host
+        return working_bytes(units, prefetch, self.num_moments, on_host=on_host)
 
     @cached_property
     def buckets(self) -> list[tuple[PlannedSegment, ...]]:
@@ -178,7 +185,8 @@ def make_blueprint(
         tiers = [chosen_tiers(zero.offload, ON_DEVICE)] * len(specs)
     else:
         names = [spec.name for spec in specs]
-        tiers = Placement(names, planned, zero.offload, zero.prefetch_bytes, num_moments).tiers(budget)
+        placement = Placement(names, planned, zero.offload, zero.prefetch_bytes, num_moments, resolved.on_host)
+        tiers = placement.tiers(budget)
     units = tuple(planned(number, chosen) for number, chosen in enumerate(tiers))
     return Blueprint(resolved, units, num_moments)
 

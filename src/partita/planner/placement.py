@@ -25,7 +25,7 @@ from partita.plan.state_plan import Tiers
 from partita.planner.budget import MemoryBudget
 from partita.planner.figures import format_bytes
 from partita.planner.memory import bytes_by_tier, model_state_bytes
-from partita.planner.working import working_bytes
+from partita.planner.working import most_working_bytes
 
 TIERS = {"none": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}
 STATES = ("parameters", "optimizer")  # in the order in which they get the device
@@ -57,6 +57,7 @@ class Placement:
     offload: Offload
     prefetch: int | str
     num_moments: int
+    on_host: bool
     _units: dict[tuple[int, Tiers], tuple[PlannedUnit, Counter[Tier]]] = field(default_factory=dict)
 
     def tiers(self, budget: MemoryBudget) -> list[Tiers]:
@@ -104,7 +105,7 @@ class Placement:
             unit, held = self._units[number, chosen]
             units.append(unit)
             states.update(held)
-        return states, working_bytes(units, self.prefetch, self.num_moments)
+        return states, most_working_bytes(units, self.prefetch, self.num_moments, on_host=self.on_host)
 
 
 def _too_large(

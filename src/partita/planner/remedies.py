@@ -18,7 +18,6 @@ from partita.planner.figures import format_bytes
 from partita.planner.memory import bytes_by_tier, model_state_bytes
 from partita.planner.placement import chosen_tiers
 from partita.planner.traffic import StepShape, step_traffic
-from partita.planner.working import working_bytes
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def fitting_changes(blueprint: Blueprint, budget: MemoryBudget, most: int = 3) -
         for states in tiers:
             units = changed_units(blueprint.units, further, offload.model_copy(update=states))
             needed = bytes_by_tier(model_state_bytes(units, None, blueprint.num_moments))
-            needed += working_bytes(units, blueprint.config.zero.prefetch_bytes, blueprint.num_moments)
+            needed += blueprint.working_bytes(units)
             words = [change] * bool(change) + [f"zero.offload.{state}: {tier}" for state, tier in states.items()]
             if words and not budget.lacking(needed):
                 found.append((len(words), len(states), ", ".join(words)))
@@ -87,7 +86,7 @@ def lighter_stage(blueprint: Blueprint, budget: MemoryBudget) -> str | None:
     for stage, lower in reversed(lower_stages(name)):
         units = changed_units(blueprint.units, lower, offload)
         needed = bytes_by_tier(model_state_bytes(units, None, blueprint.num_moments))
-        needed += working_bytes(units, blueprint.config.zero.prefetch_bytes, blueprint.num_moments)
+        needed += blueprint.working_bytes(units)
         total, sent = sum(needed.values()), _sent(units, shape)
         if sent < (own if best is None else best[0]) and 2 * total < budget.device:
             best = sent, stage, total
@@ -107,7 +106,7 @@ def _sent(units: Sequence[PlannedUnit], shape: StepShape) -> int:
 
 def _held(units: Sequence[PlannedUnit], blueprint: Blueprint, tiers: AbstractSet[Tier]) -> int:
     states = bytes_by_tier(model_state_bytes(units, None, blueprint.num_moments))
-    working = working_bytes(units, blueprint.config.zero.prefetch_bytes, blueprint.num_moments)
+    working = blueprint.working_bytes(units)
     return sum((states + working)[tier] for tier in tiers)
 
 

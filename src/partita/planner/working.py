@@ -1,15 +1,24 @@
 """Bytes that a rank needs beside its model states, at the most: slots, staging memory, what is on its way.
 
-What autograd keeps for backward is not in it. Where the runtime's figure depends on details (which small gradients
-share a bucket), this one is a bound that does not, so that it is the same for plans that differ only in them.
+What autograd keeps for backward is not in it.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 
-from partita.plan.planned import BUCKET_BYTES, PlannedSegment, PlannedUnit
+from partita.plan.planned import BUCKET_BYTES, PlannedSegment, PlannedUnit, reduction_order, share_buckets
 from partita.plan.residence import FP32, Tier
-from partita.plan.slots import CLASS_SHARE, RECEIVING, SENDING, SUMMED, PlannedPool, code_bytes, unit_pool
+from partita.plan.slots import (
+    CLASS_SHARE,
+    RECEIVING,
+    SENDING,
+    SUMMED,
+    PlannedPool,
+    bucket_pools,
+    code_bytes,
+    received_bytes,
+    unit_pool,
+)
 
 # Tensors of one kind that are on their way between disk and host at a time: of a unit that is updated, of the one that
 # is read ahead, and of one whose last request is still under way.
@@ -18,24 +27,38 @@ STAGED = 3
 STAGED_GRADIENTS = 2
 
 
-def working_bytes(units: Sequence[PlannedUnit], prefetch: int | str, num_moments: int) -> Counter[Tier]:
-    """Bytes by tier. ``prefetch`` is ``zero.prefetch_bytes``."""
+def working_bytes(
+    units: Sequence[PlannedUnit], prefetch: int | str, num_moments: int, *, on_host: bool
+) -> Counter[Tier]:
+    """Bytes by tier. ``prefetch`` is ``zero.prefetch_bytes``; ``on_host``: the host's processors compute."""
+    pools = bucket_pools(share_buckets(reduction_order(units)), in_pieces=on_host)
+    passing = Counter({tier: pool.num_bytes for tier, pool in pools.summed.items()})
+    passing[Tier.DEVICE] += pools.sending.num_bytes + pools.receiving.num_bytes
+    return passing + _beside_gradients(units, prefetch, num_moments, on_host=on_host)
+
+
+def most_working_bytes(
+    units: Sequence[PlannedUnit], prefetch: int | str, num_moments: int, *, on_host: bool
+) -> Counter[Tier]:
+    """A bound of :func:`working_bytes` that does not depend on which small gradients share a bucket: units that rest in
+    other tiers than before change nothing in that of the others.
+    """
     trained = [segment for unit in units for segment in unit.segments if segment.trains]
-    device = unit_pool(units, prefetch).num_bytes + _bucket_bytes(trained) + arriving_bytes(units)
-    host = _staging_bytes(units, num_moments) + _update_bytes(units) + _sum_bytes(trained, Tier.HOST)
-    device += _held_bytes(trained) + _publish_bytes(trained) + _sum_bytes(trained, Tier.DEVICE) + code_bytes(units)
-    return Counter({Tier.DEVICE: device, Tier.HOST: host})
+    passing = Counter({tier: _most_summed(trained, tier) for tier in (Tier.DEVICE, Tier.HOST)})
+    sent = [segment.gradient_bytes for segment in trained if segment.gradient_passes]
+    received = [received_bytes((segment,), in_pieces=on_host) for segment in trained]
+    passing[Tier.DEVICE] += _shared_slots(sent, SENDING) + _shared_slots(received, RECEIVING)
+    return passing + _beside_gradients(units, prefetch, num_moments, on_host=on_host)
 
 
-def _bucket_bytes(trained: Sequence[PlannedSegment]) -> int:
-    """Slots of the buckets, and of what is received into them."""
-    sent, received = list[int](), list[int]()
-    for segment in trained:
-        if segment.gradient_passes:
-            sent.append(segment.gradient_bytes)
-        if segment.received_bytes:
-            received.append(segment.received_bytes)
-    return _shared_slots(sent, SENDING) + _shared_slots(received, RECEIVING)
+def _beside_gradients(
+    units: Sequence[PlannedUnit], prefetch: int | str, num_moments: int, *, on_host: bool
+) -> Counter[Tier]:
+    """All but the buffer pools of gradients."""
+    trained = [segment for unit in units for segment in unit.segments if segment.trains]
+    device = unit_pool(units, prefetch).num_bytes + arriving_bytes(units) + code_bytes(units)
+    device += _held_bytes(trained) + (0 if on_host else _publish_bytes(trained))
+    return Counter({Tier.DEVICE: device, Tier.HOST: _staging_bytes(units, num_moments) + _update_bytes(units)})
 
 
 def _held_bytes(trained: Sequence[PlannedSegment]) -> int:
@@ -57,9 +80,9 @@ def arriving_bytes(units: Sequence[PlannedUnit]) -> int:
     return max(moved, default=0)
 
 
-def _sum_bytes(trained: Sequence[PlannedSegment], tier: Tier) -> int:
+def _most_summed(trained: Sequence[PlannedSegment], tier: Tier) -> int:
     """Slots of reduced gradients that rest nowhere."""
-    passing = [s for s in trained if not s.row.gradients_rest and s.row.grad_step.tier is tier]
+    passing = [segment for segment in trained if segment.sums_pass is tier]
     if not passing:
         return 0
     num_shards = passing[0].num_shards(passing[0].row.grad_step)

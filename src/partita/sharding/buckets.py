@@ -39,18 +39,18 @@ class BucketState(Enum):
 class Bucket:
     """Segments whose gradients are collected and reduced together.
 
-    Attributes: ``in_place``, ``rests_whole``, ``passes`` as the plan says
-    (:class:`~partita.plan.planned.PlannedSegment`); ``moves``: gradients leave where they are collected, for other
-    ranks or another memory; ``sums_pass``: the tier of the buffer pool that sums go through (None: they rest);
-    ``steps`` to the sums (``ways``: also in the first steps), ``copies`` to those over all copies, ``spreading``
-    (``first_spreading``) what follows at the step, and ``carriage`` of running averages to all ranks; ``divisor``:
+    Attributes: ``in_place``, ``rests_whole``, ``passes`` and ``sums_pass`` as the plan says
+    (:class:`~partita.plan.planned.PlannedSegment`, those of ``planned``); ``moves``: gradients leave where they are
+    collected, for other ranks or another memory; ``steps`` to the sums, ``copies`` to those over all copies,
+    ``spreading`` what follows at the step, and ``carriage`` of running averages to all ranks; ``divisor``:
     ranks times micro-batches; ``has_all_copies``: those are made; ``is_first_copy``: this rank's shard counts, and
     ``is_measured``: in the norm; ``feedback``: what codes have held back, where they do.
     """
 
     def __init__(self, layout: BucketLayout, accumulate: int, ledger: Ledger) -> None:
         self.layout, self.segments, self.members = layout, layout.segments, layout.members
-        planned = layout.segments[0].planned
+        self.planned = [segment.planned for segment in layout.segments]
+        planned = self.planned[0]
         self.plan = planned.row
         self.dtype = dtype_of(self.plan.grad_step.encoding)
         self.num_bytes = layout.num_elements * self.dtype.itemsize
@@ -58,10 +58,9 @@ class Bucket:
         self.in_place, self.rests_whole = planned.gradient_in_place, planned.gradient_rests_whole
         self.passes = planned.gradient_passes
         self.moves = self.passes or bool(planned.gradient_reductions)
-        self.sums_pass = None if self.plan.gradients_rest else self.plan.grad_step.tier
+        self.sums_pass = planned.sums_pass
         self.steps, self.spreading = planned.gradient_phases
         self._first_phases = planned.first_gradient_phases
-        self.ways, self.first_spreading = (self.steps, self._first_phases[0]), self._first_phases[1]
         self._fills_gaps = any(wires.gradients.is_coded for wires in (planned.row.wires, planned.first_wires))
         self.carriage = planned.carriage(planned.row.wires.sums) if planned.carries else ()
         self.copies = SumOfCopies(planned)

@@ -19,7 +19,7 @@ from partita.comm.group import Group
 from partita.comm.transport import write_out
 from partita.kernels import codec as kernels
 from partita.plan.residence import BLOCK
-from partita.plan.wire import Codec, Wire, scratch_bytes
+from partita.plan.wire import Codec, Wire, coded_sum_bytes
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def reduce_scatter(
     Of several groups the last has the outermost axes: what is this rank's part lies as after one sum over all of them.
 
     Args:
-        scratch: memory of :func:`~partita.plan.wire.scratch_bytes`.
+        scratch: memory of :func:`~partita.plan.wire.coded_sum_bytes`.
         seed: of the random numbers; each rank adds its own place.
         held: of each group, fp32, as large as what this rank sums up in it: it is added to that, and holds afterwards
             what the codes do not give back. Of the rank's own part it is used up.
@@ -118,7 +118,7 @@ def reduce_scatter(
     values, scratch = sent, scratch.view(torch.uint8)
     num_codes = wire.num_bytes(sent.numel())
     first_sum = 2 * num_codes
-    assert scratch.numel() >= scratch_bytes(wire, sent.numel(), [group.size for group in groups])
+    assert scratch.numel() >= coded_sum_bytes(wire, sent.numel(), [group.size for group in groups])
     for place, group in enumerate(groups):
         num_outer = 1
         for outer in groups[place + 1 :]:

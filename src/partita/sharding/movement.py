@@ -8,9 +8,11 @@ from torch import Tensor
 from partita.comm.collectives import Collectives
 from partita.comm.exchange import Work
 from partita.comm.group import Group
+from partita.memory.accelerator import is_host
 from partita.memory.timeline import span
+from partita.plan.scratch import scratch_bytes
 from partita.plan.steps import AllGather, Copy, Encode, Read, ReduceScatter, Slice, Step, Write, in_phases
-from partita.plan.wire import hops, scratch_bytes
+from partita.plan.wire import hops
 from partita.sharding.coded import Rounding, begin_gather, reduce_scatter, seed_of
 
 
@@ -117,7 +119,7 @@ class Movement:
         if part.numel() * group.size < source.numel():
             part, accumulate = _part(source, group).to(target.dtype), False
         if op.wire.is_coded:
-            groups = self._hops(op.axes)
+            groups = [self._collectives.group(axes) for axes in hops(op.axes, self._collectives.mesh.shape)]
             kept = [held.pop(0) for _ in groups] if op.wire.feedback else []
             reduce_scatter(groups, op.wire, source, part, received, seed=self._seed, accumulate=accumulate, held=kept)
         else:
@@ -150,24 +152,8 @@ class Movement:
 
     def scratch_bytes(self, ops: Sequence[Step], num_elements: int, itemsize: int) -> int:
         """Scratch memory that ``ops``, one after the other, need for what is received, and for codes."""
-        most = 0
-        for op in in_phases(ops):
-            if isinstance(op, ReduceScatter):
-                group = self._collectives.group(op.axes)
-                if op.wire.is_coded:
-                    sizes = [hop.size for hop in self._hops(op.axes)]
-                    most = max(most, scratch_bytes(op.wire, num_elements, sizes))
-                else:
-                    most = max(most, itemsize * group.received_elements(num_elements, itemsize))
-                num_elements //= group.size
-            elif isinstance(op, AllGather):
-                num_elements *= self._collectives.group(op.axes).size
-                most = max(most, op.wire.num_bytes(num_elements) if op.wire.is_coded else 0)
-        return most
-
-    def _hops(self, axes: tuple[str, ...]) -> list[Group]:
-        """The groups that a sum in codes goes over."""
-        return [self._collectives.group(hop) for hop in hops(axes, self._collectives.mesh.shape)]
+        shape, in_pieces = self._collectives.mesh.shape, is_host(self.device)
+        return scratch_bytes(ops, num_elements, itemsize, shape, in_pieces=in_pieces)
 
 
 def _part(whole: Tensor, group: Group) -> Tensor:

@@ -6,7 +6,7 @@ different modules (or none) and still meet in the same reductions. What arrives 
 the next wave; what is left when the step ends is agreed on by all ranks and reduced then.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from functools import partial
@@ -23,7 +23,7 @@ from partita.memory.ledger import Ledger
 from partita.memory.streams import Event, after, record
 from partita.memory.timeline import span, told
 from partita.plan.residence import Tier
-from partita.plan.slots import RECEIVING, SENDING, SUMMED, PlannedPool
+from partita.plan.slots import RECEIVING, SENDING, SUMMED, PlannedPool, bucket_pools, received_bytes
 from partita.sharding.buckets import Bucket
 from partita.sharding.coded import seed_of
 from partita.sharding.gradient_user import GradientUser
@@ -49,16 +49,12 @@ class GradientReducer:
         self._bucket_of = {id(member): bucket for bucket in buckets for member in bucket.members}
         self._order = [bucket for bucket in buckets if bucket.moves]
 
-        def pool(sizes: Iterable[int], depth: int, tier: Tier = Tier.DEVICE) -> BufferPool:
-            planned = PlannedPool(tuple(size for size in sizes if size), depth)
+        def pool(planned: PlannedPool, tier: Tier = Tier.DEVICE) -> BufferPool:
             return BufferPool("buckets", planned, ledger, self._device, tier=tier)
 
-        self._sending = pool((bucket.num_bytes for bucket in buckets if bucket.passes), SENDING)
-        self._receiving = pool(map(self._received_bytes, buckets), RECEIVING)
-        self._summed = {
-            tier: pool((bucket.shard_bytes for bucket in buckets if bucket.sums_pass is tier), SUMMED, tier)
-            for tier in (Tier.DEVICE, Tier.HOST)
-        }
+        planned = bucket_pools([bucket.planned for bucket in buckets], in_pieces=accelerator.is_host(self._device))
+        self._sending, self._receiving = pool(planned.sending), pool(planned.receiving)
+        self._summed = {tier: pool(of_tier, tier) for tier, of_tier in planned.summed.items()}
         self._stream = collectives.mesh.stream("gradients")
         self._launched = Event()  # passes when everything launched so far is reduced
         self._next = 0
@@ -100,12 +96,7 @@ class GradientReducer:
         return self._bucket_of.get(id(member))
 
     def _received_bytes(self, bucket: Bucket) -> int:
-        """Scratch memory that the bucket's reductions need, and the way of the sums after them."""
-        itemsize, scratch = bucket.dtype.itemsize, self._movement.scratch_bytes
-        ways = [(ops, bucket.layout.num_elements) for ops in bucket.ways]
-        further = (bucket.copies.steps, bucket.spreading, bucket.first_spreading, bucket.carriage)
-        ways += [(ops, bucket.layout.num_columns) for ops in further]
-        return max(scratch(ops, num_elements, itemsize) for ops, num_elements in ways)
+        return received_bytes(bucket.planned, in_pieces=accelerator.is_host(self._device))
 
     # -------------------------------------------------------------- what a wave does
 

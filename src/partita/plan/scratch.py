@@ -1,0 +1,40 @@
+"""Scratch memory of what moves between ranks: what is received on the way to a sum, and codes."""
+
+from collections.abc import Sequence
+
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.steps import AllGather, ReduceScatter, Step, in_phases
+from partita.plan.wire import coded_sum_bytes, hops
+
+# Of a part that is summed as it arrives: with what it is added to it stays in the caches of small processors. So many
+# pieces of it are awaited at a time.
+PIECE_BYTES, NUM_AWAITED = 1 << 20, 4
+
+
+def received_elements(sent: int, itemsize: int, num_ranks: int, *, in_pieces: bool) -> int:
+    """Elements that a sum of ``sent`` elements of ``itemsize`` bytes over some ranks receives at a time.
+
+    ``in_pieces``: ranks send each other their parts, and whoever sums them up takes each piece as it has come from all
+    (those that compute on the host); elsewhere the backend sums up, and one rank's part of the sum is received.
+    """
+    part = sent // num_ranks
+    return (num_ranks - 1) * min(part, NUM_AWAITED * PIECE_BYTES // itemsize) if in_pieces else part
+
+
+def scratch_bytes(ops: Sequence[Step], num_elements: int, itemsize: int, mesh: MeshShape, *, in_pieces: bool) -> int:
+    """The most that one of ``ops``, one after the other from ``num_elements`` of ``itemsize`` bytes on, needs."""
+    most = 0
+    for op in in_phases(ops):
+        if isinstance(op, ReduceScatter):
+            size = mesh.group_size(op.axes)
+            if op.wire.is_coded:
+                sizes = [mesh.group_size(axes) for axes in hops(op.axes, mesh)]
+                most = max(most, coded_sum_bytes(op.wire, num_elements, sizes))
+            else:
+                received = received_elements(num_elements, itemsize, size, in_pieces=in_pieces)
+                most = max(most, itemsize * received)
+            num_elements //= size
+        elif isinstance(op, AllGather):
+            num_elements *= mesh.group_size(op.axes)
+            most = max(most, op.wire.num_bytes(num_elements) if op.wire.is_coded else 0)
+    return most

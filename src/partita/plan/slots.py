@@ -97,7 +97,11 @@ def bucket_pools(buckets: Sequence[Sequence[PlannedSegment]], *, in_pieces: bool
     :func:`~partita.plan.scratch.received_elements` has it.
     """
     passing = [bucket for bucket in buckets if bucket[0].gradient_passes]
-    received = (received_bytes(bucket, in_pieces=in_pieces) for bucket in buckets)
+    of_each = dict[tuple[int, ...], int]()  # plans have one object for all segments that are alike
+    for bucket in buckets:
+        if (key := tuple(map(id, bucket))) not in of_each:
+            of_each[key] = received_bytes(bucket, in_pieces=in_pieces)
+    received = (of_each[tuple(map(id, bucket))] for bucket in buckets)
     return BucketPools(
         PlannedPool(tuple(sum(segment.gradient_bytes for segment in bucket) for bucket in passing), SENDING),
         PlannedPool(tuple(num_bytes for num_bytes in received if num_bytes), RECEIVING),

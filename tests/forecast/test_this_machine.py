@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from torch import nn
 from typer.testing import CliRunner
 
 import partita
@@ -14,9 +15,11 @@ from partita.forecast.measured_rank import Place, Points, measure_rank
 from partita.forecast.this_machine import measure_machine
 from partita.memory import accelerator
 from partita.planner.machine import Machine
+from tests.forecast.test_images import Scale, jobs_of, sizes
 
 SMALL = "layers=2,hidden=64,heads=2,vocab=96,context=32"
-COMPUTED = {"product", "attention", "attention_backward", "element", "function", "update"}
+IMAGES = {"convolution", "convolution_backward", "batch_norm", "batch_norm_backward", "pool"}
+COMPUTED = {"product", "attention", "attention_backward", "element", "function", "update", *IMAGES}
 
 
 @pytest.fixture
@@ -33,6 +36,15 @@ def test_every_kind_of_job_is_measured(points: dict[str, Points]) -> None:
         assert [size for size, _ in of_kind] == sorted({size for size, _ in of_kind}), kind
     assert points["product"][0][0] == 2 * 16**3
     assert points["disk"][0][0] == 2**20
+
+
+def test_jobs_on_images_have_the_sizes_that_a_trace_counts(points: dict[str, Points]) -> None:
+    """Of images of 4 x 4 pixels; but for the scales and the statistics of a batch norm."""
+    jobs = jobs_of(Scale(), nn.Conv2d(4, 4, 3, padding=1), shape=(4, 4, 4))
+    jobs += jobs_of(Scale(), nn.BatchNorm2d(64), nn.MaxPool2d(3, 2, 1), shape=(64, 4, 4))
+    for kind in IMAGES:
+        (size,), few = sizes(jobs, kind), 7 * 64 * 4  # scale, 2 running and 2 saved statistics, 2 gradients
+        assert points[kind][0][0] <= size <= points[kind][0][0] + few * ("norm" in kind), kind
 
 
 def test_a_plan_is_made_of_what_was_measured(points: dict[str, Points]) -> None:

@@ -10,7 +10,7 @@ from rich.table import Table
 from partita.cli.console import user_errors
 from partita.forecast.this_machine import measure_machine
 from partita.planner.figures import format_bytes
-from partita.planner.machine import Machine, write_machine
+from partita.planner.machine import BY_FLOPS, Machine, write_machine
 
 Ranks = Annotated[
     int,
@@ -40,7 +40,7 @@ def show(found: Machine, console: Console) -> None:
         table.add_column(name, justify="left" if name == "jobs of a rank" else "right")
     for kind, curve in found.curves:
         (_, small_s), (size, large_s) = curve.points[0], curve.points[-1]
-        unit = "GFLOP/s" if kind in ("product", "attention", "attention_backward") else "GB/s"
+        unit = "GFLOP/s" if kind in BY_FLOPS else "GB/s"
         small, large = f"{1e6 * small_s:.3g} us", f"{1e3 * large_s:.3g} ms"
         table.add_row(kind.replace("_", " "), small, large, f"{size / large_s / 1e9:.3g} {unit}")
     console.print(table)

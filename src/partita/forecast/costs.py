@@ -20,6 +20,14 @@ from partita.planner.traffic import sent_by_steps
 NO_WORK = Work()
 # The collectives that are measured, and the curves that say how long they take.
 _MEASURED = {"all_gather": "gather", "reduce_scatter": "reduce"}
+# The kinds that stand for those that are not in the files of earlier measurements.
+_STANDING = {
+    "convolution": "product",
+    "convolution_backward": "product",
+    "batch_norm": "function",
+    "batch_norm_backward": "function",
+    "pool": "element",
+}
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class Rates:
         return num_bytes / self.link((axis,), mesh) + calls * LATENCY_S
 
     def _job(self, kind: str, size: float) -> float:
-        curve = self._curves.get(kind)
+        curve = self._curves.get(kind) or self._curves.get(_STANDING.get(kind, ""))
         return curve.seconds(size) if curve and size else 0.0
 
     def link(self, axes: tuple[str, ...], mesh: MeshShape) -> float:

@@ -8,11 +8,12 @@ PLACE is a JSON object of :class:`Place`; FILE is where the points go, as JSON.
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -127,6 +128,11 @@ def _computing(device: torch.device, dtype: torch.dtype) -> dict[str, Iterator[t
         "product": _products(device, dtype),
         "attention": _attention(device, dtype, backward=False),
         "attention_backward": _attention(device, dtype, backward=True),
+        "convolution": _convolutions(device, dtype, backward=False),
+        "convolution_backward": _convolutions(device, dtype, backward=True),
+        "batch_norm": _batch_norms(device, dtype, backward=False),
+        "batch_norm_backward": _batch_norms(device, dtype, backward=True),
+        "pool": _pools(device, dtype),
         "element": _elements(device, dtype, torch.add, 3),
         "function": _elements(device, dtype, lambda x, _: F.gelu(x), 2),
         "update": _updates(device),
@@ -165,18 +171,73 @@ def _attention(device: torch.device, dtype: torch.dtype, *, backward: bool) -> I
         yield 2.5 * flops, [partial(back, attend(*triple), triple) for triple in triples]
 
 
+def _convolutions(device: torch.device, dtype: torch.dtype, *, backward: bool) -> Iterator[tuple[float, Jobs]]:
+    """Of 3 x 3 pixels, with channels and images that grow in turn. FLOPs are those of the result; twice as many
+    backward, of the images' gradient and of the filters'. A single small image would have other kernels than a batch.
+    """
+    for width, channels in ((2**power, times * 2**power) for power in range(2, 9) for times in (1, 2)):
+        images = _tensors((2, channels, width, width), device, dtype)
+        filters = [image.new_full((channels, channels, 3, 3), 0.1) for image in images]
+        flops = 2.0 * 9 * channels * images[0].numel()
+        jobs = _on_images(partial(F.conv2d, padding=1), zip(images, filters, strict=True), backward=backward)
+        yield (2 * flops if backward else flops), jobs
+
+
+def _batch_norms(device: torch.device, dtype: torch.dtype, *, backward: bool) -> Iterator[tuple[float, Jobs]]:
+    """Of the batch's own means and variances. The backward reads two tensors and writes one."""
+
+    def normalize(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.batch_norm(images, None, None, weight, bias, training=True)
+
+    for images in _growing_images(device, dtype):
+        scales = [image.new_ones(image.shape[1]) for image in images]
+        jobs = _on_images(normalize, zip(images, scales, map(torch.clone, scales), strict=True), backward=backward)
+        yield (3.0 if backward else 2.0) * images[0].nbytes, jobs
+
+
+def _pools(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, Jobs]]:
+    """Maxima of 3 x 3 pixels at every second one, with their places, which are written, too."""
+    pool = partial(F.max_pool2d, kernel_size=3, stride=2, padding=1, return_indices=True)
+    for images in _growing_images(device, dtype):
+        maxima, places = pool(images[0])
+        jobs = _on_images(pool, zip(images, strict=True), backward=False)
+        yield float(images[0].nbytes + maxima.nbytes + places.nbytes), jobs
+
+
+def _growing_images(device: torch.device, dtype: torch.dtype) -> Iterator[list[Tensor]]:
+    return (_tensors((2, 64, width, width), device, dtype) for width in (2**power for power in range(2, 9)))
+
+
+def _on_images(function: Callable[..., Any], groups: Iterable[Sequence[Tensor]], *, backward: bool) -> Jobs:
+    """A function of each group of tensors, or its gradients of all of them."""
+    if not backward:
+        return _kept([partial(function, *group) for group in groups])
+    jobs = list[Callable[[], object]]()
+    for group in groups:
+        result = function(*(tensor.requires_grad_() for tensor in group))
+        jobs.append(partial(torch.autograd.grad, result, group, torch.rand_like(result), retain_graph=True))
+    return _kept(jobs)
+
+
 def _elements(
     device: torch.device, dtype: torch.dtype, operator: Callable[[Tensor, Tensor], Tensor], touched: int
 ) -> Iterator[tuple[float, Jobs]]:
-    """Results are kept for a while, as autograd does: memory that comes anew costs more than memory that was there."""
     for num in (2**power for power in range(8, 25, 2)):
         given = _tensors((num,), device, dtype, 2)
-        kept = dict[int, Tensor]()
+        pairs = zip(given[::2], given[1::2], strict=True)
+        yield float(dtype.itemsize * touched * num), _kept([partial(operator, *pair) for pair in pairs])
 
-        def job(at: int, given: list[Tensor] = given, kept: dict[int, Tensor] = kept) -> None:
-            kept[at] = operator(given[at], given[at + 1])
 
-        yield float(dtype.itemsize * touched * num), [partial(job, at) for at in range(0, len(given), 2)]
+def _kept(jobs: Jobs) -> Jobs:
+    """Jobs whose results stay until their next turn, as autograd's do for a while: memory that comes anew costs more
+    than memory that was there.
+    """
+    kept = dict[int, object]()
+
+    def job(at: int, of: Callable[[], object]) -> None:
+        kept[at] = of()
+
+    return [partial(job, at, of) for at, of in enumerate(jobs)]
 
 
 def _updates(device: torch.device) -> Iterator[tuple[float, Jobs]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from partita.errors import ConfigError
 from partita.forecast.peak import NOTHING, Peaks, Size
@@ -22,8 +22,14 @@ from partita.forecast.storages import Mark, Storages
 from partita.parallel.pipeline.weights import Left
 from partita.parallel.tensor.functions import Entrance
 
-# Operators that compute a function of each element, or of each row, which takes longer than reading and writing it.
-_FUNCTIONS = re.compile(r"exp|log|gelu|silu|tanh|sigmoid|softmax|norm|erf|rsqrt|sin|cos|pow|div")
+# Kinds of operators that take longer than reading and writing takes, by what their names contain: the first counts. A
+# function is one of each element, or of each row.
+_KINDS = {
+    "batch_norm_backward": re.compile(r"batch_norm.*backward"),
+    "batch_norm": re.compile(r"batch_norm"),
+    "pool": re.compile(r"pool\dd(_with_indices)?$"),
+    "function": re.compile(r"exp|log|gelu|silu|tanh|sigmoid|softmax|norm|erf|rsqrt|sin|cos|pow|div"),
+}
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 # The phase, and the number of the block: before the first block's forward -1, from the last one's end to its backward
@@ -232,12 +238,18 @@ class Recorder(TorchDispatchMode):
         elif name == f"{_ATTENTION}_backward":
             flops = sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape)
             kind = "attention_backward"
+        elif name == "convolution":
+            flops, kind = conv_flop_count(args[0].shape, args[1].shape, result.shape, args[6]), name
+        elif name == "convolution_backward":
+            # As many for each gradient; torch's own count takes each group's channels for all channels.
+            each = conv_flop_count(args[1].shape, args[2].shape, args[0].shape, args[7])
+            flops, kind = each * sum(args[10][:2]), name
         elif packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=result)
         elif made or name.endswith("_"):
             work.moved_bytes += (moved := made + sum(leaf.nbytes for leaf in given))
             read = 2 * made if name == "embedding" else moved  # of whose table only some rows are read
-            work.jobs["function" if _FUNCTIONS.search(name) else "element", read] += 1
+            work.jobs[_kind_of(name), read] += 1
         else:
             return
         if flops:
@@ -311,6 +323,10 @@ class Recorder(TorchDispatchMode):
         if number == len(self._blocks) + 1:
             return self._end_of_backward
         return self._settled.get(number, self._end_of_backward)
+
+
+def _kind_of(name: str) -> str:
+    return next((kind for kind, pattern in _KINDS.items() if pattern.search(name)), "element")
 
 
 def _add(work: Work, more: Work) -> None:

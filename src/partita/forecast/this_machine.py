@@ -29,7 +29,7 @@ _RATES = ("disk", "copy")
 def measure_machine(ranks: int = 1, name: str = "this machine") -> Machine:
     """Measure it, with ``ranks`` processes: on a CPU its cores are divided among them, elsewhere each has a device.
 
-    It takes some twenty seconds, and says what these ranks reach beside each other: a plan is for as many. What is free
+    It takes about half a minute, and says what these ranks reach beside each other: a plan is for as many. What is free
     of each memory now counts as what there is.
 
     Raises:

@@ -19,6 +19,8 @@ from partita.planner.curve import Curve
 REACHED = 0.6
 # Seconds until a message to a neighbour begins to arrive, and until a GPU's next operator runs.
 LATENCY_S, LAUNCH_S = 10e-6, 5e-6
+# Kinds of jobs whose size is FLOPs. Libraries differ in how well they use a processor: convolutions are no products.
+BY_FLOPS = ("product", "attention", "attention_backward", "convolution", "convolution_backward")
 # What stays free: on the GPU its context and what an allocator loses to rounding, on the host the operating system's.
 DEVICE_SHARE, HOST_SHARE, DISK_SHARE = 0.94, 0.9, 0.95
 
@@ -33,9 +35,9 @@ class Machine:
     rates that training reaches. ``one_memory``: the device is the host's own processor.
 
     ``curves`` are of a machine that was measured: (kind, (size, seconds) at each size), of one job of a kind. Sizes are
-    FLOPs of ``product``, ``attention`` and ``attention_backward``; bytes read and written by an ``element`` operator,
-    by a ``function`` (an exponential, a norm, of each element) and by an ``update``; bytes that a rank sends in a
-    ``gather`` and in a ``reduce``. They count where there are any, and the rates above do not.
+    FLOPs of the kinds in :data:`BY_FLOPS`; bytes read and written by an ``element`` operator, by a ``function`` (an
+    exponential, a norm, of each element), by a ``batch_norm``, its backward, a ``pool`` and an ``update``; bytes that a
+    rank sends in a ``gather`` and in a ``reduce``. They count where there are any, and the rates above do not.
     """
 
     name: str

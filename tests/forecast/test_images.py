@@ -1,0 +1,116 @@
+"""What a machine was measured by for convolutions, batch norms and pooling is what their times follow from."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from partita.config.resolve import resolve
+from partita.config.schema import Config
+from partita.forecast.costs import Rates
+from partita.forecast.pieces import Work
+from partita.forecast.sized import size_model
+from partita.forecast.source import Source
+from partita.plan.mesh_shape import MeshShape
+from partita.planner.curve import Curve
+from partita.planner.group_units import group_units
+from partita.planner.machine import Machine, machine_of, plain_machine
+
+SAMPLES, CHANNELS, WIDTH = 2, 8, 8
+STANDS = {
+    "convolution": "product",
+    "convolution_backward": "product",
+    "batch_norm": "function",
+    "batch_norm_backward": "function",
+    "pool": "element",
+}
+
+
+class Scale(nn.Module):
+    """Images that have a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images * self.by
+
+
+def jobs_of(*layers: nn.Module, shape: tuple[int, ...] = (CHANNELS, WIDTH, WIDTH)) -> Counter[tuple[str, int]]:
+    """Of a forward and a backward, on images of a shape."""
+
+    def batch(samples: int, device: torch.device) -> tuple[Tensor]:
+        return (torch.zeros(samples, *shape, device=device),)
+
+    model = nn.Sequential(*layers)
+    sized = size_model(
+        Source("images", model, batch), group_units(model), resolve(Config(), 1, "cpu"), ("none",), SAMPLES
+    )
+    trace, jobs = sized.traces["none"], Counter[tuple[str, int]]()
+    for piece in (trace.before, *trace.blocks, trace.after):
+        jobs += piece.forward.jobs + piece.backward.jobs
+    return jobs
+
+
+def sizes(jobs: Counter[tuple[str, int]], kind: str) -> list[int]:
+    return [size for each, size in jobs.elements() if each == kind]
+
+
+FLOPS = 2 * SAMPLES * WIDTH**2
+CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "plain": (lambda: nn.Conv2d(8, 16, 3, padding=1), FLOPS * 16 * 8 * 9),
+    "in groups": (lambda: nn.Conv2d(8, 16, 3, padding=1, groups=4), FLOPS * 16 * 2 * 9),
+    "of each channel": (lambda: nn.Conv2d(8, 8, 3, padding=1, groups=8), FLOPS * 8 * 9),
+    "strided": (lambda: nn.Conv2d(8, 16, 2, stride=2), FLOPS // 4 * 16 * 8 * 4),
+    "transposed": (lambda: nn.ConvTranspose2d(8, 16, 2, stride=2), FLOPS * 16 * 8 * 4),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_convolution_is_one_job_forward_and_one_of_twice_its_size_backward(name: str) -> None:
+    make, flops = CONVOLUTIONS[name]
+    jobs = jobs_of(Scale(), make())
+    assert sizes(jobs, "convolution") == [flops]
+    assert sizes(jobs, "convolution_backward") == [2 * flops]
+    assert not sizes(jobs, "product")
+    first = jobs_of(make())
+    assert sizes(first, "convolution_backward") == [flops], "nobody asks for the gradient of what a model is given"
+
+
+@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(4)])
+def test_batch_norms_and_pools_are_kinds_of_their_own(pool: nn.Module) -> None:
+    jobs = jobs_of(Scale(), nn.BatchNorm2d(CHANNELS), pool, nn.LayerNorm(4))
+    assert [len(sizes(jobs, kind)) for kind in ("batch_norm", "batch_norm_backward", "pool")] == [1, 1, 1]
+    assert len(sizes(jobs, "function")) == 2  # the layer norm
+
+
+def machine(**seconds: float) -> Machine:
+    """A job of each kind takes so many, whatever its size."""
+    figures = dict.fromkeys(("memory", "tflops", "tflops_fp32", "memory_rate", "node_link", "host_memory"), 1.0)
+    figures |= dict.fromkeys(("host_link", "network", "host_rate", "disk", "disk_rate"), 1.0)
+    curves = tuple((kind, Curve(((1e18, of_job),))) for kind, of_job in seconds.items())
+    return Machine("mine", 1, curves=curves, **figures)
+
+
+def seconds(machine: Machine, jobs: Counter[tuple[str, int]]) -> float:
+    return Rates(machine, 1, "fp32").seconds(Work(jobs=jobs), MeshShape())
+
+
+@pytest.mark.parametrize("kind", STANDS)
+def test_in_a_file_without_a_kind_another_stands_for_it(kind: str) -> None:
+    plain = {"product": 2.0, "function": 3.0, "element": 5.0}
+    earlier = machine_of(plain_machine(machine(**plain)))
+    assert seconds(earlier, Counter({(kind, 100): 1})) == plain[STANDS[kind]]
+    assert seconds(machine(**plain, **{kind: 7.0}), Counter({(kind, 100): 1})) == 7.0
+
+
+def test_a_step_follows_its_convolutions_where_products_stay_as_fast() -> None:
+    jobs = jobs_of(Scale(), nn.Conv2d(CHANNELS, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(4 * 16, 4))
+    slow, fast = (
+        seconds(machine(product=1.0, element=1.0, convolution=each, convolution_backward=3 * each), jobs)
+        for each in (2.0, 1.0)
+    )
+    assert slow - fast == pytest.approx(2 * (1 + 3))

@@ -41,3 +41,16 @@ def test_backward_gathers_inside_the_node_where_it_has_a_second_part() -> None:
     full_s, _ = predicted({"zero": {"stage": 3}})
     near_s, _ = predicted({"zero": {"stage": 3, "hierarchical": True}})
     assert near_s / full_s == pytest.approx(2 / 3, rel=0.1)
+
+
+def test_a_local_step_has_its_part_of_the_round_s_end() -> None:
+    """Between nodes nothing else travels: in full what hybrid sharding sends in every step, as codes less."""
+
+    def apart(every: int, **communication: Any) -> float:
+        return predicted({"zero": {"stage": 1}, "communication": {"every": every, **communication}})[0]
+
+    each_s, _ = predicted({"zero": {"stage": 3, "replicate": "nodes"}})
+    assert apart(1) == pytest.approx(each_s, rel=0.1)
+    assert apart(1) / apart(10) == pytest.approx(10, rel=0.1)
+    codes = 256 * 4 / 56  # bytes of a block of values, and of what stands for it
+    assert apart(10) / apart(10, gradients="ternary") == pytest.approx(codes, rel=0.1)

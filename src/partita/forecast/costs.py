@@ -49,12 +49,13 @@ class Moves:
 
 @dataclass
 class Rates:
-    """A ``machine`` of which ``num_gpus`` train."""
+    """A ``machine`` of which ``num_gpus`` train. ``every``: local steps of a round, where replicas train apart."""
 
     machine: Machine
     num_gpus: int
     dtype: str
     num_moments: int = 2
+    every: int | None = None
     _moves: dict[int, tuple[PlannedUnit, Moves]] = field(default_factory=dict)
     _curves: dict[str, Curve] = field(init=False)
     _links: dict[tuple[tuple[str, ...], MeshShape], float] = field(default_factory=dict)
@@ -137,6 +138,18 @@ class Rates:
         moved = steps(row.grad_arrival, row.grad_step, mesh)
         return self._sent(segment, on_wires(moved, row.wires.gradients, row.wires.sums), row.grad_arrival)
 
+    def _meeting(self, units: Sequence[PlannedUnit]) -> float:
+        """Seconds of a round's end, in which replicas that train apart meet, of which each local step has its part."""
+        if not self.every:
+            return 0.0
+        found = 0.0
+        for segment in (segment for unit in units for segment in unit.segments if segment.trains):
+            row, part = segment.row, replace(segment.row.master, shard_axes=segment.row.part_axes)
+            found += self._sent(segment, segment.outer_steps(), row.outer_gradient) if row.apart_axes else 0.0
+            found += self._sent(segment, segment.outer_publication, part)
+            found += self._sent(segment, segment.publication, row.master)
+        return found / self.every
+
     def _sent(self, segment: PlannedSegment, ops: Sequence[Step], src: Residence) -> float:
         """Seconds of ``ops`` from ``src`` on. Codes are made, and read, as fast as memory is."""
         padded, mesh = segment.layout.padded, segment.mesh
@@ -197,6 +210,8 @@ class Rates:
         # Where the ranks compute on the cores that also copy between them, nothing is beside anything.
         ranks = DEVICE if self.machine.one_memory else RANKS
         found = step_time(times, num_micros, reduces_each=not row.grad_between.partial_axes, ranks=ranks, jobs=jobs)
+        if meeting := self._meeting(units):
+            found = StepTime(found.total_s + meeting, found.compute_s, {**found.waits_s, "rounds": meeting})
         if mesh.pipeline == 1:
             return found
         sent = [trace.blocks[start or stop].received_bytes for start, stop in stage.chunks]

@@ -88,10 +88,13 @@ class GivenPlan:
     def time(self, machine: Machine) -> StepTime:
         """Of the slower end of the pipeline."""
         resolved = self.resolved
-        rates = Rates(machine, resolved.mesh.num_ranks, machine.compute_dtype, self.num_moments)
-        micros = resolved.batch.accumulate
+        rates, micros = self._rates(machine), resolved.batch.accumulate
         times = (rates.step(self.sized, stage, units, self.trace, micros) for stage, units in self.units.items())
         return max(times, key=lambda time: time.total_s)
+
+    def _rates(self, machine: Machine) -> Rates:
+        num_ranks, every = self.resolved.mesh.num_ranks, self.resolved.config.communication.every
+        return Rates(machine, num_ranks, machine.compute_dtype, self.num_moments, every)
 
     def write_trace(self, path: Path, machine: Machine, more: Sequence[dict[str, Any]] = ()) -> None:
         """Write a step of the pipeline's first stage for Perfetto (ui.perfetto.dev) or chrome://tracing, compressed
@@ -119,7 +122,7 @@ class GivenPlan:
             write_trace(path, {**content, "traceEvents": kept + self._rows(machine, int(1e3 * min(starts)))})
 
     def _rows(self, machine: Machine, start_ns: int) -> list[dict[str, Any]]:
-        rates = Rates(machine, self.resolved.mesh.num_ranks, machine.compute_dtype, self.num_moments)
+        rates = self._rates(machine)
         stage, jobs = self.stages[0], list[Job]()
         rates.step(self.sized, stage, self.units[stage], self.trace, self.resolved.batch.accumulate, jobs)
         names = [self.sized.specs[number].name or "the model itself" for number in stage.units]

@@ -123,7 +123,8 @@ class Search:
     def __post_init__(self) -> None:
         self.budget = self.machine.budget(self.num_gpus)
         self.dtype = self.dtype or self.machine.compute_dtype
-        self.rates = Rates(self.machine, self.num_gpus, self.dtype, self.num_moments)
+        every = self.config.communication.every
+        self.rates = Rates(self.machine, self.num_gpus, self.dtype, self.num_moments, every)
         self._specs = group_units(self.source.model, self.config.zero.units)
         self._cuts = Cuts(self.source.model)
 

@@ -51,7 +51,7 @@ class FusedOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has operands or a gradient."""
-        loss = None if closure is None else closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for param in group["params"]:
                 operands = self.operands.get(param) or _own_operands(param)

@@ -37,7 +37,7 @@ class OnebitAdam(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient."""
-        loss = None if closure is None else closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:

@@ -1,6 +1,6 @@
 """First values for modules that were built on the ``meta`` device, by their own means."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,21 +10,36 @@ from partita.errors import ConfigError
 from partita.memory import accelerator
 
 
-def initialize_module(model: nn.Module, module: nn.Module, name: str, device: torch.device) -> None:
-    """Let a module fill its own parameters, which have memory by now, and its buffers, which get it here.
+def initialize_modules(
+    model: nn.Module, modules: Sequence[tuple[str, nn.Module]], given: Iterable[Tensor], device: torch.device
+) -> None:
+    """Let modules, each with its path, fill their own parameters, which have memory by now, and their buffers, which
+    get it here. The ``given`` parameters, and buffers that are not on the ``meta`` device, keep their values.
 
     A Hugging Face model fills its modules by ``_init_weights``; any other module by ``reset_parameters``.
 
     Raises:
         ConfigError: neither is there, or a value is left without having been written.
     """
-    if accelerator.is_simulated(device):  # nothing has values
+    if accelerator.is_simulated(device) or not modules:  # nothing has values
         return
+    buffers = [buffer for _, module in modules for buffer in module._buffers.values() if buffer is not None]
+    kept = [(t, t.detach().clone()) for t in (*given, *(buffer for buffer in buffers if not buffer.is_meta))]
+    try:
+        for path, module in modules:
+            _initialize(model, module, path, device, {id(tensor) for tensor, _ in kept})
+    finally:
+        with torch.no_grad():
+            for tensor, values in kept:
+                tensor.copy_(values)
+
+
+def _initialize(model: nn.Module, module: nn.Module, path: str, device: torch.device, kept: Container[int]) -> None:
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[key] = torch.empty_like(buffer, device=device)
     values = {**module._parameters, **module._buffers}
-    tensors = {key: value for key, value in values.items() if value is not None}
+    tensors = {key: value for key, value in values.items() if value is not None and id(value) not in kept}
     by_model: Callable[[nn.Module], Any] | None = getattr(model, "_init_weights", None)
     own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     with torch.no_grad():
@@ -37,7 +52,7 @@ def initialize_module(model: nn.Module, module: nn.Module, name: str, device: to
         for key, tensor in tensors.items():
             if _is_blank(tensor):
                 raise ConfigError(
-                    f"'{f'{name}.{key}' if name else key}' is on the meta device, and {type(module).__name__} has no "
+                    f"'{f'{path}.{key}' if path else key}' is on the meta device, and {type(module).__name__} has no "
                     "reset_parameters() that fills it: add that method, or build the model on a real device"
                 )
 

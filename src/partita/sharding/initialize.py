@@ -38,8 +38,9 @@ def _initialize(model: nn.Module, module: nn.Module, path: str, device: torch.de
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[key] = torch.empty_like(buffer, device=device)
-    values = {**module._parameters, **module._buffers}
-    tensors = {key: value for key, value in values.items() if value is not None and id(value) not in kept}
+    values = {key: value for key, value in (*module._parameters.items(), *module._buffers.items()) if value is not None}
+    # Parameters without memory get their values elsewhere.
+    tensors = {key: value for key, value in values.items() if not value.is_meta and id(value) not in kept}
     by_model: Callable[[nn.Module], Any] | None = getattr(model, "_init_weights", None)
     own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     with torch.no_grad():

@@ -147,9 +147,12 @@ class Masked(nn.Module):
         self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
         self.register_buffer("mask", torch.ones(WIDTH), persistent=False)
 
+        self.register_buffer("table", torch.arange(4), persistent=False)
+
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
         self.mask.fill_(1.0)
+        self.table = torch.arange(4)
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight * self.mask
@@ -163,6 +166,7 @@ def part_of_a_module(config: dict[str, Any]) -> None:
     assert "1.bias" in model.load_state_dict(values, strict=False, assign=True).missing_keys
     with partita.initialize(model, config) as engine:
         assert torch.equal(model[0].mask, torch.ones(WIDTH))
+        assert torch.equal(model[0].table, torch.arange(4))
         assert torch.equal(model[2].running_var, torch.ones(WIDTH))
         found = engine.state_dict()
     if rank() == 0:

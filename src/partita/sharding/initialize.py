@@ -40,22 +40,25 @@ def _initialize(model: nn.Module, module: nn.Module, path: str, device: torch.de
             module._buffers[key] = torch.empty_like(buffer, device=device)
     values = {key: value for key, value in (*module._parameters.items(), *module._buffers.items()) if value is not None}
     # Parameters without memory get their values elsewhere.
-    tensors = {key: value for key, value in values.items() if not value.is_meta and id(value) not in kept}
+    fresh = {key: value for key, value in values.items() if not value.is_meta and id(value) not in kept}
     by_model: Callable[[nn.Module], Any] | None = getattr(model, "_init_weights", None)
     own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+    def left_blank() -> str | None:
+        return next((key for key in fresh if _is_blank(getattr(module, key))), None)  # a buffer may be another now
+
     with torch.no_grad():
-        for tensor in tensors.values():
+        for tensor in fresh.values():
             _blank(tensor)
         if by_model is not None:
             by_model(module)
-        if own is not None and (by_model is None or any(_is_blank(t) for t in tensors.values())):
+        if own is not None and (by_model is None or left_blank() is not None):
             own()
-        for key, tensor in tensors.items():
-            if _is_blank(tensor):
-                raise ConfigError(
-                    f"'{f'{path}.{key}' if path else key}' is on the meta device, and {type(module).__name__} has no "
-                    "reset_parameters() that fills it: add that method, or build the model on a real device"
-                )
+        if (key := left_blank()) is not None:
+            raise ConfigError(
+                f"'{f'{path}.{key}' if path else key}' is on the meta device, and {type(module).__name__} has no "
+                "reset_parameters() that fills it: add that method, or build the model on a real device"
+            )
 
 
 def _blank(tensor: Tensor) -> None:

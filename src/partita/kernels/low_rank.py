@@ -39,7 +39,9 @@ class LowRank:
     def start(self, rows: int, columns: int, seed: int, device: torch.device) -> Tensor:
         """The first ``right``: the same on every rank that gives the same seed."""
         generator = torch.Generator().manual_seed(seed)
-        return torch.randn(columns, min(self.rank, rows, columns), generator=generator).to(device)
+        return torch.randn(
+            columns, min(self.rank, rows, columns), generator=generator, dtype=torch.float32, device="cpu"
+        ).to(device)
 
 
 def left_factor(matrix: Tensor, right: Tensor) -> Tensor:

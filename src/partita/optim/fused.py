@@ -62,7 +62,7 @@ class FusedOptimizer(Optimizer):
     def _state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]
         if "step" not in state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         dtypes = self._dtypes(group)
         if any(key not in state for key in dtypes):
             state.update({key: _zeros(key, param, dtype) for key, dtype in dtypes.items()})

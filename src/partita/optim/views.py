@@ -41,7 +41,7 @@ class View:
         self.lent = master.tier is Tier.DISK or master.encoding == SPLIT  # connected while it is updated
         device = segment.full.device
         where = device if master.tier is Tier.DEVICE else host_of(device)
-        self.tensor = nn.Parameter(torch.empty(0, device=where), requires_grad=True)
+        self.tensor = nn.Parameter(torch.empty(0, dtype=torch.float32, device=where), requires_grad=True)
         if segment.master is not None and not self.lent:
             self.connect(segment.master.lend().tensor)
 

@@ -171,7 +171,7 @@ class Feedback:
         target: Tensor,
     ) -> None:
         """Have all ranks' ``target`` be what the ranks that own parts have of the members."""
-        row = torch.zeros(self._layout.num_columns, device=movement.device)
+        row = torch.zeros(self._layout.num_columns, dtype=torch.float32, device=movement.device)
         for member in members:
             if (values := average_of(member)) is not None:
                 for piece in (piece for piece in self._layout.pieces[id(member)] if piece.row == self._row):

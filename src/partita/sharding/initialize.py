@@ -54,9 +54,9 @@ def _initialize(model: nn.Module, module: nn.Module, path: str, device: torch.de
             by_model(module)
         if own is not None and (by_model is None or left_blank() is not None):
             own()
-        if (key := left_blank()) is not None:
+        if (blank := left_blank()) is not None:
             raise ConfigError(
-                f"'{f'{path}.{key}' if path else key}' is on the meta device, and {type(module).__name__} has no "
+                f"'{f'{path}.{blank}' if path else blank}' is on the meta device, and {type(module).__name__} has no "
                 "reset_parameters() that fills it: add that method, or build the model on a real device"
             )
 

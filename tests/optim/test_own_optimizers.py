@@ -1,4 +1,4 @@
-"""Optimizers of our own keep torch's contract of a closure: it may run forward and backward itself."""
+"""Optimizers of our own keep torch's contracts: closures may run forward and backward, and steps are counted exactly."""
 
 from collections.abc import Callable
 
@@ -39,3 +39,18 @@ def test_closure(name: str) -> None:
     assert optimizer.step(closure).item() == 3.0
     assert not one.equal(torch.ones(3))
     assert one.equal(other)
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_steps_are_counted_in_any_default_dtype(name: str) -> None:
+    """In bf16 257 is 256."""
+    param = nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    optimizer = MAKES[name]([param])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for _ in range(300):
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert float(optimizer.state[param]["step"]) == 300.0

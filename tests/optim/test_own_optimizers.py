@@ -1,4 +1,4 @@
-"""Optimizers of our own keep torch's contracts: closures may run forward and backward, and steps are counted exactly."""
+"""Optimizers of our own keep torch's contracts: closures may run forward and backward; steps are counted exactly."""
 
 from collections.abc import Callable
 

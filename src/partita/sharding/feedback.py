@@ -179,9 +179,10 @@ class Feedback:
                     piece.of(row).copy_(values[begin : begin + piece.stop - piece.start])
         finish_all(movement.begin(self._full_carriage, row, target, purpose="gradients"))
 
-    def take_out(self, summed: Tensor) -> None:
-        """Of this rank's row of the sums, what of it is no gradient."""
+    def take_out(self, summed: Tensor, rate_of: Callable[[Member], float]) -> None:
+        """See :meth:`~partita.sharding.held_back.HeldBack.take_out_carriers`. ``summed``: this rank's row."""
         if self.carrier is not None:
+            self.carrier.note_rates(rate_of)
             self.carrier.take_out(summed, self._row)
 
     def commit(self, unused: Iterable[Sequence[Piece]]) -> None:

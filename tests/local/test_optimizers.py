@@ -337,6 +337,19 @@ def with_state_under_tensor() -> None:
         torch.testing.assert_close(weights[name], param.detach(), rtol=1e-4, atol=1e-6, msg=name)
 
 
+def with_state_under_pipeline() -> None:
+    """What other stages hold takes no memory here."""
+    model = Stack(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    square_loss(model, 0, 100).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with partita.initialize(model, {"parallel": {"pipeline": 2}}, optimizer=optimizer):
+        own = {param for group in optimizer.param_groups for param in group["params"]}
+        assert 0 < len(own) < len(list(model.parameters()))
+        assert set(optimizer.state) == own
+
+
 def part_of_the_model() -> None:
     """Parameters that no group holds are left alone."""
 
@@ -569,6 +582,10 @@ def test_optimizer_that_has_state() -> None:
 
 def test_optimizer_that_has_state_under_tensor() -> None:
     pool.run(2, with_state_under_tensor)
+
+
+def test_optimizer_that_has_state_under_pipeline() -> None:
+    pool.run(2, with_state_under_pipeline)
 
 
 def test_optimizer_of_a_part_of_the_model() -> None:

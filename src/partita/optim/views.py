@@ -122,6 +122,7 @@ class Views:
                 if view is None:
                     if (name := self._elsewhere.get(id(param))) is not None:
                         self.names_in_groups[number].append(name)
+                    optimizer.state.pop(param, None)
                     continue
                 if param is not view.tensor:
                     self._take(number, view)

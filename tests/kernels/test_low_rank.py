@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from partita.errors import PartitaError
-from partita.kernels.low_rank import LowRank, left_factor, orthogonal, product, right_factor
+from partita.kernels.low_rank import first_right, left_factor, orthogonal, product, right_factor
 
 DEVICE = torch.device("cpu")
 
@@ -19,10 +19,10 @@ def mean_of(matrices: list[Tensor], right: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("rank", [1, 3, 8])
 def test_a_mean_of_enough_rank_is_found_exactly(rank: int) -> None:
     """Of other matrices on each rank, whose mean has the rank."""
-    codec, mean = LowRank(rank), torch.randn(40, rank) @ torch.randn(rank, 24)
+    mean = torch.randn(40, rank) @ torch.randn(rank, 24)
     noise = torch.randn(40, 24)
     matrices = [mean + noise, mean - noise]
-    right = codec.start(40, 24, 5, DEVICE)
+    right = first_right(24, rank, 5, DEVICE)
     for _ in range(2):
         left, right = mean_of(matrices, right)
     torch.testing.assert_close(product(left, right), mean, rtol=1e-3, atol=1e-4 * float(noise.abs().max()))
@@ -34,15 +34,14 @@ def test_the_best_rank_is_approached_step_by_step() -> None:
     values = 0.5 ** torch.arange(32.0)
     matrix = u * values @ v
     best = values[4:].square().sum().sqrt()
-    right = LowRank(4).start(48, 32, 1, DEVICE)
+    right = first_right(32, 4, 1, DEVICE)
     for _ in range(8):
         left, right = mean_of([matrix], right)
     assert torch.linalg.matrix_norm(matrix - product(left, right)) < 1.01 * best
 
 
 def test_feedback_telescopes() -> None:
-    ranks, codec = 3, LowRank(2)
-    right = codec.start(20, 30, 2, DEVICE)
+    ranks, right = 3, first_right(30, 2, 2, DEVICE)
     held, sent, given = [torch.zeros(20, 30) for _ in range(ranks)], torch.zeros(20, 30), torch.zeros(20, 30)
     for _ in range(20):
         matrices = [torch.randn(20, 30) for _ in range(ranks)]
@@ -61,12 +60,6 @@ def test_columns_without_anything_new_are_zero() -> None:
     torch.testing.assert_close(basis.T @ basis, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_bytes_and_errors() -> None:
-    codec = LowRank(4)
-    left, right = mean_of([torch.randn(100, 60)], codec.start(100, 60, 0, DEVICE))
-    assert codec.num_bytes(100, 60) == left.nbytes + right.nbytes
-    assert codec.num_bytes(2, 100) == 2 * 102 * 4  # no more columns than the matrix has rank
-    with pytest.raises(PartitaError, match="rank of a low-rank codec must be at least 1, got 0"):
-        LowRank(0)
+def test_what_is_no_matrix() -> None:
     with pytest.raises(PartitaError, match=r"takes matrices; got a tensor of shape \(5,\)"):
-        left_factor(torch.zeros(5), right)
+        left_factor(torch.zeros(5), first_right(5, 1, 0, DEVICE))

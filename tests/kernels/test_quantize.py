@@ -122,3 +122,16 @@ def test_what_is_not_finite_spoils_its_block_alone(bad: float) -> None:
         assert not values[256:512].isfinite().all()
         assert values[:256].isfinite().all()
         assert values[512:].isfinite().all()
+
+
+def test_codes_are_the_same_in_any_default_dtype() -> None:
+    """Also of the largest magnitudes, whose codes are the last ones."""
+    ones, steps = torch.ones(256), range(1, 41)
+    expected = [encode(ones, ones, step) for step in steps]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = [encode(ones, ones, step) for step in steps]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(expected, found, strict=True):
+        assert all(map(torch.equal, one, other))

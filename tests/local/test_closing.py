@@ -113,6 +113,19 @@ def freed(config: Config[str, Any], close: bool) -> None:
     assert not _left(_threads)
 
 
+def exception_hook_of_several() -> None:
+    """Engines of one process tell of an error that ends it; closed in any order, they leave Python's hook as it was."""
+    before = sys.excepthook
+    engines = [partita.initialize(Stack(2), {}) for _ in range(3)]
+    assert sys.excepthook is not before
+    seen = [weakref.ref(engine.mesh.watchdog) for engine in engines]
+    for number in (1, 0, 2):
+        engines[number].close()
+    assert sys.excepthook is before
+    del engines
+    assert not _left(lambda: ["a watchdog" for ref in seen if ref() is not None])
+
+
 def _hooks(model: nn.Module) -> list[Any]:
     """What a model's modules carry beside their parameters, buffers and children."""
     carried: list[Any] = []
@@ -274,6 +287,10 @@ def connections_ended() -> None:
 def test_connections_end_with_the_engine() -> None:
     """What is left of one at the end of the process can abort it."""
     pool.run(2, connections_ended, with_group=False)
+
+
+def test_closed_in_any_order() -> None:
+    pool.run(2, exception_hook_of_several)
 
 
 @matrix(world=[1, 2], name=SETTINGS)

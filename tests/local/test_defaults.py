@@ -20,6 +20,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "precision": {"compute": "bf16", "master": "split", "moments": "int8", "gradients": "in_backward"},
     },
     "offloaded": {"zero": {"stage": 3, "offload": {"optimizer": "disk"}}},
+    "low rank": {"communication": {"gradients": "low_rank"}},
+    "local steps": {"communication": {"every": 2, "replicas": 2}},
+    **{
+        name: {
+            "optimizer": {"name": name},
+            "communication": {"gradients": "onebit", "warmup_steps": 1},
+        }
+        for name in ("onebit_adam", "onebit_lamb")
+    },
+    "carrier": {
+        "optimizer": {"name": "onebit_adam"},
+        "communication": {"gradients": "onebit", "parameters": "int8", "carrier": 0.9, "warmup_steps": 1},
+    },
+    "zeroone_adam": {"optimizer": {"name": "zeroone_adam"}, "communication": {"gradients": "onebit"}},
 }
 
 

@@ -139,6 +139,42 @@ def half_meta() -> None:
         assert torch.equal(model.blocks[1].norm.weight, torch.ones(WIDTH))
 
 
+class Masked(nn.Module):
+    """Has a buffer that is in no state dict beside a parameter that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+        self.register_buffer("mask", torch.ones(WIDTH), persistent=False)
+
+        self.register_buffer("table", torch.arange(4), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        self.mask.fill_(1.0)
+        self.table = torch.arange(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight * self.mask
+
+
+def part_of_a_module(config: dict[str, Any]) -> None:
+    """What was loaded with ``assign=True`` beside what is on meta is not initialized again."""
+    model = on_meta(lambda: nn.Sequential(Masked(), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
+    loaded = {"0.weight": (WIDTH, WIDTH), "1.weight": (WIDTH, WIDTH), "2.bias": (WIDTH,), "2.running_mean": (WIDTH,)}
+    values = {name: torch.full(shape, 7.0) for name, shape in loaded.items()}
+    assert "1.bias" in model.load_state_dict(values, strict=False, assign=True).missing_keys
+    with partita.initialize(model, config) as engine:
+        assert torch.equal(model[0].mask, torch.ones(WIDTH))
+        assert torch.equal(model[0].table, torch.arange(4))
+        assert torch.equal(model[2].running_var, torch.ones(WIDTH))
+        found = engine.state_dict()
+    if rank() == 0:
+        assert all(torch.equal(found[name], value) for name, value in values.items())
+        assert 0 < found["1.bias"].abs().max() <= WIDTH**-0.5
+        assert torch.equal(found["2.weight"], torch.ones(WIDTH))
+
+
 def same_buffers(module: nn.Module, expected: nn.Module) -> None:
     buffers = dict(module.named_buffers())
     assert list(buffers) == [name for name, _ in expected.named_buffers()]
@@ -225,6 +261,11 @@ def test_modules_that_cannot_fill_themselves_are_named() -> None:
 
 def test_partly_on_meta() -> None:
     pool.run(2, half_meta)
+
+
+@pytest.mark.parametrize("config", [{}, {"zero": {"stage": 3}}, {"parallel": {"tensor": 2}}], ids=repr)
+def test_part_of_a_module_on_meta(config: dict[str, Any]) -> None:
+    pool.run(2, part_of_a_module, config)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "mixtral"])

@@ -16,7 +16,7 @@ from partita import ConfigError, PartitaError
 from partita.optim import traits
 from tests import seeds
 from tests.local import pool
-from tests.local.training import PLANS, Stack, rank, square_loss, whole_weights, world
+from tests.local.training import PLANS, WIDTH, Stack, rank, square_loss, whole_weights, world
 from tests.matrix import matrix
 
 SHARDED = {name: zero for name, zero in PLANS.items() if zero["stage"]}
@@ -309,6 +309,47 @@ def with_state() -> None:
         assert held < 1.5 * elements, "of two moments for each element, this rank holds half"
 
 
+def with_state_under_tensor() -> None:
+    """Each rank goes on with its part of the state, as plain PyTorch does with all of it."""
+
+    def used() -> tuple[nn.Module, Optimizer]:
+        seeds.start()
+        model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+        square_loss(model, 0, 100).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return model, optimizer
+
+    plain, optimizer = used()
+    for step in range(3):
+        square_loss(plain, 0, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model, optimizer = used()
+    with partita.initialize(model, {"parallel": {"tensor": 2}}, optimizer=optimizer) as engine:
+        assert sum(param.numel() for param in model.parameters()) < sum(param.numel() for param in plain.parameters())
+        for step in range(3):
+            engine.backward(square_loss(engine, 0, step))
+            engine.step()
+        weights = whole_weights(engine)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(weights[name], param.detach(), rtol=1e-4, atol=1e-6, msg=name)
+
+
+def with_state_under_pipeline() -> None:
+    """What other stages hold takes no memory here."""
+    model = Stack(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    square_loss(model, 0, 100).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with partita.initialize(model, {"parallel": {"pipeline": 2}}, optimizer=optimizer):
+        own = {param for group in optimizer.param_groups for param in group["params"]}
+        assert 0 < len(own) < len(list(model.parameters()))
+        assert set(optimizer.state) == own
+
+
 def part_of_the_model() -> None:
     """Parameters that no group holds are left alone."""
 
@@ -537,6 +578,14 @@ def test_optimizer_of_the_config(section: dict[str, Any], plan: str) -> None:
 
 def test_optimizer_that_has_state() -> None:
     pool.run(2, with_state)
+
+
+def test_optimizer_that_has_state_under_tensor() -> None:
+    pool.run(2, with_state_under_tensor)
+
+
+def test_optimizer_that_has_state_under_pipeline() -> None:
+    pool.run(2, with_state_under_pipeline)
 
 
 def test_optimizer_of_a_part_of_the_model() -> None:

@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from partita.huggingface.weights import Weights
 from partita.plan.box import Box
 from partita.plan.span import QUANTUM
 from tests.local import pool
-from tests.local.training import rank, whole_weights
+from tests.local.training import WIDTH, rank, whole_weights
 
 OFFLOADS = ({}, {"parameters": "host"}, {"parameters": "disk", "optimizer": "disk"})
 
@@ -75,6 +76,20 @@ def differ(file: Path) -> None:
             partita.initialize(Shapes(), {"zero": {"stage": 3}}, weights=own)
 
 
+def without_a_bias(file: Path, config: dict[str, Any]) -> None:
+    """A parameter that the file lacks is its module's own, beside one that the file has."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = partita.initialize(model, config, weights=file)
+    with engine:
+        found = engine.state_dict()
+    if rank() == 0:
+        assert all(torch.equal(found[name], value) for name, value in load_file(file).items())
+        assert 0 < found["1.bias"].abs().max() <= WIDTH**-0.5
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     torch.manual_seed(torch.seed())
@@ -96,3 +111,14 @@ def test_each_rank_reads_its_part(world: int, meta: bool, offload: dict[str, str
 
 def test_ranks_with_other_files_are_told(file: Path) -> None:
     pool.run(2, differ, file)
+
+
+@pytest.mark.parametrize("config", [{"zero": {"stage": 3}}, {"parallel": {"tensor": 2}}], ids=repr)
+def test_a_bias_that_the_file_lacks(config: dict[str, Any], tmp_path: Path) -> None:
+    weights = {
+        "0.weight": torch.randn(WIDTH, WIDTH),
+        "0.bias": torch.randn(WIDTH),
+        "1.weight": torch.ones(WIDTH, WIDTH),
+    }
+    save_file(weights, tmp_path / "model.safetensors")
+    pool.run(2, without_a_bias, tmp_path / "model.safetensors", config)

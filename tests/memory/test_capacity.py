@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from partita.config.schema import Offload
 from partita.errors import PartitaError
-from partita.memory import accelerator, capacity
+from partita.memory import accelerator, capacity, room
 from partita.memory.capacity import DEVICE_SHARE, DISK_SHARE, free_budget, free_now, host_memory
 from partita.memory.disk import filesystem_in_memory
 
@@ -43,6 +44,16 @@ def test_what_is_free_now(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "free_bytes", lambda device: 1_000 * len(calls))
     assert free_now(torch.device("xpu")) == 1_000
     assert calls == ["xpu"]
+
+
+def test_memory_that_pytorch_only_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of an earlier engine in the process neither moves states off the device nor refuses them."""
+    kept = [600]
+    monkeypatch.setattr(accelerator, "reclaim", lambda device: kept.clear())
+    monkeypatch.setattr(accelerator, "free_bytes", lambda device: 1_000 - sum(kept))
+    assert free_budget(torch.device("xpu"), Offload()).device == int(DEVICE_SHARE * 1_000)
+    kept.append(600)
+    assert room._free(nn.Module(), torch.device("xpu")).device == 1_000
 
 
 def test_files_in_memory_are_no_disk(tmp_path: Path) -> None:

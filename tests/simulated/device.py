@@ -88,6 +88,7 @@ def _module(native: Any) -> ModuleType:
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "mem_get_info": lambda device=None: (native.memory()[2] - native.memory()[0], native.memory()[2]),
+        "empty_cache": lambda: None,
         "memory_allocated": lambda device=None: native.memory()[0],
         "max_memory_allocated": lambda device=None: native.memory()[1],
         "cudart": lambda: _Runtime(native),

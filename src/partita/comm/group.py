@@ -105,12 +105,12 @@ class Group:
         with self._explained("all-to-all of gradients"):
             self.transport.all_to_all(arriving, leaving, "gradients")
 
-    def all_reduce(self, tensor: Tensor, purpose: str = "control") -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum ``tensor`` over the ranks, in place. For small or rare tensors: the order of the sum is the backend's."""
         if self.size == 1:
             return tensor
-        self._count("all_reduce", purpose, 2 * (self.size - 1) * tensor.nbytes // self.size)
-        with self._explained(f"all-reduce of {purpose}"):
+        self._count("all_reduce", "control", 2 * (self.size - 1) * tensor.nbytes // self.size)
+        with self._explained("all-reduce of control"):
             self.transport.all_reduce(tensor)
         return tensor
 

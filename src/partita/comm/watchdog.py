@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -49,6 +50,7 @@ class Watchdog:
         self._description: str | None = None
         self._hook = sys.excepthook
         sys.excepthook = self._on_exception
+        _hooked.add(self)
         self._thread = threading.Thread(target=self._watch, name="partita watchdog", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -178,3 +180,9 @@ class Watchdog:
             self._thread.join(STORE_TIMEOUT_S)
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._hook
+        for later in _hooked:  # engines are closed in any order
+            if later._hook == self._on_exception:
+                later._hook = self._hook
+
+
+_hooked = weakref.WeakSet[Watchdog]()  # each calls what was Python's hook before its own

@@ -6,40 +6,19 @@ them up: ``left`` [rows, rank] is summed, made orthogonal on every rank alike, a
 with it. What of the matrix the product does not give back is for the caller to hold (error feedback).
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from partita.errors import PartitaError
-from partita.plan.residence import FP32
 
 # Columns that are (up to rounding) in the span of those before become zero, and stand for nothing.
 _NEGLIGIBLE = 1e-6
 
 
-@dataclass(frozen=True)
-class LowRank:
-    """The codec of matrices ``[rows, columns]`` by two factors of ``rank`` columns, in fp32.
-
-    Raises:
-        PartitaError: ``rank`` is below 1.
-    """
-
-    rank: int
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise PartitaError(f"the rank of a low-rank codec must be at least 1, got {self.rank}")
-
-    def num_bytes(self, rows: int, columns: int) -> int:
-        """Of both factors."""
-        return (rows + columns) * min(self.rank, rows, columns) * FP32.itemsize
-
-    def start(self, rows: int, columns: int, seed: int, device: torch.device) -> Tensor:
-        """The first ``right``: the same on every rank that gives the same seed."""
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(columns, min(self.rank, rows, columns), generator=generator).to(device)
+def first_right(columns: int, rank: int, seed: int, device: torch.device) -> Tensor:
+    """The ``right`` to start from: the same on every rank that gives the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(columns, rank, generator=generator, dtype=torch.float32, device="cpu").to(device)
 
 
 def left_factor(matrix: Tensor, right: Tensor) -> Tensor:

@@ -79,7 +79,11 @@ def _decode(codes: Tensor, scale: Tensor, reach: float, beta: float) -> Tensor:
 def _encode(magnitudes: Tensor, scale: Tensor, reach: float, dither: Tensor) -> Tensor:
     """The codes, and below them the bits that are to be cut."""
     # Not `reach / scale`: torch would multiply by a rounded reciprocal.
-    u = magnitudes * _spread(torch.div(torch.tensor(reach, device="cpu"), scale), magnitudes.numel()) + 1.0
+    u = (
+        magnitudes
+        * _spread(torch.div(torch.tensor(reach, dtype=torch.float32, device="cpu"), scale), magnitudes.numel())
+        + 1.0
+    )
     return u.view(torch.int32) + dither.to(torch.int32) - _ONE
 
 

@@ -29,7 +29,7 @@ def free_budget(device: torch.device, offload: Offload) -> MemoryBudget:
     host, disk = host_memory()[1], int(DISK_SHARE * _free_disk(scratch_folder(offload)))
     if accelerator.is_host(device):
         return MemoryBudget(int(DEVICE_SHARE * host), 0, disk, one_memory=True)
-    return MemoryBudget(int(DEVICE_SHARE * accelerator.free_bytes(device)), int(HOST_SHARE * host), disk)
+    return MemoryBudget(int(DEVICE_SHARE * free_now(device)), int(HOST_SHARE * host), disk)
 
 
 def free_now(device: torch.device) -> int:

@@ -8,7 +8,7 @@ from torch import nn
 
 from partita.errors import PartitaError
 from partita.memory import accelerator
-from partita.memory.capacity import host_memory
+from partita.memory.capacity import free_now, host_memory
 from partita.plan.residence import Tier
 from partita.planner.blueprint import Blueprint
 from partita.planner.budget import MemoryBudget
@@ -66,7 +66,7 @@ def _free(model: nn.Module, device: torch.device) -> MemoryBudget:
     host = host_memory()[1] + _bytes_on(model, accelerator.HOST)
     if accelerator.is_host(device):
         return MemoryBudget(host, 0, _UNKNOWN, one_memory=True)
-    return MemoryBudget(accelerator.free_bytes(device) + _bytes_on(model, device), host, _UNKNOWN)
+    return MemoryBudget(free_now(device) + _bytes_on(model, device), host, _UNKNOWN)
 
 
 def _bytes_on(model: nn.Module, device: torch.device) -> int:

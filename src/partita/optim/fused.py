@@ -51,7 +51,7 @@ class FusedOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has operands or a gradient."""
-        loss = None if closure is None else closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for param in group["params"]:
                 operands = self.operands.get(param) or _own_operands(param)
@@ -62,7 +62,7 @@ class FusedOptimizer(Optimizer):
     def _state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]
         if "step" not in state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         dtypes = self._dtypes(group)
         if any(key not in state for key in dtypes):
             state.update({key: _zeros(key, param, dtype) for key, dtype in dtypes.items()})

@@ -37,7 +37,7 @@ class OnebitAdam(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient."""
-        loss = None if closure is None else closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -58,7 +58,8 @@ class OnebitAdam(Optimizer):
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[param], group["betas"]
         if not state:
-            state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+            averages = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+            state.update(step=torch.tensor(0.0, dtype=torch.float32, device="cpu"), **averages)
         average, second = state["exp_avg"], state["exp_avg_sq"]
         if group["averaged"]:
             average.copy_(grad)

@@ -82,7 +82,8 @@ class OnebitLamb(OnebitAdam):
             state.update({key: torch.zeros_like(param) for key in _PER_ELEMENT})
             # Updates in the warm-up and in all, the running average of trust ratios, what multiplied that in the last
             # step, and the ratio of the step that comes.
-            state.update(step=torch.tensor(0.0), updates=0, trust=0.0, factor=1.0, ratio=NOT_TOLD)
+            num_steps = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+            state.update(step=num_steps, updates=0, trust=0.0, factor=1.0, ratio=NOT_TOLD)
         return state
 
     @staticmethod

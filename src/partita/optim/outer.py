@@ -153,7 +153,7 @@ class OuterOptimizer:
         ops = segment.planned.outer_steps(in_full=in_full)
         values, levels = change.to(moving.device), [level.to(moving.device) for level in state.levels]
         room = moving.scratch_bytes(ops, values.numel(), values.itemsize)
-        received = torch.empty(-(-room // values.itemsize), device=moving.device) if room else None
+        received = values.new_empty(-(-room // values.itemsize)) if room else None
         held = () if in_full else levels
         finish_all(moving.holding(held).begin(ops, values, values, purpose="gradients", received=received))
         for level, kept in zip(levels, state.levels, strict=True):

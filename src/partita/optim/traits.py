@@ -86,8 +86,8 @@ def _trial(optimizer: Optimizer) -> str | None:
 def _trial_with(make: Callable[[Any], Optimizer], settings: dict[str, Any]) -> str | None:
     """The same with the settings of one group."""
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(4, 8, generator=generator)
-    gradients = [torch.randn(4, 8, generator=generator) for _ in range(_TRIAL_STEPS)]
+    draw = partial(torch.randn, 4, 8, generator=generator, dtype=torch.float32, device="cpu")
+    start, *gradients = (draw() for _ in range(1 + _TRIAL_STEPS))
     try:
         with torch.random.fork_rng(devices=[]):
             whole = _run(make, settings, [start.clone()], [[g] for g in gradients])
@@ -171,8 +171,8 @@ def _stepped(optimizer: Optimizer) -> tuple[Optimizer, dict[str, Any]] | None:
     try:
         groups = []
         for group in optimizer.param_groups:
-            param = nn.Parameter(torch.zeros(_SMALL))
-            param.grad = torch.ones(_SMALL)
+            param = nn.Parameter(torch.zeros(_SMALL, dtype=torch.float32, device="cpu"))
+            param.grad = torch.ones_like(param)
             settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
             groups.append({**settings, "params": [param]})
         trial = clone_of(optimizer, groups, type(optimizer.state)(dict))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from partita.memory import accelerator
 from partita.optim.onebit_lamb import OnebitLamb
-from partita.optim.views import Views
+from partita.optim.views import View, Views
 from partita.planner.blueprint import NUMBERS
 from partita.sharding.buckets import Bucket
 from partita.sharding.runtime import Runtime
@@ -31,38 +31,35 @@ class TrustRatios:
         members = [(bucket, member) for bucket in buckets for member in bucket.members]
         groups = self._optimizer.group_of()
         found = torch.zeros(len(members), NUMBERS, dtype=torch.float64, device="cpu")
-        for number, (bucket, member) in enumerate(members):
-            view = self._views.of(member.param)
-            if id(member) in used and view is not None and view.tensor in groups:
-                for piece, grad in self._pieces(bucket, member):
-                    measured = self._optimizer.measure(view.tensor, grad, groups[view.tensor], piece)
-                    found[number] = accelerator.read(measured)
+        views = [self._views.of(member.param) if id(member) in used else None for _, member in members]
+        chosen = [(number, view) for number, view in enumerate(views) if view is not None and view.tensor in groups]
+        for number, view in chosen:
+            if (own := self._piece(*members[number], view)) is not None:
+                piece, grad = own
+                measured = self._optimizer.measure(view.tensor, grad, groups[view.tensor], piece)
+                found[number] = accelerator.read(measured)
         every = self._runtime.gradient_group.exchange(found.view(-1), "trust ratios").wait()
         of_ranks = every.view(-1, len(members), NUMBERS)
         total = of_ranks[0].clone()
         for row in of_ranks[1:]:
             total[:, :2] += row[:, :2]
             total[:, 2] = torch.maximum(total[:, 2], row[:, 2])
-        for number, (_, member) in enumerate(members):
-            view = self._views.of(member.param)
-            if id(member) in used and view is not None and view.tensor in groups:
-                self._optimizer.trust(view.tensor, total[number], groups[view.tensor])
+        for number, view in chosen:
+            self._optimizer.trust(view.tensor, total[number], groups[view.tensor])
 
-    def _pieces(self, bucket: Bucket, member: Member) -> list[tuple[Callable[[Tensor], Tensor], Tensor]]:
-        """What takes this rank's part out of a view's values, with its gradient, flat; none where it has none."""
+    def _piece(self, bucket: Bucket, member: Member, view: View) -> tuple[Callable[[Tensor], Tensor], Tensor] | None:
+        """What takes this rank's part out of a view's values, with its gradient, flat; None where it has none."""
         index = self._runtime.part_index
         shard = None if bucket.shard is None else bucket.shard.lend().tensor
         grad = bucket.owned_of(member, index, shard)
         if grad is None:
-            return []
-        view = self._views.of(member.param)
-        assert view is not None
+            return None
         if not member.segment.holds_whole_master:
-            return [(_as_it_is, grad.to(view.tensor.device, view.tensor.dtype))]
+            return _as_it_is, grad.to(view.tensor.device, view.tensor.dtype)
         flat = grad if grad.dim() == 1 and shard is not None else member.flat(grad)
         place = next(piece for piece in bucket.layout.pieces[id(member)] if piece.row == index)
         begin, end = (place.start, place.stop) if shard is not None else (0, flat.numel())
-        return [(partial(_slice, member, begin, end), flat.to(view.tensor.device, view.tensor.dtype))]
+        return partial(_slice, member, begin, end), flat.to(view.tensor.device, view.tensor.dtype)
 
 
 def _as_it_is(values: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class View:
         self.lent = master.tier is Tier.DISK or master.encoding == SPLIT  # connected while it is updated
         device = segment.full.device
         where = device if master.tier is Tier.DEVICE else host_of(device)
-        self.tensor = nn.Parameter(torch.empty(0, device=where), requires_grad=True)
+        self.tensor = nn.Parameter(torch.empty(0, dtype=torch.float32, device=where), requires_grad=True)
         if segment.master is not None and not self.lent:
             self.connect(segment.master.lend().tensor)
 
@@ -122,6 +122,7 @@ class Views:
                 if view is None:
                     if (name := self._elsewhere.get(id(param))) is not None:
                         self.names_in_groups[number].append(name)
+                    optimizer.state.pop(param, None)
                     continue
                 if param is not view.tensor:
                     self._take(number, view)
@@ -139,13 +140,16 @@ class Views:
         self.names_in_groups[number].append(view.member.fqn)
 
     def _cut(self, state: dict[str, object], view: View) -> dict[str, object]:
-        numel = view.member.span.num_elements
-        return {
-            key: view.slice_of(view.member.flat(value)).to(view.tensor.device, copy=True)
-            if isinstance(value, Tensor) and value.numel() == numel and value.dim() == len(view.member.shape) > 0
-            else value
-            for key, value in state.items()
-        }
+        """What the view keeps of a state that was made before the engine, of the global parameter."""
+        member, place = view.member, view.member.span.place
+
+        def cut(value: object) -> object:
+            if not isinstance(value, Tensor) or value.dim() == 0 or tuple(value.shape) != place.shape:
+                return value
+            local = place.take(value) if place.is_part else value
+            return view.slice_of(member.flat(local)).to(view.tensor.device, copy=True)
+
+        return {key: cut(value) for key, value in state.items()}
 
     def unfreeze(self, segment: Segment) -> None:
         """Give a segment that begins to train master weights, where it has none, and connect its views."""

@@ -24,7 +24,7 @@ class RefreshedAdam(OnebitAdam):
         state, (beta1, beta2) = self.state[param], group["betas"]
         if not state:
             averages = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
-            state.update(step=torch.tensor(0.0), refreshes=0, **averages)
+            state.update(step=torch.tensor(0.0, dtype=torch.float32, device="cpu"), refreshes=0, **averages)
         average, second = state["exp_avg"], state["exp_avg_sq"]
         state["step"] += 1
         if group["averaged"]:

@@ -2,10 +2,9 @@
 
 A unit's parameters are held in *segments*, one for each encoding, for parameters that train or do not when the layout
 is made, and for those of which other ranks have copies or have not. A segment is a flat buffer cut into equal parts,
-one per rank of those that sum its gradients. Every
-parameter starts, and every part ends, at a multiple of :data:`QUANTUM` elements, so block-wise encodings never straddle
-a cut and vectorized kernels meet the same tails wherever the cuts are. One layout serves gather, reduce, optimizer,
-tiers and checkpoint.
+one per rank of those that sum its gradients. Every parameter starts, and every part ends, at a multiple of
+:data:`QUANTUM` elements, so block-wise encodings never straddle a cut and vectorized kernels meet the same tails
+wherever the cuts are. One layout serves gather, reduce, optimizer, tiers and checkpoint.
 """
 
 from collections.abc import Callable, Sequence

@@ -26,7 +26,7 @@ from partita.planner.dtypes import dtype_of
 from partita.planner.parameters import find_everywhere, find_holdings, find_quantized
 from partita.sharding import quantized
 from partita.sharding.first_values import FirstValues
-from partita.sharding.initialize import initialize_module
+from partita.sharding.initialize import initialize_modules
 from partita.sharding.unit import Segment, Unit
 
 
@@ -229,14 +229,15 @@ class Assembly:
 
     def _fill_alone(self, unit: Unit) -> None:
         """Bring the model's own values into a unit's buffers."""
+        given = [member.param for member in unit.members if not member.param.is_meta]
         fresh = [member for member in unit.members if member.param.is_meta and not self._has(*member.holding.fqns)]
         for member in unit.members:
             unit.adopt(member)
         owners = {id(owner): owner for member in unit.members for owner, _ in member.holding.owners}
         needed = {id(owner) for member in fresh for owner, _ in member.holding.owners}
-        for key, owner in reversed(owners.items()):  # parents last: they may set what is inside them anew
-            if key in needed or self._needs_buffers(owner):
-                initialize_module(self._model, owner, self._paths[key], self._device)
+        chosen = [(self._paths[key], o) for key, o in owners.items() if key in needed or self._needs_buffers(o)]
+        # Parents last: they may set what is inside them anew.
+        initialize_modules(self._model, chosen[::-1], given, self._device)
 
     def _read_whole(self, unit: Unit, source: Source) -> None:
         for member in unit.members:
@@ -275,7 +276,7 @@ class Assembly:
 
     def _fill_buffers_of(self, module: nn.Module, path: str) -> None:
         if self._needs_buffers(module):
-            initialize_module(self._model, module, path, self._device)
+            initialize_modules(self._model, [(path, module)], (), self._device)
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from partita.comm.group import Group
-from partita.kernels.low_rank import LowRank, left_factor, orthogonal, product, right_factor
+from partita.kernels.low_rank import first_right, left_factor, orthogonal, product, right_factor
 from partita.plan.wire import Matrix
 from partita.sharding.bucket_layout import BucketLayout
 from partita.sharding.unit import Member
@@ -27,7 +27,7 @@ class Factors:
     """
 
     def __init__(self, layout: BucketLayout, rank: int) -> None:
-        self._layout, self._codec = layout, LowRank(rank)
+        self._layout, self._rank = layout, rank
         matrices = {fqn: found for segment in layout.segments for fqn, found in segment.planned.matrices.items()}
         self._matrices: list[tuple[Member, Matrix]] = [
             (m, matrices[m.fqn]) for m in layout.members if m.fqn in matrices
@@ -72,8 +72,8 @@ class Factors:
         self._rights, self._next, self._num_sums = [], [], 0
 
     def _start(self, member: Member, matrix: Matrix) -> Tensor:
-        device = member.segment.full.device
-        return self._codec.start(matrix.rows, matrix.columns, zlib.crc32(member.fqn.encode()), device)
+        num, seed = matrix.factor_columns(self._rank), zlib.crc32(member.fqn.encode())
+        return first_right(matrix.columns, num, seed, member.segment.full.device)
 
     def _alive(self, member: Member, matrix: Matrix, right: Tensor) -> Tensor:
         """A column of zeros, as of a gradient that did not come, would be one for ever: it starts anew."""

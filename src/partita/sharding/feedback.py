@@ -171,7 +171,7 @@ class Feedback:
         target: Tensor,
     ) -> None:
         """Have all ranks' ``target`` be what the ranks that own parts have of the members."""
-        row = torch.zeros(self._layout.num_columns, device=movement.device)
+        row = torch.zeros(self._layout.num_columns, dtype=torch.float32, device=movement.device)
         for member in members:
             if (values := average_of(member)) is not None:
                 for piece in (piece for piece in self._layout.pieces[id(member)] if piece.row == self._row):
@@ -179,9 +179,10 @@ class Feedback:
                     piece.of(row).copy_(values[begin : begin + piece.stop - piece.start])
         finish_all(movement.begin(self._full_carriage, row, target, purpose="gradients"))
 
-    def take_out(self, summed: Tensor) -> None:
-        """Of this rank's row of the sums, what of it is no gradient."""
+    def take_out(self, summed: Tensor, rate_of: Callable[[Member], float]) -> None:
+        """See :meth:`~partita.sharding.held_back.HeldBack.take_out_carriers`. ``summed``: this rank's row."""
         if self.carrier is not None:
+            self.carrier.note_rates(rate_of)
             self.carrier.take_out(summed, self._row)
 
     def commit(self, unused: Iterable[Sequence[Piece]]) -> None:

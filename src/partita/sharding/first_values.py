@@ -13,7 +13,7 @@ from partita.comm.collectives import Collectives
 from partita.plan.mesh_shape import STATE_AXES
 from partita.planner.elsewhere import is_elsewhere
 from partita.planner.parameters import Holding, find_everywhere
-from partita.sharding.initialize import initialize_module
+from partita.sharding.initialize import initialize_modules
 from partita.sharding.unit import Unit, replace_data
 
 
@@ -48,13 +48,16 @@ class FirstValues:
 
     def make(self, names: Sequence[str]) -> None:
         """Have values for parameters on the ``meta`` device: their modules initialize them, whole."""
-        fresh = [holding for holding in self._wanted(names) if holding.param.is_meta]
+        wanted = self._wanted(names)
+        given = [holding.param for holding in wanted if not holding.param.is_meta]
+        fresh = [holding for holding in wanted if holding.param.is_meta]
         owners = {id(owner): owner for holding in fresh for owner, _ in holding.owners}
-        with _as_held_here(fresh):
+        with _as_held_here(wanted):
             for holding in fresh:
                 replace_data(holding.param, torch.empty_like(holding.param.data, device=self._device))
-            for key, owner in reversed(owners.items()):  # parents last: they may set what is inside them anew
-                initialize_module(self._model, owner, self._paths[key], self._device)
+            # Parents last: they may set what is inside them anew.
+            chosen = [(self._paths[key], owner) for key, owner in reversed(owners.items())]
+            initialize_modules(self._model, chosen, given, self._device)
 
     @torch.no_grad()
     def send(self, names: Sequence[str]) -> None:

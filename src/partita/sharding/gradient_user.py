@@ -8,9 +8,7 @@ from partita.sharding.unit import Segment
 
 
 class GradientUser(Protocol):
-    """``steps``: so far; ``loss_scale``: what losses are multiplied by; ``in_full``: codes do not
-    travel yet.
-    """
+    """``steps``: so far; ``loss_scale``: what losses are multiplied by; ``in_full``: codes do not travel yet."""
 
     steps: int
 

@@ -1,11 +1,12 @@
 """What codes of all gradients have held back, for who ends steps, saves and loads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 
 from torch import Tensor
 
 from partita.sharding.buckets import Bucket
+from partita.sharding.feedback import Feedback
 from partita.sharding.movement import Movement
 from partita.sharding.unit import Member, Segment
 
@@ -16,38 +17,40 @@ class HeldBack:
     def __init__(self, buckets: list[Bucket], movement: Movement) -> None:
         self._buckets, self._movement = buckets, movement
 
+    def _held(self) -> Iterator[tuple[Bucket, Feedback]]:
+        """The buckets whose codes hold back what they lose."""
+        return ((bucket, bucket.feedback) for bucket in self._buckets if bucket.feedback is not None)
+
     def __bool__(self) -> bool:
         """Whether codes hold back what they lose."""
-        return any(bucket.feedback is not None for bucket in self._buckets)
+        return any(self._held())
 
     @property
     def has_averages(self) -> bool:
         """Whether what travels are running averages."""
-        return any(bucket.feedback is not None and bucket.feedback.average is not None for bucket in self._buckets)
+        return any(feedback.average is not None for _, feedback in self._held())
 
     def leave_out_unused(self, used: AbstractSet[int]) -> None:
         """Once all is reduced: gradients that no rank has (``used`` are the ids of the others) are zeros."""
-        for bucket in self._buckets:
-            if bucket.feedback is not None and bucket.shard is not None:
-                bucket.feedback.leave_out(bucket.shard.lend().tensor, bucket.layout.pieces_of_unused(used))
+        for bucket, feedback in self._held():
+            if bucket.shard is not None:
+                feedback.leave_out(bucket.shard.lend().tensor, bucket.layout.pieces_of_unused(used))
 
     def commit(self, used: AbstractSet[int]) -> None:
         """The step ends in an update of those that are ``used``."""
-        for bucket in self._buckets:
-            if bucket.feedback is not None:
-                bucket.feedback.commit(bucket.layout.pieces_of_unused(used))
+        for bucket, feedback in self._held():
+            feedback.commit(bucket.layout.pieces_of_unused(used))
 
     def flush(self) -> None:
         """Bring the sums to the ranks that gradients are summed up on, in full. A collective, between two steps."""
-        for bucket in self._buckets:
-            if bucket.feedback is not None:
-                bucket.feedback.flush(self._movement)
+        for _, feedback in self._held():
+            feedback.flush(self._movement)
 
     def of(self, segment: Segment) -> Tensor | None:
         """What is held of this rank's part of a segment, ``[part_elements]``: all there is after :meth:`flush`."""
-        for bucket in self._buckets:
-            if bucket.feedback is not None and any(each is segment for each in bucket.segments):
-                return bucket.feedback.own_of(segment)
+        for bucket, feedback in self._held():
+            if any(each is segment for each in bucket.segments):
+                return feedback.own_of(segment)
         return None
 
     def take_averages(self, average_of: Callable[[Member], Tensor | None]) -> None:
@@ -56,14 +59,13 @@ class HeldBack:
         Args:
             average_of: what this rank has of a member's, flat, from its first element on.
         """
-        for bucket in self._buckets:
-            if bucket.feedback is not None:
-                bucket.feedback.take_averages(bucket.members, average_of, self._movement)
+        for bucket, feedback in self._held():
+            feedback.take_averages(bucket.members, average_of, self._movement)
 
     @property
     def has_carriers(self) -> bool:
         """Whether what travels is made of averages that follow from changes."""
-        return any(bucket.feedback is not None and bucket.feedback.carrier is not None for bucket in self._buckets)
+        return any(feedback.carrier is not None for _, feedback in self._held())
 
     def take_carriers(
         self, average_of: Callable[[Member], Tensor | None], divisor_of: Callable[[Member], Tensor | None]
@@ -75,9 +77,8 @@ class HeldBack:
             average_of: what this rank has of a member's, flat, from its first element on.
             divisor_of: the same of the divisors.
         """
-        for bucket in self._buckets:
-            if bucket.feedback is not None:
-                bucket.feedback.take_carrier(bucket.members, average_of, divisor_of, self._movement)
+        for bucket, feedback in self._held():
+            feedback.take_carrier(bucket.members, average_of, divisor_of, self._movement)
 
     def take_out_carriers(self, rate_of: Callable[[Member], float]) -> None:
         """Make gradients of the sums, once these are measured and clipped.
@@ -85,13 +86,11 @@ class HeldBack:
         Args:
             rate_of: a member's learning rate in the update that comes.
         """
-        for bucket in self._buckets:
-            if bucket.feedback is not None and bucket.feedback.carrier is not None and bucket.shard is not None:
-                bucket.feedback.carrier.note_rates(rate_of)
-                bucket.feedback.take_out(bucket.shard.lend().tensor)
+        for bucket, feedback in self._held():
+            if bucket.shard is not None:
+                feedback.take_out(bucket.shard.lend().tensor, rate_of)
 
     def clear(self) -> None:
         """Hold nothing any more."""
-        for bucket in self._buckets:
-            if bucket.feedback is not None:
-                bucket.feedback.clear()
+        for _, feedback in self._held():
+            feedback.clear()

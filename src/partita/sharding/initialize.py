@@ -1,6 +1,6 @@
 """First values for modules that were built on the ``meta`` device, by their own means."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,36 +10,55 @@ from partita.errors import ConfigError
 from partita.memory import accelerator
 
 
-def initialize_module(model: nn.Module, module: nn.Module, name: str, device: torch.device) -> None:
-    """Let a module fill its own parameters, which have memory by now, and its buffers, which get it here.
+def initialize_modules(
+    model: nn.Module, modules: Sequence[tuple[str, nn.Module]], given: Iterable[Tensor], device: torch.device
+) -> None:
+    """Let modules, each with its path, fill their own parameters, which have memory by now, and their buffers, which
+    get it here. The ``given`` parameters, and buffers that are not on the ``meta`` device, keep their values.
 
     A Hugging Face model fills its modules by ``_init_weights``; any other module by ``reset_parameters``.
 
     Raises:
         ConfigError: neither is there, or a value is left without having been written.
     """
-    if accelerator.is_simulated(device):  # nothing has values
+    if accelerator.is_simulated(device) or not modules:  # nothing has values
         return
+    buffers = [buffer for _, module in modules for buffer in module._buffers.values() if buffer is not None]
+    kept = [(t, t.detach().clone()) for t in (*given, *(buffer for buffer in buffers if not buffer.is_meta))]
+    try:
+        for path, module in modules:
+            _initialize(model, module, path, device, {id(tensor) for tensor, _ in kept})
+    finally:
+        with torch.no_grad():
+            for tensor, values in kept:
+                tensor.copy_(values)
+
+
+def _initialize(model: nn.Module, module: nn.Module, path: str, device: torch.device, kept: Container[int]) -> None:
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[key] = torch.empty_like(buffer, device=device)
-    values = {**module._parameters, **module._buffers}
-    tensors = {key: value for key, value in values.items() if value is not None}
+    values = {key: value for key, value in (*module._parameters.items(), *module._buffers.items()) if value is not None}
+    # Parameters without memory get their values elsewhere.
+    fresh = {key: value for key, value in values.items() if not value.is_meta and id(value) not in kept}
     by_model: Callable[[nn.Module], Any] | None = getattr(model, "_init_weights", None)
     own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+    def left_blank() -> str | None:
+        return next((key for key in fresh if _is_blank(getattr(module, key))), None)  # a buffer may be another now
+
     with torch.no_grad():
-        for tensor in tensors.values():
+        for tensor in fresh.values():
             _blank(tensor)
         if by_model is not None:
             by_model(module)
-        if own is not None and (by_model is None or any(_is_blank(t) for t in tensors.values())):
+        if own is not None and (by_model is None or left_blank() is not None):
             own()
-        for key, tensor in tensors.items():
-            if _is_blank(tensor):
-                raise ConfigError(
-                    f"'{f'{name}.{key}' if name else key}' is on the meta device, and {type(module).__name__} has no "
-                    "reset_parameters() that fills it: add that method, or build the model on a real device"
-                )
+        if (blank := left_blank()) is not None:
+            raise ConfigError(
+                f"'{f'{path}.{blank}' if path else blank}' is on the meta device, and {type(module).__name__} has no "
+                "reset_parameters() that fills it: add that method, or build the model on a real device"
+            )
 
 
 def _blank(tensor: Tensor) -> None:

@@ -55,7 +55,6 @@ class Runtime:
     Args:
         blueprint: of this model.
         source: brings values for the parameters instead of the model's own (see :class:`Assembly`).
-        swap: lend memory by swapping storages where torch can; off: resize them.
     """
 
     def __init__(
@@ -65,7 +64,6 @@ class Runtime:
         collectives: Collectives,
         memory: StateMemory,
         source: Source | None = None,
-        swap: bool = True,
     ) -> None:
         self.model, self.memory, self.collectives = model, memory, collectives
         ledger, mesh, config = memory.ledger, collectives.mesh, blueprint.config
@@ -77,7 +75,7 @@ class Runtime:
         self.units = make_units(model, blueprint.units, mesh.rank)
         self._provide_disk(blueprint)
         sharded = [unit for unit in self.units if not unit.rests_whole]
-        self.loan = Loan(swap)
+        self.loan = Loan()
         pool = unit_pool(blueprint.units, config.zero.prefetch_bytes)
         with together(collectives.all_ranks):
             self.pool = BufferPool("buffer_pool", pool, ledger, mesh.device, backed=self.loan.swap)

@@ -37,6 +37,10 @@ DEVICE_NAMES = re.compile(
     rf"torch\.({'|'.join(DEVICE_KINDS)}|accelerator|Stream|Event|get_device_module|backends\.(cuda|mps))(\..*)?"
 )
 DEVICE_ATTRIBUTES = ("is_cpu", *(f"is_{kind}" for kind in DEVICE_KINDS))
+FLOATING_FACTORIES = {f"torch.{name}" for name in ("zeros", "ones", "empty", "rand", "randn")}
+FACTORIES = FLOATING_FACTORIES | {
+    f"torch.{name}" for name in ("tensor", "full", "arange", "randint", "randperm", "eye")
+}
 STAGE_CLASS = re.compile(r"(zero|stage)_?([0-3]|one|two|three)", re.IGNORECASE)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -245,6 +249,18 @@ def _is_meta(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value == "meta"
 
 
+def tensors_are_no_default_s(source: Source) -> Iterator[str]:
+    """What torch.set_default_device and set_default_dtype say is the user's model's."""
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.Call) or (full := source.full_name(node.func)) not in FACTORIES:
+            continue
+        said = {keyword.arg for keyword in node.keywords}
+        if not said & {"device", None}:
+            yield source.at(node, f"{full} names no device")
+        if full in FLOATING_FACTORIES and not said & {"dtype", None} and "device='meta'" not in ast.unparse(node):
+            yield source.at(node, f"{full} names no dtype")
+
+
 def docstring(source: Source) -> Iterator[str]:
     if not ast.get_docstring(source.tree):
         yield f"{source.path}: has no docstring"
@@ -261,6 +277,7 @@ CHECKS: tuple[Check, ...] = (
     stage_compared_in_few_places,
     no_class_of_a_stage,
     devices_known_in_one_file,
+    tensors_are_no_default_s,
     docstring,
 )
 
@@ -337,6 +354,8 @@ BAD = [
     (devices_known_in_one_file, "engine.py", "import torch\nevent = torch.Event()"),
     (devices_known_in_one_file, "engine.py", "backend = 'nccl'"),
     (devices_known_in_one_file, "engine.py", "assert tensor.is_cuda"),
+    (tensors_are_no_default_s, "engine.py", "import torch\nx = torch.arange(3)"),
+    (tensors_are_no_default_s, "engine.py", "from torch import randn as draw\nx = draw(3, device='cpu')"),
     (docstring, "engine.py", "# only a comment\nx = 1"),
     (docstring, "plan/__init__.py", ""),
 ]
@@ -365,6 +384,9 @@ GOOD = [
     (devices_known_in_one_file, "memory/accelerator.py", "import torch\nif device.type == 'cuda': torch.cuda.init()"),
     (devices_known_in_one_file, "engine.py", "import torch\nx = saved[torch.empty(2, device='cpu').device.type]"),
     (devices_known_in_one_file, "engine.py", "if param.device.type != 'meta' and kind.type == 'row': ..."),
+    (tensors_are_no_default_s, "engine.py", "import torch\nx = torch.zeros(3, dtype=dtype, device='cpu')"),
+    (tensors_are_no_default_s, "engine.py", "import torch\nx = torch.empty(3, device='meta') + torch.zeros_like(y)"),
+    (tensors_are_no_default_s, "engine.py", "import torch\nx = torch.tensor(3, device='cpu') + torch.ones(**like)"),
     (docstring, "engine.py", '"""An engine."""'),
 ]
 

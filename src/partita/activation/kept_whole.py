@@ -117,9 +117,9 @@ class KeptWhole:
         if self._measures:
             self._measures = False
             for group in (with_other_positions, with_others):
-                self._sizes = group.exchange(torch.tensor(self._sizes), KEY).wait().amax(0).tolist()
+                self._sizes = group.exchange(torch.tensor(self._sizes, device="cpu"), KEY).wait().amax(0).tolist()
             self._choose()
-        num_elements = int(with_other_positions.exchange(torch.tensor([num_elements]), KEY).wait().amax())
+        num_elements = int(with_other_positions.exchange(torch.tensor([num_elements], device="cpu"), KEY).wait().amax())
         if num_elements > self._largest:
             self._largest, self._measures = num_elements, True
             self._sizes.clear()

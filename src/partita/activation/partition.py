@@ -75,6 +75,6 @@ class Partition:
 
     def _are_alike(self, flat: Tensor) -> bool:
         digest = hashlib.blake2b(accelerator.read(flat).numpy().data, digest_size=7).digest()
-        number = torch.tensor([int.from_bytes(digest, "big")], dtype=torch.int64)
+        number = torch.tensor([int.from_bytes(digest, "big")], dtype=torch.int64, device="cpu")
         every = self._group.exchange(number, KEY).wait()
         return bool((every == number).all())

@@ -90,15 +90,19 @@ class Visits:
         found = (self.row.div(self.num_rows, rounding_mode="floor") * self.num_cols + self.col).unique()
         sample = found.div(self.num_cols, rounding_mode="floor")
         counts = torch.bincount(sample, minlength=self.sizes.samples)
-        return sample, found % self.num_cols, torch.arange(len(found)) - (counts.cumsum(0) - counts)[sample]
+        return (
+            sample,
+            found % self.num_cols,
+            torch.arange(len(found), device="cpu") - (counts.cumsum(0) - counts)[sample],
+        )
 
     def of_read(self) -> "Visits":
         """The same where no other blocks of keys are there than those that a sample's queries read, side by side."""
         sample, col, number = self.read
         width = int(number.max()) + 1 if len(number) else 1
-        origin = torch.full((self.sizes.samples, width), -1)
+        origin = torch.full((self.sizes.samples, width), -1, device="cpu")
         origin[sample, number] = col
-        numbers = torch.zeros(self.sizes.samples, self.num_cols, dtype=torch.long)
+        numbers = torch.zeros(self.sizes.samples, self.num_cols, dtype=torch.long, device="cpu")
         numbers[sample, col] = number
         moved = numbers[self.row.div(self.num_rows, rounding_mode="floor"), self.col]
         sizes = replace(self.sizes, keys=width * self.block)
@@ -166,7 +170,7 @@ def _rows(segments: Segments, sizes: Sizes, block: int) -> _Rows:
 
 
 def _ranged(each: Range, rows: _Rows) -> _Reach:
-    row = torch.arange(len(rows.number))
+    row = torch.arange(len(rows.number), device="cpu")
     return _Reach(row, each.start(rows.first), each.stop(rows.last), each.start(rows.last), each.stop(rows.first))
 
 
@@ -182,21 +186,21 @@ class _Singles:
         needed = bool(layout.rows or layout.num_random or layout.pattern == "fixed")
         lists = {shape: layout.blocks(*shape) if needed else [] for shape in set(shapes)}
         cols = [row for shape in shapes for row in lists[shape]]
-        self._counts = torch.tensor([len(row) for row in cols], dtype=torch.long)
+        self._counts = torch.tensor([len(row) for row in cols], dtype=torch.long, device="cpu")
         self._starts = self._counts.cumsum(0) - self._counts
-        self._cols = torch.tensor([col for row in cols for col in row], dtype=torch.long)
+        self._cols = torch.tensor([col for row in cols for col in row], dtype=torch.long, device="cpu")
         self._first_row = self._num_rows.cumsum(0) - self._num_rows
         self.table = (self._num_rows * self.width).cumsum(0) - self._num_rows * self.width
 
     def reach(self, rows: _Rows) -> _Reach:
         """A row has one or two rows of the pattern's blocks, as it lies on the pattern's grid or across it."""
         if not self._cols.numel():
-            none = torch.zeros(0, dtype=torch.long)
+            none = torch.zeros(0, dtype=torch.long, device="cpu")
             return _Reach(none, none, none, none, none)
-        row = torch.arange(len(rows.number)).repeat(2)
+        row = torch.arange(len(rows.number), device="cpu").repeat(2)
         top, bottom = (x.div(self._block, rounding_mode="floor") for x in (rows.first, rows.last))
         grid = torch.cat([top, bottom])
-        is_first = torch.arange(len(grid)) < len(top)
+        is_first = torch.arange(len(grid), device="cpu") < len(top)
         kept = (grid >= 0) & (is_first | (top != bottom).repeat(2))
         row, grid = row[kept], grid[kept]
         place = self._first_row[rows.segment[row]] + grid
@@ -209,10 +213,10 @@ class _Singles:
     def flags(self) -> Tensor:
         """For each segment, row of blocks, and block of keys."""
         if not self._cols.numel():
-            return torch.zeros(0, dtype=torch.bool)
+            return torch.zeros(0, dtype=torch.bool, device="cpu")
         segment, number = _counted(self._num_rows)
         owner, nth = _counted(self._counts)
-        flags = torch.zeros(int((self._num_rows * self.width).sum()), dtype=torch.bool)
+        flags = torch.zeros(int((self._num_rows * self.width).sum()), dtype=torch.bool, device="cpu")
         begin = (self.table[segment] + number * self.width[segment])[owner]
         flags[begin + self._cols[self._starts[owner] + nth]] = True
         return flags
@@ -241,8 +245,8 @@ def _blocks(reach: _Reach, rows: _Rows, segments: Segments, layout: Layout) -> t
 
 def _counted(counts: Tensor) -> tuple[Tensor, Tensor]:
     """(0, 0), (0, 1), ... (1, 0), ...: as many second ones for each first one as ``counts`` says."""
-    owner = torch.arange(len(counts)).repeat_interleave(counts)
-    return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+    owner = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
+    return owner, torch.arange(len(owner), device="cpu") - (counts.cumsum(0) - counts)[owner]
 
 
 def _sight(layout: Layout, sizes: Sizes, segments: Segments, singles: _Singles, seen: Tensor | None) -> Sight:
@@ -251,7 +255,7 @@ def _sight(layout: Layout, sizes: Sizes, segments: Segments, singles: _Singles, 
     place = segments.sample[owner] * length + segments.q_start[owner] + number
 
     def spread(values: Tensor) -> Tensor:
-        filled = torch.zeros(sizes.samples * length, dtype=torch.long)
+        filled = torch.zeros(sizes.samples * length, dtype=torch.long, device="cpu")
         filled[place] = values
         return filled.view(sizes.samples, length)
 

@@ -78,8 +78,8 @@ def block_mask(visits: Visits, device: torch.device) -> "BlockMask":
     for chosen in (~visits.whole, visits.whole):
         row, col = visits.row[chosen], visits.col[chosen]
         counts = torch.bincount(row, minlength=num_samples * num_rows)
-        place = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
-        indices = torch.zeros(num_samples * num_rows, num_cols, dtype=torch.int32)
+        place = torch.arange(len(row), device="cpu") - (counts.cumsum(0) - counts)[row]
+        indices = torch.zeros(num_samples * num_rows, num_cols, dtype=torch.int32, device="cpu")
         indices[row, place] = col.int()
         shape = (num_samples, 1, num_rows)
         listed.append((counts.int().view(shape).to(device), indices.view(*shape, num_cols).to(device)))

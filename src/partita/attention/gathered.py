@@ -47,7 +47,7 @@ def jobs_of(visits: Visits) -> list[Job]:
         starts = counts.cumsum(0) - counts
         for count in counts.unique().tolist():
             those = counts == count
-            cols = col[chosen][starts[those, None] + torch.arange(count)]
+            cols = col[chosen][starts[those, None] + torch.arange(count, device="cpu")]
             made += _masked(visits, rows[those], cols) if masked else [Job(rows[those], cols, None)]
     return made
 
@@ -69,7 +69,7 @@ def _masked(visits: Visits, rows: Tensor, cols: Tensor) -> Iterator[Job]:
 
 def _mask(visits: Visits, rows: Tensor, cols: Tensor) -> Tensor:
     """[n, block, count x block] for rows [n] and blocks [n, count]."""
-    inside = torch.arange(visits.block)
+    inside = torch.arange(visits.block, device="cpu")
     sample = rows.div(visits.num_rows, rounding_mode="floor")[:, None, None]
     query = ((rows % visits.num_rows)[:, None] * visits.block + inside)[:, :, None]
     key = ((cols % visits.num_cols)[:, :, None] * visits.block + inside).flatten(1)[:, None, :]

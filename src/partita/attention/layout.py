@@ -189,7 +189,7 @@ class Layout:
 
     def _random_blocks(self, row: int, end: int) -> list[int]:
         """Blocks that neither the window nor the global ones have; a later row never changes an earlier one's."""
-        p = torch.tensor([row * self.block, (row + 1) * self.block - 1])
+        p = torch.tensor([row * self.block, (row + 1) * self.block - 1], device="cpu")
         near = self.ranges()[0]
         first, last = int(near.start(p)[0]) // self.block, (int(near.stop(p)[1]) - 1) // self.block
         others = [*range(self.num_global, min(first, end)), *range(max(last + 1, self.num_global), end)]

@@ -23,7 +23,7 @@ def picture(layout: Layout, length: int) -> str:
     cell = found.row.div(step, rounding_mode="floor") * num_cells + found.col.div(step, rounding_mode="floor")
     counts = torch.bincount(cell, minlength=num_cells**2)
     whole = torch.bincount(cell[found.whole], minlength=num_cells**2)
-    blocks = torch.full((num_cells,), step)
+    blocks = torch.full((num_cells,), step, device="cpu")
     blocks[-1] = found.num_rows - step * (num_cells - 1)
     all_blocks = torch.outer(blocks, blocks).flatten()
     drawn = [

@@ -50,7 +50,7 @@ def whole_samples(sizes: Sizes, seen: Tensor | None = None) -> Segments:
     Args:
         seen: bool [samples, keys]: False for padding.
     """
-    sample = torch.arange(sizes.samples)
+    sample = torch.arange(sizes.samples, device="cpu")
     none = torch.zeros_like(sample)
     first, stop = none, torch.full_like(sample, sizes.keys)
     if seen is not None:

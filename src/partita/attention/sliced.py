@@ -129,6 +129,8 @@ def reading(batch: Batch, num_samples: int, device: torch.device) -> Reading:
 def _positions(found: Visits) -> tuple[Tensor, Tensor, Tensor]:
     """(sample, position, its number among the sample's that are read) of every key in the blocks that are read."""
     sample, col, number = found.read
-    position, number = ((each[:, None] * found.block + torch.arange(found.block)).flatten() for each in (col, number))
+    position, number = (
+        (each[:, None] * found.block + torch.arange(found.block, device="cpu")).flatten() for each in (col, number)
+    )
     is_there = position < found.sizes.keys
     return sample.repeat_interleave(found.block)[is_there], position[is_there], number[is_there]

@@ -37,7 +37,7 @@ class Visited:
         heads = q.shape[0] // samples * k.shape[1]
         queries = q.reshape(samples, heads, groups, *q.shape[2:])
         keys, values = (x.reshape(samples, heads, *x.shape[2:]) for x in (k, v))
-        drop = Dropout(dropout, int(torch.randint(2**62, ()))) if dropout else None
+        drop = Dropout(dropout, int(torch.randint(2**62, (), device="cpu"))) if dropout else None
         on_host = accelerator.is_host(q.device)
         if not on_host and not flex.runs_on(q.device):
             _warn_of_products(q.device)

@@ -18,7 +18,7 @@ def attend(group: Group, watchdog: Watchdog | None, call: str) -> None:
     Raises:
         PartitaError: a rank waits in another collective, which this one is no part of; or it has ended.
     """
-    message = group.exchange(torch.zeros(1, device="cpu"), call)
+    message = group.exchange(torch.zeros(1, dtype=torch.float32, device="cpu"), call)
     if watchdog is None:
         message.wait()
         return

@@ -287,7 +287,7 @@ class Engine:
     def mean(self, value: Tensor | float) -> Tensor:
         """The mean of a number over the data-parallel ranks."""
         every = self._numbers(value, BATCH_AXES)
-        return torch.tensor(sum(every) / len(every))
+        return torch.tensor(sum(every) / len(every), dtype=torch.float32, device="cpu")
 
     def _numbers(self, value: Tensor | float, axes: tuple[str, ...]) -> list[float]:
         mine = accelerator.read(torch.as_tensor(value, dtype=torch.float64)).view(1)

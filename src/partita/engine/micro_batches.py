@@ -99,7 +99,7 @@ class MicroBatches:
     def train(self, drawn: Sequence[Any]) -> tuple[Tensor, StepResult]:
         """Train on a batch's micro-batches; returns the mean of their losses, the same on all stages."""
         pipeline, kept, residency = self._parts.pipeline, dict[int, Tensor](), self._parts.runtime.residency
-        total = torch.zeros((), device=self._parts.runtime.executor.device)
+        total = torch.zeros((), dtype=torch.float32, device=self._parts.runtime.executor.device)
         micros = dict(enumerate(drawn))
         result: StepResult | None = None
         self._compare(drawn)
@@ -142,7 +142,9 @@ class MicroBatches:
             for module in training:
                 module.training = True
         pipeline.end_batch()
-        return pipeline.share_loss(torch.stack(losses).float().mean() if losses else torch.zeros(()))
+        return pipeline.share_loss(
+            torch.stack(losses).float().mean() if losses else torch.zeros((), dtype=torch.float32, device="cpu")
+        )
 
     def _backward(self, action: Action, loss: Tensor | None) -> None:
         """A stage's backward; of a schedule that computes the weights' gradients apart, without those."""

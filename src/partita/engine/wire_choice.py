@@ -128,7 +128,9 @@ class WireChoice(Watcher):
 
     def _agreed(self, compute_s: float) -> Measured:
         group = self._collectives.group(self._blueprint.units[0].row.summed_axes)
-        own = torch.tensor([compute_s, _bytes_a_s(group, self._collectives.mesh.device)], dtype=torch.float64)
+        own = torch.tensor(
+            [compute_s, _bytes_a_s(group, self._collectives.mesh.device)], dtype=torch.float64, device="cpu"
+        )
         every = self._collectives.all_ranks.exchange(own, "communication: auto").wait()
         return Measured(float(every[:, 0].max()), float(every[:, 1].min()))
 

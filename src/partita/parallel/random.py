@@ -159,5 +159,5 @@ def agreed_seed(seed: int | None, mesh: MeshShape, all_ranks: Group) -> int | No
     """
     if seed is not None or mesh.num_ranks == mesh.data:
         return seed
-    drawn = int(torch.randint(1 << 31, ()))
+    drawn = int(torch.randint(1 << 31, (), device="cpu"))
     return int(all_ranks.exchange_objects(drawn, "partita.initialize")[0])

@@ -34,7 +34,11 @@ class Corpus:
 
 def bytes_to_tokens(text: bytes) -> Tensor:
     """Each byte is a token: [length], uint8."""
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        if text
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
 
 
 def load_corpus(data: DataSection, encode: Encode = bytes_to_tokens) -> Corpus:
@@ -67,7 +71,7 @@ def split(documents: Sequence[bytes], share: float, seed: int) -> tuple[bytes, b
     regions = [text[start : start + length] for text in documents for start in range(0, len(text), length)]
     held_out: set[int] = set()
     missing = total * share
-    for index in torch.randperm(len(regions), generator=torch.Generator().manual_seed(seed)).tolist():
+    for index in torch.randperm(len(regions), generator=torch.Generator().manual_seed(seed), device="cpu").tolist():
         if missing <= 0:
             break
         held_out.add(index)
@@ -97,7 +101,7 @@ class Batches:
         text = self.corpus.train
         # torch's generator takes 32 bits of its seed; neighbouring seeds give unrelated numbers.
         generator = torch.Generator().manual_seed(self.data.seed * 1_000_003 + step)
-        starts = torch.randint(len(text) - self.data.sequence, (self.batch.total,), generator=generator)
+        starts = torch.randint(len(text) - self.data.sequence, (self.batch.total,), generator=generator, device="cpu")
         return self._micro_batches(text, starts)
 
     def held_out(self, num_batches: int) -> Iterator[Tensor]:
@@ -108,10 +112,10 @@ class Batches:
         text = self.corpus.held_out
         num_windows = num_batches * self.batch.total
         last = len(text) - self.data.sequence - 1
-        return self._micro_batches(text, torch.arange(num_windows) * last // max(1, num_windows - 1))
+        return self._micro_batches(text, torch.arange(num_windows, device="cpu") * last // max(1, num_windows - 1))
 
     def _micro_batches(self, text: Tensor, starts: Tensor) -> Iterator[Tensor]:
-        offsets = torch.arange(self.data.sequence + 1)
+        offsets = torch.arange(self.data.sequence + 1, device="cpu")
         for mine in starts.view(-1, self.num_ranks, self.batch.micro)[:, self.rank]:
             yield text[mine[:, None] + offsets].long().to(self.device, non_blocking=True)
 

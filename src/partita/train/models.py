@@ -63,7 +63,7 @@ class HuggingFaceModel:
         if self._tokenizer is None:
             return bytes_to_tokens(text)
         ids = self._tokenizer(text.decode(errors="replace"), add_special_tokens=False, verbose=False)["input_ids"]
-        return torch.tensor(ids, dtype=torch.int32)
+        return torch.tensor(ids, dtype=torch.int32, device="cpu")
 
     def decode(self, tokens: Sequence[int]) -> str:
         if self._tokenizer is None:

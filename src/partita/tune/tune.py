@@ -268,5 +268,7 @@ def _device() -> str:
 
 def _num_moments(config: Config) -> int:
     """Of the config's optimizer."""
-    optimizer = build_optimizer([nn.Parameter(torch.zeros(1))], config, None, kernels=False)
+    optimizer = build_optimizer(
+        [nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))], config, None, kernels=False
+    )
     return states_per_element(optimizer)

@@ -121,7 +121,7 @@ def _add_parameter(stored: TorchFiles, folder: Path, shapes: Mapping[str, tuple[
         within = (PARAM,) if isinstance(found, Mapping) else ()
         value = found[PARAM] if within else found
         if path.stem == STEP:
-            stored.hold(f"{STATE}{name}.{STEP}", torch.tensor(float(value)))
+            stored.hold(f"{STATE}{name}.{STEP}", torch.tensor(float(value), dtype=torch.float32, device="cpu"))
             continue
         if not within and name not in shapes:
             raise PartitaError(
@@ -137,7 +137,7 @@ def _count_updates(stored: TorchFiles, step: int) -> None:
     trained = {key.removeprefix(STATE).rpartition(".")[0] for key in stored.tensors if key.startswith(STATE)}
     for name in sorted(trained):
         if f"{STATE}{name}.{STEP}" not in stored.tensors:
-            stored.hold(f"{STATE}{name}.{STEP}", torch.tensor(float(step)))
+            stored.hold(f"{STATE}{name}.{STEP}", torch.tensor(float(step), dtype=torch.float32, device="cpu"))
 
 
 def _extra(run: Mapping[str, Any]) -> dict[str, Any]:

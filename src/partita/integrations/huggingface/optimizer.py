@@ -31,7 +31,9 @@ class EngineOptimizer(AcceleratedOptimizer):
             norm = self._ahead.grad_norm
         else:
             norm = self._engine.clip_grad_norm(max_norm)
-        return torch.tensor(float("nan") if norm is None else norm, device=self._engine.mesh.device)
+        return torch.tensor(
+            float("nan") if norm is None else norm, dtype=torch.float32, device=self._engine.mesh.device
+        )
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         if self.gradient_state.sync_gradients:

@@ -167,7 +167,7 @@ class PartitaStrategy(DDPStrategy):
                 f"clip_gradients: the norm of the gradients is {norm}; pass error_if_nonfinite=False to leave such an "
                 "update out"
             )
-        return torch.tensor(norm)
+        return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         """Refused.

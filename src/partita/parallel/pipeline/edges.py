@@ -108,7 +108,7 @@ class Edges:
         form = arguments.form, training
         if form not in self._lacked:
             self._lacked[form] = tuple(lacking)
-            request = torch.zeros(len(arguments.leaves), dtype=torch.uint8)
+            request = torch.zeros(len(arguments.leaves), dtype=torch.uint8, device="cpu")
             request[list(lacking)] = 1
             asked = request.to(readable(self.device))
             _wait(self.group.send([asked], self._before, "request", PURPOSE), "what was sent")
@@ -124,7 +124,7 @@ class Edges:
         values = [_strided_as(value, shape) for value, shape in zip(values, shapes, strict=True)]
         if not torch.is_grad_enabled():
             return values, []
-        arrivals, anchor = list[Arrival](), torch.zeros((), requires_grad=True)
+        arrivals, anchor = list[Arrival](), torch.zeros((), requires_grad=True, dtype=torch.float32, device="cpu")
         for at, value in enumerate(values):
             if value.is_floating_point():
                 arrivals.append(Arrival(value.shape, value.dtype, value.device))

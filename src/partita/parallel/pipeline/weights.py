@@ -122,7 +122,7 @@ class _OwnGraph:
 
 def _anchor() -> Tensor:
     """What makes a function's output have a gradient, whether its inputs do or not."""
-    return torch.zeros((), requires_grad=True)
+    return torch.zeros((), requires_grad=True, dtype=torch.float32, device="cpu")
 
 
 class _Enter(torch.autograd.Function):

@@ -100,7 +100,7 @@ def _inputs(module: nn.Module, hidden: int, width: int) -> dict[str, Any] | None
 
 
 def _random(shape: Sequence[int], seed: int) -> Tensor:
-    drawn = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
+    drawn = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
     return drawn / drawn.shape[-1] ** 0.5 if drawn.dim() > 1 else drawn
 
 

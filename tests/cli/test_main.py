@@ -30,7 +30,10 @@ def invoke(*arguments: str | Path) -> tuple[int, str]:
         (["--set", "engine.zero.stage=4"], "zero.stage: expected one of 0, 1, 2, 3"),
         (["--set", "engine.batch.total=9", "--processes", "2"], "batch.total 9 cannot be divided by"),
         (["--set", "engine.parallel.data=3", "--processes", "2"], "but there are 2"),
-        (["--set", "engine.communication.gradients=fp8", "--processes", "2"], "not available in this version"),
+        (
+            ["--set", "engine.communication.gradients=fp8", "--processes", "2"],
+            "communication.gradients: expected one of",
+        ),
         (["--set", "train.out=/proc/here"], "train.out: cannot make the folder '/proc/here'"),
         (["--set", "data.corpus=nowhere"], "data.corpus: no file or folder 'nowhere'"),
         (["--set", "model.heads=5"], "model.width: 32 over model.heads 5"),

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from partita.config.load import load_config
 from partita.config.resolve import Resolved, ResolvedBatch, describe, resolve
-from partita.config.schema import AVAILABLE
 from partita.errors import ConfigError
 from partita.plan.mesh_shape import MeshShape
 
@@ -85,13 +84,6 @@ def test_mesh_from_the_number_of_ranks() -> None:
     assert resolved({}, 1).mesh == MeshShape()
 
 
-@pytest.fixture
-def all_settings_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    for key in list(AVAILABLE):
-        monkeypatch.delitem(AVAILABLE, key)
-
-
-@pytest.mark.usefixtures("all_settings_available")
 def test_mesh_with_every_axis() -> None:
     axes: dict[str, object] = {"tensor": 2, "pipeline": 3}
     assert resolved({"parallel": axes}, 24).mesh == MeshShape(pipeline=3, data=4, tensor=2)
@@ -150,7 +142,6 @@ def test_replicas_are_nodes() -> None:
     assert "ranks on a node 1 launcher" in squeezed(caught.value)
 
 
-@pytest.mark.usefixtures("all_settings_available")
 def test_hierarchical_counts_the_inner_axes() -> None:
     config = HIERARCHICAL | {"parallel": {"tensor": 2, "pipeline": 2}}
     assert resolved(config, 32, per_node=4).mesh == MeshShape(pipeline=2, data=8, tensor=2, node=4)

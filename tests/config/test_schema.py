@@ -10,8 +10,8 @@ import yaml
 from pydantic import BaseModel
 
 from partita.config.load import load_config
-from partita.config.messages import key_paths, section_of, setting
-from partita.config.schema import AVAILABLE, Config
+from partita.config.messages import key_paths, section_of
+from partita.config.schema import Config
 
 DOCUMENTED = """
 parallel:
@@ -77,13 +77,6 @@ def test_every_key_says_what_it_is() -> None:
             assert section is not None
             owner = section
         assert owner.model_fields[path[-1]].description, path
-
-
-def test_unavailable_settings_are_keys_and_their_first_value_is_the_default() -> None:
-    paths = {".".join(path) for path in key_paths(Config)}
-    for key, values in AVAILABLE.items():
-        assert key in paths
-        assert setting(Config(), key) == values[0]
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,12 @@ def test_compute_dtype(compute: str, device: str, expected: str) -> None:
             ("ignored: parallel.tensor_rules (parallel.tensor is 1)",),
         ),
         ({"schedule": {"total_steps": 9}}, "cpu", ("ignored: schedule.total_steps (a constant schedule has no end)",)),
+        ({"schedule": {"total_steps": 9}, "optimizer": {"name": "onebit_adam"}}, "cpu", ()),
+        (
+            {"schedule": {"total_steps": 9}, "communication": {"every": 2}},
+            "cpu",
+            ("ignored: communication.every (all data ranks are on one node)",),
+        ),
         (
             {"schedule": {"min_lr": 1e-5}},
             "cpu",

@@ -90,8 +90,8 @@ def _table(model: type[BaseModel], prefix: str) -> Iterator[str]:
         if section_of(model, name):
             yield f"| [`{name}`](#{(prefix + name).replace('.', '')}) | a section | | {field.description} |"
         else:
-            takes = expectation(schemas[name])
-            yield f"| `{name}` | {takes} | `{shown(field.default)}` | {field.description} |"
+            schema = schemas[name]
+            yield f"| `{name}` | {expectation(schema)} | `{shown(schema['default'])}` | {field.description} |"
 
 
 def deepspeed_keys() -> Iterator[str]:

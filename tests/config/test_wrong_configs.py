@@ -22,6 +22,16 @@ class Wrong(NamedTuple):
 
 VALUES = [
     Wrong(
+        {"parallel": {"tensor_rules": {"*.up": "rows"}}},
+        (
+            "tensor_rules: expected a section of names, each with one of column, row",
+            "got {'*.up': 'rows'}",
+            "default {}",
+        ),
+    ),
+    Wrong({"attention": {"layout": [[1, None]]}}, ("attention.layout: expected a list of", "got [[1, None]]")),
+    Wrong({"attention": {"layout": [[1, 2]]}}, ("attention.layout: expected a list of", "got [[1, 2]]")),
+    Wrong(
         {"communication": {"gradients": "fp8"}},
         (
             "communication.gradients: expected one of full, int8, int4, ",

@@ -79,7 +79,14 @@ def _rows(value: object) -> object:
     """Rows of figures as text, also where they come as lists of numbers."""
     if not isinstance(value, list | tuple):
         return value
-    return tuple("".join(str(int(x)) for x in row) if isinstance(row, list | tuple) else row for row in value)
+    return tuple("".join(map(_figure, row)) if isinstance(row, list | tuple) else row for row in value)
+
+
+def _figure(value: object) -> str:
+    number = as_whole(value)
+    if number not in (0, 1):
+        raise ValueError("neither 0 nor 1")
+    return str(number)
 
 
 Flag = Annotated[bool, Strict()]

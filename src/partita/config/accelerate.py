@@ -36,7 +36,7 @@ _FSDP_RULES = {
     **rules(_IGNORED, _SIZED, "backward_prefetch_policy limit_all_gathers use_orig_params", FSDP),
     **rules(_IGNORED, _SIZED, "sync_module_states cpu_ram_efficient_loading", FSDP),
     **rules(_IGNORED, _SAVED, "state_dict_type", FSDP),
-    f"{FSDP}activation_checkpointing_offload": Rule(_WARNING, "what is kept of the forward stays on the device"),
+    f"{FSDP}activation_checkpointing_offload": Rule(_WARNING, "set activations.offload: host in partita's config"),
     f"{FSDP}ignored_modules": Rule(_ERROR, "leave it out: a module's parameters are left alone by freezing them"),
     f"{FSDP}mixed_precision_policy": Rule(_ERROR, "leave it out, and set mixed_precision"),
     **rules(_ERROR, "leave it out: partita runs on CPUs and GPUs", "xla xla_fsdp_v2 xla_fsdp_grad_ckpt", FSDP),

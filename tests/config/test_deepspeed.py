@@ -406,6 +406,19 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
             deepspeed.read(file, 1)
 
 
+def test_the_folder_of_the_disk_is_one_that_is_used() -> None:
+    """Files of templates name a path beside ``cpu``, too."""
+    param, optimizer = {"device": "nvme", "nvme_path": "/b"}, {"device": "cpu", "nvme_path": "/a"}
+    data = {"zero_optimization": {"stage": 3, "offload_param": param, "offload_optimizer": optimizer}}
+    converted = deepspeed.read(data, 1)
+    assert converted.settings["zero"]["offload"] == {"parameters": "disk", "optimizer": "host", "path": "/b"}
+    assert converted.of(KeyClass.WARNING) == []
+    optimizer["device"] = "nvme"
+    converted = deepspeed.read(data, 1)
+    assert converted.settings["zero"]["offload"] == {"parameters": "disk", "optimizer": "disk", "path": "/a"}
+    assert [notice.key for notice in converted.of(KeyClass.WARNING)] == ["zero_optimization.offload_param.nvme_path"]
+
+
 def test_numbers_that_are_none() -> None:
     with pytest.raises(ConfigError, match=r"gradient_clipping: expected a number; got true"):
         deepspeed.read({"gradient_clipping": True}, 1)

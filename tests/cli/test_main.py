@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from partita.cli import doctor
+from partita.cli import doctor, machine
 from partita.cli.main import app
 from tests.cli.processes import write_job
 
@@ -129,3 +129,10 @@ def test_doctor_says_what_is_missing_and_lost(monkeypatch: pytest.MonkeyPatch) -
     assert rows["transformers"] == "not installed: no Hugging Face models in a job"
     assert rows["tensorboard"] == "not installed: no event files, only metrics.jsonl"
     assert rows["compiled kernels"] == "not built; PyTorch's own are used"
+
+
+def test_a_machine_goes_into_a_file_that_plans_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "measure_machine", lambda *_: pytest.fail("it was measured for nothing"))
+    code, output = invoke("machine", "--out", tmp_path / "mine.txt")
+    assert code == 2
+    assert "mine.txt: expected a name that ends in .yaml" in output

@@ -96,6 +96,7 @@ def test_every_key_says_what_it_is() -> None:
         ("zero", "prefetch_bytes", "64MiB", 64 * 2**20),
         ("zero", "prefetch_bytes", "0.5 GiB", 2**29),
         ("zero", "prefetch_bytes", "10kb", 10_000),
+        ("zero", "prefetch_bytes", "1.1GiB", 1_181_116_006),
         ("zero", "prefetch_bytes", "1e3B", 1000),
         ("zero", "prefetch_bytes", 1e8, 10**8),
         ("zero", "prefetch_bytes", "1e8", 10**8),

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from partita.config.deepspeed_keys import RULES
 from partita.config.messages import expectation, section_of, shown
-from partita.config.schema import AVAILABLE, Config
+from partita.config.schema import Config
 
 ROOT = Path(__file__).parents[1]
 # The repository's documents, and the pages that they are.
@@ -87,12 +87,11 @@ def _table(model: type[BaseModel], prefix: str) -> Iterator[str]:
     schemas: dict[str, Any] = model.model_json_schema(mode="serialization")["properties"]
     yield from ("| key | takes | default | meaning |", "|---|---|---|---|")
     for name, field in model.model_fields.items():
-        values = AVAILABLE.get(f"{prefix}{name}")
         if section_of(model, name):
             yield f"| [`{name}`](#{(prefix + name).replace('.', '')}) | a section | | {field.description} |"
         else:
-            takes = expectation(schemas[name]) if values is None else f"{', '.join(map(shown, values))} in this version"
-            yield f"| `{name}` | {takes} | `{shown(field.default)}` | {field.description} |"
+            schema = schemas[name]
+            yield f"| `{name}` | {expectation(schema)} | `{shown(schema['default'])}` | {field.description} |"
 
 
 def deepspeed_keys() -> Iterator[str]:

@@ -20,7 +20,6 @@ from partita.errors import PartitaError
 
 # What an error says of what was missing.
 SIGNS = {
-    "not available in this version": "absent",
     "offload to disk": "disk",
     "cannot pin": "host",
     "CUDA out of memory": "device",

@@ -18,6 +18,7 @@ from partita.checkpoint.format.folder import (
 )
 from partita.checkpoint.format.manifest import MANIFEST, SEQUENCE
 from partita.checkpoint.format.system import Lock, is_locked
+from partita.errors import PartitaError
 
 _tokens = itertools.count()
 
@@ -57,6 +58,13 @@ def test_newest_is_what_was_published_last(tmp_path: Path) -> None:
     save(tmp_path, 100)
     assert chosen(tmp_path).name == "step-100"
     assert names(tmp_path) == ["step-10", "step-100", "step-20"]
+
+
+def test_a_folder_without_a_checkpoint_and_none_are_two_errors(tmp_path: Path) -> None:
+    with pytest.raises(PartitaError, match=r"is no checkpoint, and holds no complete one \(step-N\): name the folder"):
+        chosen(tmp_path)
+    with pytest.raises(PartitaError, match="'.*step-3' does not exist"):
+        chosen(tmp_path / "step-3")
 
 
 @pytest.mark.parametrize("keep", [1, 2])

@@ -96,6 +96,6 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     for command in ("inspect", "verify"):
         shown = run(command, tmp_path)
         assert shown.exit_code == 2
-        assert f"'{tmp_path}' is none, and holds no complete one" in " ".join(shown.output.split())
+        assert f"'{tmp_path}' is no checkpoint, and holds no complete one" in " ".join(shown.output.split())
     shown = run("export", tmp_path, tmp_path, "--dtype", "int4")
     assert "--dtype: expected stored, fp32, bf16, fp16; got int4" in shown.output

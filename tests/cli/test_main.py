@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from partita.cli import doctor
+from partita.cli import doctor, machine
 from partita.cli.main import app
 from tests.cli.processes import write_job
 
@@ -30,7 +30,10 @@ def invoke(*arguments: str | Path) -> tuple[int, str]:
         (["--set", "engine.zero.stage=4"], "zero.stage: expected one of 0, 1, 2, 3"),
         (["--set", "engine.batch.total=9", "--processes", "2"], "batch.total 9 cannot be divided by"),
         (["--set", "engine.parallel.data=3", "--processes", "2"], "but there are 2"),
-        (["--set", "engine.communication.gradients=fp8", "--processes", "2"], "not available in this version"),
+        (
+            ["--set", "engine.communication.gradients=fp8", "--processes", "2"],
+            "communication.gradients: expected one of",
+        ),
         (["--set", "train.out=/proc/here"], "train.out: cannot make the folder '/proc/here'"),
         (["--set", "data.corpus=nowhere"], "data.corpus: no file or folder 'nowhere'"),
         (["--set", "model.heads=5"], "model.width: 32 over model.heads 5"),
@@ -126,3 +129,10 @@ def test_doctor_says_what_is_missing_and_lost(monkeypatch: pytest.MonkeyPatch) -
     assert rows["transformers"] == "not installed: no Hugging Face models in a job"
     assert rows["tensorboard"] == "not installed: no event files, only metrics.jsonl"
     assert rows["compiled kernels"] == "not built; PyTorch's own are used"
+
+
+def test_a_machine_goes_into_a_file_that_plans_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "measure_machine", lambda *_: pytest.fail("it was measured for nothing"))
+    code, output = invoke("machine", "--out", tmp_path / "mine.txt")
+    assert code == 2
+    assert "mine.txt: expected a name that ends in .yaml" in output

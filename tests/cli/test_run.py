@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from partita.cli import launch, script
@@ -219,6 +220,26 @@ precision: {{compute: bf16}}
     code, said = convert(file, "-o", out)
     assert (code, said) == (0, f"{out}: for partita.initialize(model, '{out}')\n")
     assert out.read_text() == expected
+
+
+def test_a_file_that_leaves_nothing_to_a_trainer_keeps_deepspeeds_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text('{"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 0.001}}}')
+    code, said = convert(file)
+    assert code == 0
+    assert yaml.safe_load(said) == {
+        "zero": {"stage": 0},
+        "precision": {"compute": "fp32"},
+        "batch": {"total": 8},
+        "optimizer": {"name": "adamw", "lr": 0.001, "weight_decay": 0.0},
+        "clip_grad_norm": 1.0,
+    }
+    file.write_text('{"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": "auto"}}}')
+    assert yaml.safe_load(convert(file)[1]) == {
+        "zero": {"stage": 0},
+        "batch": {"total": 8},
+        "optimizer": {"name": "adamw"},
+    }
 
 
 def test_accelerates_file_is_known_by_its_keys(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_keys_that_become_no_setting(key: str) -> None:
         ({"distributed_type": "FSDP", "fsdp_config": {"sharding_strategy": "SOME"}}, "'some' is not available"),
         (
             {"distributed_type": "DEEPSPEED", "deepspeed_config": {"offload_optimizer_device": "gpu"}},
-            "deepspeed_config.offload_optimizer_device: expected a device; got 'gpu'",
+            "deepspeed_config.offload_optimizer_device: expected none, cpu or nvme; got 'gpu'",
         ),
         ({"num_processes": "many"}, "num_processes: expected a number; got 'many'"),
     ],

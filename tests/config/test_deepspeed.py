@@ -381,6 +381,13 @@ def test_what_is_shown_at_the_start() -> None:
     ]
 
 
+def test_a_misspelt_section_names_the_section_that_was_meant() -> None:
+    data = {"zero_optimisation": {"stage": 3}, "zero_optimization": {"ofload_param": {"device": "cpu"}}}
+    said = "\n".join(deepspeed.read(data, 1).summary())
+    assert "zero_optimisation: unknown key, without effect; did you mean zero_optimization?" in said
+    assert "did you mean zero_optimization.offload_param?" in said
+
+
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'nowhere\.json' does not exist"):
         deepspeed.read("nowhere.json", 1)
@@ -389,11 +396,27 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         ('{"a": 1, "a": 2}', "the key 'a' is given twice in one section"),
         ("[" * 100_000, "nested deeper than 16 levels"),
         (f'{{"train_batch_size": {"9" * 5000}}}', "not valid JSON: Exceeds the limit"),
+        ('{"fp16": {},\n "bf16": {"enabled": true "auto_cast": 0}\n}\n', "not closed at the end.* from line 2 on"),
+        ("{'train_batch_size': True}", "not closed at the end.* from line 1 on"),
+        ('{"train_batch_size": 8 /* of', "not closed at the end.* from line 1 on"),
     ):
         file = tmp_path / "ds_config.json"
         file.write_text(text)
         with pytest.raises(ConfigError, match=message):
             deepspeed.read(file, 1)
+
+
+def test_the_folder_of_the_disk_is_one_that_is_used() -> None:
+    """Files of templates name a path beside ``cpu``, too."""
+    param, optimizer = {"device": "nvme", "nvme_path": "/b"}, {"device": "cpu", "nvme_path": "/a"}
+    data = {"zero_optimization": {"stage": 3, "offload_param": param, "offload_optimizer": optimizer}}
+    converted = deepspeed.read(data, 1)
+    assert converted.settings["zero"]["offload"] == {"parameters": "disk", "optimizer": "host", "path": "/b"}
+    assert converted.of(KeyClass.WARNING) == []
+    optimizer["device"] = "nvme"
+    converted = deepspeed.read(data, 1)
+    assert converted.settings["zero"]["offload"] == {"parameters": "disk", "optimizer": "disk", "path": "/a"}
+    assert [notice.key for notice in converted.of(KeyClass.WARNING)] == ["zero_optimization.offload_param.nvme_path"]
 
 
 def test_numbers_that_are_none() -> None:

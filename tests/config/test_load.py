@@ -75,7 +75,7 @@ WRONG_FILES = [
     ("zero:\n\tstage: 3\n", "line 2: not valid YAML: found character"),
     ("zero:\n  stage: 9\n", "zero.stage: expected one of 0, 1, 2, 3; got 9 (from {path}, line 2)"),
     ("zero:\n\n  stag: 3\n", "zero.stag: unknown key; did you mean zero.stage? (from {path}, line 3)"),
-    ("communication:\n  gradients: fp8\n", "communication.gradients: 'fp8' is not available in this"),
+    ("communication:\n  gradients: fp8\n", "communication.gradients: expected one of full, int8, int4"),
     ("[1, 2]", "expected sections (key: value) at the top level; got [1, 2]"),
     ("just words", "expected sections (key: value) at the top level; got 'just words'"),
     ("1: 2\n", "line 1: keys must be printable text; got the key 1 at the top level; put quotes around it"),

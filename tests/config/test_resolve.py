@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from partita.config.load import load_config
 from partita.config.resolve import Resolved, ResolvedBatch, describe, resolve
-from partita.config.schema import AVAILABLE
 from partita.errors import ConfigError
 from partita.plan.mesh_shape import MeshShape
 
@@ -85,13 +84,6 @@ def test_mesh_from_the_number_of_ranks() -> None:
     assert resolved({}, 1).mesh == MeshShape()
 
 
-@pytest.fixture
-def all_settings_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    for key in list(AVAILABLE):
-        monkeypatch.delitem(AVAILABLE, key)
-
-
-@pytest.mark.usefixtures("all_settings_available")
 def test_mesh_with_every_axis() -> None:
     axes: dict[str, object] = {"tensor": 2, "pipeline": 3}
     assert resolved({"parallel": axes}, 24).mesh == MeshShape(pipeline=3, data=4, tensor=2)
@@ -150,7 +142,6 @@ def test_replicas_are_nodes() -> None:
     assert "ranks on a node 1 launcher" in squeezed(caught.value)
 
 
-@pytest.mark.usefixtures("all_settings_available")
 def test_hierarchical_counts_the_inner_axes() -> None:
     config = HIERARCHICAL | {"parallel": {"tensor": 2, "pipeline": 2}}
     assert resolved(config, 32, per_node=4).mesh == MeshShape(pipeline=2, data=8, tensor=2, node=4)
@@ -188,6 +179,12 @@ def test_compute_dtype(compute: str, device: str, expected: str) -> None:
             ("ignored: parallel.tensor_rules (parallel.tensor is 1)",),
         ),
         ({"schedule": {"total_steps": 9}}, "cpu", ("ignored: schedule.total_steps (a constant schedule has no end)",)),
+        ({"schedule": {"total_steps": 9}, "optimizer": {"name": "onebit_adam"}}, "cpu", ()),
+        (
+            {"schedule": {"total_steps": 9}, "communication": {"every": 2}},
+            "cpu",
+            ("ignored: communication.every (all data ranks are on one node)",),
+        ),
         (
             {"schedule": {"min_lr": 1e-5}},
             "cpu",

@@ -302,15 +302,6 @@ def chosen_units() -> None:
             torch.testing.assert_close(value, results[0][name], rtol=1e-4, atol=1e-6)
 
 
-def not_available() -> None:
-    later: list[dict[str, Any]] = [
-        {"communication": {"gradients": "1bit"}},
-    ]
-    for config in later:
-        with pytest.raises(ConfigError, match="not available in this version"):
-            partita.initialize(Stack(1), config)
-
-
 def wrong_meshes() -> None:
     with partita.initialize(Stack(1)) as engine, pytest.raises(ConfigError, match="mesh"):
         partita.initialize(Stack(1), mesh="data")  # type: ignore[arg-type]
@@ -403,10 +394,6 @@ def test_sparse_gradients_are_refused(world: int) -> None:
 def test_units_by_choice() -> None:
     pool.run(1, wrong_units)
     pool.run(2, chosen_units)
-
-
-def test_not_available() -> None:
-    pool.run(2, not_available)
 
 
 def test_wrong_meshes() -> None:

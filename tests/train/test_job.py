@@ -89,7 +89,7 @@ def test_the_job_written_down_is_the_job(tmp_path: Path) -> None:
         ("- 1", ["expected sections (key: value) at the top level"]),
         (
             "engine: {communication: {gradients: fp8}}",
-            ["communication.gradients", "not available in this version"],
+            ["communication.gradients: expected one of full", "got 'fp8'"],
         ),
     ],
 )

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from partita.cli.console import user_errors
+from partita.errors import ConfigError
 from partita.forecast.this_machine import measure_machine
 from partita.planner.figures import format_bytes
 from partita.planner.machine import BY_FLOPS, Machine, write_machine
@@ -22,6 +23,8 @@ OutFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Wri
 def machine(ranks: Ranks = 1, out: OutFile = None) -> None:
     """Measure this machine: its memories, and how fast so many ranks compute, copy and send beside each other."""
     with user_errors():
+        if out is not None and out.suffix not in (".yaml", ".yml"):  # by which --gpu knows files
+            raise ConfigError(f"--out {out}: expected a name that ends in .yaml")
         found = measure_machine(ranks, out.stem if out else "this machine")
         if out is not None:
             write_machine(found, out)

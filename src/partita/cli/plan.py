@@ -16,6 +16,7 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from partita.cli.console import FAILURE, show_error, user_errors
+from partita.config.values import as_size
 from partita.errors import ConfigError
 from partita.forecast.papers import reach_rows, state_rows
 from partita.forecast.plan import Plan, lacks
@@ -27,7 +28,6 @@ from partita.planner.figures import format_bytes
 from partita.planner.machine import machine_named
 
 TRACES = (".trace.json", ".trace.json.gz")
-_UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _BAR = 48
 _COLORS = {
     "parameters": "blue",
@@ -222,11 +222,12 @@ def _bars(forecast: Forecast) -> list[Text]:
     return lines
 
 
-def _bytes(option: str, text: str) -> float:
-    """``128GiB``, ``1.5TB``, ``1e12``."""
-    number = text.strip().lower().removesuffix("/s").removesuffix("b")
-    unit = next((unit for unit in sorted(_UNITS, key=len, reverse=True) if unit and number.endswith(unit)), "")
+def _bytes(option: str, text: str) -> int:
+    """``128GiB``, ``1.5TB``, ``1e12``; of a rate without its ``/s``."""
     try:
-        return float(number.removesuffix(unit)) * _UNITS[unit]
+        size = as_size(text.strip().lower().removesuffix("/s").removesuffix("b") + "b")
     except ValueError:
-        raise ConfigError(f"{option}: expected bytes such as 128GiB or 1.5TB; got '{text}'") from None
+        size = None
+    if not isinstance(size, int):
+        raise ConfigError(f"{option}: expected bytes such as 128GiB or 1.5TB; got '{text}'")
+    return size

@@ -13,7 +13,6 @@ _SIZED = "partita chooses and sizes this itself"
 _LAUNCHED = "the launcher says this: partita run, torchrun or srun"
 _SAVED = "partita's checkpoints need no settings here"
 _COMPUTE = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
-_TIERS = {"none": "none", "cpu": "host", "nvme": "disk"}
 # What each strategy of FSDP's asks for; the first version's are numbers, too, the second's truth values.
 _STRATEGIES: dict[str, tuple[str, ...]] = {
     "full_shard": ("full_shard", "1", "true"),
@@ -36,7 +35,7 @@ _FSDP_RULES = {
     **rules(_IGNORED, _SIZED, "backward_prefetch_policy limit_all_gathers use_orig_params", FSDP),
     **rules(_IGNORED, _SIZED, "sync_module_states cpu_ram_efficient_loading", FSDP),
     **rules(_IGNORED, _SAVED, "state_dict_type", FSDP),
-    f"{FSDP}activation_checkpointing_offload": Rule(_WARNING, "what is kept of the forward stays on the device"),
+    f"{FSDP}activation_checkpointing_offload": Rule(_WARNING, "set activations.offload: host in partita's config"),
     f"{FSDP}ignored_modules": Rule(_ERROR, "leave it out: a module's parameters are left alone by freezing them"),
     f"{FSDP}mixed_precision_policy": Rule(_ERROR, "leave it out, and set mixed_precision"),
     **rules(_ERROR, "leave it out: partita runs on CPUs and GPUs", "xla xla_fsdp_v2 xla_fsdp_grad_ckpt", FSDP),
@@ -203,18 +202,7 @@ def _deepspeed(conversion: Conversion, ranks: int, ranks_per_node: int | None) -
     for name, target in (("gradient_accumulation_steps", "batch.accumulate"), ("gradient_clipping", "clip_grad_norm")):
         if (key := DEEPSPEED + name) in conversion and conversion.value(key) not in ("auto", "none"):
             conversion.set(target, conversion.number(key, 0) or None, key)
-    for name, target, least in (("optimizer", "zero.offload.optimizer", 1), ("param", "zero.offload.parameters", 3)):
-        if stage < least:
-            continue
-        device = conversion.text(f"{DEEPSPEED}offload_{name}_device").lower()
-        if device in _TIERS:
-            conversion.set(target, _TIERS[device], f"{DEEPSPEED}offload_{name}_device")
-        elif device:
-            fix = f"write one of {', '.join(_TIERS)}"
-            conversion.refuse(f"{DEEPSPEED}offload_{name}_device", f"expected a device; got {shown(device)}", fix)
-        key = f"{DEEPSPEED}offload_{name}_nvme_path"
-        if device == "nvme" and key in conversion:
-            conversion.set("zero.offload.path", conversion.value(key), key)
+    deepspeed.offload(conversion, stage, f"{DEEPSPEED}offload_optimizer_", f"{DEEPSPEED}offload_param_")
     return None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from partita.config.messages import Contradiction, Row, conflict, row, setting
 from partita.config.schema import Config
 from partita.config.wire_checks import contradicting_wires
-from partita.config.wires import SENDS_MOMENTUM, gradient_codec
+from partita.config.wires import MEASURES_MOMENT, SENDS_MOMENTUM, gradient_codec
 from partita.plan.wire import LOW_RANK
 
 _ADAMS = ("adam", "adamw", *SENDS_MOMENTUM)
@@ -266,7 +266,9 @@ def idle_settings(config: Config, compute: str) -> Iterator[str]:
         yield "ignored: zero.offload.path (nothing rests on disk)"
     if precision.keep_fp32 and compute == "fp32":
         yield "ignored: precision.keep_fp32 (all modules compute in fp32)"
-    if schedule.name == "constant" and schedule.total_steps is not None:
+    is_share = config.optimizer.name in MEASURES_MOMENT and config.communication.warmup_steps == "auto"
+    ends = schedule.name != "constant" or is_share or config.communication.every is not None
+    if schedule.total_steps is not None and not ends:
         yield "ignored: schedule.total_steps (a constant schedule has no end)"
     if schedule.name == "constant" and schedule.decay_steps is not None:
         yield "ignored: schedule.decay_steps (a constant schedule does not decay)"

@@ -228,9 +228,10 @@ class Conversion:
             self.refuse(key, f"{shown(value)} is not available", rule.text)
 
     def _known(self, key: str) -> dict[str, str]:
-        """Names that may have been meant by an unknown one, with their keys: those of its section first."""
+        """Names of keys and sections that may have been meant by an unknown one: those of its own section first."""
         section = key.rpartition(".")[0]
         known = [other for other, rule in self._rules.items() if rule.kind is not KeyClass.ERROR]
+        known += sorted(_sections(self._rules))
         known.sort(key=lambda other: other.rpartition(".")[0] != section)
         names = dict(self._meant)
         for other in known:

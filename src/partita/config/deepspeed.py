@@ -19,6 +19,8 @@ _CLIP, _LOSS_SCALE_WINDOW, _WARMUP_STEPS, _DECAYED_FROM, _COSINE_LEAST = 1.0, 10
 _SCHEDULED = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
 _TIERS = {"none": "none", "cpu": "host", "nvme": "disk"}
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "lion": "lion"}
+# Whose settings are others here: partita's config names them.
+_COMPRESSED = {"onebitadam": "onebit_adam", "zerooneadam": "zeroone_adam", "onebitlamb": "onebit_lamb"}
 _CURVES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _DTYPES = {
     name: short
@@ -58,7 +60,7 @@ def read(
     _gradients(conversion, compute)
     _batch(conversion, by_trainer=by_trainer)
     stage = _zero(conversion, compute, ranks_per_node or ranks)
-    _offload(conversion, stage)
+    offload(conversion, stage, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM)
     _optimizer(conversion, by_trainer=by_trainer)
     _schedule(conversion)
     return conversion.finish()
@@ -220,36 +222,40 @@ def _zero(conversion: Conversion, compute: str | None, ranks_per_node: int) -> i
     return int(stage)
 
 
-def _offload(conversion: Conversion, stage: int) -> None:
-    """Tiers; DeepSpeed offloads parameters at stage 3 only, optimizer states from stage 1 on."""
+def offload(conversion: Conversion, stage: float, optimizer: str, param: str) -> None:
+    """Tiers; DeepSpeed offloads parameters at stage 3 only, optimizer states from stage 1 on.
+
+    Args:
+        optimizer: what the keys of optimizer states begin with.
+        param: those of parameters.
+    """
+    folder = None
     for prefix, old, target, least in (
-        (OFFLOAD_OPTIMIZER, f"{ZERO}cpu_offload", "zero.offload.optimizer", 1),
-        (OFFLOAD_PARAM, f"{ZERO}cpu_offload_param", "zero.offload.parameters", 3),
+        (optimizer, f"{ZERO}cpu_offload", "zero.offload.optimizer", 1),
+        (param, f"{ZERO}cpu_offload_param", "zero.offload.parameters", 3),
     ):
         if stage < least:
             continue
         if conversion.flag(old):
             conversion.set(target, "host", old)
-        device = conversion.text(f"{prefix}device")
+        key = f"{prefix}device"
+        device = conversion.text(key)
         if not device:
             continue
         tier = _TIERS.get(device.lower())
         if tier is None:
-            conversion.refuse(
-                f"{prefix}device", f"expected none, cpu or nvme; got {shown(device)}", "write one of them"
-            )
+            conversion.refuse(key, f"expected none, cpu or nvme; got {shown(device)}", "write one of them")
             continue
-        conversion.set(target, tier, f"{prefix}device")
-        if tier == "disk" and f"{prefix}nvme_path" in conversion:
-            _path(conversion, f"{prefix}nvme_path")
-
-
-def _path(conversion: Conversion, key: str) -> None:
-    path, other = conversion.value(key), conversion.value(f"{OFFLOAD_OPTIMIZER}nvme_path")
-    if key.startswith(OFFLOAD_PARAM) and other not in (None, path):
-        conversion.say(KeyClass.WARNING, key, f"there is one folder for all states: {shown(other)}")
-    else:
-        conversion.set("zero.offload.path", path, key)
+        conversion.set(target, tier, key)
+        key = f"{prefix}nvme_path"
+        path = conversion.value(key)
+        if tier != "disk" or path is None:
+            continue
+        if folder in (None, path):
+            conversion.set("zero.offload.path", path, key)
+            folder = path
+        else:
+            conversion.say(KeyClass.WARNING, key, f"there is one folder for all states: {shown(folder)}")
 
 
 # --------------------------------------------------------------------------------------------- optimizer and schedule
@@ -263,6 +269,8 @@ def _optimizer(conversion: Conversion, *, by_trainer: bool) -> None:
         return conversion.leave("optimizer.", "no type is given: the optimizer is yours")
     if name is None:
         fix = "use AdamW, SGD or Lion, or build it and pass it: partita.initialize(model, config, optimizer=...)"
+        if (own := _COMPRESSED.get(kind.lower())) is not None:
+            fix = f"set optimizer.name: {own} in a config of partita's (docs/wires.md)"
         conversion.leave("optimizer.", "it belongs to the optimizer")
         return conversion.refuse(key, f"{shown(kind)} is not available", fix)
     mode = f"{OPTIMIZER_PARAMS}adam_w_mode"

@@ -108,7 +108,7 @@ _IGNORED_KEYS = {
     **rules(_IGNORED, "compile blocks with torch.compile before partita.initialize", "compile"),
     **rules(
         _IGNORED,
-        "recompute with the model's own means (gradient_checkpointing_enable, torch.utils.checkpoint)",
+        "it recomputes nothing by itself; activations.checkpoint: units of partita's config does",
         "activation_checkpointing",
     ),
 }
@@ -167,7 +167,7 @@ _ERROR_KEYS = {
     **rules(_ERROR, _NUMERICS, "compression_training quantize_training eigenvalue progressive_layer_drop"),
     **rules(_ERROR, _NUMERICS, "weight_quantization"),
     **rules(_ERROR, _CURRICULUM, "curriculum_learning data_efficiency"),
-    "sparse_attention": Rule(_ERROR, "leave it out, and choose the attention in the model"),
+    "sparse_attention": Rule(_ERROR, "leave it out, and set attention.pattern in a config of partita's"),
     "elasticity": Rule(
         _ERROR,
         "leave it out, and start the run by torchrun --nnodes LEAST:MOST: it resumes on whatever ranks there are",

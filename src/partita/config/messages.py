@@ -100,9 +100,9 @@ def _wrong_value(model: type[BaseModel], path: KeyPath, value: object) -> Proble
         expected = f"a section with the keys {', '.join(section.model_fields)}"
         fix = "write its keys below it"
     else:
-        expected = expectation(_key_schemas(owner)[path[-1]])
-        default = shown(owner.model_fields[path[-1]].default)
-        fix = f"write such a value, or leave the key out for its default {default}"
+        schema = _key_schemas(owner)[path[-1]]
+        expected = expectation(schema)
+        fix = f"write such a value, or leave the key out for its default {shown(schema['default'])}"
     return Problem(path, f"{dotted(path)}: expected {expected}; got {shown(value)}", fix)
 
 
@@ -131,6 +131,8 @@ def expectation(schema: Mapping[str, Any]) -> str:
             return f"a list out of {', '.join(schema['items']['enum'])}"
         case "array":
             return f"a list of {'one or more ' if 'minItems' in schema else ''}{expectation(schema['items'])}s"
+        case "object" if isinstance(values := schema.get("additionalProperties"), dict):
+            return f"a section of names, each with {expectation(values)}"
         case "null":
             return "null"
         case _:

@@ -7,6 +7,7 @@ is composed into nodes and read from them here, so that each key's line is known
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import hjson
@@ -99,7 +100,27 @@ def parse_hjson(text: str, name: str) -> Parsed:
     Raises:
         ConfigError: naming the line where there is one.
     """
-    return _parse_json(text, name, hjson.loads)
+    return _parse_json(text, name, partial(_load_hjson, name))
+
+
+def _load_hjson(name: str, text: str, **options: Any) -> object:
+    """A value without quotes goes on to the end of its line in Hjson, whatever brackets it has. So what is wrong in a
+    line may be found at the end of the text alone: there, it is said where plain JSON ends.
+    """
+    try:
+        return hjson.loads(text, **options)
+    except IndexError:  # a comment that does not end
+        pass
+    except hjson.HjsonDecodeError as error:
+        if text[error.pos :].strip():
+            raise
+    try:
+        return json.loads(text, **options)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{name}: not valid JSON: a section, list or comment is not closed at the end; look for a missing comma, "
+            f"bracket or double quote from line {error.lineno} on, where plain JSON ends ({error.msg})"
+        ) from None
 
 
 def _parse_json(text: str, name: str, loads: Callable[..., object]) -> Parsed:

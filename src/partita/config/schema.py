@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, create_model
 
-from partita.config.messages import Problem, Where, report, setting, shown, validation_problems
+from partita.config.messages import Where, report, validation_problems
 from partita.config.plain import plain
 from partita.config.values import (
     Auto,
@@ -43,6 +43,8 @@ TensorRules = Annotated[
 ]
 Gradients = Literal["fp32", "bf16", "fp16", "in_backward"]
 Compute = Literal["auto", "fp32", "bf16", "fp16"]
+GradientCodec = Literal["full", "int8", "int4", "2bit", "ternary", "onebit", "topk", "low_rank", "auto"]
+ParameterCodec = Literal["full", "int8", "int4", "2bit", "ternary", "onebit", "topk"]
 
 
 class Parallel(Section):
@@ -259,7 +261,7 @@ class Tiled(Section):
 class Communication(Section):
     """What travels between ranks."""
 
-    gradients: Text = Field(
+    gradients: GradientCodec = Field(
         "full",
         description="encoding of gradients as they travel; full: precision.gradients; int8, int4: codes in blocks, "
         "rounded at random, and summed in fp32; 2bit, ternary, onebit, topk: coarser ones, to nearest, and low_rank: "
@@ -267,7 +269,7 @@ class Communication(Section):
         "int8, or held back, too; auto: full, and the first steps say which would be faster",
     )
     low_rank: Count = Field(4, description="columns of each factor of gradients: low_rank")
-    parameters: Text = Field(
+    parameters: ParameterCodec = Field(
         "full",
         description="encoding of parameters as they travel; full: precision.compute. Stage 3: as they are gathered, "
         "int8. Stages 1 and 2, and between the nodes of zero.hierarchical: of their changes, int8, int4, 2bit, "
@@ -325,7 +327,7 @@ class Config(Section):
     """The whole configuration of an engine.
 
     Raises:
-        ConfigError: listing every unknown key, wrong value, and setting that this version does not have.
+        ConfigError: listing every unknown key and wrong value.
     """
 
     parallel: Parallel = Field(Parallel(), description="ranks along each mesh axis")
@@ -361,25 +363,3 @@ class Config(Section):
             super().__init__(**data)
         except ValidationError as error:
             raise report(validation_problems(error, type(self), data), where) from None
-        if problems := _unavailable(self):
-            raise report(problems, where)
-
-
-# Documented settings of which this version has only some values, the default first. A value that arrives is added to
-# its line; when all are there, the line is deleted.
-AVAILABLE: dict[str, tuple[object, ...]] = {
-    "communication.gradients": ("full", "int8", "int4", "2bit", "ternary", "onebit", "topk", "low_rank", "auto"),
-    "communication.parameters": ("full", "int8", "int4", "2bit", "ternary", "onebit", "topk"),
-}
-
-
-def _unavailable(config: Config) -> list[Problem]:
-    """One problem for each setting whose value this version does not have."""
-    problems = []
-    for key, values in AVAILABLE.items():
-        value = setting(config, key)
-        if value not in values:
-            text = f"{key}: {shown(value)} is not available in this version"
-            fix = f"remove it or set it back to its default ({shown(values[0])})"
-            problems.append(Problem(tuple(key.split(".")), f"{text}; {fix}"))
-    return problems

@@ -8,6 +8,7 @@ import numbers
 import os
 import re
 from collections.abc import Mapping
+from math import isfinite
 from typing import Annotated, Literal, NoReturn
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
@@ -44,7 +45,8 @@ def as_whole(value: object) -> object:
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
-def _size(value: object) -> object:
+def as_size(value: object) -> object:
+    """Bytes, of text that may have a unit: 1.1 GiB are no whole number of bytes, and mean the nearest one."""
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
         return as_whole(value)
@@ -53,7 +55,8 @@ def _size(value: object) -> object:
     if not isinstance(amount, int | float):
         raise ValueError("not a number of bytes")
     base = 1024 if prefix.endswith("i") else 1000
-    return as_whole(amount * base ** ("", "k", "m", "g", "t").index(prefix[:1]))
+    size = amount * base ** ("", "k", "m", "g", "t").index(prefix[:1])
+    return round(size) if prefix and isfinite(size) else as_whole(size)
 
 
 def _path(value: object) -> object:
@@ -79,7 +82,14 @@ def _rows(value: object) -> object:
     """Rows of figures as text, also where they come as lists of numbers."""
     if not isinstance(value, list | tuple):
         return value
-    return tuple("".join(str(int(x)) for x in row) if isinstance(row, list | tuple) else row for row in value)
+    return tuple("".join(map(_figure, row)) if isinstance(row, list | tuple) else row for row in value)
+
+
+def _figure(value: object) -> str:
+    number = as_whole(value)
+    if number not in (0, 1):
+        raise ValueError("neither 0 nor 1")
+    return str(number)
 
 
 Flag = Annotated[bool, Strict()]
@@ -90,7 +100,7 @@ Bytes = Annotated[
     int,
     Strict(),
     Field(ge=0, le=_LARGEST_SIZE, examples=["64MiB"]),
-    BeforeValidator(_size, json_schema_input_type=_WrittenBytes),
+    BeforeValidator(as_size, json_schema_input_type=_WrittenBytes),
 ]
 Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False), BeforeValidator(as_number)]
 NotNegative = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False), BeforeValidator(as_number)]

@@ -71,7 +71,12 @@ def chosen(folder: Path) -> Path:
         return aside
     found = list(complete(folder).values())
     if not found:
-        raise PartitaError(f"checkpoint: '{folder}' is none, and holds no complete one (step-N)")
+        if not folder.exists():
+            raise PartitaError(f"checkpoint: '{folder}' does not exist: no complete one (step-N) was saved there")
+        raise PartitaError(
+            f"checkpoint: '{folder}' is no checkpoint, and holds no complete one (step-N): name the folder that a run "
+            "saved into"
+        )
     return found[-1]
 
 

@@ -16,8 +16,7 @@ from partita.comm.mesh import Mesh
 from partita.config import deepspeed as configuration
 from partita.config.converted import Converted
 from partita.config.launchers import launch_environment
-from partita.config.load import load_config, read_text
-from partita.config.plain import parse_hjson
+from partita.config.load import load_config
 from partita.config.resolve import resolve
 from partita.engine.start import initialize as start_engine
 from partita.errors import ConfigError
@@ -157,17 +156,8 @@ def _loader(given: Arguments, source: Source, mesh: Mesh, micro: int) -> DataLoa
         batch_size=micro,
         sampler=None if streams else DistributedSampler(given.training_data, *share),
         collate_fn=given.collate_fn,
-        drop_last=_drops_last(source),
+        drop_last=bool(configuration.load(source)[1].get("dataloader_drop_last", False)),
     )
-
-
-def _drops_last(source: Source) -> bool:
-    """Whether the configuration has loaders leave out a last micro-batch that is not full."""
-    data: Any = source
-    if isinstance(source, str | Path):
-        name, text = read_text(Path(source))
-        data, _ = parse_hjson(text, name)
-    return bool(data.get("dataloader_drop_last", False))
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -259,9 +259,10 @@ _HEAD = """\
 {known} of {listed} cases. *States*: bytes by state and tier of every rank are the closed form's, exactly. *Sent*: calls
 and bytes of every rank, by collective, axes and purpose, are the simulation's, exactly. A *peak* is the ledger's (each
 kind at its most) and the most that torch's CPU allocator lends beside it within a step, counted from its own report of
-every allocation; *off by* is of the rank that is off most. Convolutions reorder what they read into memory of their
-own, as suits the processor: the simulation has none of that. *Planned*: without the engine, of the rank that holds
-most."""
+every allocation; *off by* is of the rank that is off most. Within its call a convolution has a second layout of its
+images, filters and result, in blocks of channels, and backward scratch memory beside that; which, follows from shape,
+processor and threads, and no simulation has it. The ResNet's peaks lack 786,432 bytes of images and 82,944 of filters.
+*Planned*: without the engine, of the rank that holds most."""
 
 
 if __name__ == "__main__":

@@ -87,6 +87,12 @@ def test_batch_norms_and_pools_are_kinds_of_their_own(pool: nn.Module) -> None:
     assert len(sizes(jobs, "function")) == 2  # the layer norm
 
 
+@pytest.mark.parametrize(("layer", "kind"), [(nn.Hardtanh(), "element"), (nn.Tanh(), "function")])
+def test_straight_pieces_are_no_functions(layer: nn.Module, kind: str) -> None:
+    of_nothing, jobs = jobs_of(Scale(), nn.Identity()), jobs_of(Scale(), layer)
+    assert {each for each, _ in (jobs - of_nothing).elements()} == {kind}
+
+
 def machine(**seconds: float) -> Machine:
     """A job of each kind takes so many, whatever its size."""
     figures = dict.fromkeys(("memory", "tflops", "tflops_fp32", "memory_rate", "node_link", "host_memory"), 1.0)

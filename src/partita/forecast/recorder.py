@@ -23,12 +23,12 @@ from partita.parallel.pipeline.weights import Left
 from partita.parallel.tensor.functions import Entrance
 
 # Kinds of operators that take longer than reading and writing takes, by what their names contain: the first counts. A
-# function is one of each element, or of each row.
+# function is one of each element, or of each row; those called hard are of straight pieces.
 _KINDS = {
     "batch_norm_backward": re.compile(r"batch_norm.*backward"),
     "batch_norm": re.compile(r"batch_norm"),
     "pool": re.compile(r"pool\dd(_with_indices)?$"),
-    "function": re.compile(r"exp|log|gelu|silu|tanh|sigmoid|softmax|norm|erf|rsqrt|sin|cos|pow|div"),
+    "function": re.compile(r"exp|log|gelu|silu|(?<!hard)(tanh|sigmoid)|softmax|norm|erf|rsqrt|sin|cos|pow|div"),
 }
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 

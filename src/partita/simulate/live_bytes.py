@@ -13,7 +13,9 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Bytes of the memory that operators have taken since it was entered and not given back, and the ``peak`` of that.
 
-    Memory that was there before is none of it, also where a tensor is laid over it anew.
+    Memory that was there before is none of it, also where a tensor is laid over it anew. Nor is what a kernel takes
+    within a call: oneDNN's copies of what a convolution reads, in blocks of channels, follow from the processor and the
+    number of threads that train, which are not those of a simulation.
     """
 
     def __init__(self) -> None:

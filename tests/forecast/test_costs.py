@@ -7,7 +7,9 @@ import pytest
 
 from partita.forecast.given import given_plan
 from partita.forecast.source import read_source
+from partita.plan.planned import reduction_order, share_buckets
 from partita.planner.machine import machine_named
+from partita.planner.timeline import Job
 
 MODEL = "layers=2,hidden=256,heads=4,vocab=512,context=64"
 FULL: dict[str, Any] = {"zero": {"stage": 2}}
@@ -54,3 +56,14 @@ def test_a_local_step_has_its_part_of_the_round_s_end() -> None:
     assert apart(1) / apart(10) == pytest.approx(10, rel=0.1)
     codes = 256 * 4 / 56  # bytes of a block of values, and of what stands for it
     assert apart(10) / apart(10, gradients="ternary") == pytest.approx(codes, rel=0.1)
+
+
+def test_gradients_that_share_a_bucket_travel_at_once() -> None:
+    small = read_source("layers=6,hidden=128,heads=2,vocab=128,context=32")
+    plan = given_plan(small, {"zero": {"stage": 2}}, NODES * ON_NODE, "cuda", ON_NODE)
+    (stage,), jobs = plan.stages, list[Job]()
+    units = plan.units[stage]
+    plan._rates(SLOW).step(plan.sized, stage, units, plan.trace, 1, jobs)
+    buckets = share_buckets(reduction_order(units))
+    assert [job.what for job in jobs].count("reduce") == len(buckets)
+    assert 1 < len(buckets) < len(units)

@@ -9,7 +9,7 @@ from partita.forecast.sized import Sized
 from partita.forecast.stages import Stage
 from partita.parallel.tensor.splitter import TENSOR
 from partita.plan.mesh_shape import MeshShape
-from partita.plan.planned import PlannedSegment, PlannedUnit
+from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
 from partita.plan.residence import FP32, Residence, Tier
 from partita.plan.steps import AllGather, ReduceScatter, Step, on_wires, steps
 from partita.planner.curve import Curve
@@ -32,13 +32,12 @@ _STANDING = {
 
 @dataclass(frozen=True)
 class Moves:
-    """Of one unit, whatever is computed: the jobs of :class:`~partita.planner.timeline.UnitTimes` but the device's."""
+    """Of one unit, whatever is computed and reduced: jobs of :class:`~partita.planner.timeline.UnitTimes`."""
 
     gather: float
     gather_again: float
     fetch: float
     read: float
-    reduce: float
     stow: float
     update: float
     updated_by: str
@@ -57,6 +56,7 @@ class Rates:
     num_moments: int = 2
     every: int | None = None
     _moves: dict[int, tuple[PlannedUnit, Moves]] = field(default_factory=dict)
+    _buckets: dict[tuple[int, ...], tuple[Sequence[PlannedSegment], float]] = field(default_factory=dict)
     _curves: dict[str, Curve] = field(init=False)
     _links: dict[tuple[tuple[str, ...], MeshShape], float] = field(default_factory=dict)
 
@@ -105,8 +105,8 @@ class Rates:
             return sum(segment.held_bytes(getattr(segment.row, name)) for segment in trained)
 
         parameters = sum(segment.held_bytes(segment.row.param_rest) for segment in unit.segments)
-        gather = sum(self._sent(s, s.gathers, s.row.param_rest) for s in unit.segments)
-        again = sum(self._sent(s, *_again(s)) for s in unit.segments)
+        gather = sum(self._of_segment(s, s.gathers, s.row.param_rest) for s in unit.segments)
+        again = sum(self._of_segment(s, *_again(s)) for s in unit.segments)
         states = held("master") + self.num_moments * held("moments")
         touched = 2 * states + held("grad_step") + held("master")
         away = row.param_rest.tier is not Tier.DEVICE and not machine.one_memory
@@ -119,24 +119,35 @@ class Rates:
             0.0 if unit.stays_whole else again,
             parameters / host_link if away else 0.0,
             parameters / max(disk, 1.0) if row.param_rest.tier is Tier.DISK else 0.0,
-            sum(self._summed(segment) for segment in trained),
             held("grad_step") / host_link if row.grad_step.tier is not Tier.DEVICE and not machine.one_memory else 0.0,
             self._job(update, touched) if machine.curves else touched / (machine.reached * rate),
             HOST if on_host else DEVICE,
             2 * states / max(disk, 1.0) if uses_disk else 0.0,
             held("param_compute") / host_link if on_host and not (away or machine.one_memory) else 0.0,
-            sum(self._sent(segment, segment.publication, segment.row.master) for segment in trained),
+            sum(self._of_segment(segment, segment.publication, segment.row.master) for segment in trained),
         )
 
-    def _summed(self, segment: PlannedSegment) -> float:
+    def _reductions(self, units: Sequence[PlannedUnit]) -> list[float]:
+        """Seconds of each unit's reductions: of the buckets of which backward brings the last gradient there."""
+        numbers = [at for at in reversed(range(len(units))) for segment in units[at].segments if segment.trains]
+        found, end = [0.0] * len(units), 0
+        for bucket in share_buckets(reduction_order(units)):
+            key, end = tuple(map(id, bucket)), end + len(bucket)
+            if key not in self._buckets:
+                self._buckets[key] = bucket, self._summed(bucket)
+            found[numbers[end - 1]] += self._buckets[key][1]
+        return found
+
+    def _summed(self, bucket: Sequence[PlannedSegment]) -> float:
         """Seconds of gradients to where the optimizer works on them."""
-        row, mesh = segment.row, segment.mesh
-        if segment.sums_factors:
+        row, mesh, padded = bucket[0].row, bucket[0].mesh, sum(segment.layout.padded for segment in bucket)
+        if bucket[0].sums_factors:
             num, axes = mesh.group_size(row.summed_axes), mesh.named(row.summed_axes)
-            sizes = [FP32.num_bytes(each) for each in segment.factor_elements if each]
+            values = (sum(each) for each in zip(*(segment.factor_elements for segment in bucket), strict=True))
+            sizes = [FP32.num_bytes(each) for each in values if each]
             return sum(self.collective("all_reduce", axes, mesh, 2 * (num - 1) * size // num) for size in sizes)
-        moved = steps(row.grad_arrival, row.grad_step, mesh)
-        return self._sent(segment, on_wires(moved, row.wires.gradients, row.wires.sums), row.grad_arrival)
+        moved = on_wires(steps(row.grad_arrival, row.grad_step, mesh), row.wires.gradients, row.wires.sums)
+        return self._sent(padded, mesh, moved, row.grad_arrival)
 
     def _meeting(self, units: Sequence[PlannedUnit]) -> float:
         """Seconds of a round's end, in which replicas that train apart meet, of which each local step has its part."""
@@ -145,14 +156,16 @@ class Rates:
         found = 0.0
         for segment in (segment for unit in units for segment in unit.segments if segment.trains):
             row, part = segment.row, replace(segment.row.master, shard_axes=segment.row.part_axes)
-            found += self._sent(segment, segment.outer_steps(), row.outer_gradient) if row.apart_axes else 0.0
-            found += self._sent(segment, segment.outer_publication, part)
-            found += self._sent(segment, segment.publication, row.master)
+            found += self._of_segment(segment, segment.outer_steps(), row.outer_gradient) if row.apart_axes else 0.0
+            found += self._of_segment(segment, segment.outer_publication, part)
+            found += self._of_segment(segment, segment.publication, row.master)
         return found / self.every
 
-    def _sent(self, segment: PlannedSegment, ops: Sequence[Step], src: Residence) -> float:
-        """Seconds of ``ops`` from ``src`` on. Codes are made, and read, as fast as memory is."""
-        padded, mesh = segment.layout.padded, segment.mesh
+    def _of_segment(self, segment: PlannedSegment, ops: Sequence[Step], src: Residence) -> float:
+        return self._sent(segment.layout.padded, segment.mesh, ops, src)
+
+    def _sent(self, padded: int, mesh: MeshShape, ops: Sequence[Step], src: Residence) -> float:
+        """Seconds of ``ops`` from ``src`` on, of so many elements. Codes are made, and read, as fast as memory is."""
         sent = sent_by_steps(ops, src, padded, mesh)
         found = sum((self.collective(collective, axes, mesh, num) for collective, axes, num in sent), 0.0)
         num_coded = sum(isinstance(op, AllGather | ReduceScatter) and op.wire.is_coded for op in ops)
@@ -206,6 +219,8 @@ class Rates:
             times[0] = self._times(trace.before.forward, trace.before.backward, self.moves(units[0]), mesh)
         if any(stop == len(trace.blocks) for _, stop in stage.chunks):
             times.append(UnitTimes(self.seconds(trace.after.forward, mesh), 0.0))
+        for at, seconds in enumerate(self._reductions(units)):
+            times[at] = replace(times[at], reduce=seconds)
         row = units[0].row
         # Where the ranks compute on the cores that also copy between them, nothing is beside anything.
         ranks = DEVICE if self.machine.one_memory else RANKS

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from partita.errors import ConfigError, PartitaError
 from partita.parallel.pipeline.absent import all_away
-from partita.parallel.pipeline.stand_in import StandIn, buffers_kept
+from partita.parallel.pipeline.stand_in import StandIn
 from partita.planner.group_units import find_blocks
 from partita.planner.parameters import find_everywhere
+from partita.sharding.buffers import buffers_kept
 
 KEY = "parallel.cut"
 

@@ -133,6 +133,7 @@ class MicroBatches:
                 if action.work is Work.FORWARD:
                     self._begin_forward(action)
                     if (loss := self._forward(action, micros)) is not None:
+                        _check_trains(loss)
                         kept[action.micro] = loss
                         total += loss.detach()
                 elif action.work is Work.BACKWARD:
@@ -213,3 +214,12 @@ class MicroBatches:
         loss = loss_of(output, batch, self._loss_fn)
         pipeline.check_arrived(loss)
         return loss
+
+
+def _check_trains(loss: Tensor) -> None:
+    """Raises PartitaError: a loss has no gradient."""
+    if not loss.requires_grad:
+        raise PartitaError(
+            "train_batch: expected a loss that depends on the parameters; got one with requires_grad False: is it "
+            "detached, are all parameters frozen, or is it called inside torch.no_grad()?"
+        )

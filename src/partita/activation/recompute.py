@@ -1,6 +1,6 @@
 """Modules that keep only their inputs for backward, and run forward again there.
 
-T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", section 4. Selectively, results that are dear to
+T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", section 4. Selectively, results that are expensive to
 compute are kept, too: V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 5.
 """
 
@@ -35,7 +35,7 @@ _DIFFERS = re.compile(r"tensor at position (\d+):\nsaved metadata: (.*)\nrecompu
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 # Operators whose results `selective` keeps: they take more time to compute than their results take to be kept.
-DEAR = frozenset(
+EXPENSIVE = frozenset(
     {
         *("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm"),
         "_scaled_dot_product_flash_attention",
@@ -240,11 +240,12 @@ def checkpoints_itself(module: nn.Module) -> bool:
 
 
 def selecting() -> Contexts:
-    """Keep the results of the operators that are dear, around a forward and around its repetition."""
+    """Keep the results of the expensive operators, around a forward and around its repetition."""
     contexts: Contexts = create_selective_checkpoint_contexts(_policy)
     return contexts
 
 
 def _policy(context: object, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     packet = getattr(operator, "overloadpacket", None)  # operators of higher order have none
-    return CheckpointPolicy.MUST_SAVE if getattr(packet, "__name__", "") in DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+    kept = getattr(packet, "__name__", "") in EXPENSIVE
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

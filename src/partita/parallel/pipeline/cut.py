@@ -194,7 +194,7 @@ def _cost(param: Tensor) -> int:
 
 
 def _even(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Bounds of ``num_stages`` ranges of blocks, none empty, of which the dearest is as cheap as can be."""
+    """Bounds of ``num_stages`` ranges of blocks, none empty, of which the most expensive is as cheap as can be."""
     sums = [0]
     for cost in costs:
         sums.append(sums[-1] + cost)

@@ -17,10 +17,9 @@ from torch.profiler import profile, record_function
 
 from partita.errors import PartitaError
 from partita.memory import accelerator
-from partita.memory.timeline import Watcher, watched_by
+from partita.memory.timeline import WAIT, Watcher, watched_by
 from partita.plan.traffic import TrafficKey
 
-WAIT = "wait for "
 # Rows of a trace are told apart by process and thread numbers: these are of no process.
 PROCESS, PREDICTED, COLLECTIVES = 1_000_000_000, 1_000_000_001, 1_000_000_002
 

@@ -71,6 +71,11 @@ def test_what_cannot_be_profiled(tmp_path: Path) -> None:
             with engine.profile(tmp_path / "none.json") as profile:
                 pass
             assert profile.report
+        with (
+            engine.profile(tmp_path / "open.json") as profile,
+            pytest.raises(PartitaError, match="or it has not ended: .*read the report behind it"),
+        ):
+            assert profile.report
         (tmp_path / "file").touch()
         with (
             pytest.raises(PartitaError, match=r"cannot write '.*file/trace.json'"),

@@ -5,7 +5,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from partita.errors import PartitaError
 from partita.inspection.whole import Whole
@@ -14,7 +14,7 @@ from partita.parallel.applied import Changes
 from partita.plan.mesh_shape import STATE_AXES
 from partita.planner.parameters import Holding, find_quantized
 from partita.sharding.runtime import Runtime
-from partita.sharding.unit import Member, Unit, replace_data
+from partita.sharding.unit import Unit, replace_data
 
 
 class Gathered:
@@ -94,7 +94,7 @@ class Gathered:
             all_ranks.broadcast([holding.param.data], "parameters")
             member = self._whole.member_of(holding)
             if member is not None and member.span.place.is_part:
-                _view(member).copy_(member.span.place.take(holding.param.data))
+                member.within(member.segment.full).copy_(member.span.place.take(holding.param.data))
 
     def _cut(self, holdings: Sequence[Holding]) -> None:
         """Let the parameters be this rank's shares again."""
@@ -104,7 +104,7 @@ class Gathered:
                 continue
             self._runtime.structure.elsewhere.discard(id(holding.param))
             if (member := self._whole.member_of(holding)) is not None:
-                holding.param.data = _view(member)
+                holding.param.data = member.within(member.segment.full)
                 holding.param.__class__ = member.kind
             else:
                 replace_data(holding.param, torch.empty_like(holding.param.data, device="meta"))
@@ -133,8 +133,3 @@ class Gathered:
                 if segment.master is not None and not segment.master_is_parameter:
                     segment.master.set(segment.part(segment.full, segment.plan.master), names)
         self._runtime.updated()
-
-
-def _view(member: Member) -> Tensor:
-    """The member's values in its unit's buffer."""
-    return member.shaped(member.segment.full[member.span.offset :][: member.span.num_elements])

@@ -98,6 +98,21 @@ def own_loss() -> None:
         assert seen[0] is batch
 
 
+def losses_that_are_none() -> None:
+    """What ``loss_fn`` returns is named as such, in training and in evaluation; and so is a loss without a gradient."""
+    returned: list[Any] = []
+    with partita.initialize(Learner(2), {"zero": {"stage": 3}}, loss_fn=lambda *_: returned[-1]) as engine:
+        for value, said in ((torch.zeros(4), r"a tensor of shape \(4,\)"), (None, "a NoneType")):
+            returned.append(value)
+            for call in (engine.train_batch, engine.eval_batch):
+                with pytest.raises(PartitaError, match=f"loss_fn: expected a tensor of one number.*{said}"):
+                    call([inputs(0, 0)])
+        returned.append(torch.zeros(()))
+        assert engine.eval_batch([inputs(0, 0)]) == 0
+        with pytest.raises(PartitaError, match="train_batch: expected a loss that depends on the parameters"):
+            engine.train_batch([inputs(0, 0)])
+
+
 def train_batch_errors() -> None:
     for zero in PLANS.values():
         model = Learner(2)
@@ -351,6 +366,10 @@ def test_loss_of_the_user() -> None:
 @pytest.mark.parametrize("lengths", [(4, 4), (5, 5), (4, 6), (5, 4)])
 def test_data_that_ends(lengths: tuple[int, ...], zero: Mapping[str, Any], tmp_path: Path) -> None:
     pool.run(2, epochs, zero, lengths, tmp_path)
+
+
+def test_losses_that_are_none() -> None:
+    pool.run(2, losses_that_are_none)
 
 
 def test_train_batch_errors() -> None:

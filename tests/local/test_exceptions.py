@@ -134,6 +134,44 @@ def survive(where: str, plan: str, plain: bool) -> None:
     assert all(torch.equal(weights[key], expected_weights[key]) for key in weights)
 
 
+def batches_over(zero: Mapping[str, Any], fails: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """Two batches by ``train_batch``; before the second one, one that fails in its third micro-batch."""
+    seeds.start()
+    settings = {"optimizer": ADAMW, "zero": zero, "batch": {"micro": 4, "accumulate": 4}}
+    with small_buckets(), partita.initialize(Fragile(), settings, loss_fn=lambda output, _: output.mean()) as engine:
+        module: Any = engine.module
+        losses = []
+        for step in range(2):
+            if step and fails:
+                calls = iter(["", "", "root"])
+                handle = module.register_forward_pre_hook(lambda *_: setattr(module, "fails_at", next(calls)))
+                with pytest.raises(BoomError):
+                    engine.train_batch([inputs(rank(), 50 + micro) for micro in range(4)])
+                handle.remove()
+                module.fails_at = ""
+            losses.append(engine.train_batch([inputs(rank(), 4 * step + micro) for micro in range(4)]).item())
+            assert engine.last_step.stepped
+            assert_idle(engine)
+        return losses, whole_weights(engine)
+
+
+def next_batch_is_whole() -> None:
+    for zero in PLANS.values():
+        (expected, expected_weights), (losses, weights) = (batches_over(zero, fails) for fails in (False, True))
+        assert losses == expected
+        assert all(torch.equal(weights[key], expected_weights[key]) for key in weights)
+
+
+def batch_inside_a_batch() -> None:
+    with partita.initialize(Stack(), {"batch": {"micro": 4, "accumulate": 2}}) as engine:
+        engine.backward(square_loss(engine, rank(), 0))
+        assert not engine.step().stepped
+        with pytest.raises(PartitaError, match=r"engine.train_batch\(\) after micro-batch 1 of 2: .*engine.zero_grad"):
+            engine.train_batch([inputs(rank(), 1), inputs(rank(), 2)])
+        engine.backward(square_loss(engine, rank(), 1))
+        assert engine.step().stepped
+
+
 def stale(zero: Mapping[str, Any], plain: bool) -> str:
     with partita.initialize(Stack(), {"zero": zero}) as engine:
         engine.backward(square_loss(engine, rank(), 0))
@@ -183,6 +221,14 @@ def graph_that_is_dropped() -> None:
 @matrix(where=WHERE, plan=PLANS, plain=[False, True])
 def test_next_step_is_as_if_it_had_not_happened(where: str, plan: str, plain: bool) -> None:
     pool.run(2, survive, where, plan, plain)
+
+
+def test_next_batch_is_as_if_none_had_failed() -> None:
+    pool.run(2, next_batch_is_whole)
+
+
+def test_a_batch_is_not_begun_inside_another() -> None:
+    pool.run(2, batch_inside_a_batch)
 
 
 @pytest.mark.parametrize("plain", [False, True])

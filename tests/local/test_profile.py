@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections import Counter
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 import partita
 from partita import PartitaError
-from partita.memory.timeline import span, told
+from partita.memory.timeline import Watcher, sent, span, told, watched_by
+from partita.plan.traffic import TrafficKey
 from tests.local import pool
 from tests.local.training import Stack, rank, square_loss
 
@@ -42,7 +44,7 @@ def take_step(engine: Any, step: int) -> None:
 
 
 def test_a_trace_has_what_was_done_and_waited_for(tmp_path: Path) -> None:
-    for events, report, sent in pool.run(2, profiled, str(tmp_path)):
+    for events, report, counted in pool.run(2, profiled, str(tmp_path)):
         process = next(event["pid"] for event in events if event.get("args", {}).get("name", "").startswith("partita,"))
         own = [event for event in events if event["pid"] == process and event["ph"] == "X"]
         lanes = {e["tid"]: e["args"]["name"] for e in events if e["pid"] == process and e["name"] == "thread_name"}
@@ -58,7 +60,7 @@ def test_a_trace_has_what_was_done_and_waited_for(tmp_path: Path) -> None:
         first, last = min(event["ts"] for event in torchs), max(event["ts"] + event["dur"] for event in torchs)
         assert all(first - 1e6 < event["ts"] < last + 1e6 for event in own), "on one clock"
         assert report.num_steps == STEPS
-        assert report.sent_bytes == sent
+        assert report.sent_bytes == counted
         assert 0 < sum(report.waited_ms.values()) < report.step_ms
         assert "waited for gather" in str(report)
 
@@ -68,6 +70,11 @@ def test_what_cannot_be_profiled(tmp_path: Path) -> None:
         with pytest.raises(PartitaError, match="no optimizer step was taken inside the block"):
             with engine.profile(tmp_path / "none.json") as profile:
                 pass
+            assert profile.report
+        with (
+            engine.profile(tmp_path / "open.json") as profile,
+            pytest.raises(PartitaError, match="or it has not ended: .*read the report behind it"),
+        ):
             assert profile.report
         (tmp_path / "file").touch()
         with (
@@ -86,3 +93,28 @@ def test_nothing_is_wrapped_while_nobody_watches() -> None:
 
     assert told(work, "gather", "a unit") is work
     assert span("gather") is span("reduce")
+
+
+class Heard(Watcher):
+    def __init__(self) -> None:
+        self.spans, self.num_sent = list[str](), 0
+
+    def span(self, what: str, name: str) -> AbstractContextManager[None]:
+        self.spans.append(what)
+        return nullcontext()
+
+    def sent(self, key: TrafficKey, num_bytes: int) -> None:
+        self.num_sent += num_bytes
+
+
+def test_watchers_come_and_go_in_any_order() -> None:
+    """A profile that begins while the first steps are measured (``communication.gradients: auto``) ends after them."""
+    first, second = Heard(), Heard()
+    one, other = ExitStack(), ExitStack()
+    key = TrafficKey("all_reduce", ("data",), "gradients")
+    for number, (stack, change) in enumerate(((one, first), (other, second), (one, None), (other, None))):
+        stack.close() if change is None else stack.enter_context(watched_by(change))
+        with span(f"{number}"):
+            sent(key, 10**number)
+    assert (first.spans, first.num_sent) == (["0", "1"], 11)
+    assert (second.spans, second.num_sent) == (["1", "2"], 110)

@@ -1,7 +1,9 @@
 """Progress, in a terminal and elsewhere."""
 
 import io
+from itertools import count
 
+import pytest
 from rich.console import Console
 
 from partita.observe.metrics import HeldOutRow, TrainRow
@@ -32,6 +34,17 @@ def test_without_a_terminal_there_is_one_line_an_evaluation() -> None:
     assert "412 MB per rank" in lines[0]
     assert "ETA 0:00" in lines[1]
     assert lines[2] == "[not] {markup}"
+
+
+def test_the_time_left_is_by_the_steps_of_this_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = count()
+    monkeypatch.setattr("time.monotonic", lambda: 10.0 * next(clock))
+    out = io.StringIO()
+    progress = TrainingProgress(Console(file=out, width=200), 100)
+    progress.go_on(90)
+    progress.row(ROW)
+    progress.held_out(HeldOutRow(92, 0, 1.5))  # 10 s for two steps
+    assert out.getvalue().rstrip().endswith("ETA 0:40")
 
 
 def test_in_a_terminal_there_is_a_bar_and_lines_above_it() -> None:

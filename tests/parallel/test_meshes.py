@@ -64,6 +64,33 @@ def check(name: str, parallel: dict[str, int], rows: list[dict[str, Any]], num_s
             assert all(torch.equal(other.weights[key], weight) for key, weight in first.weights.items())
 
 
+def nested(axis: str, stage: int) -> None:
+    model = zoo.build("decoder")
+    with partita.initialize(model, {"parallel": {axis: 2}, "zero": {"stage": stage}}) as engine:
+        block: Any = model.get_submodule("blocks.1")
+        weight = block.ffn.down.weight
+        whole = engine.state_dict(names=["blocks.1.ffn.down.weight"])
+        with engine.gathered(modify=True), torch.no_grad():
+            shape = weight.shape
+            weight.mul_(2)
+            written = weight.clone()
+            with engine.gathered(block):
+                assert torch.equal(weight, written)
+                inner = None if axis == "pipeline" else model(**zoo.batch("decoder", 0, 2)).item()
+            assert torch.equal(weight, written)
+            assert inner is None or inner == model(**zoo.batch("decoder", 0, 2)).item()
+        with engine.gathered(block):
+            assert weight.shape == shape
+            assert torch.equal(weight, written)
+        assert all(torch.equal(2 * value, written) for value in whole.values())
+        engine.train_batch([zoo.batch("decoder", 0, 2)])  # on what each rank has of it
+
+
+@pytest.mark.parametrize(("axis", "stage"), [("tensor", 3), ("tensor", 1), ("pipeline", 1), ("sequence", 3)])
+def test_blocks_of_gathered_in_one_another(axis: str, stage: int) -> None:
+    pool.run(2, nested, axis, stage, timeout=TIMEOUT_S)
+
+
 @matrix(parallel=PAIRS, name=("llama", "decoder", "gpt2"))
 def test_two_axes(parallel: dict[str, int], name: str) -> None:
     check(name, parallel, [{"stage": 0}, {"stage": 3}], num_steps=3)

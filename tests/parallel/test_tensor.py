@@ -227,6 +227,28 @@ def logits_of() -> tuple[Any, ...]:
     return tuple(found)
 
 
+def outside_the_vocabulary() -> None:
+    """Tokens and targets that no rank has are errors on all of them, as they are of a whole model."""
+    collectives = tensor.connected(2)
+    model = zoo.build("llama")
+    tensor.on_slices(model, collectives)
+    tokens = zoo.batch("llama", 0)["input_ids"]
+    targets = tokens[:, 1:].flatten()
+    for wrong in (-1, zoo.VOCAB):
+        with pytest.raises((IndexError, RuntimeError), match="index out of range"):
+            model(input_ids=tokens.index_fill(1, torch.tensor([2]), wrong))
+        rows = model(input_ids=tokens).logits[:, :-1].flatten(0, 1)
+        spoilt = targets.index_fill(0, torch.tensor([2]), wrong)
+        with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+            F.cross_entropy(rows, spoilt)
+        assert F.cross_entropy(rows, spoilt, ignore_index=wrong).isfinite()
+    collectives.mesh.close()
+
+
+def test_what_is_outside_the_vocabulary_is_an_error() -> None:
+    pool.run(2, outside_the_vocabulary, timeout=TIMEOUT_S)
+
+
 def gathered(collectives: Any) -> int:
     return tensor.counts(collectives).get("all_gather", 0)
 

@@ -45,6 +45,21 @@ def test_the_handler_is_put_back_after_an_error() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_handler_that_python_does_not_know_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with monkeypatch.context() as patched:
+        patched.setattr(signal, "getsignal", lambda number: None if number == signal.SIGUSR1 else signal.SIG_DFL)
+        interruption = Interruption(saves=True)
+    own = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with interruption:
+            press(signal.SIGUSR1)
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    finally:
+        for number, handler in {**own, signal.SIGUSR1: before}.items():
+            signal.signal(number, handler)
+
+
 def test_another_thread_changes_nothing() -> None:
     before = signal.getsignal(signal.SIGINT)
     seen: list[object] = []

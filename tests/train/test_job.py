@@ -105,6 +105,11 @@ def test_a_wrong_override_is_named() -> None:
         load_job({}, ["train.stepz=3"])
 
 
+def test_a_schedule_of_no_steps_is_not_replaced() -> None:
+    with pytest.raises(ConfigError, match=r"schedule\.total_steps.*0"):
+        load_job({"engine": {"schedule": {"name": "cosine", "total_steps": 0}}})
+
+
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"'nowhere\.yaml' does not exist"):
         load_job("nowhere.yaml")

@@ -100,9 +100,18 @@ def test_folder_can_be_read_again_after_saving_its_config(tmp_path: Path) -> Non
 
 
 def test_config_file_gives_fresh_weights(tmp_path: Path) -> None:
-    saved = pretrained_folder(tmp_path)
+    saved = build_model(ModelSection(huggingface=TINY_LLAMA, seed=1), DATA).module
+    saved.save_pretrained(tmp_path)
     ready = build_model(ModelSection(huggingface=str(tmp_path / "config.json")), DATA)
-    assert not torch.equal(next(ready.module.parameters()), next(saved.parameters()))
+    pairs = list(zip(ready.module.parameters(), saved.parameters(), strict=True))
+    assert all(one.shape == other.shape for one, other in pairs)
+    assert not torch.equal(*pairs[0])
+
+
+def test_bytes_take_a_vocabulary_of_all_of_them(tmp_path: Path) -> None:
+    pretrained_folder(tmp_path)
+    with pytest.raises(ConfigError, match="vocab_size 4 is less than the 256 bytes, and it has no tokenizer"):
+        build_model(ModelSection(huggingface=str(tmp_path / "config.json")), DATA)
 
 
 @pytest.mark.parametrize(

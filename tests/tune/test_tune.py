@@ -194,6 +194,7 @@ def test_results_of_something_else_are_refused(tmp_path: Path, monkeypatch: pyte
         ({"model": "llama-3-9b"}, "no preset, file or folder is called so"),
         ({"model": "none.yaml"}, r"config file 'none.yaml' does not exist"),
         ({"processes": 10_000}, "--processes: 10000 cannot be measured here"),
+        ({"samples": 0}, "samples: expected at least 1 sample in a step; got 0"),
         ({"config": KEPT}, "no plan that fits is a config with what yours says: .*keep_gradients"),
         ({"model": "layers=60,hidden=8192"}, "layers=60,hidden=8192 does not fit on 2 x two cores"),
     ],

@@ -1,19 +1,18 @@
 """Modules that keep only their inputs for backward, and run forward again there.
 
-T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", section 4. Selectively, results that are dear to
+T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", section 4. Selectively, results that are expensive to
 compute are kept, too: V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 5.
 """
 
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import (
     CheckpointError,
     CheckpointPolicy,
@@ -27,6 +26,7 @@ from partita.activation.replaced import ReplacedForward
 from partita.activation.tiles import InTiles
 from partita.errors import ConfigError, PartitaError
 from partita.planner.group_units import modules_like
+from partita.sharding.buffers import buffers_kept
 from partita.sharding.compiler import constant
 from partita.sharding.nested import tensors_in
 
@@ -35,7 +35,7 @@ _DIFFERS = re.compile(r"tensor at position (\d+):\nsaved metadata: (.*)\nrecompu
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 # Operators whose results `selective` keeps: they take more time to compute than their results take to be kept.
-DEAR = frozenset(
+EXPENSIVE = frozenset(
     {
         *("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm"),
         "_scaled_dot_product_flash_attention",
@@ -212,27 +212,16 @@ class Repeating:
         self, module: nn.Module, keeping: AbstractContextManager[Any], begun: Sequence[Callable[[], None]]
     ) -> None:
         self._module, self._keeping, self._begun = module, keeping, begun
-        self._own = list[tuple[nn.Module, str, Tensor | None]]()
+        self._entered = ExitStack()
 
     def __enter__(self) -> None:
         for begun in self._begun:
             begun()
-        self._own = [
-            (inner, name, buffer) for inner in self._module.modules() for name, buffer in inner._buffers.items()
-        ]
-        for inner, name, buffer in self._own:
-            inner._buffers[name] = None if buffer is None else buffer.clone()
-        self._keeping.__enter__()
+        self._entered.enter_context(buffers_kept(self._module))
+        self._entered.enter_context(self._keeping)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self._keeping.__exit__(kind, error, trace)
-        finally:
-            for inner, name, buffer in self._own:
-                inner._buffers[name] = buffer
-            self._own.clear()
+    def __exit__(self, *raised: Any) -> None:
+        self._entered.__exit__(*raised)
 
 
 @constant
@@ -251,11 +240,12 @@ def checkpoints_itself(module: nn.Module) -> bool:
 
 
 def selecting() -> Contexts:
-    """Keep the results of the operators that are dear, around a forward and around its repetition."""
+    """Keep the results of the expensive operators, around a forward and around its repetition."""
     contexts: Contexts = create_selective_checkpoint_contexts(_policy)
     return contexts
 
 
 def _policy(context: object, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     packet = getattr(operator, "overloadpacket", None)  # operators of higher order have none
-    return CheckpointPolicy.MUST_SAVE if getattr(packet, "__name__", "") in DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+    kept = getattr(packet, "__name__", "") in EXPENSIVE
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -89,12 +89,15 @@ def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | Non
     loss = loss_fn(output, batch) if loss_fn else getattr(output, "loss", output)
     if isinstance(output, Mapping) and not loss_fn:
         loss = output.get("loss", loss)
-    if not is_scalar(loss):
-        raise PartitaError(
-            f"train_batch: the model returned a {type(output).__name__} without a scalar loss; return the loss, an "
-            "output with .loss (pass labels), or give loss_fn to partita.initialize"
-        )
-    return loss
+    if is_scalar(loss):
+        return loss
+    if loss_fn:
+        said = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise PartitaError(f"loss_fn: expected a tensor of one number, the mean loss of a micro-batch; got {said}")
+    raise PartitaError(
+        f"train_batch, eval_batch: the model returned a {type(output).__name__} without a scalar loss; return the "
+        "loss, an output with .loss (pass labels), or give loss_fn to partita.initialize"
+    )
 
 
 def is_scalar(value: object) -> bool:

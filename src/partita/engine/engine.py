@@ -105,9 +105,12 @@ class Engine:
         Raises:
             StopIteration: the iterators of all ranks are empty; nothing was trained on.
             PartitaError: it is no iterator, it ended inside a batch (on all ranks, where one's did; nothing was trained
-                on), or the loss cannot be found in the model's output.
+                on), the loss cannot be found in the model's output, or a batch is begun by :meth:`step`.
         """
         self._open()
+        self._micro_batches.check_between_batches(
+            "engine.train_batch", "it trains on whole batches: end this one by engine.step(), or engine.zero_grad()"
+        )
         drawn = draw(iterator, self._micro_batches.num, self.each)
         loss, self.last_step = self._micro_batches.train(drawn)
         return self.mean(loss)
@@ -165,8 +168,8 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Drop the gradients collected so far: the next micro-batch is the first of a batch."""
-        self._open().updater.zero()
-        self._micro_batches.begin(0)
+        self._open()
+        self._micro_batches.drop()
 
     def train(self, mode: bool = True) -> Self:
         """Set the model's training mode."""
@@ -238,12 +241,7 @@ class Engine:
         """
         self.attend("engine.save")
         parts = self._open()
-        done, num = self._micro_batches.done, self._micro_batches.num
-        if done:
-            raise PartitaError(
-                f"engine.save() after micro-batch {done} of {num}: the gradients collected so far would "
-                "be lost; save after the step that updates the parameters"
-            )
+        self._micro_batches.check_between_batches("engine.save", "save after the step that updates the parameters")
         return parts.checkpoints.save(folder)
 
     def wait_for_checkpoint(self) -> None:

@@ -29,6 +29,7 @@ class MicroBatches:
         self._parts, self._module, self._loss_fn = parts, module, loss_fn
         self.num = num
         self._num_backwards = num * parts.pipeline.schedule.shape.chunks
+        self._has_failed = False  # the batch of the last call of `train`
         self.begin(0)
 
     def begin(self, done: int) -> None:
@@ -36,6 +37,26 @@ class MicroBatches:
         self.done = done
         self._parts.parallel.begin_micro_batch(self._parts.updater.steps, done)
         self._parts.runtime.reducer.begin_micro_batch(is_last=done + 1 == self._num_backwards)
+
+    def drop(self) -> None:
+        """Forget the gradients collected so far: the next micro-batch is the first of a batch."""
+        self._parts.updater.zero()
+        self._has_failed = False
+        self.begin(0)
+
+    def check_between_batches(self, call: str, remedy: str) -> None:
+        """See that ``call`` does not come inside a batch; what :meth:`train` has left of one that failed is dropped.
+
+        Raises:
+            PartitaError: micro-batches of a batch are done, and others are to come.
+        """
+        if self._has_failed:
+            self.drop()
+        if self.done:
+            raise PartitaError(
+                f"{call}() after micro-batch {self.done} of {self.num}: the gradients collected so far would be lost; "
+                f"{remedy}"
+            )
 
     # ---------------------------------------------------------------- one micro-batch
 
@@ -97,7 +118,9 @@ class MicroBatches:
     # -------------------------------------------------------------------- a whole batch
 
     def train(self, drawn: Sequence[Any]) -> tuple[Tensor, StepResult]:
-        """Train on a batch's micro-batches; returns the mean of their losses, the same on all stages."""
+        """Train on a batch's micro-batches; returns the mean of their losses, the same on all stages. What one that
+        fails has collected is dropped later on (see :meth:`check_between_batches`).
+        """
         pipeline, kept, residency = self._parts.pipeline, dict[int, Tensor](), self._parts.runtime.residency
         total = torch.zeros((), dtype=torch.float32, device=self._parts.runtime.executor.device)
         micros = dict(enumerate(drawn))
@@ -110,6 +133,7 @@ class MicroBatches:
                 if action.work is Work.FORWARD:
                     self._begin_forward(action)
                     if (loss := self._forward(action, micros)) is not None:
+                        _check_trains(loss)
                         kept[action.micro] = loss
                         total += loss.detach()
                 elif action.work is Work.BACKWARD:
@@ -119,6 +143,9 @@ class MicroBatches:
                 if action.work is pipeline.schedule.last_work:
                     result = self.end()
                 del loss
+        except BaseException:
+            self._has_failed = True  # reductions under way may need ranks that go on: nothing waits for them here
+            raise
         finally:
             residency.within_batch = False
             pipeline.forget()
@@ -189,3 +216,12 @@ class MicroBatches:
         loss = loss_of(output, batch, self._loss_fn)
         pipeline.check_arrived(loss)
         return loss
+
+
+def _check_trains(loss: Tensor) -> None:
+    """Raises PartitaError: a loss has no gradient."""
+    if not loss.requires_grad:
+        raise PartitaError(
+            "train_batch: expected a loss that depends on the parameters; got one with requires_grad False: is it "
+            "detached, are all parameters frozen, or is it called inside torch.no_grad()?"
+        )

@@ -17,10 +17,9 @@ from torch.profiler import profile, record_function
 
 from partita.errors import PartitaError
 from partita.memory import accelerator
-from partita.memory.timeline import Watcher, watched_by
+from partita.memory.timeline import WAIT, Watcher, watched_by
 from partita.plan.traffic import TrafficKey
 
-WAIT = "wait for "
 # Rows of a trace are told apart by process and thread numbers: these are of no process.
 PROCESS, PREDICTED, COLLECTIVES = 1_000_000_000, 1_000_000_001, 1_000_000_002
 
@@ -77,6 +76,7 @@ class Profile(Watcher):
         self._spans = list[Span]()
         self._sent = Counter[str]()
         self._stalls = list[tuple[str, Any, Any]]()
+        self._num_steps = 0  # of the block, once it has ended
         self._main = threading.get_ident()
         self._entered = ExitStack()
         self._torch: Any = None
@@ -143,11 +143,14 @@ class Profile(Watcher):
         """What a step took and waited for.
 
         Raises:
-            PartitaError: no step was taken in the block.
+            PartitaError: no step was taken in the block, or it has not ended.
         """
         num = self._num_steps
         if not num:
-            raise PartitaError("engine.profile: no optimizer step was taken inside the block: take one, or several")
+            raise PartitaError(
+                "engine.profile: no optimizer step was taken inside the block, or it has not ended: take one, or "
+                "several, and read the report behind it"
+            )
         waited, busy = defaultdict[str, float](float), defaultdict[str, float](float)
         for each in self._spans:
             if each.lane != "main" and not each.what.startswith(WAIT):

@@ -15,7 +15,7 @@ import torch
 from partita.comm.collectives import Collectives
 from partita.comm.group import Group
 from partita.memory.streams import finish
-from partita.memory.timeline import Watcher, watched_by
+from partita.memory.timeline import WAIT, Watcher, watched_by
 from partita.plan.planned import PlannedUnit
 from partita.plan.traffic import TrafficKey
 from partita.planner.blueprint import Blueprint, wires_of
@@ -28,7 +28,6 @@ SETTLING, MEASURED = 2, 3
 PROBE_BYTES = 2**20  # to each other rank
 # A wire that saves less than this share of another's step is not worth what it loses beside that.
 WORTH = 0.1
-WAIT = "wait for "
 # What may be named, by what it loses: the first two are right on average.
 CANDIDATES: Mapping[str, Mapping[str, str]] = {
     "gradients: int8": {"gradients": "int8"},

@@ -5,7 +5,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from partita.errors import PartitaError
 from partita.inspection.whole import Whole
@@ -14,7 +14,7 @@ from partita.parallel.applied import Changes
 from partita.plan.mesh_shape import STATE_AXES
 from partita.planner.parameters import Holding, find_quantized
 from partita.sharding.runtime import Runtime
-from partita.sharding.unit import Member, Unit, replace_data
+from partita.sharding.unit import Unit, replace_data
 
 
 class Gathered:
@@ -25,6 +25,7 @@ class Gathered:
     def __init__(self, runtime: Runtime, updater: Updater, whole: Whole, changes: Changes) -> None:
         self._runtime, self._updater, self._whole, self._changes = runtime, updater, whole, changes
         self._quantized = {id(holding.param) for holding in find_quantized(runtime.model)}  # which are always whole
+        self._made_whole = set[int]()  # ids of parameters, by the blocks that are open
         self._kinds = {id(holding.param): type(holding.param) for holding in whole.holdings}
         self.num_open = 0
 
@@ -43,12 +44,12 @@ class Gathered:
         self._runtime.residency.hold(sharded)
         self.num_open += 1
         members = [member for unit in units for member in unit.members]
-        others = self._make_whole(wanted)
-        watched = {
-            id(holding.param): (holding.fqns[0], holding.param) for holding in [m.holding for m in members] + others
-        }
-        before = {key: param._version for key, (_, param) in watched.items()}
+        holdings = [each for each in self._whole.holdings if id(each.param) in wanted] if self._whole.shares else []
+        made_whole = list[Holding]()
         try:
+            made_whole += self._make_whole(holdings)
+            watched = {id(each.param): (each.fqns[0], each.param) for each in [m.holding for m in members] + holdings}
+            before = {key: param._version for key, (_, param) in watched.items()}
             with self._changes.suspended(items):
                 yield
             for key, (name, param) in watched.items():
@@ -58,23 +59,27 @@ class Gathered:
                         "with modify=True: the ranks and the optimizer would not learn of it"
                     )
             if modify:
-                self._take_first(others)
+                self._take_first(holdings)
                 self._write_back(units, {member.fqn for member in members if id(member.param) in wanted})
         finally:
             self.num_open -= 1
-            self._cut(others)
+            self._cut(made_whole)
             self._runtime.residency.let_go(sharded)
 
-    def _make_whole(self, wanted: AbstractSet[int]) -> list[Holding]:
-        """Have whole values in parameters of which ranks hold other shares; returns the wanted ones, in one order."""
-        if not self._whole.shares:
+    def _make_whole(self, holdings: Sequence[Holding]) -> list[Holding]:
+        """Have whole values in those of the parameters of which ranks hold other shares; returns which they are, less
+        those that a block around this one has made whole.
+        """
+        asked = {id(each.param) for each in holdings if id(each.param) not in self._made_whole}
+        if not asked:
             return []
-        found = [(holding, weight.clone()) for holding, weight in self._whole.weights(master=False, only=wanted)]
+        found = [(holding, weight.clone()) for holding, weight in self._whole.weights(master=False, only=asked)]
         for holding, weight in found:
             if self._is_share(holding):
                 holding.param.__class__ = nn.Parameter
                 replace_data(holding.param, weight)
                 self._runtime.structure.elsewhere.add(id(holding.param))
+        self._made_whole |= asked
         return [holding for holding, _ in found]
 
     def _is_share(self, holding: Holding) -> bool:
@@ -89,16 +94,17 @@ class Gathered:
             all_ranks.broadcast([holding.param.data], "parameters")
             member = self._whole.member_of(holding)
             if member is not None and member.span.place.is_part:
-                _view(member).copy_(member.span.place.take(holding.param.data))
+                member.within(member.segment.full).copy_(member.span.place.take(holding.param.data))
 
     def _cut(self, holdings: Sequence[Holding]) -> None:
         """Let the parameters be this rank's shares again."""
         for holding in holdings:
+            self._made_whole.discard(id(holding.param))
             if not self._is_share(holding):
                 continue
             self._runtime.structure.elsewhere.discard(id(holding.param))
             if (member := self._whole.member_of(holding)) is not None:
-                holding.param.data = _view(member)
+                holding.param.data = member.within(member.segment.full)
                 holding.param.__class__ = member.kind
             else:
                 replace_data(holding.param, torch.empty_like(holding.param.data, device="meta"))
@@ -127,8 +133,3 @@ class Gathered:
                 if segment.master is not None and not segment.master_is_parameter:
                     segment.master.set(segment.part(segment.full, segment.plan.master), names)
         self._runtime.updated()
-
-
-def _view(member: Member) -> Tensor:
-    """The member's values in its unit's buffer."""
-    return member.shaped(member.segment.full[member.span.offset :][: member.span.num_elements])

@@ -173,9 +173,7 @@ class Whole:
                         yield holding, self._whole(holding, None, dtypes[master])
                         continue
                     full = separate.get(id(member.segment))
-                    if full is None:
-                        full = member.segment.full
-                    local = member.shaped(full[member.span.offset :][: member.span.num_elements])
+                    local = member.within(member.segment.full if full is None else full)
                     if self._is_cut(member):
                         counted = local if member.segment.is_first_copy else None
                         yield holding, self._whole(holding, counted, dtypes[master])

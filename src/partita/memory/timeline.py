@@ -1,14 +1,16 @@
 """What a step does, told as it happens to whoever watches: a profile, or the simulator.
 
 Spans are named by what is done (``gather``, ``reduce``, ``update``, ``copy``, ``disk``, ``pipeline``) or waited for
-(``wait for ...``). While nobody watches, telling costs next to nothing.
+(:data:`WAIT` and that). While nobody watches, telling costs next to nothing.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from partita.plan.traffic import TrafficKey
+
+WAIT = "wait for "
 
 
 class Watcher(ABC):
@@ -23,29 +25,37 @@ class Watcher(ABC):
         """This rank sends so many bytes."""
 
 
-_watcher: Watcher | None = None
+_watchers: tuple[Watcher, ...] = ()  # one may come, and go, while others watch
 _NOTHING = nullcontext()
 
 
 @contextmanager
 def watched_by(watcher: Watcher) -> Iterator[None]:
     """Tell ``watcher`` what all engines of this process do, for a while."""
-    global _watcher
-    before, _watcher = _watcher, watcher
+    global _watchers
+    _watchers = (*_watchers, watcher)
     try:
         yield
     finally:
-        _watcher = before
+        _watchers = tuple(each for each in _watchers if each is not watcher)
 
 
 def span(what: str, name: str = "") -> AbstractContextManager[None]:
     """See :meth:`Watcher.span`."""
-    return _NOTHING if _watcher is None else _watcher.span(what, name)
+    return _all_told(_watchers, what, name) if _watchers else _NOTHING
+
+
+@contextmanager
+def _all_told(watchers: tuple[Watcher, ...], what: str, name: str) -> Iterator[None]:
+    with ExitStack() as spans:
+        for watcher in watchers:
+            spans.enter_context(watcher.span(what, name))
+        yield
 
 
 def told(work: Callable[[], object], what: str, name: str) -> Callable[[], object]:
     """``work`` inside a span, if anybody watches."""
-    if _watcher is None:
+    if not _watchers:
         return work
 
     def watched() -> object:
@@ -57,5 +67,5 @@ def told(work: Callable[[], object], what: str, name: str) -> Callable[[], objec
 
 def sent(key: TrafficKey, num_bytes: int) -> None:
     """See :meth:`Watcher.sent`."""
-    if _watcher is not None:
-        _watcher.sent(key, num_bytes)
+    for watcher in _watchers:
+        watcher.sent(key, num_bytes)

@@ -30,6 +30,7 @@ class TrainingProgress:
         self._console, self._num_steps = console, num_steps
         self._live = console.is_terminal and not console.quiet
         self._last_row: TrainRow | None = None
+        self._first_step = 0
         self._started_s = self._refreshed_s = time.monotonic()
         # Refreshed from the training loop: a thread that draws would take turns with it.
         self._bar = Progress(
@@ -44,6 +45,10 @@ class TrainingProgress:
             expand=True,
         )
         self._task = self._bar.add_task("train", total=num_steps, figures="")
+
+    def go_on(self, step: int) -> None:
+        """``step`` optimizer steps were done by an earlier run."""
+        self._first_step, self._started_s = step, time.monotonic()
 
     def step(self, step: int) -> None:
         """``step`` optimizer steps are done."""
@@ -69,8 +74,8 @@ class TrainingProgress:
         self._console.print(Text(line), soft_wrap=True)
 
     def _remaining_s(self, step: int) -> float:
-        elapsed_s = time.monotonic() - self._started_s
-        return elapsed_s / step * (self._num_steps - step) if step else 0.0
+        elapsed_s, num_done = time.monotonic() - self._started_s, step - self._first_step
+        return elapsed_s / num_done * (self._num_steps - step) if num_done > 0 else 0.0
 
     def __enter__(self) -> Self:
         self._bar.start()

@@ -57,6 +57,7 @@ class Changes:
 
     def __init__(self) -> None:
         self._made = list[_Change]()
+        self._suspended = set[int]()  # ids of changes
         self._undo = list[Callable[[], None]]()
 
     def set(self, module: nn.Module, name: str, value: object) -> None:
@@ -85,14 +86,16 @@ class Changes:
 
     @contextmanager
     def suspended(self, items: Iterable[nn.Module | nn.Parameter]) -> Iterator[None]:
-        """Have the modules among these, and those inside them, be what they were, for a while."""
+        """Have the modules among these, and those inside them, be what they were, for a while. Blocks may be nested."""
         within = {id(inner) for item in items if isinstance(item, nn.Module) for inner in item.modules()}
-        taken = [change for change in self._made if id(change.module) in within]
+        taken = [change for change in self._made if id(change.module) in within and id(change) not in self._suspended]
         for change in reversed(taken):
             change.undo()
+        self._suspended.update(map(id, taken))
         try:
             yield
         finally:
+            self._suspended.difference_update(map(id, taken))
             for change in taken:
                 change.make()
 

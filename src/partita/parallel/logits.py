@@ -63,11 +63,6 @@ class Vocabulary:
     def num(self) -> int:
         return sum(self.sizes)
 
-    @property
-    def low(self) -> int:
-        """The first that this rank has."""
-        return sum(self.sizes[: self.group.index])
-
 
 @dataclass(frozen=True)
 class Split:
@@ -301,7 +296,7 @@ def _cross_entropy(call: _Call) -> Any:
         smoothing = given["label_smoothing"]
         part = F.cross_entropy(local, own, weight, ignore_index=ignored, reduction="sum", label_smoothing=smoothing)
     else:
-        losses = cross_entropy(local.float(), own, vocabulary.low, ignored, vocabulary.group).to(local.dtype)
+        losses = cross_entropy(local.float(), own, vocabulary.sizes, ignored, vocabulary.group).to(local.dtype)
         if reduction == "none":
             return losses
         part = losses.sum()

@@ -2,6 +2,9 @@
 in DistributedDataParallel, and do so before the step ends.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import nn
 
 from partita.comm.collectives import Collectives
@@ -58,3 +61,16 @@ class BufferSync:
     def _seen(self) -> dict[str, tuple[int, int]]:
         """Which tensor each buffer is now, and its version."""
         return {name: (id(buffer), buffer._version) for name, buffer in self._model.named_buffers()}
+
+
+@contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """A block that leaves a module's buffers as they were, whatever its forward does to them."""
+    own = [(inner, name, buffer) for inner in module.modules() for name, buffer in inner._buffers.items()]
+    for inner, name, buffer in own:
+        inner._buffers[name] = None if buffer is None else buffer.clone()
+    try:
+        yield
+    finally:
+        for inner, name, buffer in own:
+            inner._buffers[name] = buffer

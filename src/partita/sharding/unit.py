@@ -111,6 +111,10 @@ class Member:
         """A view of ``flat`` ``[numel]`` (in this parameter's stride order) with this parameter's shape."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset())
 
+    def within(self, whole: Tensor) -> Tensor:
+        """The parameter's part of a tensor that has all of its segment, in its shape."""
+        return self.shaped(whole[self.span.offset :][: self.span.num_elements])
+
     def flat(self, values: Tensor) -> Tensor:
         """``values`` of this parameter's shape as ``[numel]`` in its stride order; a view where strides agree."""
         if values.stride() != self.stride:
@@ -318,11 +322,11 @@ class Unit:
         """Copy this rank's share of a parameter's values into ``full`` and make the parameter a view of it, giving its
         own memory back.
         """
-        param, span = member.param, member.span
-        view = member.shaped(member.segment.full[span.offset : span.offset + span.num_elements])
+        param, place = member.param, member.span.place
+        view = member.within(member.segment.full)
         with torch.no_grad():
             if not param.is_meta:
-                view.copy_(span.place.take(param) if span.place.is_part else param)
+                view.copy_(place.take(param) if place.is_part else param)
         if param.is_meta or param.device != view.device or param.dtype != view.dtype:
             replace_data(param, view)
         else:

@@ -39,7 +39,8 @@ class Interruption:
     def __exit__(self, *_: object) -> None:
         if threading.current_thread() is threading.main_thread():
             for number, before in self._before.items():
-                signal.signal(number, before)
+                # A handler that another language has set (None) cannot be given back by Python.
+                signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.wish = max(self.wish, Wish.SAVE if number == signal.SIGUSR1 else Wish.STOP)

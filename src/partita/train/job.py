@@ -144,7 +144,8 @@ def _engine_config(engine: object, steps: int, where: Where) -> Config:
     sections = dict(engine or {})
     schedule = sections.get("schedule")
     if isinstance(schedule, Mapping) and schedule.get("name", "constant") != "constant":
-        sections["schedule"] = {**schedule, "total_steps": schedule.get("total_steps") or steps}
+        given = schedule.get("total_steps")
+        sections["schedule"] = {**schedule, "total_steps": steps if given is None else given}
     return Config.located(sections, lambda path: where(("engine", *path)))
 
 

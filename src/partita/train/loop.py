@@ -52,7 +52,7 @@ class Outcome:
 
 @dataclass
 class _Meter:
-    """Losses and time since the last row. Losses stay on the device, so that no step waits for them."""
+    """Losses and time since the last row."""
 
     started_s: float = field(default_factory=time.perf_counter)
     losses: list[Tensor] = field(default_factory=list)
@@ -136,6 +136,7 @@ class _Run:
             return 0
         restored = self._engine.load(folder)
         self._progress.say(str(restored))
+        self._progress.go_on(restored.step)
         return restored.step
 
     def _train(self, interruption: Interruption) -> int:

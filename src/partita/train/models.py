@@ -116,7 +116,7 @@ def _build_huggingface(source: str | Mapping[str, Any], data: DataSection, reads
             "hub is downloaded first: hf download NAME --local-dir FOLDER"
         )
     tokenizer = _attempt(lambda: _tokenizer(path), source) if path is not None and path.is_dir() else None
-    config = _attempt(lambda: _config(source, tokenizer is None), source)
+    config = _attempt(lambda: _config(source, on_bytes=tokenizer is None), source)
     context = getattr(config, "max_position_embeddings", None)
     if isinstance(context, int) and context <= data.sequence:
         raise ConfigError(
@@ -152,17 +152,16 @@ def _transformers() -> Any:
     return library
 
 
-def _config(source: str | Mapping[str, Any], on_bytes: bool) -> Any:
+def _config(source: str | Mapping[str, Any], *, on_bytes: bool) -> Any:
     transformers = _transformers()
     if isinstance(source, str):
-        return transformers.AutoConfig.from_pretrained(source, local_files_only=True, **_NO_CODE)
-    settings = dict(source)
-    if on_bytes:  # no tokenizer, so no special tokens either
+        config = transformers.AutoConfig.from_pretrained(source, local_files_only=True, **_NO_CODE)
+    else:  # no tokenizer, so no special tokens either
         no_specials = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-        settings = {"vocab_size": NUM_BYTES, **no_specials, **settings}
-    if settings["vocab_size"] < NUM_BYTES:
-        raise ValueError(f"vocab_size {settings['vocab_size']} is less than the {NUM_BYTES} bytes")
-    return transformers.AutoConfig.for_model(**settings)
+        config = transformers.AutoConfig.for_model(**{"vocab_size": NUM_BYTES, **no_specials, **source})
+    if on_bytes and getattr(config, "vocab_size", NUM_BYTES) < NUM_BYTES:
+        raise ValueError(f"vocab_size {config.vocab_size} is less than the {NUM_BYTES} bytes, and it has no tokenizer")
+    return config
 
 
 def _tokenizer(folder: Path) -> Any:

@@ -133,7 +133,10 @@ def tune(
     kind = accelerator.device_type()
     given = resolve(base, num_ranks, kind, num_ranks)
     says = target.is_job or bool({"micro", "accumulate", "total"} & base.batch.model_fields_set)
-    samples = samples or (given.batch.total if says else default_samples(source, num_ranks))
+    if samples is None:
+        samples = given.batch.total if says else default_samples(source, num_ranks)
+    if samples < 1:
+        raise ConfigError(f"samples: expected at least 1 sample in a step; got {samples}")
     subject = {
         "model": source.name,
         "parameters": source.num_params,

@@ -11,7 +11,6 @@ from partita.parallel.applied import Parallel
 from partita.parallel.pipeline.absent import forget, send_away
 from partita.parallel.pipeline.cut import cut
 from partita.parallel.pipeline.schedule import Schedule, Shape, make_schedule
-from partita.parallel.pipeline.simulate import simulate
 from partita.plan.place import Place
 from partita.plan.share import Share
 from partita.planner.blueprint import compute_encoding
@@ -22,12 +21,9 @@ from partita.planner.parameters import find_everywhere
 
 
 def schedule_of(resolved: Resolved) -> Schedule:
-    """The order of work that the config asks for, which was run on paper."""
+    """The order of work that the config asks for."""
     parallel = resolved.config.parallel
-    shape = Shape(parallel.pipeline, resolved.batch.accumulate, parallel.chunks)
-    schedule = make_schedule(parallel.schedule, shape)
-    simulate(schedule)
-    return schedule
+    return make_schedule(parallel.schedule, Shape(parallel.pipeline, resolved.batch.accumulate, parallel.chunks))
 
 
 def cut_model(model: nn.Module, resolved: Resolved, mesh: Mesh, parallel: Parallel) -> None:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from partita.errors import ConfigError, PartitaError
 from partita.parallel.pipeline.absent import all_away
-from partita.parallel.pipeline.stand_in import StandIn, buffers_kept
+from partita.parallel.pipeline.stand_in import StandIn
 from partita.planner.group_units import find_blocks
 from partita.planner.parameters import find_everywhere
+from partita.sharding.buffers import buffers_kept
 
 KEY = "parallel.cut"
 
@@ -193,7 +194,7 @@ def _cost(param: Tensor) -> int:
 
 
 def _even(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Bounds of ``num_stages`` ranges of blocks, none empty, of which the dearest is as cheap as can be."""
+    """Bounds of ``num_stages`` ranges of blocks, none empty, of which the most expensive is as cheap as can be."""
     sums = [0]
     for cost in costs:
         sums.append(sums[-1] + cost)

@@ -6,36 +6,29 @@ from dataclasses import dataclass
 from partita.errors import PartitaError
 from partita.parallel.pipeline.schedule import Action, Schedule, Work
 
-
-@dataclass(frozen=True)
-class Costs:
-    """Of a rank's work for one micro-batch, in any unit of time; ``backward`` with the weights' gradients."""
-
-    forward: float = 1.0
-    backward: float = 2.0
-    weights: float = 1.0
+# Of a rank's work for one micro-batch, in forwards; where weights are apart, a backward is without them.
+_FORWARD, _BACKWARD, _WEIGHTS = 1.0, 2.0, 1.0
 
 
 @dataclass(frozen=True)
 class Course:
-    """``time`` of a batch, in the unit of the costs; the share of it that ranks wait (``bubble``); for each rank the
-    most forwards whose activations it keeps at once (of one of its chunks each).
+    """The share of a batch's time that ranks wait (``bubble``); for each rank the most forwards whose activations it
+    keeps at once (of one of its chunks each).
     """
 
-    time: float
     bubble: float
     most_kept: tuple[int, ...]
 
 
-def simulate(schedule: Schedule, costs: Costs = Costs()) -> Course:
+def simulate(schedule: Schedule) -> Course:
     """Run the orders of a schedule on paper: each rank does its work in order, as soon as it can.
 
     Raises:
         PartitaError: ranks would wait for each other, or one would send in another order than the next one receives.
     """
     shape, last = schedule.shape, schedule.shape.num_stages - 1
-    backward = costs.backward - costs.weights if schedule.splits_weights else costs.backward
-    cost = {Work.FORWARD: costs.forward, Work.BACKWARD: backward, Work.WEIGHTS: costs.weights}
+    backward = _BACKWARD - _WEIGHTS if schedule.splits_weights else _BACKWARD
+    cost = {Work.FORWARD: _FORWARD, Work.BACKWARD: backward, Work.WEIGHTS: _WEIGHTS}
     done = dict[tuple[Work, int, int], float]()
     position, free = [0] * shape.ranks, [0.0] * shape.ranks
     moved = True
@@ -60,9 +53,8 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Course:
                 f"{order[position[rank]]}\n{schedule}"
             )
     _check_edges(schedule)
-    time = max(free)
-    busy = shape.micros * (costs.forward + costs.backward)
-    return Course(time, 1 - busy / time, tuple(_most_kept(schedule, rank) for rank in range(shape.ranks)))
+    busy = shape.micros * (_FORWARD + _BACKWARD)
+    return Course(1 - busy / max(free), tuple(_most_kept(schedule, rank) for rank in range(shape.ranks)))
 
 
 def _needed(action: Action, number: int, last: int) -> list[tuple[Work, int, int]]:

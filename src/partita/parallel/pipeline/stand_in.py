@@ -1,13 +1,14 @@
 """What a block of another stage returns here: the form of its output, without data."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from partita.parallel.pipeline.absent import Absent, DataNeededError, all_away, without_data
+from partita.sharding.buffers import buffers_kept
 from partita.sharding.nested import map_tensors, tensors_in
 
 Plain = Callable[[Sequence[nn.Module]], AbstractContextManager[None]]
@@ -54,19 +55,6 @@ class StandIn:
     def _without_numbers(self, tensor: Tensor) -> Tensor:
         """Positions and masks may decide what a forward does; what is computed does not."""
         return without_data(tensor, self._name) if tensor.is_floating_point() else tensor
-
-
-@contextmanager
-def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """A block that leaves a module's buffers as they were, whatever its forward does to them."""
-    own = [(inner, name, buffer) for inner in module.modules() for name, buffer in inner._buffers.items()]
-    for inner, name, buffer in own:
-        inner._buffers[name] = None if buffer is None else buffer.clone()
-    try:
-        yield
-    finally:
-        for inner, name, buffer in own:
-            inner._buffers[name] = buffer
 
 
 def _form(value: Any) -> Any:

@@ -128,13 +128,18 @@ class Entrance:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, low: int, ignored: int, group: Group) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, sizes: tuple[int, ...], ignored: int, group: Group
+    ) -> Tensor:
         num_rows, width = logits.shape
         most = logits.amax(-1) if width else logits.new_full((num_rows,), -torch.inf)
         largest = torch.stack(group.gather(most, [most.shape] * group.size, PURPOSE)).amax(0)
         weights = (logits - largest[:, None]).exp_()
+        low, num = sum(sizes[: group.index]), sum(sizes)
         inside = (targets >= low) & (targets < low + width)
-        place = (targets - low).masked_fill(~inside, 0)
+        of_others = ~inside & (targets >= 0) & (targets < num)
+        # A target outside the vocabulary stays outside of this part: an error, on every rank.
+        place = (targets - low).masked_fill(of_others | (~inside & (targets == ignored)), 0)
         own = logits.gather(1, place[:, None])[:, 0].masked_fill(~inside, 0.0)
         total, chosen = group.sum(torch.stack((weights.sum(-1), own)), PURPOSE)
         ctx.save_for_backward(weights.div_(total[:, None]), inside, place, targets == ignored)
@@ -151,12 +156,12 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 @eager
-def cross_entropy(logits: Tensor, targets: Tensor, low: int, ignored: int, group: Group) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor, sizes: tuple[int, ...], ignored: int, group: Group) -> Tensor:
     """-log softmax at the target, of each row: ``[rows]``, 0 where the target is ``ignored``.
 
     Args:
-        logits: ``[rows, width]``: this rank's part of the vocabulary, which begins at ``low``.
+        logits: ``[rows, width]``: this rank's part of the vocabulary, of which the ranks have ``sizes``.
         targets: ``[rows]``, in the whole vocabulary; ``ignored`` are left out.
     """
-    out: Tensor = _CrossEntropy.apply(logits, targets, low, ignored, group)  # type: ignore[no-untyped-call]
+    out: Tensor = _CrossEntropy.apply(logits, targets, sizes, ignored, group)  # type: ignore[no-untyped-call]
     return out

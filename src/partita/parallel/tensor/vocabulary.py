@@ -65,7 +65,7 @@ def split_vocabulary(splitter: Splitter, mesh: Mesh, modules: list[nn.Module], b
             if padding is not None:
                 here = own[0][0] <= padding < own[0][1]
                 splitter.parallel.changes.set(module, "padding_idx", padding - own[0][0] if here else None)
-            forward: OwnForward = Embedding(module, splitter.entrance, own[0])
+            forward: OwnForward = Embedding(module, splitter.entrance, own[0], num)
             split += ", outputs summed"
         else:
             if (bias := module._parameters.get("bias")) is not None:
@@ -77,16 +77,19 @@ def split_vocabulary(splitter: Splitter, mesh: Mesh, modules: list[nn.Module], b
 
 
 class Embedding(OwnForward):
-    """Each rank looks up the tokens ``[start, stop)``; the others are zeros, and all are summed."""
+    """Each rank looks up the tokens ``[start, stop)`` of ``num``; those of others are zeros, and all are summed. A
+    token that nobody has is an error, on every rank.
+    """
 
-    def __init__(self, module: nn.Module, entrance: Entrance, own: tuple[int, int]) -> None:
+    def __init__(self, module: nn.Module, entrance: Entrance, own: tuple[int, int], num: int) -> None:
         super().__init__(module)
-        self._group, (self._start, self._stop) = entrance.group, own
+        self._group, (self._start, self._stop), self._num = entrance.group, own, num
 
     def __call__(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        outside = (tokens < self._start) | (tokens >= self._stop)
-        found = self.own((tokens - self._start).masked_fill(outside, 0), *args, **kwargs)
-        return leave(found.masked_fill(outside[..., None], 0.0), self._group)
+        before = (tokens >= 0) & (tokens < self._start)
+        of_others = before | ((tokens >= self._stop) & (tokens < self._num))
+        found = self.own((tokens - self._start).masked_fill(of_others, 0), *args, **kwargs)
+        return leave(found.masked_fill(of_others[..., None], 0.0), self._group)
 
 
 class Head(LinearForward):

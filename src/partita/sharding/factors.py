@@ -34,6 +34,7 @@ class Factors:
         ]
         self._others = [member for member in layout.members if member.fqn not in matrices]
         self._rights, self._next = list[Tensor](), list[Tensor]()
+        self._starts = dict[int, Tensor]()  # by member: drawn once
         self._has_copies, self._num_sums = bool(layout.segments[0].planned.copy_steps), 0
 
     @property
@@ -72,8 +73,10 @@ class Factors:
         self._rights, self._next, self._num_sums = [], [], 0
 
     def _start(self, member: Member, matrix: Matrix) -> Tensor:
-        num, seed = matrix.factor_columns(self._rank), zlib.crc32(member.fqn.encode())
-        return first_right(matrix.columns, num, seed, member.segment.full.device)
+        if id(member) not in self._starts:
+            num, seed = matrix.factor_columns(self._rank), zlib.crc32(member.fqn.encode())
+            self._starts[id(member)] = first_right(matrix.columns, num, seed, member.segment.full.device)
+        return self._starts[id(member)]
 
     def _alive(self, member: Member, matrix: Matrix, right: Tensor) -> Tensor:
         """A column of zeros, as of a gradient that did not come, would be one for ever: it starts anew."""

@@ -95,3 +95,27 @@ def test_inputs_that_leave_the_device_are_the_engine_s(axes: dict[str, int], tie
     figure = {"host": "host_link", "disk": "disk_rate"}[tier]
     slow, fast = (replace(machine_named("h100"), **{figure: rate}) for rate in (1e8, 1e13))
     assert given.time(slow).total_s > given.time(fast).total_s
+
+
+LEAN = {"master": "split", "moments": "int8", "gradients": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config"),
+    [
+        (8, {"zero": {"stage": 2}}),
+        (8, {"zero": {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}}}),
+        (512, {"zero": {"stage": 3}}),
+        (512, {"zero": {"stage": 3, "hierarchical": True}, "precision": LEAN}),
+    ],
+    ids=["stage 2", "on the host", "512 ranks", "512 ranks, hierarchical, lean"],
+)
+def test_what_a_device_holds_is_the_engine_s(ranks: int, config: dict[str, Any]) -> None:
+    """Of accelerators, whose sums receive one rank's part: states, buffer pools and activations."""
+    sizes, given_config = "family=llama,layers=4,hidden=128,heads=4,ffn=256,vocab=512,context=64", settings(config)
+    source = read_source(sizes)
+    subject = Subject(lambda: read_source(sizes).model, lambda samples: source.batch(samples, "meta"))
+    (rank,) = simulate(subject, given_config, Cluster(ranks, "cuda", 8), [0]).ranks
+    given = given_plan(source, given_config, ranks, "cuda", 8)
+    held = sum(num for (_, tier), num in given.held(given.stages[0]).items() if tier == "device")
+    assert held == pytest.approx(rank.bytes_by_tier[Tier.DEVICE], rel=1e-3)

@@ -108,6 +108,9 @@ def main() -> int:
         quick = {"steps": QUICK_STEPS, "names": IN_QUICK, "seeds": range(1)}
         studies = {task: replace(studies[task], **quick) for task in STEPS}
     found = {title: _section(report, title, study) for title, study in studies.items()}
+    if not options.quick:
+        report.write(_orders(found["text"], found["digits"]))
+        report.write()
     for title in () if options.quick else ("text", LONGER):
         for fewer, above in TARGETS:
             holds = any(one.fewer >= fewer and one.above <= above for one in found[title])
@@ -139,6 +142,31 @@ def _section(report: Report, title: str, study: Study) -> list[Learned]:
     header = ["scheme", "held-out loss", "x full", "of each seed", "MB sent", "times fewer bytes"]
     report.table(header, map(_row, learned))
     return learned
+
+
+def _orders(text: Sequence[Learned], digits: Sequence[Learned]) -> str:
+    """How far schemes come in the same order by two seeds of a task, and by both tasks."""
+    of_digits = {one.scheme: one.losses for one in digits}
+    both = [
+        (one.losses, of_digits[one.scheme])
+        for one in text
+        if len(one.losses) == len(of_digits.get(one.scheme, ())) == 2
+    ]
+    if len(both) < 2:
+        return "Too few schemes have run for their order."
+    seeds = [list(zip(*(losses.values() for losses in of_task), strict=True)) for of_task in zip(*both, strict=True)]
+    means = [[statistics.mean(losses.values()) for losses in of_task] for of_task in zip(*both, strict=True)]
+    of_text, of_images, of_both = (_rank_correlation(*each) for each in (*seeds, means))
+    return (
+        f"Rank correlation of the schemes' losses: {of_text:.2f} between the text's seeds, {of_images:.2f} between "
+        f"those of the digits, {of_both:.2f} between both tasks."
+    )
+
+
+def _rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's, without ties."""
+    places = [[sorted(values).index(value) for value in values] for values in (first, second)]
+    return statistics.correlation(*places)
 
 
 _TITLES = {

@@ -140,14 +140,19 @@ class Views:
         self.names_in_groups[number].append(view.member.fqn)
 
     def _cut(self, state: dict[str, object], view: View) -> dict[str, object]:
-        """What the view keeps of a state that was made before the engine, of the global parameter."""
+        """What the view keeps of a state that was made before the engine, of the global parameter or of what this rank
+        has of it.
+        """
         member, place = view.member, view.member.span.place
 
         def cut(value: object) -> object:
-            if not isinstance(value, Tensor) or value.dim() == 0 or tuple(value.shape) != place.shape:
+            if not isinstance(value, Tensor) or value.dim() == 0:
                 return value
-            local = place.take(value) if place.is_part else value
-            return view.slice_of(member.flat(local)).to(view.tensor.device, copy=True)
+            if place.is_part and tuple(value.shape) == place.shape:
+                value = place.take(value)
+            if tuple(value.shape) != tuple(member.shape):
+                return value
+            return view.slice_of(member.flat(value)).to(view.tensor.device, copy=True)
 
         return {key: cut(value) for key, value in state.items()}
 

@@ -152,7 +152,7 @@ def _products(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float,
     for size in (2**power for power in range(4, 14)):
         given = _tensors((size, size), device, dtype, 2)
         pairs = zip(given[::2], given[1::2], strict=True)
-        yield 2.0 * size**3, [partial(torch.mm, x, y) for x, y in pairs]
+        yield 2.0 * size**3, _kept([partial(torch.mm, x, y) for x, y in pairs])
 
 
 def _attention(device: torch.device, dtype: torch.dtype, *, backward: bool) -> Iterator[tuple[float, Jobs]]:
@@ -164,11 +164,11 @@ def _attention(device: torch.device, dtype: torch.dtype, *, backward: bool) -> I
         triples = list(zip(given[::3], given[1::3], given[2::3], strict=True))
         attend = partial(F.scaled_dot_product_attention, is_causal=True)
         if not backward:
-            yield flops, [partial(attend, *triple) for triple in triples]
+            yield flops, _kept([partial(attend, *triple) for triple in triples])
             continue
         upwards = torch.rand(*shape, device=device, dtype=dtype)
         back = partial(torch.autograd.grad, grad_outputs=upwards, retain_graph=True)
-        yield 2.5 * flops, [partial(back, attend(*triple), triple) for triple in triples]
+        yield 2.5 * flops, _kept([partial(back, attend(*triple), triple) for triple in triples])
 
 
 def _convolutions(device: torch.device, dtype: torch.dtype, *, backward: bool) -> Iterator[tuple[float, Jobs]]:

@@ -18,10 +18,10 @@ NODES, ON_NODE = 4, 2
 SLOW = replace(machine_named("h100"), gpus=ON_NODE, network=1e5, node_link=1e12)
 
 
-def predicted(config: dict[str, Any]) -> tuple[float, int]:
+def predicted(config: dict[str, Any], nodes: int = NODES) -> tuple[float, int]:
     """Seconds of a step, and bytes that a rank sends along the data axis."""
     given = {**config, "batch": {"micro": 1}, "precision": {"compute": "fp32"}}
-    plan = given_plan(read_source(MODEL), given, NODES * ON_NODE, "cuda", ON_NODE)
+    plan = given_plan(read_source(MODEL), given, nodes * ON_NODE, "cuda", ON_NODE)
     return plan.time(SLOW).total_s, sum(plan.sent(plan.stages[0]).values())
 
 
@@ -56,6 +56,11 @@ def test_a_local_step_has_its_part_of_the_round_s_end() -> None:
     assert apart(1) / apart(10) == pytest.approx(10, rel=0.1)
     codes = 256 * 4 / 56  # bytes of a block of values, and of what stands for it
     assert apart(10) / apart(10, gradients="ternary") == pytest.approx(codes, rel=0.1)
+
+
+def test_one_node_has_no_rounds() -> None:
+    alone = {"zero": {"stage": 1}}
+    assert predicted({**alone, "communication": {"every": 10}}, nodes=1) == predicted(alone, nodes=1)
 
 
 def test_gradients_that_share_a_bucket_travel_at_once() -> None:

@@ -151,12 +151,12 @@ class Rates:
 
     def _meeting(self, units: Sequence[PlannedUnit]) -> float:
         """Seconds of a round's end, in which replicas that train apart meet, of which each local step has its part."""
-        if not self.every:
+        if not self.every or not units[0].row.apart_axes:
             return 0.0
         found = 0.0
         for segment in (segment for unit in units for segment in unit.segments if segment.trains):
             row, part = segment.row, replace(segment.row.master, shard_axes=segment.row.part_axes)
-            found += self._of_segment(segment, segment.outer_steps(), row.outer_gradient) if row.apart_axes else 0.0
+            found += self._of_segment(segment, segment.outer_steps(), row.outer_gradient)
             found += self._of_segment(segment, segment.outer_publication, part)
             found += self._of_segment(segment, segment.publication, row.master)
         return found / self.every

@@ -20,6 +20,8 @@ _UP = 0x1
 LOOPBACK = "lo"
 # What a line may send at once before its rate holds, and how long a packet may wait for it, as a switch would have it.
 BURST, LATENCY = "512kb", "200ms"
+# Linux's default, whatever this machine is set to: others probe the line at times, and steps are 10 % apart.
+CONGESTION_CONTROL = "cubic"
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,9 @@ class Network:
 
 
 @contextmanager
-def joined_hosts(num: int, rate: str) -> Iterator[Network]:
-    """``num`` hosts on a switch, whose lines send at ``rate`` (as ``tc`` has it: ``100mbit``) each.
+def joined_hosts(num: int, rate: str | None) -> Iterator[Network]:
+    """``num`` hosts on a switch, whose lines send at ``rate`` (as ``tc`` has it: ``100mbit``) each; None: as fast as
+    they can.
 
     Raises:
         RuntimeError: the system does not permit it (it takes root and iproute2).
@@ -58,13 +61,15 @@ def joined_hosts(num: int, rate: str) -> Iterator[Network]:
             _ip("netns", "add", host)
             _ip("link", "add", "eth0", "netns", host, "type", "veth", "peer", "name", line, "netns", switch)
             _ip("-n", switch, "link", "set", line, "master", "switch", "up")
-            _ip("-n", host, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
+            _ip("-n", host, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "eth0", "noprefixroute")
             for name in (LOOPBACK, "eth0"):
                 _ip("-n", host, "link", "set", name, "up")
-            # What a host sends is held back where it leaves, what it receives where it leaves the switch.
-            shape = ["root", "tbf", "rate", rate, "burst", BURST, "latency", LATENCY]
-            _call("tc", "-n", host, "qdisc", "add", "dev", "eth0", *shape)
-            _call("tc", "-n", switch, "qdisc", "add", "dev", line, *shape)
+            _ip("-n", host, "route", "add", "10.77.0.0/24", "dev", "eth0", "congctl", CONGESTION_CONTROL)
+            if rate is not None:
+                # What a host sends is held back where it leaves, what it receives where it leaves the switch.
+                shape = ["root", "tbf", "rate", rate, "burst", BURST, "latency", LATENCY]
+                _call("tc", "-n", host, "qdisc", "add", "dev", "eth0", *shape)
+                _call("tc", "-n", switch, "qdisc", "add", "dev", line, *shape)
         yield Network(tuple(("ip", "netns", "exec", host) for host in hosts), "10.77.0.1", "eth0")
     finally:
         for name in (*hosts, switch):

@@ -1,12 +1,13 @@
-"""How long a step takes between hosts, beside torch's own ways of training: over lines of 100 Mbit/s and 1 Gbit/s, and
-over TCP within one host.
+"""How long a step takes between hosts, beside torch's own ways of training: over lines of 100 Mbit/s and 1 Gbit/s, over
+lines that only the cores hold back, and over TCP within one host.
 
-    python -m benchmarks.network            # 12M and 25M parameters, two hosts: half an hour on 2 cores
+    python -m benchmarks.network            # 12M and 25M parameters, two hosts: three quarters of an hour on 2 cores
     python -m benchmarks.network --quick    # a small model over 1 Gbit/s: no targets
     python -m benchmarks.network --save     # into benchmarks/results/network.md
     python -m benchmarks.network --wires --save    # codes beside torch's own, 25M alone: into network_wires.md
 
-Hosts are network namespaces on a switch whose lines are held to the rate (``tc tbf``); that takes root and iproute2.
+Hosts are network namespaces on a switch whose lines are held to the rate (``tc tbf``; TCP with Linux's default CUBIC);
+that takes root and iproute2.
 What counts is the ratio to DDP in the same repetition. Run nothing else beside it. It ends with status 1 where a
 target is missed.
 """
@@ -26,23 +27,25 @@ from benchmarks._work import Work
 
 @dataclass(frozen=True)
 class Line:
-    """What joins the ranks: bits a second each way and the name that ``tc`` has for it (None: one host's loopback)."""
+    """What joins the ranks: bits per second each way and the name that ``tc`` has for it (None: not held back)."""
 
     title: str
     rate: str | None = None
-    bits_a_s: float = 0.0
+    bits_per_s: float = 0.0
     steps: int = 12
     warmup: int = 3
+    joins_hosts: bool = True  # off: one host's loopback
 
     @property
     def modes(self) -> tuple[str, ...]:
-        return ("DDP", "FSDP2", *((*PARTITA, *LOSSY) if self.rate else OVER_NETWORK))
+        return ("DDP", "FSDP2", *(PARTITA if self.joins_hosts else OVER_NETWORK))
 
 
 LINES = (
-    Line("100 Mbit/s", "100mbit", 100e6, steps=4, warmup=1),
+    Line("100 Mbit/s", "100mbit", 100e6, steps=5, warmup=2),
     Line("1 Gbit/s", "1gbit", 1e9),
-    Line("loopback"),
+    Line("unlimited"),
+    Line("loopback", joins_hosts=False),
 )
 WORKS = {
     "12M": Work(layers=8, width=352, heads=8, ffn_width=944),
@@ -50,7 +53,12 @@ WORKS = {
 }
 QUICK_WORKS = {"2M": Work(layers=4, width=192, heads=4, ffn_width=512)}
 QUICK_MODES = ("DDP", "partita 1", "partita 3")
+CODED = [mode for mode in LOSSY if mode.startswith("partita")]
 
+# What computes, without the others: a process per host, of plain PyTorch.
+ALONE = "plain"
+# Times (computing + bytes / rate), of modes that send codes.
+OVER_FLOOR = 1.15
 # Times DDP's step.
 BETWEEN_HOSTS = {"partita 1": 1.00, "partita 2": 1.00, "partita 3, kept": 1.00, "partita 3": 1.50}
 WITHIN_HOST = {"partita 1": 1.00, "partita 2": 1.00, "partita 3, kept": 1.00, "partita 3": 1.10}
@@ -65,7 +73,7 @@ def main() -> int:
     options = made.parse_args()
     if options.wires:
         options.only, options.models = options.only or ["DDP", *LOSSY], ["25M"]
-        options.lines = [line.title for line in LINES if line.rate]
+        options.lines = [line.title for line in LINES if line.joins_hosts]
     report = Report("Fewer bytes between hosts" if options.wires else "Between hosts")
     report.begin()
     report.write(_TEXT.format(num_reps=options.reps))
@@ -75,7 +83,7 @@ def main() -> int:
     if options.quick:
         lines, works = [replace(LINES[1], steps=4, warmup=1)], QUICK_WORKS
     report.table(
-        [*header, "MB sent", "line in use"],
+        [*header, "MB sent", "line in use", "x floor"],
         (
             row
             for line in lines
@@ -90,22 +98,25 @@ def main() -> int:
 _TEXT = """Medians over {num_reps} repetitions (at 100 Mbit/s: one, of three steps) of a step's time and of its ratio to
 DDP's in the same repetition; in a run, a step is as long as its slowest rank's, and the median step counts. *MB sent*:
 what the first host's interface carried in a step (the loopback's: both ranks). *line in use*: the share of the step in
-which a line of this rate is busy with that, in one direction. Both hosts share this machine's cores. On the loopback
-partita's ranks, which could read each other's memory, are told to use the network. PowerSGD's second step travels in
-full; at 100 Mbit/s it is one of the three, in *MB sent* and not in the median."""
+which a line of this rate is busy with that, in one direction. *x floor*: times what plain PyTorch computes the step in,
+alone on each host, and the line carries those bytes in, one after the other. Both hosts share this machine's cores. On
+the loopback partita's ranks, which could read each other's memory, are told to use the network."""
 
 
 def _rows(report: Report, options: Namespace, line: Line, size: str, work: Work, world: int) -> Iterator[list[str]]:
     modes: Sequence[str] = options.only or (QUICK_MODES if options.quick else line.modes)
+    has_floor = line.rate is not None and not options.quick
     work = replace(work, steps=line.steps, warmup=line.warmup)
-    every: dict[str, list[Run]] = {mode: [] for mode in modes}
-    with joined_hosts(2, line.rate) if line.rate else nullcontext() as hosts:
+    every, alone = {mode: list[Run]() for mode in modes}, list[Run]()
+    with joined_hosts(2, line.rate) if line.joins_hosts else nullcontext() as hosts:
         for rep in range(1 if options.quick or line.steps < 10 else options.reps):
             for mode in reversed(modes) if rep % 2 else modes:
                 every[mode].append(run(mode, world, work, hosts=hosts))
                 print(f"  {line.title}, {size}, {mode}: {every[mode][-1].step_s * 1e3:.0f} ms", file=sys.stderr)
+            if has_floor:
+                alone.append(run(ALONE, world, work, hosts=hosts))
             check_losses({mode: runs[-1] for mode, runs in every.items() if mode not in LOSSY}, modes[0])
-    targets = {} if options.quick else BETWEEN_HOSTS if line.rate else WITHIN_HOST
+    targets = {} if options.quick else BETWEEN_HOSTS if line.joins_hosts else WITHIN_HOST
     for mode, runs in every.items():
         ratios = [mine.step_s / theirs.step_s for mine, theirs in zip(runs, every[modes[0]], strict=True)]
         ratio, target = statistics.median(ratios), targets.get(mode.removesuffix(", over the network"))
@@ -114,11 +125,18 @@ def _rows(report: Report, options: Namespace, line: Line, size: str, work: Work,
             report.expect(held, f"{line.title}, {size}, {mode}: {ratio:.2f} x DDP, target {target:.2f}")
         step_s = statistics.median(one.step_s for one in runs)
         sent = float(runs[0].ranks[0]["interface_bytes_a_step"])
-        share = f"{sent * 8 / line.bits_a_s / step_s:.0%}" if line.rate else ""
+        share, over_floor = "", ""
+        if has_floor:
+            line_s = sent * 8 / line.bits_per_s
+            times = step_s / (statistics.median(one.step_s for one in alone) + line_s)
+            share, over_floor = f"{line_s / step_s:.0%}", f"{times:.2f}"
+            if mode in CODED:
+                held = round(times, 2) <= OVER_FLOOR
+                report.expect(held, f"{line.title}, {size}, {mode}: {times:.2f} x floor, target {OVER_FLOOR:.2f}")
         yield [
             *(line.title, size, str(world), mode, f"{step_s * 1e3:.0f}", f"{ratio:.2f}"),
             *(f"{min(ratios):.2f} - {max(ratios):.2f}", "" if target is None else f"<= {target:.2f}"),
-            *(f"{sent / 1e6:.1f}", share),
+            *(f"{sent / 1e6:.1f}", share, over_floor),
         ]
 
 

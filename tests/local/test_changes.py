@@ -53,6 +53,7 @@ def masters(engine: partita.Engine) -> Tensor:
 
 def own_rests(engine: partita.Engine) -> Tensor:
     """What rests of the parameters whose master weights are this rank's."""
+    engine._parts.updater.wait_for_updates()
     segments = [segment for unit in engine._parts.runtime.units for segment in unit.trained]
     return torch.cat([segment.part_of_rest(segment.rest.load()).float() for segment in segments])
 

@@ -18,7 +18,7 @@ from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import Tier
 from partita.plan.state_plan import PRESETS, Tiers
 from partita.sharding.resting import Resting
-from partita.sharding.unit import Member
+from partita.sharding.unit import Member, UnitState
 from partita.sharding.written import Written
 from tests.fakes import on_ranks
 from tests.sharding.made import Made, blocks, made
@@ -41,7 +41,14 @@ def gradient(shape: torch.Size, rank: int, step: int) -> Tensor:
     return torch.arange(float(shape.numel())).view(shape) + 10 * rank + 4 * step
 
 
-def on_two(name: str, tiers: Tiers, work: Callable[[Made, StepUpdater], None], clip_norm: float | None = None) -> None:
+def on_two(
+    name: str,
+    tiers: Tiers,
+    work: Callable[[Made, StepUpdater], None],
+    clip_norm: float | None = None,
+    *,
+    spans_nodes: bool = False,
+) -> None:
     """Run ``work`` with an updater on two ranks."""
 
     def run(collectives: Collectives) -> None:
@@ -58,6 +65,7 @@ def on_two(name: str, tiers: Tiers, work: Callable[[Made, StepUpdater], None], c
             collectives=collectives,
             gradient_group=collectives.group(DATA),
             part_index=collectives.mesh.index(parts.units[0].segments[0].plan.part_axes),
+            spans_nodes=spans_nodes,
             wait_for_updates=lambda units: None,
         )
         with torch._C.DisableTorchFunctionSubclass():
@@ -151,6 +159,23 @@ def test_who_uses_parameters_waits_for_their_update() -> None:
         assert not any(type(member.param) is Resting for member in parts.members)
 
     on_two("zero2", PLACES["host"], work)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_gathers_between_nodes_are_under_way_when_the_step_returns(name: str) -> None:
+    values = expected(2)
+
+    def work(parts: Made, updater: StepUpdater) -> None:
+        are_gathered = [unit for unit in parts.units if unit.segments[0].planned.update_is_gathered]
+        for step in range(2):
+            backward(parts, updater, step)
+            updater.update()
+            under_way = [unit for unit in parts.units if unit.state is UnitState.GATHERING]
+            assert under_way == [unit for unit in are_gathered if unit.rests_whole]
+        for member in parts.members:
+            assert torch.equal(whole(parts, member), values[member.fqn]), member.fqn
+
+    on_two(name, PLACES["device"], work, spans_nodes=True)
 
 
 @pytest.mark.parametrize("where", PLACES)

@@ -85,10 +85,14 @@ MUTATIONS = (
     Mutation(
         "sharding/executor.py", "give_back(unit.slot, record(self.device))", "give_back(unit.slot, Event())", "stage 3"
     ),
+    Mutation("sharding/executor.py", "            updated.wait()\n            ends", "            ends", "stage 1"),
+    Mutation("sharding/executor.py", "                published.wait()\n", "                pass\n", "stage 1"),
     Mutation(
-        "sharding/executor.py", "            updated.wait()\n            under_way", "            under_way", "stage 1"
+        "sharding/executor.py",
+        "                self.await_update(unit, published)\n",
+        "                unit.updated = published\n",
+        "stage 1 between nodes",
     ),
-    Mutation("sharding/executor.py", "        published.wait()\n", "", "stage 1"),
     Mutation(
         "sharding/executor.py",
         "            event.wait()\n            work()",

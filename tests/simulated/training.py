@@ -65,6 +65,8 @@ PLANS: dict[str, Mapping[str, Any]] = {
 HIERARCHICAL = {"stage": 3, "hierarchical": True}
 # On nodes of two ranks.
 NODES: dict[str, Mapping[str, Any]] = {
+    "stage 1 between nodes": on(1),
+    "stage 2 between nodes": on(2),
     "changes": {"zero": HIERARCHICAL, "communication": {"gradients": "ternary", "parameters": "ternary"}},
     "changes, bf16, optimizer on host": {
         "zero": HIERARCHICAL | {"offload": {"optimizer": "host"}},

@@ -113,6 +113,7 @@ class Mesh:
             return
         transports, self.transports, self._closed = self.transports, {(): self._alone}, True
         for stream in self._streams.values():
+            stream.finish()  # another engine's, too
             stream.close()
         for transport in transports.values():
             transport.close()

@@ -37,7 +37,8 @@ class Resolved:
     ``compute_dtype`` is ``fp32``, ``bf16`` or ``fp16``; ``on_host``: the host's processors compute. ``values`` are the
     derived settings with where each came from; ``notices`` are lines to show at the start, one for each setting that
     has no effect; ``warnings`` are of axes that span nodes and would not have to; ``passed`` are the sections
-    (optimizer, schedule) that an object given to ``partita.initialize`` stands in for.
+    (optimizer, schedule) that an object given to ``partita.initialize`` stands in for; ``spans_nodes``: the ranks are
+    on several nodes.
     """
 
     config: Config
@@ -49,6 +50,7 @@ class Resolved:
     notices: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    spans_nodes: bool = False
 
     @property
     def shared(self) -> dict[str, object]:
@@ -101,7 +103,8 @@ def resolve(config: Config, num_ranks: int, device_type: str, ranks_per_node: in
     if config.activations.offload == "host" and on_host:
         notices.append("ignored: activations.offload (the host's memory is where cpu computes; disk is another)")
     warnings = tuple(map(str, needless_crossings(mesh, ranks_per_node)))
-    return Resolved(config, mesh, batch, compute, on_host, values, tuple(notices), warnings=warnings)
+    spans_nodes = ranks_per_node is not None and ranks_per_node < num_ranks
+    return Resolved(config, mesh, batch, compute, on_host, values, tuple(notices), (), warnings, spans_nodes)
 
 
 def describe(resolved: Resolved) -> str:

@@ -42,11 +42,11 @@ class Measured:
     """Of the slowest rank: seconds of a step without waiting for others, and bytes per second that it sends."""
 
     compute_s: float
-    bytes_a_s: float
+    bytes_per_s: float
 
     def step_s(self, sent_bytes: int) -> float:
         """Of a step that sends so many bytes, none of them beside computing."""
-        return self.compute_s + sent_bytes / self.bytes_a_s
+        return self.compute_s + sent_bytes / self.bytes_per_s
 
 
 def sent_bytes(blueprint: Blueprint, asked: Mapping[str, str]) -> int:
@@ -85,7 +85,7 @@ def describe(measured: Measured, wires: Mapping[str, int]) -> str:
     chosen, full = choose(measured, wires), next(iter(wires))
     lines = [
         f"communication.gradients: auto: a step computes for {measured.compute_s:.3g} s, and the line carries "
-        f"{measured.bytes_a_s * 8e-6:.4g} Mbit/s"
+        f"{measured.bytes_per_s * 8e-6:.4g} Mbit/s"
     ]
     lines += [
         f"  {name}: {num_bytes / 1e6:.3f} MB per step, {measured.step_s(num_bytes):.3g} s"
@@ -127,9 +127,10 @@ class WireChoice(Watcher):
 
     def _agreed(self, compute_s: float) -> Measured:
         group = self._collectives.group(self._blueprint.units[0].row.summed_axes)
-        own = torch.tensor(
-            [compute_s, _bytes_a_s(group, self._collectives.mesh.device)], dtype=torch.float64, device="cpu"
-        )
+        mesh, rates = self._collectives.mesh, list[float]()
+        # In its turn among the gathers, of which some may be under way.
+        mesh.stream("parameters").run(lambda: rates.append(_bytes_per_s(group, mesh.device))).wait()
+        own = torch.tensor([compute_s, *rates], dtype=torch.float64, device="cpu")
         every = self._collectives.all_ranks.exchange(own, "communication: auto").wait()
         return Measured(float(every[:, 0].max()), float(every[:, 1].min()))
 
@@ -148,8 +149,8 @@ class WireChoice(Watcher):
         """Bytes are the plan's."""
 
 
-def _bytes_a_s(group: Group, device: torch.device) -> float:
-    """What this rank sends a second to the others of the group, all at once; the second of two times counts."""
+def _bytes_per_s(group: Group, device: torch.device) -> float:
+    """What this rank sends to the others of the group, all at once; the second of two times counts."""
     own = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=device)
     whole, seconds = own.new_empty(PROBE_BYTES * group.size), 1.0
     for _ in range(2):

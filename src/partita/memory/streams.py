@@ -120,6 +120,10 @@ class Stream:
 
         return Event(wait, wait_for=task.wait_for, keeps=work)
 
+    def finish(self) -> None:
+        """Hold the caller until no thread has any of it to do, however it ends."""
+        self._thread.forget(None)
+
     def close(self) -> None:
         """Let go of the thread, which ends after what is queued; another is started if more work comes."""
         self._thread.let_go()

@@ -2,8 +2,9 @@
 
 Both are the same :class:`Update`. Overlapped are the updates of units whose states rest off the device, and all where
 an update is a kernel of ours: unit by unit, in the order in which the next forward needs them, each with its states
-read, written and copied. Nothing that is computed depends on it: the global norm is known before the first unit is
-updated, and every hyperparameter is the one of :meth:`Engine.step`'s moment.
+read, written and copied. Where the ranks are on several nodes, gathers of what was updated at once go on under the next
+forward, too. Nothing that is computed depends on it: the global norm is known before the first unit is updated, and
+every hyperparameter is the one of :meth:`Engine.step`'s moment.
 
 Source: Ren et al., "ZeRO-Offload", 2021, section 5 (one-step delayed update, which this is not: the next forward sees
 every update).
@@ -90,10 +91,12 @@ class Updates:
         kernels = isinstance(context.optimizer, FusedOptimizer)
         self._overlapped = [u for u in runtime.units if kernels or not u.segments[0].plan.updates_on_device]
         self._inline = [unit for unit in runtime.units if unit not in self._overlapped]
+        later = [unit for unit in self._inline if runtime.spans_nodes and _is_gathered(unit)]
+        self._gathered_later = sorted(later, key=_place_in_model)
         self._unit_of = {id(segment): unit for unit in runtime.units for segment in unit.segments}
         self._under_way: list[Update] = []
         self.note_settings()
-        runtime.wait_for_updates(self._overlapped)
+        runtime.wait_for_updates([*self._overlapped, *self._gathered_later])
 
     def unit_of(self, segment: Segment) -> Unit:
         """The unit that the segment is part of."""
@@ -134,8 +137,9 @@ class Updates:
         segments = [segment for update in self._one_per_unit(self._inline, used, 1.0) for segment in update.segments]
         with span("update"):
             Update(self._inline, segments).run(lambda _: guard.step(bool(self._inline)))
-        if self._inline:
-            self._context.executor.publish(self._inline)
+        executor, later = self._context.executor, self._gathered_later
+        executor.publish([unit for unit in self._inline if unit not in later])
+        executor.publish([unit for unit in later if unit.trained], ahead=True)
 
     def _start(self, used: AbstractSet[int], factor: float) -> None:
         if self._overlapped:  # what was launched may read states that the host will write, or write those it will read
@@ -164,7 +168,7 @@ class Updates:
         (unit,) = update.units
         if unit in order and not update.gathers:
             return order.index(unit)
-        return unit.number if unit.name else -1
+        return _place_in_model(unit)
 
     # ------------------------------------------------------------ beside the caller
 
@@ -217,6 +221,10 @@ class Updates:
                 update.finish()
             for unit in update.units:
                 self._context.executor.finish_update(unit)
+        for unit in self._gathered_later:
+            with span("wait for update", unit.title):
+                unit.updated.wait()
+            self._context.executor.finish_update(unit)
         if takes_up:
             for update in updates:
                 update.stepped()
@@ -225,6 +233,16 @@ class Updates:
     def close(self) -> None:
         """Let go of the thread."""
         self._stream.close()
+
+
+def _place_in_model(unit: Unit) -> int:
+    """The root unit, which spans all others, is first."""
+    return unit.number if unit.name else -1
+
+
+def _is_gathered(unit: Unit) -> bool:
+    """Whether bringing updated weights into what rests takes the other ranks."""
+    return any(segment.planned.update_is_gathered for segment in unit.segments)
 
 
 def _changes(unit: Unit, used: AbstractSet[int]) -> bool:

@@ -4,10 +4,12 @@ in DistributedDataParallel, and do so before the step ends.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from torch import nn
 
 from partita.comm.collectives import Collectives
+from partita.memory.streams import after, record
 from partita.plan.mesh_shape import MODULE_AXES
 
 # A buffer of this name marks statistics that torch's kernels write without counting a version.
@@ -24,7 +26,7 @@ class BufferSync:
     """
 
     def __init__(self, model: nn.Module, collectives: Collectives, enabled: bool) -> None:
-        self._model, self._group = model, collectives.group(MODULE_AXES)
+        self._model, self._mesh, self._group = model, collectives.mesh, collectives.group(MODULE_AXES)
         self._enabled = enabled and self._group.size > 1
         self._changing = {
             name
@@ -54,7 +56,9 @@ class BufferSync:
         self._changing |= changed
         if changed or self._trained:
             sent = [buffer.detach() for name, buffer in self._model.named_buffers() if name in self._changing]
-            self._group.broadcast(sent, "buffers")
+            # In its turn among the gathers, whose connections these are.
+            send = partial(after, [record(self._mesh.device)], self._group.broadcast, sent, "buffers")
+            self._mesh.stream("parameters").run(send).wait()
             self._versions = self._seen()
         self._trained = False
 

@@ -1,6 +1,7 @@
 """Moves a unit's parameters between the residences of its row: gather, release, publish. Knows how, never when."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -117,36 +118,48 @@ class Executor:
 
     # -------------------------------------------------------------------- updates
 
-    def publish(self, units: Sequence[Unit]) -> None:
+    def publish(self, units: Sequence[Unit], *, ahead: bool = False) -> None:
         """Bring updated master weights, which lie in memory, into what rests: encode, and gather where the rest is
         whole.
 
-        Gathers wait for it, and so does the current stream.
+        Gathers wait for it, and so does the current stream, unless the caller goes ``ahead``: then whoever uses a
+        unit's parameters waits for them, in the order of ``units``.
         """
-        updated = record(self.device)
+        updated, ends = record(self.device), list[list[Callable[[], None]]]()
 
-        def bring() -> None:
+        def begin() -> None:
             updated.wait()
-            under_way = list[Callable[[], None]]()
-            for segment in (segment for unit in units for segment in unit.trained):
-                assert segment.master is not None
-                master, plan = segment.master.lend().wait(), segment.plan
-                if (step := self._step_of_changes(segment)) is not None:
-                    self._send_changes(segment, master, step)
-                    continue
-                end = self._begin_to_store(master, segment.rest, plan.master, plan.param_rest)
-                if segment.rest.tier is Tier.DEVICE:
-                    under_way.append(end)
-                else:  # what is lent for another tier is memory of its own: one at a time
-                    end()
-            for end in under_way:
-                end()
+            ends.extend([self._begin_to_publish(segment) for segment in unit.trained] for unit in units)
 
-        published = self._stream.run(told(bring, "gather", "updated parameters"))
-        for unit in units:
-            unit.updated = published
-        with span("wait for gather", "updated parameters"):
-            published.wait()
+        def end(number: int) -> None:
+            for end_of_segment in ends[number]:
+                end_of_segment()
+            ends[number].clear()
+
+        if not units:
+            return
+        self._stream.run(told(begin, "gather", "updated parameters"))
+        for number, unit in enumerate(units):
+            published = self._stream.run(told(partial(end, number), "gather", "updated parameters"))
+            if ahead:
+                self.await_update(unit, published)
+            else:
+                unit.updated = published
+        if not ahead:
+            with span("wait for gather", "updated parameters"):
+                published.wait()
+
+    def _begin_to_publish(self, segment: Segment) -> Callable[[], None]:
+        """Returns what ends it. Codes share memory, and what is lent for another tier than the device is memory of its
+        own: there one segment begins when the one before has ended.
+        """
+        assert segment.master is not None
+        master, plan = segment.master.lend().wait(), segment.plan
+        if (step := self._step_of_changes(segment)) is not None:
+            return partial(self._send_changes, segment, master, step)
+        if segment.rest.tier is not Tier.DEVICE:
+            return partial(self._store, master, segment.rest, plan.master, plan.param_rest)
+        return self._begin_to_store(master, segment.rest, plan.master, plan.param_rest)
 
     def run_after(self, event: Event, work: Callable[[], object]) -> Event:
         """Run ``work``, which gathers, in its turn among the gathers, once ``event`` has passed."""
@@ -167,7 +180,8 @@ class Executor:
     def finish_update(self, unit: Unit) -> None:
         """The current stream may use parameters that rest whole from here on."""
         if unit.rests_whole and unit.state is UnitState.GATHERING:
-            self.finish_gather(unit)
+            with span("wait for update", unit.title):
+                self.finish_gather(unit)
 
     def deliver(self, segment: Segment, values: Tensor, updated: Residence, *, exact: bool = False) -> None:
         """Bring one segment's ``updated`` weights, master or parameters, into what rests; ``exact``: as they are, also

@@ -50,7 +50,7 @@ class Runtime:
 
     Attributes: ``gradient_group``: the ranks whose gradients are summed up, which hold the same parameters;
     ``apart_group``: of replicas that train apart, those that have the same part; ``part_index``: which part of each
-    segment is this rank's.
+    segment is this rank's; ``spans_nodes``: the ranks are on several nodes.
 
     Args:
         blueprint: of this model.
@@ -71,6 +71,7 @@ class Runtime:
         self.apart_group = collectives.group(row.apart_axes)
         self.gradient_group = collectives.group(row.summed_axes)
         self.part_index = mesh.index(row.part_axes)
+        self.spans_nodes = blueprint.resolved.spans_nodes
         kept = keep_fp32_modules(model, config.precision.keep_fp32)
         self.units = make_units(model, blueprint.units, mesh.rank)
         self._provide_disk(blueprint)

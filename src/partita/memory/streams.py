@@ -223,7 +223,8 @@ class _Job:
         self._num_left = len(self._pieces)
         assert self._num_left, "a job without pieces would never end"
         self._workers: Workers | None = workers  # whose threads stay until the job is done
-        self._lock, self._done = threading.Lock(), threading.Event()
+        self._lock, self._running = threading.Lock(), threading.Lock()
+        self._running.acquire()  # until it is done: whoever waits takes it then, and lets go at once
         self._following = list[Callable[[Exception | None], object]]()
         self._error: Exception | None = None
 
@@ -238,7 +239,7 @@ class _Job:
     def then(self, call: Callable[[Exception | None], object]) -> None:
         """Call once this job is done, with what went wrong so far."""
         with self._lock:
-            if not self._done.is_set():
+            if self._num_left:
                 self._following.append(call)
                 return
         call(self._error)
@@ -258,16 +259,19 @@ class _Job:
             self._num_left -= 1
             if self._num_left:
                 return
-            self._done.set()
+            self._running.release()
             following, self._following, self._workers = self._following, [], None
         for call in following:
             call(self._error)
 
     def ends_within(self, seconds: float) -> bool:
-        return self._done.wait(seconds)
+        if is_done := self._running.acquire(timeout=seconds):
+            self._running.release()
+        return is_done
 
     def wait(self) -> None:
-        self._done.wait()
+        with self._running:
+            pass
         if self._error is not None:
             raise self._error
 

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
 from partita.memory.streams import after, record
 from partita.plan.mesh_shape import MODULE_AXES
+from partita.sharding.structure import Structure
 
 # A buffer of this name marks statistics that torch's kernels write without counting a version.
 RUNNING = "running_mean"
@@ -25,46 +26,55 @@ class BufferSync:
     sends nothing: one rank may run it alone.
     """
 
-    def __init__(self, model: nn.Module, collectives: Collectives, enabled: bool) -> None:
-        self._model, self._mesh, self._group = model, collectives.mesh, collectives.group(MODULE_AXES)
+    def __init__(self, structure: Structure, collectives: Collectives, enabled: bool) -> None:
+        self._structure, self._mesh, self._group = structure, collectives.mesh, collectives.group(MODULE_AXES)
         self._enabled = enabled and self._group.size > 1
-        self._changing = {
-            name
-            for path, module in model.named_modules()
-            if RUNNING in module._buffers
-            for name, _ in module.named_buffers(path, recurse=False)
-        }
+        running = {id(module) for module in structure.modules if RUNNING in module._buffers}
+        self._changing = {key for key in self._found() if key[0] in running}
         self._trained = False  # a training forward has run since they were sent
         self._versions = self._seen()
 
     def before_forward(self) -> None:
         """Collective where any buffer changed, which is the same on ranks that run the same modules."""
-        if self._model.training:
+        if self._structure.model.training:
             self._follow()
             self._trained = True
 
     def end_micro_batch(self) -> None:
         """Collective as :meth:`before_forward`."""
-        self._trained |= self._model.training
+        self._trained |= self._structure.model.training
         self._follow()
 
     def _follow(self) -> None:
         if not self._enabled:
             return
         before, self._versions = self._versions, self._seen()
-        changed = {name for name, version in self._versions.items() if before.get(name) != version}
+        changed = {key for key, version in self._versions.items() if before.get(key) != version}
         self._changing |= changed
         if changed or self._trained:
-            sent = [buffer.detach() for name, buffer in self._model.named_buffers() if name in self._changing]
-            # In its turn among the gathers, whose connections these are.
-            send = partial(after, [record(self._mesh.device)], self._group.broadcast, sent, "buffers")
-            self._mesh.stream("parameters").run(send).wait()
-            self._versions = self._seen()
+            self._send({id(buffer): buffer.detach() for key, buffer in self._found().items() if key in self._changing})
         self._trained = False
 
-    def _seen(self) -> dict[str, tuple[int, int]]:
+    def _send(self, buffers: dict[int, Tensor]) -> None:
+        """In its turn among the gathers, whose connections these are."""
+        if buffers:
+            awaited = [record(self._mesh.device)]
+            send = partial(after, awaited, self._group.broadcast, list(buffers.values()), "buffers")
+            self._mesh.stream("parameters").run(send).wait()
+            self._versions = self._seen()
+
+    def _found(self) -> dict[tuple[int, str], Tensor]:
+        """Every buffer, by its module's id and its name there, in the model's order."""
+        return {
+            (id(module), name): buffer
+            for module in self._structure.modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
+
+    def _seen(self) -> dict[tuple[int, str], tuple[int, int]]:
         """Which tensor each buffer is now, and its version."""
-        return {name: (id(buffer), buffer._version) for name, buffer in self._model.named_buffers()}
+        return {key: (id(buffer), buffer._version) for key, buffer in self._found().items()}
 
 
 @contextmanager

@@ -48,6 +48,7 @@ class GradientReducer:
         self._device = collectives.mesh.device
         self._bucket_of = {id(member): bucket for bucket in buckets for member in bucket.members}
         self._order = [bucket for bucket in buckets if bucket.moves]
+        self._received_bytes = {id(bucket): self._bytes_to_receive(bucket) for bucket in buckets}
 
         def pool(planned: PlannedPool, tier: Tier = Tier.DEVICE) -> BufferPool:
             return BufferPool("buckets", planned, ledger, self._device, tier=tier)
@@ -81,7 +82,7 @@ class GradientReducer:
         self._bucket_of.update((id(member), bucket) for member in bucket.members)
         if bucket.moves:
             self._order.append(bucket)
-            if received := self._received_bytes(bucket):
+            if received := self._received_bytes.setdefault(id(bucket), self._bytes_to_receive(bucket)):
                 self._receiving.provide(received, RECEIVING)
             if bucket.passes:
                 self._sending.provide(bucket.num_bytes, SENDING)
@@ -95,7 +96,7 @@ class GradientReducer:
         """The bucket of a member that trains."""
         return self._bucket_of.get(id(member))
 
-    def _received_bytes(self, bucket: Bucket) -> int:
+    def _bytes_to_receive(self, bucket: Bucket) -> int:
         return received_bytes(bucket.planned, in_pieces=accelerator.is_host(self._device))
 
     # -------------------------------------------------------------- what a wave does
@@ -156,7 +157,8 @@ class GradientReducer:
         Raises:
             PartitaError: the gradient is sparse.
         """
-        member.uncover()
+        if self.covered:
+            member.uncover()
         grad = member.param.grad
         if grad is not None and grad.layout is not torch.strided:
             raise PartitaError(
@@ -300,7 +302,7 @@ class GradientReducer:
 
     def _room_to_receive(self, bucket: Bucket) -> tuple[Slot | None, Tensor | None]:
         """Scratch memory for the bucket's reductions, if they need any."""
-        if not (num_bytes := self._received_bytes(bucket)):
+        if not (num_bytes := self._received_bytes[id(bucket)]):
             return None, None
         slot = self._receiving.borrow(num_bytes)
         return slot, over(slot.storage, bucket.dtype, num_bytes // bucket.dtype.itemsize)
@@ -356,7 +358,7 @@ class GradientReducer:
         step yet.
         """
         chosen = [b for b in self.buckets if b.spreading or (b.carriage and not in_full)]
-        room = max(map(self._received_bytes, chosen), default=0)
+        room = max((self._received_bytes[id(bucket)] for bucket in chosen), default=0)
         slot = self._receiving.borrow(room) if room else None
         awaited = [record(self._device)] + ([] if slot is None else [slot.last_use])
 

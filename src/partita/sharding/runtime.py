@@ -101,7 +101,7 @@ class Runtime:
             self._own_buffers.clear()
             self.structure = Structure(model, self.units)
             self.written = Written(self.units)
-            self._buffers = BufferSync(model, collectives, config.communication.buffers == "broadcast")
+            self._buffers = BufferSync(self.structure, collectives, config.communication.buffers == "broadcast")
             self._hooks += cast_borders(model, self._compute, kept)
             self.events = UnitEvents()
             self.events.subscribe(sharded, self.residency.subscriber)

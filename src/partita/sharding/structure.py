@@ -7,7 +7,7 @@ from torch import nn
 
 from partita.errors import PartitaError
 from partita.planner.parameters import find_everywhere, find_quantized
-from partita.sharding.unit import Unit
+from partita.sharding.unit import Member, Unit
 
 
 class Structure:
@@ -19,14 +19,17 @@ class Structure:
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
-        self._model, self._units, self.elsewhere = model, units, set[int]()
+        self.model, self.elsewhere = model, set[int]()
+        self.modules = list[nn.Module]()  # all of the model's, as of the last check, in its order
+        self._held = [(unit, [_held(member) for member in unit.members]) for unit in units]
         self._names = {id(member.param): member.fqn for unit in units for member in unit.members}
         others = [*find_quantized(model), *find_everywhere(model)]
         self._others = {id(holding.param) for holding in others}
         self._remember()
 
     def _remember(self) -> None:
-        self._modules = [(module, dict(module._modules), len(module._parameters)) for module in self._model.modules()]
+        self.modules = list(self.model.modules())
+        self._children = [(m._modules, dict(m._modules), m._parameters, len(m._parameters)) for m in self.modules]
 
     def check(self) -> None:
         """Compare.
@@ -35,27 +38,36 @@ class Structure:
             PartitaError: a parameter is no longer the one, or no longer lies where, it was at ``initialize``.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            for unit in self._units:
+            for unit, held in self._held:
                 home = unit.storage._cdata
-                for member in unit.members:
-                    if member.param.untyped_storage()._cdata != home and id(member.param) not in self.elsewhere:
-                        raise PartitaError(_MOVED.format(member.fqn))
-                    for owner, name in member.holding.owners:
-                        if owner._parameters.get(name) is not member.param:
-                            raise PartitaError(_REPLACED.format(member.fqn, f"{type(owner).__name__}.{name}"))
-            if any(m._modules != children or len(m._parameters) != num for m, children, num in self._modules):
+                for param, fqn, owners in held:
+                    if param.untyped_storage()._cdata != home and id(param) not in self.elsewhere:
+                        raise PartitaError(_MOVED.format(fqn))
+                    for kind, params, name in owners:
+                        if params.get(name) is not param:
+                            raise PartitaError(_REPLACED.format(fqn, f"{kind}.{name}"))
+            if any(now != then or len(params) != num for now, then, params, num in self._children):
                 self._check_parameters()
                 self._remember()
 
     def _check_parameters(self) -> None:
         """Modules were replaced or added; their parameters must still be the same."""
-        found = {id(param): name for name, param in self._model.named_parameters()}
+        found = {id(param): name for name, param in self.model.named_parameters()}
         for key, name in self._names.items():
             if key not in found:
                 raise PartitaError(_REPLACED.format(name, "a module that holds it"))
         for key, name in found.items():
             if key not in self._names and key not in self._others:
                 raise PartitaError(_ADDED.format(name))
+
+
+# A parameter, its name, and of each module that holds it: its class, its parameters, and the name there.
+_Held = tuple[nn.Parameter, str, list[tuple[str, dict[str, nn.Parameter | None], str]]]
+
+
+def _held(member: Member) -> _Held:
+    owners = [(type(owner).__name__, owner._parameters, name) for owner, name in member.holding.owners]
+    return member.param, member.fqn, owners
 
 
 _MOVED = (

@@ -43,6 +43,7 @@ class Member:
     holding: Holding
     span: Span
     segment: "Segment"
+    param: nn.Parameter = field(init=False)
     kind: type[nn.Parameter] = field(init=False)
     shape: torch.Size = field(init=False)
     stride: tuple[int, ...] = field(init=False)
@@ -52,7 +53,8 @@ class Member:
     _collected: Collected | None = None
 
     def __post_init__(self) -> None:
-        param, place = self.holding.param, self.span.place
+        self.param = param = self.holding.param
+        place = self.span.place
         self.kind = type(param)
         self.shape = torch.Size(place.sizes)
         self.stride = place.stride if place.is_part else dense_stride(param)
@@ -68,10 +70,6 @@ class Member:
         """Whether values of the model's own were cast to a dtype that cannot hold them all."""
         own, compute = self.own_dtype, self.segment.dtype
         return self.own_device.type != "meta" and own != compute and own.itemsize >= compute.itemsize
-
-    @property
-    def param(self) -> nn.Parameter:
-        return self.holding.param
 
     @property
     def is_cut(self) -> bool:

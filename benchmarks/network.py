@@ -1,10 +1,9 @@
-"""How long a step takes between hosts, beside torch's own ways of training: over lines of 100 Mbit/s and 1 Gbit/s, over
-lines that only the cores hold back, and over TCP within one host.
+"""How long a step takes between hosts, beside torch's own ways of training, whole values and fewer bytes: over lines of
+100 Mbit/s and 1 Gbit/s, over lines that only the cores hold back, and over TCP within one host.
 
     python -m benchmarks.network            # 12M and 25M parameters, two hosts: three quarters of an hour on 2 cores
     python -m benchmarks.network --quick    # a small model over 1 Gbit/s: no targets
     python -m benchmarks.network --save     # into benchmarks/results/network.md
-    python -m benchmarks.network --wires --save    # codes beside torch's own, 25M alone: into network_wires.md
 
 Hosts are network namespaces on a switch whose lines are held to the rate (``tc tbf``; TCP with Linux's default CUBIC);
 that takes root and iproute2.
@@ -36,9 +35,11 @@ class Line:
     warmup: int = 3
     joins_hosts: bool = True  # off: one host's loopback
 
-    @property
-    def modes(self) -> tuple[str, ...]:
-        return ("DDP", "FSDP2", *(PARTITA if self.joins_hosts else OVER_NETWORK))
+    def modes(self, size: str) -> tuple[str, ...]:
+        """What is compared with DDP; of fewer bytes, one model alone."""
+        if not self.joins_hosts:
+            return ("DDP", "FSDP2", *OVER_NETWORK)
+        return ("DDP", "FSDP2", *PARTITA, *(LOSSY if size == LARGE else ()))
 
 
 LINES = (
@@ -47,9 +48,10 @@ LINES = (
     Line("unlimited"),
     Line("loopback", joins_hosts=False),
 )
+SMALL, LARGE = "12M", "25M"
 WORKS = {
-    "12M": Work(layers=8, width=352, heads=8, ffn_width=944),
-    "25M": Work(layers=8, width=512, heads=8, ffn_width=1376),
+    SMALL: Work(layers=8, width=352, heads=8, ffn_width=944),
+    LARGE: Work(layers=8, width=512, heads=8, ffn_width=1376),
 }
 QUICK_WORKS = {"2M": Work(layers=4, width=192, heads=4, ffn_width=512)}
 QUICK_MODES = ("DDP", "partita 1", "partita 3")
@@ -63,18 +65,17 @@ OVER_FLOOR = 1.15
 BETWEEN_HOSTS = {"partita 1": 1.00, "partita 2": 1.00, "partita 3, kept": 1.00, "partita 3": 1.50}
 WITHIN_HOST = {"partita 1": 1.00, "partita 2": 1.00, "partita 3, kept": 1.00, "partita 3": 1.10}
 
+# What has DDP's held-out loss with the fewest bytes (results/wires.md), beside torch's own way, on the slowest line.
+AT_EQUAL_LOSS, TORCHS_OWN, OF_DDP = "partita 1, ternary", "DDP + PowerSGD", 0.20
+
 
 def main() -> int:
     made = parser("The time of a step between hosts", (2,))
     made.add_argument("--reps", type=int, default=3, help="repetitions (at 100 Mbit/s: one)")
     made.add_argument("--lines", nargs="+", default=[line.title for line in LINES], help="what joins the ranks")
     made.add_argument("--models", nargs="+", default=list(WORKS), help="by parameters")
-    made.add_argument("--wires", action="store_true", help="DDP, and what sends fewer bytes than it")
     options = made.parse_args()
-    if options.wires:
-        options.only, options.models = options.only or ["DDP", *LOSSY], ["25M"]
-        options.lines = [line.title for line in LINES if line.joins_hosts]
-    report = Report("Fewer bytes between hosts" if options.wires else "Between hosts")
+    report = Report("Between hosts")
     report.begin()
     report.write(_TEXT.format(num_reps=options.reps))
     report.write()
@@ -88,11 +89,12 @@ def main() -> int:
             row
             for line in lines
             for size, work in works.items()
+            if line.joins_hosts or size == SMALL
             for world in ([2] if options.quick else options.ranks)
             for row in _rows(report, options, line, size, work, world)
         ),
     )
-    return report.end(options.save, "network_wires" if options.wires else None)
+    return report.end(options.save)
 
 
 _TEXT = """Medians over {num_reps} repetitions (at 100 Mbit/s: one, of three steps) of a step's time and of its ratio to
@@ -104,7 +106,7 @@ the loopback partita's ranks, which could read each other's memory, are told to 
 
 
 def _rows(report: Report, options: Namespace, line: Line, size: str, work: Work, world: int) -> Iterator[list[str]]:
-    modes: Sequence[str] = options.only or (QUICK_MODES if options.quick else line.modes)
+    modes: Sequence[str] = options.only or (QUICK_MODES if options.quick else line.modes(size))
     has_floor = line.rate is not None and not options.quick
     work = replace(work, steps=line.steps, warmup=line.warmup)
     every, alone = {mode: list[Run]() for mode in modes}, list[Run]()
@@ -116,6 +118,11 @@ def _rows(report: Report, options: Namespace, line: Line, size: str, work: Work,
             if has_floor:
                 alone.append(run(ALONE, world, work, hosts=hosts))
             check_losses({mode: runs[-1] for mode, runs in every.items() if mode not in LOSSY}, modes[0])
+    times_s = {mode: statistics.median(one.step_s for one in runs) for mode, runs in every.items()}
+    if line is LINES[0] and {AT_EQUAL_LOSS, TORCHS_OWN} <= times_s.keys():
+        ours, torchs, ddp = times_s[AT_EQUAL_LOSS], times_s[TORCHS_OWN], times_s[modes[0]]
+        report.expect(ours <= OF_DDP * ddp, f"{AT_EQUAL_LOSS}: {ours / ddp:.2f} x DDP, target {OF_DDP:.2f}")
+        report.expect(ours <= torchs, f"{AT_EQUAL_LOSS}: {ours / torchs:.2f} x {TORCHS_OWN}, target 1.00")
     targets = {} if options.quick else BETWEEN_HOSTS if line.joins_hosts else WITHIN_HOST
     for mode, runs in every.items():
         ratios = [mine.step_s / theirs.step_s for mine, theirs in zip(runs, every[modes[0]], strict=True)]
@@ -123,7 +130,7 @@ def _rows(report: Report, options: Namespace, line: Line, size: str, work: Work,
         if target is not None:
             held = round(ratio, 2) <= target
             report.expect(held, f"{line.title}, {size}, {mode}: {ratio:.2f} x DDP, target {target:.2f}")
-        step_s = statistics.median(one.step_s for one in runs)
+        step_s = times_s[mode]
         sent = float(runs[0].ranks[0]["interface_bytes_a_step"])
         share, over_floor = "", ""
         if has_floor:

@@ -129,6 +129,30 @@ def test_codes_of_changes_between_nodes() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("zero", "per_node", "held_alike"),
+    [
+        ({"stage": 1}, 8, True),
+        ({"stage": 3}, 4, False),
+        ({"stage": 3, "hierarchical": True}, 4, False),
+        ({"stage": 3, "replicate": "nodes"}, 4, True),
+    ],
+)
+def test_what_no_two_ranks_hold_is_not_compared(zero: dict[str, object], per_node: int, held_alike: bool) -> None:
+    found = resolved({"zero": zero, "communication": {"check_every": 5}}, 8, per_node=per_node).notices
+    ignored = "ignored: communication.check_every (no two ranks hold the same parameters)"
+    assert found == (() if held_alike else (ignored,))
+
+
+def test_ranks_on_several_nodes() -> None:
+    assert [resolved({}, 8, per_node=per_node).spans_nodes for per_node in (None, 8, 4, 1)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
 def test_replicas_are_nodes() -> None:
     replicated = {"zero": {"stage": 3, "replicate": "nodes"}}
     assert resolved(replicated, 8, per_node=4).mesh == MeshShape(data=8, node=2)

@@ -44,7 +44,7 @@ tiled: {mlp: []}
 communication:
   {gradients: full, parameters: full, warmup_steps: auto, every: null, lengthen: false, replicas: auto,
    outer_lr: 0.7, low_rank: 4, warmup: full, carrier: null, outer_momentum: 0.9, outer_nesterov: true,
-   buffers: broadcast, within_node: auto, timeout_s: 600}
+   check_every: auto, buffers: broadcast, within_node: auto, timeout_s: 600}
 checkpoint: {dir: null, every_steps: null, keep: 3, background: true}
 seed: null
 """

@@ -122,6 +122,8 @@ def trained_states() -> None:
             state = engine.state_dict(names=chosen)
             assert state.keys() == (set(chosen) if rank() == 0 else set())
             assert all(torch.equal(value, expected[key]) for key, value in state.items())
+            with pytest.raises(PartitaError, match=r"no parameter or buffer 'sen'; did you mean 'seen'\?"):
+                engine.state_dict(names=["last.bias", "sen"])
             before = engine.traffic_report()
             assert list(engine.state_dict(names=names[:1])) == (names[:1] if rank() == 0 else [])
             sent_by_name = engine.traffic_report().since(before).sent_bytes("parameters")

@@ -107,13 +107,17 @@ class Mesh:
         if self._closed:
             raise PartitaError("the mesh is closed, as the engine is that made it: open another engine first")
 
+    def finish(self) -> None:
+        """Wait for what is under way, of all engines that share the mesh, however it ends."""
+        for stream in self._streams.values():
+            stream.finish()
+
     def close(self) -> None:
         """Let go of the connections."""
         if self._closed:
             return
         transports, self.transports, self._closed = self.transports, {(): self._alone}, True
         for stream in self._streams.values():
-            stream.finish()  # another engine's, too
             stream.close()
         for transport in transports.values():
             transport.close()

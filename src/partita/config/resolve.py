@@ -98,6 +98,8 @@ def resolve(config: Config, num_ranks: int, device_type: str, ranks_per_node: in
             notices.append(f"ignored: communication.{key} (changes pass between nodes, and there is one)")
         elif getattr(config.communication, key) != "full" and config.communication.every is not None and mesh.node == 1:
             notices.append(f"ignored: communication.{key} (under communication.every it is of what replicas exchange)")
+    if config.communication.check_every not in ("auto", 0) and not _holds_alike(config, mesh):
+        notices.append("ignored: communication.check_every (no two ranks hold the same parameters)")
     if config.communication.within_node != "auto" and not on_host:
         notices.append(f"ignored: communication.within_node (on {device_type} its own backend chooses the way)")
     if config.activations.offload == "host" and on_host:
@@ -209,6 +211,13 @@ def _even_nodes(data: int, inner: int, ranks_per_node: int | None) -> int:
     if ranks_per_node is None or ranks_per_node % inner or data % (ranks_per_node // inner):
         return 1
     return data // (ranks_per_node // inner)
+
+
+def _holds_alike(config: Config, mesh: MeshShape) -> bool:
+    """Whether several ranks have the same parameters at rest."""
+    if config.zero.stage < 3:
+        return mesh.data * mesh.sequence > 1
+    return mesh.node > 1 and (config.zero.replicate == "nodes" or sends_changes(config))
 
 
 def _splits_nodes(config: Config) -> str | None:

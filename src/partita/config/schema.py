@@ -305,6 +305,11 @@ class Communication(Section):
     outer_lr: Positive = Field(0.7, description="every: learning rate of the outer optimizer, which the replicas share")
     outer_momentum: Share = Field(0.9, description="every: decay of the outer optimizer's running average")
     outer_nesterov: Flag = Field(True, description="every: the outer optimizer looks ahead along its running average")
+    check_every: Auto | CountOrZero = Field(
+        "auto",
+        description="optimizer steps between two checks that ranks which hold the same parameters have the same bits; "
+        "0: none; auto: 100 where changes of parameters travel as codes, else none",
+    )
     buffers: Literal["broadcast", "local"] = Field(
         "broadcast", description="buffers that change (BatchNorm) follow rank 0, or stay each rank's own"
     )

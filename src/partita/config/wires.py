@@ -5,6 +5,7 @@ from partita.config.schema import Config
 # Of all steps, those in which 1-bit Adam's second moment is still measured (Tang et al., 2021, section 7, has 15 % to
 # 20 %).
 WARM_UP = 0.15
+CHECKED_EVERY = 100
 # Optimizers whose running average travels in place of gradients.
 SENDS_MOMENTUM = ("onebit_adam", "zeroone_adam", "onebit_lamb")
 MEASURES_MOMENT = ("onebit_adam", "onebit_lamb")  # in a warm-up
@@ -16,6 +17,14 @@ def sends_changes(config: Config) -> bool:
     """
     zero, codec = config.zero, config.communication.parameters
     return codec != "full" and (zero.stage < 3 or zero.hierarchical)
+
+
+def check_every(config: Config) -> int:
+    """Optimizer steps between two checks of what ranks hold alike; 0: there are none."""
+    asked = config.communication.check_every
+    if asked != "auto":
+        return asked
+    return CHECKED_EVERY if sends_changes(config) else 0
 
 
 def gradient_codec(config: Config) -> str:

@@ -18,7 +18,7 @@ from partita.comm.mesh import Mesh
 from partita.comm.together import check_settings_alike, together
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
-from partita.config.wires import travels_in_full
+from partita.config.wires import check_every, travels_in_full
 from partita.engine.budget import agreed_budget
 from partita.engine.wire_choice import WireChoice
 from partita.huggingface.conversion import open_weights
@@ -31,6 +31,7 @@ from partita.memory.room import check_room, tell_of_lower_stage
 from partita.memory.scratch import open_scratch
 from partita.memory.shortage import Shortages
 from partita.memory.tiers import StateMemory
+from partita.optim.alike_check import AlikeCheck
 from partita.optim.build import Factory, build_optimizer, build_schedule, settings_of, wants_kernels
 from partita.optim.in_backward import BackwardUpdater
 from partita.optim.loss_scale import LossScale
@@ -84,6 +85,7 @@ class Parts:
     samples: SameSamples
     pipeline: Pipeline
     wire_choice: WireChoice | None
+    alike: AlikeCheck
 
     def leave_modules(self) -> None:
         """Give the model's modules their own forwards back, from the outermost change to the innermost."""
@@ -178,6 +180,7 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         samples,
         Pipeline(model, parallel, schedule, collectives),
         WireChoice(blueprint, collectives) if _measures_wires(settings, runtime) else None,
+        AlikeCheck(runtime, updater, check_every(settings)),
     )
 
 

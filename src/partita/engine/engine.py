@@ -213,6 +213,9 @@ class Engine:
         Args:
             trainable: only the parameters that require gradients (adapters).
             names: only these, the same on every rank.
+
+        Raises:
+            PartitaError: the model has nothing of one of these names.
         """
         self.attend("engine.state_dict")
         return self._open().whole.state_dict(trainable=trainable, names=names)
@@ -352,6 +355,8 @@ class Engine:
         try:
             parts.runtime.residency.reset()  # gathers under way end before their connections do
             parts.checkpoints.wait()
+            if self._owns_mesh:
+                self.mesh.finish()
         finally:
             parts.whole.leave(copies)
             self._end()

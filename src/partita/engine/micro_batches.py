@@ -110,6 +110,7 @@ class MicroBatches:
                 parts.activations.updated()
                 if parts.wire_choice is not None:
                     parts.wire_choice.after_update()
+                parts.alike.after_update()
                 parts.scheduler.step()
             result = parts.checkpoints.after_update(result)
         self.begin(done % self._num_backwards)

@@ -57,9 +57,7 @@ class Whole:
             PartitaError: there is none; names the nearest.
         """
         if name not in self._named:
-            near = difflib.get_close_matches(name, self._named, 1)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
-            raise PartitaError(f"the model has no parameter '{name}'{hint}")
+            raise _unknown("parameter", name, self._named)
         return self._named[name], self.member_of(self._named[name])
 
     def gradient(self, name: str, scale: float) -> Tensor | None:
@@ -275,9 +273,14 @@ class Whole:
         Args:
             trainable: only the parameters that require gradients.
             names: only what these stand for (None: all), the same on every rank.
+
+        Raises:
+            PartitaError: the model has nothing of one of these names; says the nearest.
         """
-        values = dict[str, Any]()
+        values, known = dict[str, Any](), list(state_dict_names(self._runtime.model))
         asked = None if names is None else frozenset(names)
+        for name in sorted((asked or frozenset()).difference(known)):
+            raise _unknown("parameter or buffer", name, known)
         only = None if asked is None else {id(h.param) for h in self.holdings if not asked.isdisjoint(h.fqns)}
         for holding, weight in self.weights(master=True, trainable=trainable, only=only):
             if self.is_first:
@@ -289,7 +292,13 @@ class Whole:
             values.update(others if self.is_first else {})
             values.update((name, values[first]) for name, first in further_names(model) if first in values)
         wanted = values.keys() if asked is None else asked & values.keys()
-        return {name: values[name] for name in state_dict_names(model) if name in wanted}
+        return {name: values[name] for name in known if name in wanted}
+
+
+def _unknown(what: str, name: str, known: Iterable[str]) -> PartitaError:
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"; did you mean '{near[0]}'?" if near else ""
+    return PartitaError(f"the model has no {what} '{name}'{hint}")
 
 
 def _spread_dtype(view: View | None, value: object) -> torch.dtype | None:

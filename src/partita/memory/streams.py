@@ -121,7 +121,7 @@ class Stream:
         return Event(wait, wait_for=task.wait_for, keeps=work)
 
     def finish(self) -> None:
-        """Hold the caller until no thread has any of it to do, however it ends."""
+        """Hold the caller until its thread has nothing left to do, however that ends."""
         self._thread.forget(None)
 
     def close(self) -> None:

@@ -69,9 +69,10 @@ class OnebitAdam(Optimizer):
             state["step"] += 1
             second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         num = max(float(state["step"]), 1.0)
-        change = average / ((second / (1 - beta2**num)).sqrt() + group["eps"])
+        change = second / (1 - beta2**num)
+        torch.div(average, change.sqrt_().add_(group["eps"]), out=change)
         if group["frozen"]:
-            change = torch.where(second > 0, change.clamp(-1, 1), 0)
+            change.clamp_(-1, 1).masked_fill_((second > 0).logical_not_(), 0)
         else:
             change /= 1 - beta1**num
         param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(change, alpha=group["lr"])

@@ -103,6 +103,11 @@ class StatePlan:
         return tuple(axis for axis in expand(self.summed_axes) if axis not in expand(self.part_axes))
 
     @property
+    def rest_alike_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks hold the same of the parameters at rest."""
+        return tuple(axis for axis in expand(self.summed_axes) if axis not in expand(self.param_rest.shard_axes))
+
+    @property
     def alike_axes(self) -> tuple[str, ...]:
         """The axes along which ranks have the same part where replicas do not train apart, or have just met: of these
         the first counts in looks and checkpoints.
@@ -124,7 +129,8 @@ class StatePlan:
         moved = [op.axes for op in moves if isinstance(op, AllGather | ReduceScatter | AllReduce)]
         if self.wires.gradients.is_coded or (self.wires.first is not None and self.wires.first.gradients.is_coded):
             moved += [axes for combined in tuple(moved) for axes in hops(combined, mesh)]
-        alike = (self.summed_axes, self.copies.axes, BATCH_AXES, MODULE_AXES, STATE_AXES, self.apart_axes)
+        held_alike = (self.rest_alike_axes, self.copies.axes, self.apart_axes)
+        alike = (self.summed_axes, *held_alike, BATCH_AXES, MODULE_AXES, STATE_AXES)
         found = dict.fromkeys((mesh.all_axes, *map(mesh.named, alike), *moved))
         return tuple(axes for axes in found if axes)
 

@@ -80,9 +80,10 @@ class GradientReducer:
         """Take up the bucket of a segment that begins to train; it is reduced last."""
         self.buckets.append(bucket)
         self._bucket_of.update((id(member), bucket) for member in bucket.members)
+        received = self._received_bytes[id(bucket)] = self._bytes_to_receive(bucket)
         if bucket.moves:
             self._order.append(bucket)
-            if received := self._received_bytes.setdefault(id(bucket), self._bytes_to_receive(bucket)):
+            if received:
                 self._receiving.provide(received, RECEIVING)
             if bucket.passes:
                 self._sending.provide(bucket.num_bytes, SENDING)

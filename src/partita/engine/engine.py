@@ -212,10 +212,7 @@ class Engine:
 
         Args:
             trainable: only the parameters that require gradients (adapters).
-            names: only these, the same on every rank.
-
-        Raises:
-            PartitaError: the model has nothing of one of these names.
+            names: only these, the same on every rank; one that stands for nothing is a PartitaError.
         """
         self.attend("engine.state_dict")
         return self._open().whole.state_dict(trainable=trainable, names=names)

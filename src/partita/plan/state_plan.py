@@ -129,9 +129,9 @@ class StatePlan:
         moved = [op.axes for op in moves if isinstance(op, AllGather | ReduceScatter | AllReduce)]
         if self.wires.gradients.is_coded or (self.wires.first is not None and self.wires.first.gradients.is_coded):
             moved += [axes for combined in tuple(moved) for axes in hops(combined, mesh)]
-        held_alike = (self.rest_alike_axes, self.copies.axes, self.apart_axes)
-        alike = (self.summed_axes, *held_alike, BATCH_AXES, MODULE_AXES, STATE_AXES)
-        found = dict.fromkeys((mesh.all_axes, *map(mesh.named, alike), *moved))
+        alike = (self.summed_axes, self.copies.axes, BATCH_AXES, MODULE_AXES, STATE_AXES, self.apart_axes)
+        compared = mesh.named(self.rest_alike_axes)
+        found = dict.fromkeys((mesh.all_axes, *map(mesh.named, alike), *moved, compared))
         return tuple(axes for axes in found if axes)
 
 

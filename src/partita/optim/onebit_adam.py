@@ -69,10 +69,21 @@ class OnebitAdam(Optimizer):
             state["step"] += 1
             second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         num = max(float(state["step"]), 1.0)
-        change = second / (1 - beta2**num)
-        torch.div(average, change.sqrt_().add_(group["eps"]), out=change)
+        change = over_deviation(average, second / (1 - beta2**num), group["eps"])
         if group["frozen"]:
-            change.clamp_(-1, 1).masked_fill_((second > 0).logical_not_(), 0)
+            cap(change, second)
         else:
             change /= 1 - beta1**num
         param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(change, alpha=group["lr"])
+
+
+def over_deviation(average: Tensor, variance: Tensor, eps: float) -> Tensor:
+    """How far elements move at a learning rate of 1, in the memory of ``variance``: temporaries of a whole parameter
+    take longer to get than to compute.
+    """
+    return torch.div(average, variance.sqrt_().add_(eps), out=variance)
+
+
+def cap(change: Tensor, second: Tensor) -> None:
+    """The guards on what a frozen ``second`` moment divides, in place: at most 1, and 0 where nothing was measured."""
+    change.clamp_(-1, 1).masked_fill_((second > 0).logical_not_(), 0)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partita.optim.onebit_adam import OnebitAdam
+from partita.optim.onebit_adam import OnebitAdam, cap, over_deviation
 from partita.optim.traits import elementwise
 
 
@@ -34,8 +34,11 @@ class RefreshedAdam(OnebitAdam):
         if not group["frozen"]:
             state["refreshes"] += 1
             second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        deviation = (second / (1 - beta2 ** max(state["refreshes"], 1))).sqrt()
-        change = average / (1 - beta1 ** float(state["step"])) / (deviation + group["eps"])
+        mean, variance = (
+            average / (1 - beta1 ** float(state["step"])),
+            second / (1 - beta2 ** max(state["refreshes"], 1)),
+        )
+        change = over_deviation(mean, variance, group["eps"])
         if group["frozen"]:
-            change = torch.where(second > 0, change.clamp(-1, 1), 0)
+            cap(change, second)
         param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(change, alpha=group["lr"])

@@ -4,14 +4,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 
 import partita
 from partita.sharding.resting import is_resting
 from partita.sharding.unit import UnitState
+from tests import seeds
 from tests.local import pool
+from tests.local.test_compile import HOW
 from tests.local.test_wires import on_nodes_of
-from tests.local.training import PLANS, Recipe, Stack, rank, same, square_loss, train
+from tests.local.training import PLANS, Recipe, Stack, rank, same, square_loss, train, whole_weights
 
 # Stage 3 of which every node has all: what rests is a part of a node's, and is gathered from the others'.
 REPLICATED: dict[str, Any] = {"stage": 3, "replicate": "nodes"}
@@ -95,6 +98,20 @@ def unfrozen() -> None:
     same(*results, "a unit that begins to train")
 
 
+def compiled(how: str) -> None:
+    """Compiled code finds whole parameters, and nothing is compiled again; the bits are those of eager code."""
+    weights = []
+    for prepare in (HOW[how], lambda model, backend: model):
+        torch._dynamo.reset()
+        seeds.start()
+        with on_nodes_of(1), partita.initialize(prepare(Stack(3), "aot_eager"), {"zero": {"stage": 1}}) as engine:
+            for number in range(5):
+                with torch._dynamo.config.patch(error_on_recompile=number >= 2):
+                    step(engine, number)
+            weights.append(whole_weights(engine))
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
 # -- tests -------------------------------------------------------------------------------------------------------------
 
 
@@ -120,3 +137,9 @@ def test_what_is_not_gathered_between_nodes_stays(per_node: int, stage: int) -> 
 
 def test_a_unit_that_begins_to_train() -> None:
     pool.run(2, unfrozen)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("how", ["block.compile()", "model.compile()"])
+def test_compiled_code_finds_whole_parameters(how: str) -> None:
+    pool.run(2, compiled, how)

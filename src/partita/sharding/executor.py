@@ -125,6 +125,8 @@ class Executor:
         Gathers wait for it, and so does the current stream, unless the caller goes ``ahead``: then whoever uses a
         unit's parameters waits for them, in the order of ``units``.
         """
+        if not units:
+            return
         updated, ends = record(self.device), list[list[Callable[[], None]]]()
 
         def begin() -> None:
@@ -136,8 +138,6 @@ class Executor:
                 end_of_segment()
             ends[number].clear()
 
-        if not units:
-            return
         self._stream.run(told(begin, "gather", "updated parameters"))
         for number, unit in enumerate(units):
             published = self._stream.run(told(partial(end, number), "gather", "updated parameters"))

@@ -163,6 +163,8 @@ def parse_yaml(text: str, name: str) -> Parsed:
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
+        if "nesting depth" in (error.problem or ""):  # libyaml's own bound, met as its scanner reads ahead of events
+            raise _too_deep(name) from None
         mark = error.problem_mark or error.context_mark
         place = f"{name}, line {mark.line + 1}" if mark and "\n" in text else name
         raise ConfigError(f"{place}: not valid YAML: {error.problem or error.context}; correct this line") from None

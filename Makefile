@@ -28,7 +28,7 @@ train: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal $(PYTEST_ARGS)
 
-test-all: PYTEST_ARGS += -m "thorough or not thorough"
+test-all: override PYTEST_ARGS += -m "thorough or not thorough"
 test-all: test
 
 lint: $(INSTALLED)

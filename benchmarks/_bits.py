@@ -58,6 +58,19 @@ PLANS: dict[str, dict[str, Any]] = {
         "optimizer": {"name": "lion", "lr": 1e-3},
         "communication": {"within_node": "network"},
     },
+    "1 int4": {"zero": {"stage": 1}, "communication": {"gradients": "int4", "parameters": "int4"}},
+    "2 carrier": {
+        "zero": {"stage": 2},
+        "optimizer": {"name": "onebit_adam", "lr": 2e-3},
+        "communication": {"gradients": "ternary", "parameters": "ternary", "carrier": 0.9, "warmup_steps": 1},
+    },
+    "0 1-bit Adam": {
+        "zero": {"stage": 0},
+        "optimizer": {"name": "onebit_adam", "lr": 2e-3},
+        "communication": {"warmup_steps": 1},
+    },
+    "0 0/1 Adam": {"zero": {"stage": 0}, "optimizer": {"name": "zeroone_adam", "lr": 2e-3}},
+    "0 low rank": {"zero": {"stage": 0}, "communication": {"gradients": "low_rank", "warmup_steps": 1}},
 }
 QUICK_PLANS = ("1", "2 bf16 lean", "3", "3 on disk", "3 in backward", "3 accumulate")
 NUM_NODES = 2  # that the ranks of the hierarchical plan pretend to be spread over

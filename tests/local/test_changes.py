@@ -1,6 +1,7 @@
 """Stage 3 with a copy of the parameters on each node, of which changes pass between the nodes as codes."""
 
 import contextlib
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -117,8 +118,10 @@ def telescopes(codec: str, compute: str, accumulate: int) -> None:
     with on_nodes_of(2), partita.initialize(Bag(), config | {"precision": precision}, optimizer=sgd) as engine:
         changes = dict[int, Tensor]()
 
-        def told(key: int, number: int, change: Tensor) -> None:
-            changes[key][number] += change.to(changes[key])
+        def told(key: int, number: int, write_change: Callable[[Tensor], None]) -> None:
+            change = torch.empty_like(changes[key][number])
+            write_change(change)
+            changes[key][number] += change
 
         segments = [segment for unit in engine._parts.runtime.units for segment in unit.trained]
         for segment in segments:

@@ -18,9 +18,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from partita.kernels.chunks import chunks
 from partita.kernels.quantize import LEAST_SCALE, nearest_bf16
-from partita.kernels.reference import CHUNK, CHUNK_ON_DEVICE
-from partita.memory.accelerator import is_host
 from partita.plan.residence import BLOCK
 from partita.plan.wire import STEP_BYTES, TOP, Codec
 
@@ -54,11 +53,9 @@ def decode(codec: Codec, codes: Tensor, out: Tensor, *, add: bool) -> None:
 
 
 def _chunks(codec: Codec, values: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Where values lie, and their codes: temporaries are as large as a chunk, not as the buffer."""
-    size = CHUNK if is_host(values.device) else CHUNK_ON_DEVICE
-    for start in range(0, values.numel(), size):
-        stop = min(start + size, values.numel())
-        yield slice(start, stop), slice(codec.num_bytes(start), codec.num_bytes(stop))
+    """Where values lie, and their codes."""
+    for chunk in chunks(values):
+        yield chunk, slice(codec.num_bytes(chunk.start), codec.num_bytes(chunk.stop))
 
 
 def _encode(codec: Codec, values: Tensor, codes: Tensor, held: Tensor | None, seed: int | None, first: int) -> None:

@@ -4,18 +4,17 @@ These are the bits that the C++ kernels give: float32, one rounding an operation
 large as a chunk, not as the buffer.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from partita.kernels.chunks import chunks
 from partita.kernels.quantize import decode_signed, decode_unsigned, encode, join, nearest_bf16, split
 from partita.kernels.state import AdamRule, LionRule, Moments, SgdRule, Weights
-from partita.memory.accelerator import is_host, read
+from partita.memory.accelerator import read
 from partita.plan.span import QUANTUM
 
-# Elements; a multiple of the quantum. Small enough for the caches of a processor, large enough to fill a GPU.
-CHUNK, CHUNK_ON_DEVICE = 1 << 16, 1 << 24
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -66,15 +65,10 @@ def lion_(weights: Weights, exp_avg: Tensor, grad: Tensor, rule: LionRule, facto
     return _step(weights, grad, factor, update)
 
 
-def _chunks(like: Tensor) -> Iterator[slice]:
-    size = CHUNK if is_host(like.device) else CHUNK_ON_DEVICE
-    yield from (slice(start, min(start + size, like.numel())) for start in range(0, like.numel(), size))
-
-
 def _step(weights: Weights, grad: Tensor, factor: float, update: Callable[[Tensor, Tensor, slice], Tensor]) -> bool:
     """Run an update over the weights in chunks; True if the gradient was finite."""
     finite = torch.ones((), dtype=torch.bool, device=grad.device)
-    for at in _chunks(weights.like):
+    for at in chunks(weights.like):
         g = grad[at].float() * factor
         finite &= g.isfinite().all()
         _put(weights, at, update(_master(weights, at), g, at))

@@ -6,13 +6,14 @@ algorithm 1. Two guards are not in it: after the warm-up an element whose second
 of signs cannot say zero), and no element moves by more than the learning rate. Weight decay is decoupled.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from partita.kernels.chunks import in_chunks
 from partita.optim.traits import elementwise
 
 
@@ -60,30 +61,34 @@ class OnebitAdam(Optimizer):
         if not state:
             averages = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
             state.update(step=torch.tensor(0.0, dtype=torch.float32, device="cpu"), **averages)
-        average, second = state["exp_avg"], state["exp_avg_sq"]
-        if group["averaged"]:
-            average.copy_(grad)
-        else:
-            average.lerp_(grad, 1 - beta1)
         if not group["frozen"]:
             state["step"] += 1
-            second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         num = max(float(state["step"]), 1.0)
-        change = over_deviation(average, second / (1 - beta2**num), group["eps"])
-        if group["frozen"]:
-            cap(change, second)
-        else:
-            change /= 1 - beta1**num
-        param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(change, alpha=group["lr"])
+        for weights, new, average, second in in_chunks(param, grad, state["exp_avg"], state["exp_avg_sq"]):
+            follow(average, second, new, group)
+            change = change_of(average, second, 1 - beta2**num, group)
+            if not group["frozen"]:
+                change /= 1 - beta1**num
+            weights.mul_(1 - group["lr"] * group["weight_decay"]).sub_(change, alpha=group["lr"])
 
 
-def over_deviation(average: Tensor, variance: Tensor, eps: float) -> Tensor:
-    """How far elements move at a learning rate of 1, in the memory of ``variance``: temporaries of a whole parameter
-    take longer to get than to compute.
+def follow(average: Tensor, second: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+    """Take a gradient (where a group is ``averaged``: the new average) into the averages that are not frozen."""
+    beta1, beta2 = group["betas"]
+    if group["averaged"]:
+        average.copy_(grad)
+    else:
+        average.lerp_(grad, 1 - beta1)
+    if not group["frozen"]:
+        second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+
+
+def change_of(average: Tensor, second: Tensor, mass: float, group: Mapping[str, Any]) -> Tensor:
+    """How far elements move at a learning rate of 1, the second moment being ``mass`` times the mean square.
+
+    Where the group is frozen, by at most 1, and by 0 where nothing was measured.
     """
-    return torch.div(average, variance.sqrt_().add_(eps), out=variance)
-
-
-def cap(change: Tensor, second: Tensor) -> None:
-    """The guards on what a frozen ``second`` moment divides, in place: at most 1, and 0 where nothing was measured."""
-    change.clamp_(-1, 1).masked_fill_((second > 0).logical_not_(), 0)
+    measured = torch.threshold(second, 0, torch.inf) if group["frozen"] else second
+    deviation = (measured / mass).sqrt_().add_(group["eps"])
+    change = torch.div(average, deviation, out=deviation)
+    return change.clamp_(-1, 1) if group["frozen"] else change

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partita.optim.onebit_adam import OnebitAdam, cap, over_deviation
+from partita.kernels.chunks import in_chunks
+from partita.optim.onebit_adam import OnebitAdam, change_of, follow
 from partita.optim.traits import elementwise
 
 
@@ -25,20 +26,11 @@ class RefreshedAdam(OnebitAdam):
         if not state:
             averages = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
             state.update(step=torch.tensor(0.0, dtype=torch.float32, device="cpu"), refreshes=0, **averages)
-        average, second = state["exp_avg"], state["exp_avg_sq"]
         state["step"] += 1
-        if group["averaged"]:
-            average.copy_(grad)
-        else:
-            average.lerp_(grad, 1 - beta1)
         if not group["frozen"]:
             state["refreshes"] += 1
-            second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        mean, variance = (
-            average / (1 - beta1 ** float(state["step"])),
-            second / (1 - beta2 ** max(state["refreshes"], 1)),
-        )
-        change = over_deviation(mean, variance, group["eps"])
-        if group["frozen"]:
-            cap(change, second)
-        param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(change, alpha=group["lr"])
+        mass1, mass2 = 1 - beta1 ** float(state["step"]), 1 - beta2 ** max(state["refreshes"], 1)
+        for weights, new, average, second in in_chunks(param, grad, state["exp_avg"], state["exp_avg_sq"]):
+            follow(average, second, new, group)
+            change = change_of(average / mass1, second, mass2, group)
+            weights.mul_(1 - group["lr"] * group["weight_decay"]).sub_(change, alpha=group["lr"])

@@ -11,6 +11,7 @@ from functools import partial
 
 from torch import Tensor
 
+from partita.kernels.chunks import in_chunks
 from partita.sharding.bucket_layout import BucketLayout
 from partita.sharding.unit import Member, Segment
 
@@ -37,35 +38,37 @@ class Carrier:
         """Of the update that comes: each parameter's learning rate."""
         self._rates = {id(member): rate_of(member) for member in self._layout.members}
 
-    def _follow(self, segment: Segment, first_column: int, row: int, change: Tensor) -> None:
-        """All ranks were told this ``change`` ``[part_elements]`` of a part of the segment. Steps that codes had held
-        back come at once: no step is larger than the learning rate, so no carrier is larger than its divisor.
+    def _follow(self, segment: Segment, first_column: int, row: int, write_change: Callable[[Tensor], None]) -> None:
+        """All ranks were told how a part of the segment changed. Steps that codes had held back come at once: no step
+        is larger than the learning rate, so no carrier is larger than its divisor.
         """
-        place = slice(first_column, first_column + change.numel())
-        values = self.values[row, place]
-        values.copy_(change)
+        values, divisors = self.values[row], self.divisors[row]
+        part = slice(first_column, first_column + segment.layout.part_elements)
+        write_change(values[part])
         members = [member for member in self._layout.members if member.segment is segment]
         rates = {self._rates.get(id(member), 0.0) for member in members}
         if len(rates) == 1:
-            _over_rate(values, rates.pop())
+            _to_average(values[part], divisors[part], rates.pop())
         else:
             for member in members:
                 for piece in self._layout.pieces[id(member)]:
                     if piece.row == row:
-                        _over_rate(piece.of(self.values[row]), self._rates.get(id(member), 0.0))
-        values.mul_(self.divisors[row, place])
+                        _to_average(piece.of(values), piece.of(divisors), self._rates.get(id(member), 0.0))
+            self._layout.clear_gaps(values, only=row)
 
     def take_out(self, summed: Tensor, row: int) -> None:
         """Make of a sum ``[num_columns]`` of what was sent, which this rank has made, the mean gradient."""
-        gradient = summed.float()
-        gradient.sub_(self.values[row].to(summed.device), alpha=self.share).mul_(1.0 / (1.0 - self.share))
-        if gradient is not summed:
-            summed.copy_(gradient)
+        for part, carried in in_chunks(summed, self.values[row].to(summed.device)):
+            gradient = part.float()
+            gradient.sub_(carried, alpha=self.share).mul_(1.0 / (1.0 - self.share))
+            if gradient is not part:
+                part.copy_(gradient)
 
 
-def _over_rate(change: Tensor, rate: float) -> None:
-    """From a change to the optimizer's step, of which ``rate`` is the largest that it takes."""
+def _to_average(change: Tensor, divisors: Tensor, rate: float) -> None:
+    """From a change to the optimizer's step, of which ``rate`` is the largest that it takes, and to the average."""
     if rate > 0:
-        change.mul_(-1.0 / rate).clamp_(-1.0, 1.0)
+        for part, divisor in in_chunks(change, divisors):
+            part.mul_(-1.0 / rate).clamp_(-1.0, 1.0).mul_(divisor)
     else:
         change.zero_()

@@ -18,6 +18,7 @@ from partita.comm.exchange import Work
 from partita.comm.group import Group
 from partita.comm.transport import write_out
 from partita.kernels import codec as kernels
+from partita.kernels.chunks import in_chunks
 from partita.plan.residence import BLOCK
 from partita.plan.wire import Codec, Wire, coded_sum_bytes
 
@@ -70,14 +71,15 @@ def gather_changes(
     whole: Tensor,
     scratch: Tensor,
     *,
-    told: Callable[[int, Tensor], None] | None = None,
+    told: Callable[[int, Callable[[Tensor], None]], None] | None = None,
 ) -> None:
     """Bring ``whole`` ``[size * n]``, which all ranks have alike, nearer to what each has ``updated`` ``[n]``. What is
     lost of the changes is in the next ones.
 
     Args:
         scratch: memory for the codes of ``whole``, and for ``n`` values in fp32.
-        told: is given each rank's number, and the change of its part as all ranks decode it.
+        told: is given each rank's number, and what writes the change of its part, as all ranks decode it, into a tensor
+            in fp32, on any device.
     """
     assert wire.codec is not None
     decode = partial(kernels.decode, wire.codec, threads=torch.get_num_threads())
@@ -88,11 +90,20 @@ def gather_changes(
     torch.sub(updated, parts[group.index], out=change)
     kernels.encode(wire.codec, change, codes[group.index], threads=torch.get_num_threads())
     group.all_gather(codes.view(-1), codes[group.index], "parameters").wait()
+
+    def write(rank: int, out: Tensor) -> None:
+        decode(codes[rank], out if out.device == change.device else change)
+        if out.device != change.device:
+            out.copy_(change)
+
     for rank, part in enumerate(parts):
-        decode(codes[rank], change)
-        part.add_(change)
+        if part.dtype == torch.float32:
+            decode(codes[rank], part, add=True)
+        else:
+            write(rank, change)
+            part.add_(change)
         if told is not None:
-            told(rank, change)
+            told(rank, partial(write, rank))
 
 
 def reduce_scatter(
@@ -162,10 +173,11 @@ def _add_up(group: Group, wire: Wire, own: Tensor, received: Tensor, total: Tens
                 wire.codec, received[rank].view(-1), total.view(-1), add=rank > 0, threads=torch.get_num_threads()
             )
         else:
-            write_out(own, total, accumulate=rank > 0)
-            if held is not None:
-                total.add_(held)
-                held.zero_()
+            for mine, summed, kept in in_chunks(own, total, total if held is None else held):
+                write_out(mine, summed, accumulate=rank > 0)
+                if held is not None:
+                    summed.add_(kept)
+                    kept.zero_()
 
 
 def seed_of(*numbers: int) -> int:

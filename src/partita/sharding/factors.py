@@ -23,7 +23,7 @@ class Factors:
     """Of one bucket. The last step's right factors, which start the next one, change when a step ends in an update.
 
     Args:
-        rank: columns of each factor.
+        rank: columns of left factors, rows of right ones.
     """
 
     def __init__(self, layout: BucketLayout, rank: int) -> None:
@@ -49,15 +49,17 @@ class Factors:
         self._num_sums += 1
         fed = held.add_(whole)
         starts = self._next or self._rights or [self._start(*of) for of in self._matrices]
-        matrices = [self._flat(member, fed).view(matrix.rows, -1) for member, matrix in self._matrices]
+        matrices = [self._of(member, fed).view(matrix.rows, -1) for member, matrix in self._matrices]
         lefts = [left_factor(*pair) for pair in zip(matrices, starts, strict=True)]
-        summed = self._sum([*lefts, *(self._flat(member, fed) for member in self._others)], group)
-        lefts = [orthogonal(left) for left in summed[: len(lefts)]]
+        summed = self._sum([*lefts, *(self._of(member, fed) for member in self._others)], group)
+        lefts = _orthogonal(summed[: len(lefts)])
         rights = self._sum([right_factor(*pair) for pair in zip(matrices, lefts, strict=True)], group)
         for (member, _), *factors in zip(self._matrices, lefts, rights, strict=True):
-            self._put(member, product(*factors).view(-1), whole, fed, share=1.0 / group.size)
+            self._decode(member, factors, whole, fed, share=1.0 / group.size)
         for member, values in zip(self._others, summed[len(lefts) :], strict=True):
-            self._put(member, values, whole, fed, share=None)
+            for piece in self._layout.pieces[id(member)]:
+                piece.of(whole[piece.row]).copy_(values[piece.start : piece.stop])
+                piece.of(fed[piece.row]).zero_()
         self._next = [self._alive(*of, right) for of, right in zip(self._matrices, rights, strict=True)]
 
     def commit(self) -> None:
@@ -79,25 +81,27 @@ class Factors:
         return self._starts[id(member)]
 
     def _alive(self, member: Member, matrix: Matrix, right: Tensor) -> Tensor:
-        """A column of zeros, as of a gradient that did not come, would be one for ever: it starts anew."""
-        return torch.where(right.any(0), right, self._start(member, matrix))
+        """A row of zeros, as of a gradient that did not come, would be one for ever: it starts anew."""
+        return torch.where(right.any(1, keepdim=True), right, self._start(member, matrix))
 
-    def _flat(self, member: Member, whole: Tensor) -> Tensor:
-        """A member's values in its stride order."""
+    def _of(self, member: Member, whole: Tensor) -> Tensor:
+        """A member's values in its stride order: a view, where they lie in one piece."""
         pieces = sorted(self._layout.pieces[id(member)], key=lambda piece: piece.start)
-        return torch.cat([piece.of(whole[piece.row]) for piece in pieces])
+        parts = [piece.of(whole[piece.row]) for piece in pieces]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _put(self, member: Member, values: Tensor, whole: Tensor, held: Tensor, *, share: float | None) -> None:
-        """Decoded ``values`` in their places; of what was sent, this rank holds back all but its ``share`` of them
-        (None: nothing).
-        """
-        for piece in self._layout.pieces[id(member)]:
-            part, kept = values[piece.start : piece.stop], piece.of(held[piece.row])
-            piece.of(whole[piece.row]).copy_(part)
-            if share is None:
-                kept.zero_()
-            else:
-                kept.sub_(part, alpha=share)
+    def _decode(self, member: Member, factors: Sequence[Tensor], whole: Tensor, held: Tensor, *, share: float) -> None:
+        """A matrix in its place; of what was sent, this rank holds back all but its ``share`` of that."""
+        left, right = factors
+        pieces = self._layout.pieces[id(member)]
+        is_written = len(pieces) == 1 and whole.dtype == left.dtype
+        out = self._of(member, whole).view(len(left), -1) if is_written else None
+        values = product(left, right, out).view(-1)
+        for piece in pieces:
+            part = values[piece.start : piece.stop]
+            if not is_written:
+                piece.of(whole[piece.row]).copy_(part)
+            piece.of(held[piece.row]).sub_(part, alpha=share)
 
     def _sum(self, tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
         """The sums over the group of several tensors, in one message."""
@@ -106,3 +110,14 @@ class Factors:
         total = group.sum(torch.cat([tensor.reshape(-1) for tensor in tensors]), "gradients", "gradients")
         parts = total.split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _orthogonal(lefts: Sequence[Tensor]) -> list[Tensor]:
+    """See :func:`~partita.kernels.low_rank.orthogonal`: those of the same shape at once."""
+    alike = dict[torch.Size, list[int]]()
+    for number, left in enumerate(lefts):
+        alike.setdefault(left.shape, []).append(number)
+    found = dict[int, Tensor]()
+    for numbers in alike.values():
+        found.update(zip(numbers, orthogonal(torch.stack([lefts[number] for number in numbers])), strict=True))
+    return [found[number] for number in range(len(lefts))]

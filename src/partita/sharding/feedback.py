@@ -85,10 +85,14 @@ class Feedback:
         """
         values = self._next
         if not self._is_open:
-            values.copy_(self._held)
+            (held, *further), (first, *others) = self._levels(self._held), self._levels(values)
             if (common := self._common) is not None:
                 average, share = common
-                self._levels(values)[0].add_(average, alpha=share / self._num_added)
+                torch.add(held, average, alpha=share / self._num_added, out=first)
+            else:
+                first.copy_(held)
+            for kept, level in zip(further, others, strict=True):
+                level.copy_(kept)
         values = values.to(device)
         self._is_open = True
         if scale != 1.0:

@@ -146,8 +146,9 @@ class Segment:
         self.rest: Kept
         self.master: MasterWeights | None = None
         self.second: Kept | None = None
-        # Is given the changes of each part that all ranks are told, ``[part_elements]``.
-        self.told: Callable[[int, Tensor], None] | None = None
+        # Is given the number of each part, and what writes its change, which all ranks are told, into a tensor
+        # ``[part_elements]`` in fp32.
+        self.told: Callable[[int, Callable[[Tensor], None]], None] | None = None
         self.trains = planned.trains
 
     @property

@@ -1,0 +1,33 @@
+"""A buffer cut into chunks, for work of several steps over each element: on a processor a chunk stays in the caches
+from one step to the next, where a whole buffer comes from main memory each time; temporaries are as large as a chunk.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from partita.memory.accelerator import is_host
+
+# Elements, on a host of each thread; a multiple of the quantum. Small enough for a core's cache, large enough to fill
+# a GPU.
+_ON_HOST, _ON_DEVICE = 1 << 17, 1 << 24
+
+
+def chunks(like: Tensor) -> Iterator[slice]:
+    """Which elements each chunk of a buffer of the size of ``like`` has."""
+    size = _ON_HOST * torch.get_num_threads() if is_host(like.device) else _ON_DEVICE
+    for start in range(0, like.numel(), size):
+        yield slice(start, min(start + size, like.numel()))
+
+
+def in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Chunk by chunk the same elements of all ``tensors``, which are of one shape: flat views. Where one does not lie
+    in order, all of them at once.
+    """
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        yield tensors
+        return
+    flat = [tensor.view(-1) for tensor in tensors]
+    for chunk in chunks(flat[0]):
+        yield tuple(tensor[chunk] for tensor in flat)

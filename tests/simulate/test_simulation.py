@@ -57,6 +57,7 @@ WIDE: dict[str, dict[str, Any]] = {
 SAMPLE = ("disk", "sequence", "three axes")
 OF_STATES = ("parameters", "gradients", "control")
 WORLD = 4
+LAYERS = 4  # a part each for two stages of two chunks
 
 Report = tuple[dict[tuple[str, str], int], dict[TrafficKey, TrafficCount]]
 
@@ -68,7 +69,7 @@ def train(configs: Mapping[str, dict[str, Any]]) -> dict[str, Report]:
     """What this rank holds, and sends in its second step."""
     found = {}
     for name, config in configs.items():
-        with partita.initialize(llama(), config) as engine:
+        with partita.initialize(llama(LAYERS), config) as engine:
             sizes = engine.blueprint.resolved.batch
             for _ in range(2):
                 before = engine.traffic_report()
@@ -85,7 +86,7 @@ def beside_staging(held: Mapping[tuple[str, str], int]) -> dict[tuple[str, str],
 def compare(rows: Mapping[str, dict[str, Any]]) -> None:
     measured = pool.run(WORLD, train, rows, timeout=120)
     for name, config in rows.items():
-        simulation = simulate(subject(), config, Cluster(WORLD, "cpu", WORLD), ranks=range(WORLD))
+        simulation = simulate(subject(LAYERS), config, Cluster(WORLD, "cpu", WORLD), ranks=range(WORLD))
         for rank, report in enumerate(simulation.ranks):
             held, sent = measured[rank][name]
             assert beside_staging(report.memory.held) == held, (name, rank)
@@ -127,7 +128,7 @@ def of_states(traffic: TrafficReport) -> dict[TrafficKey, TrafficCount]:
 
 def check_closed_forms(rows: Mapping[str, dict[str, Any]], num_ranks: int, ranks: Sequence[int] | None) -> None:
     for name, config in rows.items():
-        for report in simulate(subject(), config, Cluster(num_ranks), ranks).ranks:
+        for report in simulate(subject(LAYERS), config, Cluster(num_ranks), ranks).ranks:
             held = {key: num for key, num in report.memory.held.items() if key[0] in STATES}
             assert held == report.planned_bytes, (name, report.role)
             assert of_states(report.traffic) == report.planned_traffic.rows, (name, report.role)

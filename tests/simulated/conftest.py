@@ -23,6 +23,9 @@ def built() -> None:
 
 @pytest.fixture(autouse=True)
 def own_processes(built: None) -> Iterator[None]:
-    """What computes on the device has no other accelerator any more: no other test may have these processes."""
+    """What computes on the device has no other accelerator any more, and what has run a backward without it cannot on
+    it: no other test may have these processes.
+    """
+    pool.close()
     yield
     pool.close()

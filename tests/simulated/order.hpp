@@ -113,7 +113,8 @@ public:
         held_ += num_bytes;
         peak_ = std::max(peak_, held_);
         const Range range = range_of(at, num_bytes);
-        blocks_[range.begin] = Block{range, stream, {}, {}};
+        // It is what earlier operations of the stream let go of: they may still use it.
+        blocks_[range.begin] = Block{range, stream, {}, {Access{range, true, stream, clocks_[stream][stream], "its past"}}};
         return true;
     }
 

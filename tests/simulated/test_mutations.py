@@ -22,7 +22,8 @@ def test_a_snippet_that_is_gone_is_an_error() -> None:
 
 @pytest.mark.parametrize("mutation", SAMPLE, ids=lambda mutation: f"{mutation.file}: {' '.join(mutation.old.split())}")
 def test_a_sample_is_found(mutation: Mutation, tmp_path: Path) -> None:
-    assert found(mutation, tmp_path)
+    # Which thread comes first is another each time, and not in every order there is a race.
+    assert any(found(mutation, tmp_path / str(number)) for number in range(3))
 
 
 @pytest.mark.thorough
@@ -30,4 +31,5 @@ def test_a_sample_is_found(mutation: Mutation, tmp_path: Path) -> None:
     "mutation", MUTATIONS, ids=lambda mutation: f"{mutation.file}: {' '.join(mutation.old.split())}"
 )
 def test_each_is_found(mutation: Mutation, tmp_path: Path) -> None:
-    assert found(mutation, tmp_path)
+    # Which thread comes first is another each time, and not in every order there is a race.
+    assert any(found(mutation, tmp_path / str(number)) for number in range(3))

@@ -75,8 +75,11 @@ def documents_of(sizes: Sizes, documents: Tensor) -> Segments:
 def documents_by_position(positions: Tensor) -> Tensor | None:
     """Numbers of the documents [samples, positions] whose positions are these; None where there is one a sample.
 
-    A document ends where the next position is not one higher, as transformers has it for packed samples.
+    A document ends where the next position is not one higher, as transformers has it for packed samples. Positions
+    without values, as of a simulated rank, are of one a sample.
     """
+    if positions.is_meta:
+        return None
     jumps = torch.zeros_like(positions, dtype=torch.long)
     jumps[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
     return jumps.cumsum(1) if bool(jumps.any()) else None

@@ -100,7 +100,7 @@ def check(planned: GivenPlan, reports: Sequence[RankReport]) -> None:
         assert planned.sent(stage) == {axes: num for axes, num in sent.items() if num}
 
 
-# Where weights' gradients come apart, one of an embedding, which came before, is first: a copy of it waits for its bucket
+# Where weights' gradients come apart, one of an embedding, which came before, is first: a copy waits for its bucket
 # beside all others, which a plan does not count. Here it is a sixth of the activations.
 WAITS = "wide-4-2-zero_bubble-2-2-7-3-units"
 

@@ -54,7 +54,7 @@ WIDE: dict[str, dict[str, Any]] = {
     "changes": {"zero": {"stage": 3, "hierarchical": True}, "communication": {"parameters": "ternary"}},
     "replicated": {"zero": {"stage": 3, "replicate": "nodes"}},
 }
-SAMPLE = ("disk", "sequence", "three axes")
+SAMPLE = ("disk", "sequence", "sparse attention", "three axes")
 OF_STATES = ("parameters", "gradients", "control")
 WORLD = 4
 LAYERS = 4  # a part each for two stages of two chunks

@@ -114,7 +114,7 @@ public:
         peak_ = std::max(peak_, held_);
         const Range range = range_of(at, num_bytes);
         // It is what earlier operations of the stream let go of: they may still use it.
-        blocks_[range.begin] = Block{range, stream, {}, {Access{range, true, stream, clocks_[stream][stream], "its past"}}};
+        blocks_[range.begin] = Block{range, stream, {}, {Access{range, true, stream, clocks_[stream][stream], "an earlier operation"}}};
         return true;
     }
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from partita.memory.accelerator import is_host
 
-# Elements, on a host of each thread; a multiple of the quantum. Small enough for a core's cache, large enough to fill
-# a GPU.
+# Elements (on a host, per thread), a multiple of the quantum: small enough for a core's cache, large enough to fill a
+# GPU.
 _ON_HOST, _ON_DEVICE = 1 << 17, 1 << 24
 
 

@@ -65,15 +65,15 @@ class OnebitAdam(Optimizer):
             state["step"] += 1
         num = max(float(state["step"]), 1.0)
         for weights, new, average, second in in_chunks(param, grad, state["exp_avg"], state["exp_avg_sq"]):
-            follow(average, second, new, group)
+            update_moments(average, second, new, group)
             change = change_of(average, second, 1 - beta2**num, group)
             if not group["frozen"]:
                 change /= 1 - beta1**num
             weights.mul_(1 - group["lr"] * group["weight_decay"]).sub_(change, alpha=group["lr"])
 
 
-def follow(average: Tensor, second: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-    """Take a gradient (where a group is ``averaged``: the new average) into the averages that are not frozen."""
+def update_moments(average: Tensor, second: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+    """Take a gradient (where a group is ``averaged``: the new average) into the moments that are not frozen."""
     beta1, beta2 = group["betas"]
     if group["averaged"]:
         average.copy_(grad)
@@ -83,12 +83,14 @@ def follow(average: Tensor, second: Tensor, grad: Tensor, group: Mapping[str, An
         second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
 
 
-def change_of(average: Tensor, second: Tensor, mass: float, group: Mapping[str, Any]) -> Tensor:
-    """How far elements move at a learning rate of 1, the second moment being ``mass`` times the mean square.
+def change_of(average: Tensor, second: Tensor, correction: float, group: Mapping[str, Any]) -> Tensor:
+    """How far elements move at a learning rate of 1; where the group is frozen, by at most 1, and by 0 where the second
+    moment is.
 
-    Where the group is frozen, by at most 1, and by 0 where nothing was measured.
+    Args:
+        correction: of the second moment's bias, which is divided by it.
     """
     measured = torch.threshold(second, 0, torch.inf) if group["frozen"] else second
-    deviation = (measured / mass).sqrt_().add_(group["eps"])
+    deviation = (measured / correction).sqrt_().add_(group["eps"])
     change = torch.div(average, deviation, out=deviation)
     return change.clamp_(-1, 1) if group["frozen"] else change

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from partita.kernels.chunks import in_chunks
-from partita.optim.onebit_adam import OnebitAdam, change_of, follow
+from partita.optim.onebit_adam import OnebitAdam, change_of, update_moments
 from partita.optim.traits import elementwise
 
 
@@ -29,8 +29,8 @@ class RefreshedAdam(OnebitAdam):
         state["step"] += 1
         if not group["frozen"]:
             state["refreshes"] += 1
-        mass1, mass2 = 1 - beta1 ** float(state["step"]), 1 - beta2 ** max(state["refreshes"], 1)
+        correction1, correction2 = 1 - beta1 ** float(state["step"]), 1 - beta2 ** max(state["refreshes"], 1)
         for weights, new, average, second in in_chunks(param, grad, state["exp_avg"], state["exp_avg_sq"]):
-            follow(average, second, new, group)
-            change = change_of(average / mass1, second, mass2, group)
+            update_moments(average, second, new, group)
+            change = change_of(average / correction1, second, correction2, group)
             weights.mul_(1 - group["lr"] * group["weight_decay"]).sub_(change, alpha=group["lr"])

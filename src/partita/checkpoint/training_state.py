@@ -2,14 +2,11 @@
 scale, counters, random states, and whatever the caller adds.
 """
 
-import random
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy
-import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -20,7 +17,7 @@ from partita.checkpoint.settings import Change, Settings, apply, changes, config
 from partita.comm.mesh import Mesh
 from partita.errors import PartitaError
 from partita.inspection.modules import extra_states, persistent_buffers
-from partita.memory import accelerator
+from partita.memory.generators import random_states, set_random_states
 from partita.optim.updater import Updater
 from partita.plan.box import Box
 from partita.plan.flat_range import FlatRange
@@ -71,7 +68,7 @@ class TrainingState:
         Raises:
             PartitaError: there is something in it that could not be loaded again.
         """
-        values = [Value(f"{RANDOM}{self.mesh.rank}", value=random_state(self.mesh.device))]
+        values = [Value(f"{RANDOM}{self.mesh.rank}", value=random_states(self.mesh.device))]
 
         def add(key: str, value: Any, where: str) -> None:
             values.append(Value(key, value=plain(value, where)))
@@ -108,7 +105,7 @@ class TrainingState:
             missing.append(EXTRA)
         key = f"{RANDOM}{self.mesh.rank}"
         if key in stored.values:  # a rank that was not there has none
-            set_random_state(stored.value(key), self.mesh.device)
+            set_random_states(stored.value(key), self.mesh.device)
         return missing
 
     def _restore_groups(self, stored: Stored, *, strict: bool) -> list[str]:
@@ -144,25 +141,3 @@ class TrainingState:
                 stacklevel=2,
             )
         return missing
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """Of every generator that a training loop may draw from."""
-    name, keys, place, has_gauss, gauss = numpy.random.get_state()
-    state = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(numpy.asarray(keys).astype(numpy.int64)), place, has_gauss, gauss),
-    }
-    if not accelerator.is_host(device):
-        state[device.type] = accelerator.random_state(device)
-    return state
-
-
-def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    name, keys, *rest = state["numpy"]
-    numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), *rest))
-    if device.type in state:
-        accelerator.set_random_state(state[device.type], device)

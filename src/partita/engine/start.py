@@ -23,6 +23,7 @@ from partita.engine.engine import Engine
 from partita.errors import ConfigError
 from partita.memory import accelerator
 from partita.memory.capacity import usable_cores
+from partita.memory.generators import generators_kept
 from partita.optim.build import Factory
 from partita.planner.placement import describe_placement, leaves_a_choice
 
@@ -43,7 +44,9 @@ def initialize(
     """Put a model under a plan.
 
     The model's parameters are taken out of it and stay the same objects; it is trained through the returned engine.
-    Every rank calls this with the same model; all start from rank 0's values (or from those of ``weights``).
+    Every rank calls this with the same model; all start from rank 0's values (or from those of ``weights``). Random
+    generators (torch's, numpy's, Python's) are left as they are. First values of a model on ``meta`` are drawn from the
+    state of torch's: between two models that are to start differently, seed or draw.
 
     Args:
         model: any module; on the ``meta`` device it is initialized (or loaded) unit by unit.
@@ -91,7 +94,8 @@ def initialize(
     else:
         mesh.check_open()
     try:
-        engine = Engine(model, resolved, mesh, Given(optimizer, scheduler, loss_fn, weights), owned)
+        with generators_kept(device):  # first values and checks draw, on some ranks more than on others
+            engine = Engine(model, resolved, mesh, Given(optimizer, scheduler, loss_fn, weights), owned)
     except BaseException:
         if owned:
             mesh.close()

@@ -1,5 +1,6 @@
 """``from_pretrained`` under several ranks: rank 0 reads, and the values reach the others with the engine."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from transformers import LlamaForCausalLM, modeling_utils
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, modeling_utils
 
 from partita.integrations.huggingface import rank_0_reads
 from tests.integrations.huggingface.runs import Run, alone, end, llama, losses_of, scratch, trainer_of
@@ -51,20 +52,77 @@ def test_rank_0_reads(stage: int, tied: bool, tmp_path: Path) -> None:
 
 
 def opened(folder: Path) -> list[str]:
-    """Files of weights that this rank opens."""
+    """Files of which this rank reads a value."""
     seen: list[str] = []
 
-    def counted(file: str, **kwargs: Any) -> Any:
-        seen.append(Path(file).name)
-        return safe_open(file, **kwargs)
+    class Counted:
+        def __init__(self, piece: Any, name: str) -> None:
+            self._piece, self._name = piece, name
+
+        def __getitem__(self, index: Any) -> Any:
+            seen.append(self._name)
+            return self._piece[index]
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._piece, name)
+
+    class CountedFile:
+        def __init__(self, file: str, **kwargs: Any) -> None:
+            self._opened, self._name = safe_open(file, **kwargs), Path(file).name
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self._opened.__exit__(*error)
+
+        def keys(self) -> Any:
+            return self._opened.keys()
+
+        def get_slice(self, key: str) -> Counted:
+            return Counted(self._opened.get_slice(key), self._name)
 
     with pytest.MonkeyPatch.context() as patch, rank_0_reads():
-        patch.setattr(modeling_utils, "safe_open", counted)
+        patch.setattr(modeling_utils, "safe_open", CountedFile)
         LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert dist.is_initialized()
-    return seen
+    return sorted(set(seen))
 
 
-def test_no_other_rank_opens_a_file(tmp_path: Path) -> None:
+def test_no_other_rank_reads_a_value(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
     assert pool.run(2, opened, tmp_path) == [["model.safetensors"], []]
+
+
+def drawn_while_loading(folder: Path, from_state_dict: bool) -> tuple[Any, ...]:
+    """What a classifier without weights for its head draws, and the state of torch's generator afterwards, plain and
+    where rank 0 reads; and which parameters are on meta then.
+    """
+    if from_state_dict:
+        state = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    kind, found = LlamaForSequenceClassification, []
+    for manager in (nullcontext(), rank_0_reads()):
+        torch.manual_seed(5)
+        with manager:
+            if from_state_dict:
+                model = kind.from_pretrained(None, config=LlamaConfig.from_pretrained(folder), state_dict=state)
+            else:
+                model = kind.from_pretrained(folder)
+        found += [model.score.weight.detach().clone(), torch.get_rng_state()]
+    on_meta = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+    return (*found, on_meta == {name for name, _ in model.named_parameters()} - {"score.weight"})
+
+
+@pytest.mark.parametrize("from_state_dict", [False, True])
+def test_other_ranks_draw_as_rank_0_does(from_state_dict: bool, tmp_path: Path) -> None:
+    """The weights that are missing in the files are drawn on every rank, so generators stay alike."""
+    model = llama()
+    model.save_pretrained(tmp_path)
+    if from_state_dict:
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    for rank, (head, after, other, after_other, apart) in enumerate(
+        pool.run(2, drawn_while_loading, tmp_path, from_state_dict)
+    ):
+        assert torch.equal(head, other)
+        assert torch.equal(after, after_other)
+        assert apart == (rank == 1)

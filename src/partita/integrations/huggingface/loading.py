@@ -1,21 +1,24 @@
 """Models that one rank reads: elsewhere their parameters stay on ``meta`` until an engine takes rank 0's values."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils.loading_report import LoadStateDictInfo
+from transformers.modeling_utils import load_state_dict
 
 from partita.comm import world
 from partita.config.launchers import launch_environment
-from partita.inspection.modules import persistent_buffers
 
 
 @contextmanager
 def rank_0_reads() -> Iterator[None]:
-    """Inside, ``from_pretrained`` reads weights on rank 0 of the job alone; on the other ranks parameters and saved
-    buffers stay on ``meta``. Quantized models are read on every rank.
+    """Inside, ``from_pretrained`` reads weights on rank 0 of the job alone. The other ranks read names and shapes:
+    parameters and buffers that are in the files stay on ``meta``, and those that are not are initialized as on rank 0,
+    so that all ranks draw the same random numbers. Quantized models are read on every rank.
     """
     reads = PreTrainedModel._load_pretrained_model
     PreTrainedModel._load_pretrained_model = staticmethod(_reading_on_rank_0(reads))
@@ -33,14 +36,34 @@ def read_on_rank_0() -> None:
 def _reading_on_rank_0(reads: Any) -> Any:
     def load(model: PreTrainedModel, state_dict: Any, files: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
         rank = launch_environment(running=world.running()).rank
-        if rank == 0 or load_config.is_quantized or load_config.device_map is not None:
+        nothing = state_dict is None and files is None  # an error of transformers'
+        if rank == 0 or nothing or load_config.is_quantized or load_config.device_map is not None:
             return reads(model, state_dict, files, load_config, *args, **kwargs)
-        for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
-            for module, dtype in load_config.dtype_plan.items():  # what rank 0 keeps in fp32
-                if module in name:
-                    tensor.data = tensor.data.to(dtype)
-            tensor._is_hf_initialized = True  # transformers would make values otherwise
-        tied = set(model.all_tied_weights_keys)  # what is said to be missing is tied again
-        return LoadStateDictInfo(tied, set(), set(), [], {}, set()), None
+        shapes = {name: _WithoutValues(tensor) for name, tensor in _on_meta(state_dict, files, load_config).items()}
+        on_meta = replace(load_config, device_map={"": "meta"})
+        return reads(model, shapes, files, on_meta, *args, **kwargs)
 
     return load
+
+
+def _on_meta(state_dict: Mapping[str, Tensor] | None, files: Any, load_config: Any) -> dict[str, Tensor]:
+    """The tensors that are to be loaded, without their values, which are not read."""
+    if state_dict is not None:
+        return {name: tensor.to("meta") for name, tensor in state_dict.items()}
+    read: dict[str, Tensor] = {}
+    for file in files:
+        read |= load_state_dict(file, map_location="meta", weights_only=load_config.weights_only)
+    return read
+
+
+class _WithoutValues:
+    """A tensor on ``meta`` in place of a slice of a file, which transformers reads and then moves to a device."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, index: Any) -> "_WithoutValues":
+        return self
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+        return self._tensor.to(dtype=dtype)

@@ -16,9 +16,8 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from benchmarks._common import RESULTS, Report, parser
+from benchmarks._common import Report, parser
 from benchmarks._finished import Finished, add_parts, in_parts
 from benchmarks._learning import Run, learn
 from benchmarks._schemes import FULL, schemes
@@ -115,8 +114,6 @@ def main() -> int:
         for fewer, above in TARGETS:
             holds = any(one.fewer >= fewer and one.above <= above for one in found[title])
             report.expect(holds, f"{title}: {fewer:g} times fewer bytes within {above - 1:.0%} of the full wire's loss")
-    if options.save:
-        plot(RESULTS / "wires.png", found)
     return report.end(options.save)
 
 
@@ -195,25 +192,6 @@ def _row(one: Learned) -> list[str]:
         *(one.scheme, f"{statistics.mean(losses):.4f}", f"{one.above:.3f}"),
         *(" ".join(f"{loss:.4f}" for loss in losses), f"{one.megabytes:.1f}", f"{one.fewer:.1f}"),
     ]
-
-
-def plot(path: Path, found: dict[str, list[Learned]]) -> None:
-    """Held-out loss over bytes, a point for each seed."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5 * len(found)), dpi=120, layout="constrained")
-    for axes, (task, learned) in zip(figure.subplots(len(found)), found.items(), strict=True):
-        for number, one in enumerate(learned):
-            marker = "os^Dv"[number % 5]
-            losses = list(one.losses.values())
-            axes.plot([one.megabytes] * len(losses), losses, marker, label=one.scheme)
-        axes.set_xscale("log")
-        axes.set_title(_TITLES[task])
-        axes.set_xlabel("MB that a rank sends in the whole run")
-        axes.set_ylabel("held-out loss (nats)")
-        axes.grid(alpha=0.25)
-        axes.legend(fontsize=6)
-    figure.savefig(path)
 
 
 if __name__ == "__main__":

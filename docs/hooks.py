@@ -1,6 +1,4 @@
-"""What the site has beside the pages of this folder (a hook of mkdocs): the repository's documents, as they stand, and
-the references of configurations, from what checks and converts them.
-"""
+"""Hooks of mkdocs: add the repository's documents as pages, and generate the references of configurations."""
 
 import os
 import re
@@ -18,9 +16,8 @@ from partita.config.messages import expectation, section_of, shown
 from partita.config.schema import Config
 
 ROOT = Path(__file__).parents[1]
-# The repository's documents, and the pages that they are.
+# Documents of the repository, and the pages that show them.
 DOCUMENTS = {
-    "README.md": "index.md",
     "ARCHITECTURE.md": "architecture.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
@@ -46,12 +43,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The roles of docstrings, such as :func:, are for other tools."""
+    """Remove roles of docstrings, such as :func:, which other tools use."""
     return _ROLE.sub("", html)
 
 
 def linked(text: str, document: str) -> str:
-    """The text with links to documents made links to their pages. Of a link to what is no page the words are left."""
+    """Return the text with links to documents turned into links to their pages.
+
+    A link to a file that is no page keeps only its words.
+    """
     own = PurePosixPath(DOCUMENTS.get(document, document.removeprefix("docs/"))).parent
 
     def link(match: re.Match[str]) -> str:

@@ -44,7 +44,7 @@ def text_of(page: Path) -> str:
 def test_every_page_is_there_and_fetches_nothing(site: Path) -> None:
     pages = {path.parent.relative_to(site).as_posix() for path in site.rglob("index.html")}
     written = {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    assert pages == written | {".", "architecture", "contributing", "security", "changelog", "benchmarks"}
+    assert pages == written - {"index"} | {".", "architecture", "contributing", "security", "changelog", "benchmarks"}
     for path in site.rglob("*.html"):
         fetched = re.findall(
             r'<(?:script|img|link rel="(?:stylesheet|preconnect|preload|icon)")[^>]*', path.read_text()
@@ -53,10 +53,27 @@ def test_every_page_is_there_and_fetches_nothing(site: Path) -> None:
         assert [tag for tag in fetched if "://" in tag] == [], path
 
 
-def test_home_is_the_readme(site: Path) -> None:
-    home = text_of(site / "index.html")
-    for line in re.findall(r"^#+ (.+)$", (ROOT / "README.md").read_text(), re.MULTILINE):
-        assert line.replace("`", "") in home
+def test_the_index_by_task_is_the_home_and_leads_to_every_page(site: Path) -> None:
+    home = (site / "index.html").read_text()
+    article = home[home.index("<article") : home.index("</article>")]
+    linked = {href.split("#")[0].strip("/") for href in re.findall(r'href="([^"]+)"', article)}
+    pages = {path.parent.relative_to(site).as_posix() for path in site.rglob("index.html")} - {"."}
+    assert pages - linked == {
+        "benchmarks",
+        "changelog",
+        "deepspeed",
+    }  # reached from results, contributing and DeepSpeed
+
+
+def test_every_picture_is_on_a_page(site: Path) -> None:
+    shown = {
+        Path(src).name
+        for page in site.rglob("index.html")
+        for src in re.findall(r'<img[^>]* src="([^"]+)"', page.read_text())
+    }
+    drawn = {path.name for path in (ROOT / "docs" / "images").iterdir()}
+    assert drawn - shown == {"memory.svg"}  # the README's
+    assert shown <= drawn
 
 
 def test_every_key_is_in_the_reference(site: Path) -> None:
@@ -100,7 +117,7 @@ def hooks() -> ModuleType:
         ("[how](ARCHITECTURE.md)", "README.md", "[how](architecture.md)"),
         ("[X](CONTRIBUTING.md#to-add-x)", "README.md", "[X](contributing.md#to-add-x)"),
         ("[figures](benchmarks/README.md)", "README.md", "[figures](benchmarks.md)"),
-        ("[home](../README.md)", "benchmarks/README.md", "[home](index.md)"),
+        ("[start](../docs/start.md)", "benchmarks/README.md", "[start](start.md)"),
         ("[source](src/partita/errors.py)", "README.md", "source"),
         ("[there](https://example.org/a.md)", "README.md", "[there](https://example.org/a.md)"),
         ("[above](#measured)", "README.md", "[above](#measured)"),

@@ -150,3 +150,50 @@ def test_visits_under_way_at_a_time() -> None:
     assert visits == [first]
     losses[0].backward()
     assert visits == []
+
+
+def test_a_view_that_is_changed_in_place_opens_and_closes_its_units() -> None:
+    """The output of a linear layer with a bias is a view; autograd computes one anew that is changed in place."""
+    model, units = model_and_units(2)
+    events, seen = UnitEvents(), Seen()
+    events.subscribe(units, seen.subscriber())
+    inner = model[0](torch.ones(2, 3, WIDTH))
+    assert inner._base is not None
+    inner.mul_(2)
+    output = model[1](inner)
+    output += inner
+    seen.events.clear()
+    output.sum().backward()
+    assert seen.events[0] == "back 1"
+    assert seen.events.index("done 1") <= 2
+    assert sorted(seen.events) == sorted(["back 1", "done 1", "back 0", "done 0", "end"])
+
+
+class WritesItsInput(nn.Linear):
+    """Changes what it is given, of which nothing else remains in the graph than its base."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(self.weight.sum())
+        return x
+
+
+def test_an_input_that_is_changed_in_place_is_an_output() -> None:
+    model, units = model_and_units(2)
+    model[1].forward = WritesItsInput.forward.__get__(model[1])
+    events, seen = UnitEvents(), Seen()
+    events.subscribe(units, seen.subscriber())
+    for shape in ((2, WIDTH), (2, 3, WIDTH)):
+        output = model(torch.ones(shape))
+        seen.events.clear()
+        output.sum().backward()
+        assert seen.events[0] == "back 1", shape
+        assert sorted(seen.events) == sorted(["back 1", "done 1", "back 0", "done 0", "end"]), shape
+
+
+def test_an_input_that_is_given_back_is_no_output() -> None:
+    model, units = model_and_units(2)
+    model[1].forward = lambda x: x
+    events, seen = UnitEvents(), Seen()
+    events.subscribe(units, seen.subscriber())
+    loss_of(model).backward()
+    assert seen.events == ["open 0", "close 0 graph", "open 1", "close 1", "back 0", "done 0", "end"]

@@ -18,6 +18,7 @@ from partita.memory import accelerator
 from partita.memory.capacity import spare_bytes
 from partita.memory.ledger import Ledger
 from partita.sharding.nested import tensors_in
+from partita.sharding.places import Inputs, on_gradient
 
 KEY = "activations.keep_bytes"
 STATE = "kept_whole"
@@ -87,11 +88,10 @@ class KeptWhole:
         """See when the backward of this forward comes, by what a call gave."""
         if self._inside or self._is_followed:
             return
-        reached = next((tensor for tensor in tensors_in(output) if tensor.requires_grad), None)
-        if reached is not None:
+        come = partial(self._come, self._forward)
+        if any(on_gradient(tensor, come, Inputs()) for tensor in tensors_in(output)):
             self._is_followed = True
             self._awaited.add(self._forward)
-            reached.register_hook(partial(self._come, self._forward))
 
     def _come(self, forward: int, gradient: Tensor) -> None:
         self._awaited.discard(forward)

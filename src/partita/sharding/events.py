@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from partita.sharding.places import Inputs
 from partita.sharding.unit import Unit
 
 
@@ -54,7 +55,7 @@ class Visit:
 
     def __init__(self, followed: FollowedUnit) -> None:
         self._followed = weakref.ref(followed)
-        self.inputs = list[Tensor]()
+        self.inputs = Inputs()
         self.version = 0
         self.in_backward = False
 

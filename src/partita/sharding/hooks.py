@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from partita.sharding.compiler import eager
 from partita.sharding.events import Backwards, FollowedUnit, Subscriber, Visit
 from partita.sharding.nested import map_tensors, tensors_in
+from partita.sharding.places import Inputs, on_gradient
 from partita.sharding.unit import Unit
 
 
@@ -87,11 +88,7 @@ class UnitHooks:
         for subscriber in visit.subscribers:
             subscriber.opened(visit)
         if self._follows and torch.is_grad_enabled():
-            for tensor in tensors_in((args, kwargs)):
-                visit.inputs.append(tensor)
-                # A leaf's gradient is accumulated as soon as it is ready, before the rest of the unit's backward.
-                if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(visit.close_backward)
+            visit.inputs.note(tensors_in((args, kwargs)))
 
     @eager
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -101,25 +98,20 @@ class UnitHooks:
         if not self._unit.rests_whole:
             output = _without_views_of(self._unit.storage._cdata, output)
         if torch.is_grad_enabled():
-            passed = {id(tensor) for tensor in visit.inputs}
             for tensor in tensors_in(output):
-                if id(tensor) not in passed:
-                    has_graph |= self._mark(tensor, visit)
+                has_graph |= on_gradient(tensor, visit.open_backward, visit.inputs)
+        visit.inputs.on_gradients(visit.close_backward)
         visit.inputs.clear()
         for subscriber in reversed(visit.subscribers):
             subscriber.closed(visit, has_graph)
         return output
 
-    def _mark(self, tensor: Tensor, visit: Visit) -> bool:
-        if tensor.requires_grad:
-            tensor.register_hook(visit.open_backward)
-        return tensor.requires_grad
-
     def _mark_inner(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling() or not self._stack or not torch.is_grad_enabled():
             return
+        visit = self._stack[-1]
         for tensor in tensors_in(output):
-            self._mark(tensor, self._stack[-1])
+            on_gradient(tensor, visit.open_backward, visit.inputs)
 
 
 class UnitEvents:
@@ -192,5 +184,4 @@ class ForwardHooks:
         if torch.is_grad_enabled() and self._depth == 0:
             began = self._graph_ended()
             for tensor in tensors_in(_ended_with(output)):
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _: began())
+                on_gradient(tensor, lambda _: began(), Inputs())

@@ -13,8 +13,19 @@ SOURCE = Path(__file__).parents[1] / "src" / "partita"
 
 # A file imports only from its own layer and from those before it. "" is the package root, which re-exports.
 LAYERS = (
-    *("errors", "plan", "config", "planner", "memory", "comm", "kernels", "sharding", "parallel", "activation"),
-    *("attention", "optim", "inspection", "checkpoint", "huggingface", "engine", "observe", "train", "forecast"),
+    *("errors", "plan", "config", "planner", "memory", "comm", "kernels", "transforms", "sharding", "parallel"),
+    *(
+        "activation",
+        "attention",
+        "optim",
+        "inspection",
+        "checkpoint",
+        "huggingface",
+        "engine",
+        "observe",
+        "train",
+        "forecast",
+    ),
     *("simulate", "tune", "integrations", "", "cli"),
 )
 MAX_PARAMETERS = 8

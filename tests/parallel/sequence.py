@@ -30,7 +30,6 @@ from partita.comm.group import Group
 from partita.comm.mesh import Mesh
 from partita.comm.world import Rendezvous
 from partita.memory.accelerator import HOST
-from partita.parallel.applied import Changes
 from partita.parallel.sequence import attention, ring
 from partita.parallel.sequence.apply import SequenceParallel
 from partita.parallel.sequence.choose import HEADS, KEYS, RING, Sizes
@@ -38,6 +37,7 @@ from partita.parallel.sequence.slices import Slices
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.place import even
 from partita.train.decoder import Block, Decoder, DecoderShape
+from partita.transforms.modules import ModuleTransforms
 from tests import seeds
 from tests.local.training import rank, world
 from tests.parallel import zoo
@@ -118,7 +118,7 @@ def connected() -> Iterator[Collectives]:
 
 @contextmanager
 def on_slices(model: nn.Module, collectives: Collectives) -> Iterator[SequenceParallel]:
-    changes = Changes()
+    changes = ModuleTransforms()
     try:
         yield SequenceParallel(model, collectives.mesh, collectives.group(("sequence",)), changes)
     finally:

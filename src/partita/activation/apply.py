@@ -25,6 +25,7 @@ from partita.parallel.sequence.apply import SEQUENCE
 from partita.parallel.tensor.splitter import TENSOR
 from partita.plan.residence import Tier
 from partita.sharding.hooks import Hook
+from partita.transforms.modules import ModuleTransforms
 
 
 @dataclass(frozen=True)
@@ -77,16 +78,24 @@ class Activations:
             limit = None if isinstance(settings.keep_bytes, str) else settings.keep_bytes
             alike = collectives.group((SEQUENCE,)), collectives.group((TENSOR,))
             self._kept = KeptWhole(limit, under_way, alike, memory.ledger)
-        followers = [each for each in (self._inputs, self._kept) if each is not None]
-        self._begun = [model.register_forward_pre_hook(Hook(partial(_begin, each))) for each in followers]
-        again = bool(chosen.recomputed) or bool(chosen.tiled)
-        apart = any(collectives.mesh.shape.size(axis) > 1 for axis in (SEQUENCE, "pipeline"))
-        self._no_caches = NoCaches(model) if again or apart else None
-        selective = settings.checkpoint == "selective"
-        self._recomputation = Recomputation(
-            chosen.recomputed, selective=selective, tiled=chosen.tiled, inputs=self._inputs, kept=self._kept
-        )
-        self._heads = TiledHeads(chosen.heads, config.loss)
+        self._changes = ModuleTransforms()
+        with self._changes.building():
+            if self._inputs is not None:
+                self._changes.on_undo(self._inputs.close)
+            for each in (self._inputs, self._kept):
+                if each is not None:
+                    hook = Hook(partial(_begin, each))
+                    self._changes.on_undo(model.register_forward_pre_hook(hook).remove)
+            again = bool(chosen.recomputed) or bool(chosen.tiled)
+            apart = any(collectives.mesh.shape.size(axis) > 1 for axis in (SEQUENCE, "pipeline"))
+            if again or apart:
+                self._changes.on_undo(NoCaches(model).remove)
+            selective = settings.checkpoint == "selective"
+            self._recomputation = Recomputation(
+                chosen.recomputed, selective=selective, tiled=chosen.tiled, inputs=self._inputs, kept=self._kept
+            )
+            self._changes.on_undo(self._recomputation.remove)
+            self._changes.on_undo(TiledHeads(chosen.heads, config.loss).remove)
 
     def explained(self) -> AbstractContextManager[None]:
         """See :meth:`Recomputation.explained`."""
@@ -109,14 +118,7 @@ class Activations:
 
     def remove(self) -> None:
         """Give the modules back what they had."""
-        self._heads.remove()
-        self._recomputation.remove()
-        if self._no_caches is not None:
-            self._no_caches.remove()
-        for handle in self._begun:
-            handle.remove()
-        if self._inputs is not None:
-            self._inputs.close()
+        self._changes.undo()
 
 
 def _begin(follower: RestingInputs | KeptWhole, module: nn.Module, args: object) -> None:

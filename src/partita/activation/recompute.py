@@ -22,13 +22,13 @@ from torch.utils.checkpoint import (
 
 from partita.activation.inputs import Call, RestingInputs
 from partita.activation.kept_whole import KeptWhole
-from partita.activation.replaced import ReplacedForward
 from partita.activation.tiles import InTiles
 from partita.errors import ConfigError, PartitaError
 from partita.planner.group_units import modules_like
 from partita.sharding.buffers import buffers_kept
 from partita.sharding.compiler import constant
 from partita.sharding.nested import tensors_in
+from partita.transforms.modules import ModuleTransforms
 
 KEY = "activations.checkpoint"
 _DIFFERS = re.compile(r"tensor at position (\d+):\nsaved metadata: (.*)\nrecomputed metadata: (.*)")
@@ -93,14 +93,11 @@ class Recomputation:
         kept: KeptWhole | None = None,
     ) -> None:
         self._repeated = ""
-        self._forwards = [
-            ReplacedForward(module, InTiles(name, Recomputed(name, module, self._note)))
-            for name, module in tiled.items()
-        ]
-        self._forwards += [
-            ReplacedForward(module, Recomputed(name, module, self._note, selective, inputs, kept))
-            for name, module in modules.items()
-        ]
+        self._forwards = ModuleTransforms()
+        for name, module in tiled.items():
+            self._forwards.wrap_forward(module, InTiles(name, Recomputed(name, module, self._note)))
+        for name, module in modules.items():
+            self._forwards.wrap_forward(module, Recomputed(name, module, self._note, selective, inputs, kept))
 
     def _note(self, name: str) -> None:
         self._repeated = name
@@ -123,9 +120,7 @@ class Recomputation:
 
     def remove(self) -> None:
         """Give every module its own forward back."""
-        for forward in reversed(self._forwards):
-            forward.remove()
-        self._forwards.clear()
+        self._forwards.undo()
 
 
 def _difference(said: str) -> str:

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from partita.activation.logits import Logits, Origin
-from partita.activation.replaced import ReplacedForward
 from partita.config.schema import Loss
 from partita.errors import ConfigError, PartitaError
 from partita.memory import accelerator
-from partita.parallel.applied import OwnForward
 from partita.parallel.logits import Split, Vocabulary, split_logits
 from partita.parallel.sequence.apply import HeadOfSlices
 from partita.parallel.sequence.blocks import Blocks
@@ -33,6 +31,7 @@ from partita.plan.place import even
 from partita.planner.group_units import modules_like
 from partita.sharding.compiler import constant
 from partita.sharding.hooks import Hook
+from partita.transforms.modules import ModuleTransforms, forward_wrappers
 
 KEY = "loss.head"
 # Rows of a tile, at most: of more, matrix products are not faster.
@@ -44,13 +43,15 @@ class TiledHeads:
 
     def __init__(self, heads: Mapping[str, nn.Linear], settings: Loss) -> None:
         tile_bytes = None if isinstance(settings.tiled, str) else settings.tiled
-        self._heads = [TiledHead(name, head, tile_bytes) for name, head in heads.items()]
+        self._changes = ModuleTransforms()
+        for name, module in heads.items():
+            head = TiledHead(name, module, tile_bytes)
+            self._changes.wrap_forward(module, head.forward)
+            self._changes.wrap_call(module, head.call)
 
     def remove(self) -> None:
         """Let the heads compute their output again."""
-        for head in self._heads:
-            head.remove()
-        self._heads.clear()
+        self._changes.undo()
 
 
 def find_heads(model: nn.Module, settings: Loss, units: Iterable[str]) -> dict[str, nn.Linear]:
@@ -115,37 +116,28 @@ class TiledHead:
 
     def __init__(self, name: str, module: nn.Linear, tile_bytes: int | None) -> None:
         self._name, self._module, self._tile_bytes = name, module, tile_bytes
-        self._own_call = module._compiled_call_impl
         self._warned = False
         self._loss: Callable[[Tensor], Tensor] | None = None
-        self.share = ShareOfLoss.of(name, module)
-        self._forward = ReplacedForward(module, self._compute)
-        # This is what a module's call goes to before anything else; copies of the module do not have it.
-        module._compiled_call_impl = self._call
 
-    def remove(self) -> None:
-        """Let the layer compute its output again."""
-        self._module._compiled_call_impl = self._own_call
-        self._forward.remove()
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Wrap the layer's call: return logits that are not computed yet."""
         module = self._module
         hidden = args[0] if len(args) == 1 and not kwargs else None
         trains = isinstance(hidden, Tensor) and (
             hidden.requires_grad or any(param.requires_grad for param in module.parameters())
         )
-        is_replaced = vars(module).get("forward") is self._forward  # not so on a whole model, inside gathered
-        if not (trains and is_replaced and torch.is_grad_enabled()) or torch.compiler.is_compiling():
-            return self._now(*args, **kwargs)
+        is_wrapped = self.forward in forward_wrappers(module)  # not so if somebody else has replaced the forward
+        if not (trains and is_wrapped and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+            return own(*args, **kwargs)
         if any(not isinstance(hook, Hook) for hook in module._forward_hooks.values()):
             self._warn("a forward hook on the layer")
-            return self._now(*args, **kwargs)
+            return own(*args, **kwargs)
         assert hidden is not None
         dtype = hidden.dtype
         kind = accelerator.kind_of(hidden.device)
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-        call = Call(self, hidden)
+        call = Call(self, own, hidden)
         return Logits.of(Origin(call, hidden, module.out_features, dtype, hidden.dim() - 1))
 
     def compute(self, loss: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
@@ -157,19 +149,22 @@ class TiledHead:
             self._loss = None
         return computed
 
-    def _compute(self, own: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """The layer's forward."""
+    def forward(self, own: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Wrap the layer's forward: run a loss in its place where one is to be computed."""
         if self._loss is not None:
             return self._loss(*args, **kwargs)
         if torch.compiler.is_compiling():
             self._warn_while_compiling()
         return own(*args, **kwargs)
 
-    def compute_whole(self, hidden: Tensor, asked_by: str) -> Tensor:
-        """All logits, by the layer's own forward."""
+    def warn_of(self, asked_by: str) -> None:
+        """Say once that logits are computed whole."""
         self._warn(f"'{asked_by}'")
-        output: Tensor = self._now(hidden)
-        return output
+
+    @property
+    def share(self) -> "ShareOfLoss":
+        """The part of the loss that this rank computes."""
+        return ShareOfLoss.of(self._name, self._module)
 
     def rows_of_tile(self, itemsize: int) -> int:
         """How many rows of logits with numbers of so many bytes make a tile."""
@@ -191,9 +186,6 @@ class TiledHead:
         """How often the weight and an input have been changed."""
         with torch._C.DisableTorchFunctionSubclass():
             return self._module.weight._version, hidden._version
-
-    def _now(self, *args: Any, **kwargs: Any) -> Any:
-        return (self._own_call or self._module._call_impl)(*args, **kwargs)
 
     @constant
     def _warn_while_compiling(self) -> None:
@@ -220,13 +212,13 @@ class ShareOfLoss:
 
     @staticmethod
     def of(name: str, module: nn.Module) -> "ShareOfLoss":
-        """By what the parallel axes have put in the place of its forward.
+        """By the wrappers that the parallel axes have put around its forward.
 
         Raises:
             ConfigError: each tensor rank has another part of it than of the vocabulary.
         """
-        vocabulary, blocks, forward = None, None, vars(module).get("forward")
-        while isinstance(forward, OwnForward):
+        vocabulary, blocks = None, None
+        for forward in forward_wrappers(module):
             if isinstance(forward, HeadOfSlices):
                 blocks = forward.blocks
             elif isinstance(forward, Head):
@@ -236,7 +228,6 @@ class ShareOfLoss:
                     f"loss.tiled: '{name}' makes the logits, and tensor ranks have split it as any linear layer; set "
                     f"'vocabulary' for it in parallel.tensor_rules, or loss.tiled to none"
                 )
-            forward = forward.own
         return ShareOfLoss(vocabulary, blocks)
 
     def own(self, rows: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Slices | None]:
@@ -251,22 +242,25 @@ class ShareOfLoss:
 
 
 class Call:
-    """A call of a head with ``hidden`` [..., in] that is made when its output is asked for."""
+    """A call of a head, ``own(hidden)`` with ``hidden`` [..., in], that is made when its output is asked for."""
 
-    def __init__(self, head: TiledHead, hidden: Tensor) -> None:
-        self._head, self._hidden = head, hidden
+    def __init__(self, head: TiledHead, own: Callable[..., Any], hidden: Tensor) -> None:
+        self._head, self._own, self._hidden = head, own, hidden
         self._versions = head.versions(hidden)
 
     def whole(self, origin: Origin, asked_by: str) -> Tensor:
         self._check_unchanged()
-        return self._head.compute_whole(origin.hidden, asked_by)
+        self._head.warn_of(asked_by)
+        output: Tensor = self._own(origin.hidden)
+        return output
 
     def summed_loss(self, origin: Origin, target: Tensor, ignored: int, smoothing: float) -> Tensor:
         self._check_unchanged()
         head, rows = self._head, origin.hidden.flatten(0, -2)
-        rows, target, slices = head.share.own(rows, target)
+        share = head.share
+        rows, target, slices = share.own(rows, target)
         num = head.rows_of_tile(origin.dtype.itemsize)
-        tiles = Tiles(origin, target, ignored, smoothing, num, head.share.vocabulary)
+        tiles = Tiles(origin, target, ignored, smoothing, num, share.vocabulary)
 
         def loss(rows: Tensor) -> Tensor:
             summed: Tensor = TiledLoss.apply(rows, head.weight, head.bias, tiles)  # type: ignore[no-untyped-call]

@@ -2,17 +2,16 @@
 
 import inspect
 import sys
-from collections.abc import Callable
 from functools import cache, partial
 
 from torch import nn
 
-from partita.activation.replaced import ReplacedForward
 from partita.attention.intercept import Intercepting
 from partita.attention.layout import Layout
 from partita.config.schema import AttentionSection
 from partita.errors import ConfigError
 from partita.planner.group_units import modules_like
+from partita.transforms.modules import ModuleTransforms
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _DOT_PRODUCTS = {"scaled_dot_product_attention", "multi_head_attention_forward"}
@@ -46,7 +45,7 @@ class SparseAttention:
         self._causal = None if settings.causal == "auto" else settings.causal
         self._modules: dict[str, nn.Module] = {}
         self._layouts = cache(partial(layout_of, settings))
-        self._give_back: list[Callable[[], None]] = []
+        self._changes = ModuleTransforms()
         self._layouts(self._causal or False)
         self._said = f"attention over the pattern {settings.pattern}, in blocks of {settings.block} positions"
         if settings.pattern == "dense" and not settings.packed:
@@ -71,18 +70,17 @@ class SparseAttention:
         if "transformers" in sys.modules:
             from partita.attention import huggingface
 
-            self._give_back.append(huggingface.use(self._model))
+            self._changes.on_undo(huggingface.use(self._model))
         for name, module in self._modules.items():
             dot_products = _INTERFACE not in _names_in_forward(module)
             call = Intercepting(module, name, self._layouts, self._causal, dot_products)
-            self._give_back.append(ReplacedForward(module, call).remove)
+            self._changes.wrap_forward(module, call)
             # torch's encoder layers evaluate by a kernel of their own where no module has a hook
-            self._give_back.append(module.register_forward_pre_hook(_nothing).remove)
+            self._changes.on_undo(module.register_forward_pre_hook(_nothing).remove)
 
     def remove(self) -> None:
         """Give every module its own forward back."""
-        while self._give_back:
-            self._give_back.pop()()
+        self._changes.undo()
 
 
 def _nothing(module: nn.Module, args: object) -> None:

@@ -156,11 +156,15 @@ def use(model: nn.Module) -> Callable[[], None]:
     AttentionInterface.register(IMPLEMENTATION, attention)
     AttentionMaskInterface.register(IMPLEMENTATION, mask)
     before = [(each, each.config._attn_implementation) for _, each in outermost(model)]
-    for each, _ in before:
-        each.set_attn_implementation(IMPLEMENTATION)
 
     def give_back() -> None:
         for each, implementation in before:
             each.set_attn_implementation(implementation)
 
+    try:
+        for each, _ in before:
+            each.set_attn_implementation(IMPLEMENTATION)
+    except BaseException:
+        give_back()
+        raise
     return give_back

@@ -1,6 +1,7 @@
 """What an engine is made of: from the config, the model and what the user passes beside them."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -86,15 +87,13 @@ class Parts:
     pipeline: Pipeline
     wire_choice: WireChoice | None
     alike: AlikeCheck
+    changes: ExitStack
 
     def leave_modules(self) -> None:
-        """Give the model's modules their own forwards back, from the outermost change to the innermost."""
+        """Undo the changes to the model's modules, the latest first."""
         if self.wire_choice is not None:
             self.wire_choice.close()
-        self.activations.remove()
-        self.attention.remove()
-        self.pipeline.remove()
-        self.parallel.remove()
+        self.changes.close()
 
 
 def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Parts:
@@ -104,19 +103,25 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     check_settings_alike(resolved.shared, all_ranks)
     collectives.open([*((axis,) for axis in AXES), SAMPLE_AXES])
     seed = agreed_seed(resolved.config.seed, resolved.mesh, all_ranks)
-    parallel = None
-    try:
+    with ExitStack() as changes:
         with together(all_ranks):
             check_here(model)
             parallel = apply(model, resolved, mesh, collectives, seed)
-        return _build(model, resolved, collectives, given, parallel)
-    except BaseException:
-        if parallel is not None:
-            parallel.remove()
-        raise
+            changes.callback(parallel.remove)
+        return _build(model, resolved, collectives, given, parallel, changes)
 
 
-def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given: Given, parallel: Parallel) -> Parts:
+def _build(
+    model: nn.Module,
+    resolved: Resolved,
+    collectives: Collectives,
+    given: Given,
+    parallel: Parallel,
+    changes: ExitStack,
+) -> Parts:
+    """Args:
+    changes: undoes the changes to the model's modules; the returned parts take it over.
+    """
     settings, mesh, all_ranks, ledger = resolved.config, collectives.mesh, collectives.all_ranks, Ledger()
     disk = partial(open_scratch, settings.zero.offload, mesh.rank, simulated=is_simulated(mesh.device))
     memory = StateMemory(mesh.device, ledger, disk)
@@ -147,21 +152,29 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
     try:
         with shortages.explained("initialize"):
             runtime = Runtime(model, blueprint, collectives, memory, source)
-        with together(all_ranks, runtime.give_back):
+        failed = ExitStack()
+        failed.callback(runtime.give_back)
+        with together(all_ranks, failed.close):
             updater = _make_updater(runtime, optimizer, resolved, counted)
+            failed.callback(updater.close)
             whole = Whole(runtime, updater)
             gathered = Gathered(runtime, updater, whole, parallel.changes)
             checkpoints = Checkpoints(model, runtime, updater, scheduler, settings)
             open_tier(settings, memory)
+            parallel.lines += attention.lines
+            changes.callback(attention.remove)
+            attention.apply()  # inside recomputation
+            schedule = schedule_of(resolved)
+            under_way = simulate(schedule).most_kept[mesh.coordinate("pipeline")]
+            activations = Activations(model, chosen, settings, memory, collectives, under_way)
+            changes.callback(activations.remove)
+            pipeline = Pipeline(model, parallel, schedule, collectives)
+            changes.callback(pipeline.remove)
+            alike = AlikeCheck(runtime, updater, check_every(settings))
     except BaseException:
         memory.close()
         raise
     weights = source.folder if source is not None else None
-    parallel.lines += attention.lines
-    attention.apply()  # inside what runs again in backward
-    schedule = schedule_of(resolved)
-    under_way = simulate(schedule).most_kept[mesh.coordinate("pipeline")]
-    activations = Activations(model, chosen, settings, memory, collectives, under_way)
     samples = SameSamples(collectives.group(SAMPLE_AXES), mesh.coordinate("data"))
     return Parts(
         optimizer,
@@ -178,9 +191,10 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         weights,
         parallel,
         samples,
-        Pipeline(model, parallel, schedule, collectives),
+        pipeline,
         WireChoice(blueprint, collectives) if _measures_wires(settings, runtime) else None,
-        AlikeCheck(runtime, updater, check_every(settings)),
+        alike,
+        changes.pop_all(),
     )
 
 

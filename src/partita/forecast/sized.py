@@ -229,7 +229,7 @@ def _split(model: nn.Module, resolved: Resolved, collectives: Collectives) -> It
         if mesh.size(SEQUENCE) > 1:
             SequenceParallel(model, mesh, collectives.group((SEQUENCE,)), parallel.changes)
         attention = SparseAttention(model, resolved.config.attention)
-        parallel.changes.add(attention.remove)
+        parallel.changes.on_undo(attention.remove)
         attention.apply()
         yield parallel, entrance
     finally:

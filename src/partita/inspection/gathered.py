@@ -10,11 +10,11 @@ from torch import nn
 from partita.errors import PartitaError
 from partita.inspection.whole import Whole
 from partita.optim.updater import Updater
-from partita.parallel.applied import Changes
 from partita.plan.mesh_shape import STATE_AXES
 from partita.planner.parameters import Holding, find_quantized
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Unit, replace_data
+from partita.transforms.modules import ModuleTransforms
 
 
 class Gathered:
@@ -22,7 +22,7 @@ class Gathered:
     modules: with whole parameters a module is what it was without them.
     """
 
-    def __init__(self, runtime: Runtime, updater: Updater, whole: Whole, changes: Changes) -> None:
+    def __init__(self, runtime: Runtime, updater: Updater, whole: Whole, changes: ModuleTransforms) -> None:
         self._runtime, self._updater, self._whole, self._changes = runtime, updater, whole, changes
         self._quantized = {id(holding.param) for holding in find_quantized(runtime.model)}  # which are always whole
         self._made_whole = set[int]()  # ids of parameters, by the blocks that are open

@@ -46,7 +46,7 @@ def apply(
         if seed is not None:
             part = f"{SEQUENCE} {mesh.coordinate(SEQUENCE)}" if mesh.size(SEQUENCE) > 1 else ""
             parallel.streams = RandomStreams(model, seed, mesh.coordinate("data"), mesh.device, part)
-            parallel.changes.add(parallel.streams.remove)
+            parallel.changes.on_undo(parallel.streams.remove)
     except BaseException:
         parallel.remove()
         raise

@@ -57,7 +57,7 @@ def cut_model(model: nn.Module, resolved: Resolved, mesh: Mesh, parallel: Parall
 def leave_alone_elsewhere(model: nn.Module, parallel: Parallel) -> None:
     """Take back what other axes changed of modules that run on other stages alone."""
     modules = [module for module in model.modules() if any(True for _ in module.parameters())]
-    parallel.changes.undo_within(m for m in modules if all(is_elsewhere(param) for param in m.parameters()))
+    parallel.changes.remove(m for m in modules if all(is_elsewhere(param) for param in m.parameters()))
 
 
 def _check_loss(model: nn.Module) -> None:

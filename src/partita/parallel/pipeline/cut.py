@@ -1,7 +1,7 @@
 """Where a model is cut into stages, and which stages hold each of its parameters."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +16,7 @@ from partita.parallel.pipeline.stand_in import StandIn
 from partita.planner.group_units import find_blocks
 from partita.planner.parameters import find_everywhere
 from partita.sharding.buffers import buffers_kept
+from partita.transforms.modules import ModuleTransforms
 
 KEY = "parallel.cut"
 
@@ -144,13 +145,13 @@ class _Passed:
     """A block that is passed by, and noted."""
 
     def __init__(self, module: nn.Module, name: str, order: list[str], device: torch.device) -> None:
-        self._module, self._name, self._order = module, name, order
+        self._name, self._order = name, order
         self._stand_in = StandIn(module, name, device, lambda _: nullcontext())
-        self._compiled = module._compiled_call_impl
         self.runs = False
-        module._compiled_call_impl = self
+        self._call = ModuleTransforms()
+        self._call.wrap_call(module, self)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._name in self._order:
             raise PartitaError(f"'{self._name}' is called twice")
         self._order.append(self._name)
@@ -161,7 +162,7 @@ class _Passed:
             self.runs = False
 
     def remove(self) -> None:
-        self._module._compiled_call_impl = self._compiled
+        self._call.undo()
 
 
 def _registered(model: nn.Module, blocks: Sequence[str]) -> dict[int, list[int]]:

@@ -15,6 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from partita.errors import PartitaError
 from partita.parallel.pipeline.absent import Absent, arrived, is_missing
 from partita.sharding.hooks import ForwardEndedError
+from partita.transforms.modules import ModuleTransforms
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,10 @@ class Stages:
         stands: list[tuple[nn.Module, str, int | None]]
         stands = [(modules[name], name, index) for index, name in enumerate(blocks)]
         stands += [(module, name, None) for name, module in outside.items()]
-        self._calls = [_Call(module, index, self, stand_in(module, name), name) for module, name, index in stands]
+        self._calls = ModuleTransforms()
+        with self._calls.building():
+            for module, name, index in stands:
+                self._calls.wrap_call(module, _Call(index, self, stand_in(module, name), name))
 
     def forward(self, start: int, stop: int, call: Callable[[], Any], receive: Receive) -> Any:
         """Run ``call``, a forward of the model, for the stage of the blocks ``[start, stop)``.
@@ -111,24 +115,16 @@ class Stages:
 
     def remove(self) -> None:
         """Give every module its own calls back."""
-        for call in self._calls:
-            call.remove()
-        self._calls.clear()
+        self._calls.undo()
 
 
 class _Call:
     """Stands between a module and who calls it, before the module's hooks. ``index``: of a block."""
 
-    def __init__(self, module: nn.Module, index: int | None, stages: Stages, stand_in: StandsIn, name: str) -> None:
-        self._module, self._index, self._stages, self._stand_in, self._name = module, index, stages, stand_in, name
-        self._compiled = module._compiled_call_impl
-        self._own = self._compiled or module._call_impl
-        module._compiled_call_impl = self
+    def __init__(self, index: int | None, stages: Stages, stand_in: StandsIn, name: str) -> None:
+        self._index, self._stages, self._stand_in, self._name = index, stages, stand_in, name
 
-    def remove(self) -> None:
-        self._module._compiled_call_impl = self._compiled
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         passage, index = self._stages.passage, self._index
         if passage is None:
             raise PartitaError(
@@ -136,7 +132,7 @@ class _Call:
                 "no rank has the whole model; feed it by these"
             )
         if index is None:
-            return self._own(*args, **kwargs) if passage.between_own else self._stand_in(args, kwargs)
+            return own(*args, **kwargs) if passage.between_own else self._stand_in(args, kwargs)
         if index < passage.position or passage.position <= passage.stop < index:
             raise self._out_of_order(passage.position, index)
         passage.position = index + 1
@@ -144,9 +140,9 @@ class _Call:
             raise ReachedError(Arguments.of(args, kwargs))
         if index < passage.start:
             return self._stand_in(args, kwargs)
-        return self._call(passage, Arguments.of(args, kwargs))
+        return self._call(own, passage, Arguments.of(args, kwargs))
 
-    def _call(self, passage: Passage, arguments: Arguments) -> Any:
+    def _call(self, own: Callable[..., Any], passage: Passage, arguments: Arguments) -> Any:
         """Run an own block, with what arrives for it."""
         leaves = arguments.leaves
         if self._index == passage.start:
@@ -158,7 +154,7 @@ class _Call:
         for leaf in leaves:
             if is_missing(leaf):
                 raise bypasses(leaf, f"'{self._name}'")
-        return self._own(*args, **kwargs)
+        return own(*args, **kwargs)
 
     def _out_of_order(self, position: int, index: int) -> PartitaError:
         blocks = self._stages.blocks

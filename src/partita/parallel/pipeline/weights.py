@@ -8,17 +8,19 @@ and leaves the rest of it, with the gradient that came, for later: autograd comp
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from partita.parallel.applied import OwnForward, Parallel
+from partita.parallel.applied import Parallel
 from partita.parallel.pipeline.absent import arrived, is_missing
 from partita.parallel.tensor.linear import LinearForward, is_linear
 from partita.planner.elsewhere import is_elsewhere
 from partita.sharding.compiler import eager
+from partita.transforms.modules import forward_wrappers
 
 
 @dataclass
@@ -151,25 +153,22 @@ class _Through(torch.autograd.Function):
         return None, ctx.graph.back(*ctx.saved_tensors, gradient), None, None
 
 
-class Apart(OwnForward):
-    """What multiplies a module's input with its parameters (its forward, unless given), whose gradients are computed
-    apart.
-    """
+class Apart:
+    """Runs the product of a module's input with its parameters, whose gradients are computed apart."""
 
-    def __init__(self, module: nn.Module, weights: WeightGradients, product: Product | None = None) -> None:
-        super().__init__(module)
-        self._weights, self._product = weights, self.own if product is None else product
+    def __init__(self, module: nn.Module, weights: WeightGradients) -> None:
+        self._module, self._weights = module, weights
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        params = [param for param in self.module.parameters(recurse=False) if param.requires_grad]
+    def __call__(self, product: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        params = [param for param in self._module.parameters(recurse=False) if param.requires_grad]
         x = arrived(args[0]) if len(args) == 1 and not kwargs else None
         if not params or not isinstance(x, Tensor) or is_missing(x) or not torch.is_grad_enabled():
-            return self._product(*args, **kwargs)
-        return self._through(x, params)
+            return product(*args, **kwargs)
+        return self._through(product, x, params)
 
     @eager
-    def _through(self, x: Tensor, params: Sequence[nn.Parameter]) -> Any:
-        graph = _OwnGraph(self._weights, params, self._product, x)
+    def _through(self, product: Product, x: Tensor, params: Sequence[nn.Parameter]) -> Any:
+        graph = _OwnGraph(self._weights, params, product, x)
         output = [graph.output.detach()]
         del graph.output
         return _Through.apply(_anchor(), x, output, graph)  # type: ignore[no-untyped-call]
@@ -185,11 +184,11 @@ def keep_apart(model: nn.Module, parallel: Parallel) -> WeightGradients:
     for module in chosen.values():
         if any(id(param) in others or is_elsewhere(param) for param in _own(module)):
             continue
-        forward = vars(module).get("forward")
-        if isinstance(forward, LinearForward):
-            forward.product = Apart(module, weights, forward.product)
+        apart = Apart(module, weights)
+        if (linear := _outermost_linear(module)) is not None:
+            linear.product = partial(apart, linear.product)
         else:
-            parallel.changes.set(module, "forward", Apart(module, weights))
+            parallel.changes.wrap_forward(module, apart)
     return weights
 
 
@@ -200,7 +199,13 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
 def _is_product(module: nn.Module) -> bool:
     """Whether a module's output is a product with its weight, for the gradient of which the weight is not needed."""
     if "forward" in vars(module):
-        return isinstance(module.forward, LinearForward)
+        return _outermost_linear(module) is not None
     if isinstance(module, nn.Embedding):
         return type(module).forward is nn.Embedding.forward and module.max_norm is None and not module.sparse
     return is_linear(module)
+
+
+def _outermost_linear(module: nn.Module) -> LinearForward | None:
+    """The outermost wrapper of a module's forward, if it is that of a split linear layer."""
+    wrapper = next(iter(forward_wrappers(module)), None)
+    return wrapper if isinstance(wrapper, LinearForward) else None

@@ -1,6 +1,6 @@
 """Sequence parallelism on an unmodified model: what is put on its modules, and taken off again."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh
 from partita.errors import ConfigError, PartitaError
-from partita.parallel.applied import Changes, OwnForward
 from partita.parallel.logits import slice_of
 from partita.parallel.sequence.attention import KINDS, offer_to_transformers
 from partita.parallel.sequence.biases import follow_biases
@@ -17,6 +16,7 @@ from partita.parallel.sequence.blocks import Blocks
 from partita.parallel.sequence.exchange import enter
 from partita.planner.group_units import find_blocks
 from partita.sharding.hooks import Hook
+from partita.transforms.modules import ModuleTransforms
 
 SEQUENCE = "sequence"
 KEY = f"parallel.{SEQUENCE}"
@@ -33,7 +33,7 @@ class SequenceParallel:
         ConfigError: the model has no blocks, or an attention that tells nothing of the keys that a query sees.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, group: Group, changes: Changes) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, group: Group, changes: ModuleTransforms) -> None:
         self.model, self.group = model, group
         stacks = _stacks(model)
         if not stacks:
@@ -43,11 +43,11 @@ class SequenceParallel:
             )
         kinds = _offer_attention(model, changes)
         self.stacks = [Blocks(blocks, mesh, group, changes, intercept=not kinds) for blocks in stacks]
-        changes.add(model.register_forward_pre_hook(Hook(self._refuse_collected), with_kwargs=True).remove)
+        changes.on_undo(model.register_forward_pre_hook(Hook(self._refuse_collected), with_kwargs=True).remove)
         seen = " and ".join(sorted(kinds)) or "scaled_dot_product_attention"
         self.lines = [f"{name}: a slice of the sequence, attention by {seen}" for blocks in stacks for name in blocks]
         if (head := _head(model, stacks)) is not None:
-            changes.set(head[1], "forward", HeadOfSlices(head[1], self.stacks[-1]))
+            changes.wrap_forward(head[1], HeadOfSlices(self.stacks[-1]))
             self.lines.append(f"{head[0]}: a slice of the sequence, logits up to the loss")
 
     def _refuse_collected(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -60,23 +60,22 @@ class SequenceParallel:
                 )
 
 
-class HeadOfSlices(OwnForward):
-    """The forward of the module that makes the logits, on the positions of this rank."""
+class HeadOfSlices:
+    """Runs the module that makes the logits on the positions of this rank."""
 
-    def __init__(self, head: nn.Module, blocks: Blocks) -> None:
-        super().__init__(head)
+    def __init__(self, blocks: Blocks) -> None:
         self.blocks = blocks
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         hidden, slices = args[0] if args else None, self.blocks.slices
         if not self.blocks.are_on or slices is None or not isinstance(hidden, Tensor):
-            return self.own(*args, **kwargs)
+            return forward(*args, **kwargs)
         if hidden.dim() != 3 or hidden.shape[1] != slices.length:
-            return self.own(*args, **kwargs)
-        return slice_of(self.own(enter(hidden, 1, slices), *args[1:], **kwargs), slices)
+            return forward(*args, **kwargs)
+        return slice_of(forward(enter(hidden, 1, slices), *args[1:], **kwargs), slices)
 
 
-def _offer_attention(model: nn.Module, changes: Changes) -> set[str]:
+def _offer_attention(model: nn.Module, changes: ModuleTransforms) -> set[str]:
     """Have a model of transformers compute attention of slices; the implementations that its configurations name."""
     found = {id(config): config for module in model.modules() if (config := _attention_config(module)) is not None}
     kinds = {id(config): str(config._attn_implementation) for config in found.values()}
@@ -88,7 +87,7 @@ def _offer_attention(model: nn.Module, changes: Changes) -> set[str]:
             )
     for key, config in found.items():
         config._attn_implementation = offer_to_transformers(kinds[key])
-        changes.add(partial(setattr, config, "_attn_implementation", kinds[key]))
+        changes.on_undo(partial(setattr, config, "_attn_implementation", kinds[key]))
     if found:
         follow_biases(model, changes)
     return set(kinds.values())

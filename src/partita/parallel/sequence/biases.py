@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from partita.parallel.applied import Changes
 from partita.parallel.sequence.attention import looks_across, running
 from partita.sharding.hooks import Hook
+from partita.transforms.modules import ModuleTransforms
 
 _COMPUTES, _HAS_OWN, _BIAS, _ACROSS = (
     "compute_bias",
@@ -22,20 +22,20 @@ _COMPUTES, _HAS_OWN, _BIAS, _ACROSS = (
 )
 
 
-def follow_biases(model: nn.Module, changes: Changes) -> None:
+def follow_biases(model: nn.Module, changes: ModuleTransforms) -> None:
     """Have the attention modules of a model of transformers compute biases of the whole sequence, and tell whether the
     keys are those of an encoder.
     """
     for module in model.modules():
         names = inspect.signature(type(module).forward).parameters
         if hasattr(type(module), _COMPUTES):
-            changes.set(module, _COMPUTES, WholeBias(module))
+            changes.set_attribute(module, _COMPUTES, WholeBias(module))
         if _BIAS in names and hasattr(module, _HAS_OWN):
-            changes.add(module.register_forward_pre_hook(Hook(_without_bias), with_kwargs=True).remove)
+            changes.on_undo(module.register_forward_pre_hook(Hook(_without_bias), with_kwargs=True).remove)
         if _ACROSS in names:
             begin, end = Hook(partial(_look, begins=True)), Hook(partial(_look, begins=False))
-            changes.add(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
-            changes.add(module.register_forward_hook(end, with_kwargs=True, always_call=True).remove)
+            changes.on_undo(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
+            changes.on_undo(module.register_forward_hook(end, with_kwargs=True, always_call=True).remove)
 
 
 class WholeBias:

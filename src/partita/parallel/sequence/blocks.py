@@ -12,12 +12,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh
 from partita.errors import PartitaError
-from partita.parallel.applied import Changes, OwnForward
 from partita.parallel.sequence.attention import seen
 from partita.parallel.sequence.exchange import enter, gather
 from partita.parallel.sequence.slices import Slices
 from partita.sharding.hooks import Hook
 from partita.sharding.nested import map_tensors, tensors_in
+from partita.transforms.modules import ModuleTransforms
 
 # How a block's forward is told of its slices: forwards that are run again in backward still know theirs.
 _KEYWORD, _ON = "partita_slices", "partita_on_slices"
@@ -42,7 +42,7 @@ class Blocks:
     """
 
     def __init__(
-        self, blocks: Mapping[str, nn.Module], mesh: Mesh, group: Group, changes: Changes, *, intercept: bool
+        self, blocks: Mapping[str, nn.Module], mesh: Mesh, group: Group, changes: ModuleTransforms, *, intercept: bool
     ) -> None:
         self.blocks, self._group, self._mesh = blocks, group, mesh
         self._names = {id(block): name for name, block in blocks.items()}
@@ -52,13 +52,14 @@ class Blocks:
         self._called = set[int]()  # blocks, by id
         self._of_inputs: MutableMapping[Tensor, Slices] = WeakTensorKeyDictionary()
         self._cut = dict[tuple[int, int], tuple[Tensor, Tensor]]()  # in this forward: the tensor, and its slice
-        # Where it is suspended, all are off. Forwards stay, as those of recomputed blocks are in front of them.
-        changes.set(self._first, _ON, True)
+        # Suspending the first block's attribute switches all blocks off; their wrappers are never suspended.
+        changes.set_attribute(self._first, _ON, True)
+        forwards = ModuleTransforms()
+        changes.on_undo(forwards.undo)
         for block in blocks.values():
-            changes.add(partial(_give_back, block, vars(block).get("forward")))
-            block.forward = SlicedForward(block, intercept=intercept)
-            changes.add(block.register_forward_pre_hook(Hook(self._enter), with_kwargs=True).remove)
-        changes.add(self._last.register_forward_hook(Hook(self._leave), with_kwargs=True).remove)
+            forwards.wrap_forward(block, SlicedForward(block, intercept=intercept))
+            changes.on_undo(block.register_forward_pre_hook(Hook(self._enter), with_kwargs=True).remove)
+        changes.on_undo(self._last.register_forward_hook(Hook(self._leave), with_kwargs=True).remove)
 
     @property
     def are_on(self) -> bool:
@@ -159,12 +160,6 @@ class Blocks:
         return map_tensors(output, lambda x: gather(x, 1, slices) if _is_slice(x, slices) else x)
 
 
-def _give_back(block: nn.Module, own: Any) -> None:
-    del block.forward
-    if own is not None:
-        block.forward = own
-
-
 def _is_states(tensor: Tensor) -> bool:
     """Whether these can be hidden states: ``[batch, positions, width]``."""
     return tensor.dim() == 3 and tensor.is_floating_point()
@@ -212,24 +207,23 @@ def sequence_dim(tensor: Tensor, length: int, batch: int) -> int | None:
     return 2 if tensor.dim() == 4 and sizes[2] == length else None
 
 
-class SlicedForward(OwnForward):
-    """A block's forward on slices."""
+class SlicedForward:
+    """Runs a block's forward on slices."""
 
     def __init__(self, block: nn.Module, *, intercept: bool) -> None:
-        super().__init__(block)
-        self._intercept = intercept
+        self._block, self._intercept = block, intercept
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         run = partial(self._seen, kwargs.pop(_KEYWORD, None))
-        checkpoint = vars(self.module).get(_CHECKPOINT)
+        checkpoint = vars(self._block).get(_CHECKPOINT)
         if checkpoint is None:
-            return run(self.own, *args, **kwargs)
+            return run(forward, *args, **kwargs)
         # What it repeats in backward is inside this call.
-        setattr(self.module, _CHECKPOINT, lambda forward, *inputs: checkpoint(partial(run, forward), *inputs))
+        setattr(self._block, _CHECKPOINT, lambda inner, *inputs: checkpoint(partial(run, inner), *inputs))
         try:
-            return run(self.own, *args, **kwargs)
+            return run(forward, *args, **kwargs)
         finally:
-            setattr(self.module, _CHECKPOINT, checkpoint)
+            setattr(self._block, _CHECKPOINT, checkpoint)
 
     def _seen(self, slices: Slices | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with seen(slices, intercept=self._intercept):

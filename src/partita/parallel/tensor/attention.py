@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from partita.parallel.applied import OwnForward
 from partita.parallel.tensor.dropout import DropsParts
 from partita.parallel.tensor.heads import Heads
 from partita.parallel.tensor.linear import Ranges, is_linear, num_inputs, num_outputs
@@ -108,9 +107,9 @@ class Fused:
         _set_numbers(splitter, module, heads, by, width)
         changes = splitter.parallel.changes
         if self.slopes:
-            changes.set(module, "forward", OwnSlopes(module, heads, splitter.rank))
+            changes.wrap_forward(module, OwnSlopes(heads, splitter.rank))
         if self.reads_config:
-            changes.set(module, "config", own := copy.copy(module.config))
+            changes.set_attribute(module, "config", own := copy.copy(module.config))
             own.num_attention_heads = length(heads.queries_of(splitter.rank))  # type: ignore[union-attr]
         return None
 
@@ -160,7 +159,7 @@ def _set_numbers(splitter: Splitter, module: nn.Module, heads: Heads, by: str, w
     numbers |= {"split_size": queries * width, "inner_dim": queries * width}
     for name, number in numbers.items():
         if isinstance(getattr(module, name, None), int):
-            changes.set(module, name, number)
+            changes.set_attribute(module, name, number)
     for name, child in module.named_children():
         if name == _BIAS_BY_HEAD:
             splitter.cut(child.get_parameter("weight"), 1, heads.queries_of(rank))
@@ -171,29 +170,28 @@ def _set_numbers(splitter: Splitter, module: nn.Module, heads: Heads, by: str, w
             if any(True for _ in child.parameters()):
                 splitter.decide(child, "copies, on own heads; gradients summed", by)
     own = heads.queries_of(rank)
-    changes.set(module, "forward", DropsParts(module, splitter.entrance, own, heads.queries, heads=True))
+    changes.wrap_forward(module, DropsParts(module, splitter.entrance, own, heads.queries, heads=True))
     counts = "+".join(str(length(heads.queries_of(rank))) for rank in range(heads.size))
     splitter.decide(module, f"{counts} of {heads.queries} query heads over {heads.keys} key heads", by)
 
 
-class OwnSlopes(OwnForward):
+class OwnSlopes:
     """Attention that may be given a linear bias of each head (Press et al., "Train Short, Test Long", section 3), as
     ``alibi`` ``[samples * heads, 1, keys]``, ``[samples, heads, 1, keys]``, or in a mask ``[samples, heads, queries,
     keys]``: it uses those of its own heads.
     """
 
-    def __init__(self, module: nn.Module, heads: Heads, rank: int) -> None:
-        super().__init__(module)
+    def __init__(self, heads: Heads, rank: int) -> None:
         self._num, (self._own,) = heads.queries, heads.queries_of(rank)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         for name in ("alibi", "attention_mask"):
             given = kwargs.get(name)
             if isinstance(given, Tensor) and given.dim() == 4 and given.shape[1] == self._num > 1:
                 kwargs[name] = given[:, slice(*self._own)]
             elif isinstance(given, Tensor) and name == "alibi":
                 kwargs[name] = given.unflatten(0, (-1, self._num))[:, slice(*self._own)].flatten(0, 1)
-        return self.own(*args, **kwargs)
+        return forward(*args, **kwargs)
 
 
 # How attention of these classes is split; a common name stands with the module that defines it.

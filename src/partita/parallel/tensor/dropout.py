@@ -15,25 +15,26 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
-from partita.parallel.applied import OwnForward
 from partita.parallel.random import drawn_apart
 from partita.parallel.tensor.functions import Entrance
 from partita.parallel.tensor.linear import Ranges
 
 
-class DropsParts(OwnForward):
-    """A split module's forward. Of ``num`` heads (dim 1 of four) or features (the last dim) this rank has ``own``."""
+class DropsParts:
+    """Runs a split module's forward with this rank's part of the dropout masks.
+
+    Of ``num`` heads (dim 1 of four) or features (the last dim) this rank has ``own``.
+    """
 
     def __init__(self, module: nn.Module, entrance: Entrance, own: Ranges, num: int, *, heads: bool) -> None:
-        super().__init__(module)
-        self._entrance, self._num, self._heads = entrance, num, heads
+        self._module, self._entrance, self._num, self._heads = module, entrance, num, heads
         ((self._start, self._stop),) = own
         self._shares = [(inner, name) for inner in module.modules() for name in _shares_of(inner)]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        drops = self.module.training and any(getattr(inner, name) for inner, name in self._shares)
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        drops = self._module.training and any(getattr(inner, name) for inner, name in self._shares)
         with _Dropouts(self) if drops else nullcontext():
-            return self.own(*args, **kwargs)
+            return forward(*args, **kwargs)
 
     def dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         """``F.dropout`` of a whole tensor, or of this rank's part of one."""

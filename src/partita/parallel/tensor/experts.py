@@ -3,11 +3,11 @@
 A token's experts and their shares are chosen alike on every rank; each computes a part of their output.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
-from partita.parallel.applied import OwnForward
 from partita.parallel.tensor.functions import Entrance, enter, leave
 from partita.parallel.tensor.splitter import Splitter
 from partita.plan.place import even
@@ -40,24 +40,23 @@ def split_experts(splitter: Splitter, module: nn.Module, by: str) -> bool:
     splitter.cut(down, 2, ((low, high),))
     for name in _WIDTH:
         if getattr(module, name, None) == width:
-            splitter.parallel.changes.set(module, name, high - low)
-    splitter.parallel.changes.set(module, "forward", Experts(module, splitter.entrance))
+            splitter.parallel.changes.set_attribute(module, name, high - low)
+    splitter.parallel.changes.wrap_forward(module, Experts(splitter.entrance))
     sizes = "+".join(str(stop - start) for start, stop in cuts)
     splitter.decide(module, f"features {sizes} of {width} of each of {len(down)} experts, outputs summed", by)
     return True
 
 
-class Experts(OwnForward):
-    """``forward(hidden, chosen experts, their shares)``: a part of the output, summed."""
+class Experts:
+    """Sums the parts of the output of ``forward(hidden, chosen experts, their shares)``."""
 
-    def __init__(self, module: nn.Module, entrance: Entrance) -> None:
-        super().__init__(module)
+    def __init__(self, entrance: Entrance) -> None:
         self._group = entrance.group
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         args = tuple(self._entered(value) for value in args)
         kwargs = {name: self._entered(value) for name, value in kwargs.items()}
-        return leave(self.own(*args, **kwargs), self._group)
+        return leave(forward(*args, **kwargs), self._group)
 
     def _entered(self, value: Any) -> Any:
         return enter(value, self._group) if isinstance(value, Tensor) else value

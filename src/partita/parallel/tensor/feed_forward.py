@@ -44,7 +44,7 @@ def drop_parts(splitter: Splitter, module: nn.Module, width: int) -> None:
     """
     own = (even(width, splitter.size)[splitter.rank],)
     forward = DropsParts(module, splitter.entrance, own, width, heads=False)
-    splitter.parallel.changes.set(module, "forward", forward)
+    splitter.parallel.changes.wrap_forward(module, forward)
 
 
 # Feed-forward layers of these classes, whose last linear layer leads back, need no proof (which would take all their

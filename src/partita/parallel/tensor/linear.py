@@ -9,9 +9,9 @@ from typing import TypeGuard
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from partita.parallel.applied import OwnForward
 from partita.parallel.tensor.functions import Entrance, gathered, leave, own_slice
 
+Forward = Callable[..., Tensor]
 # Ranges [start, stop) of a dim.
 Ranges = tuple[tuple[int, int], ...]
 
@@ -67,11 +67,11 @@ class Product:
         return F.linear(x, weight, bias)
 
 
-class LinearForward(OwnForward):
-    """A forward of which ``product`` is what the weight is needed for."""
+class LinearForward:
+    """A forward of a linear layer, run in place of its own; ``product`` is the part that reads the weight."""
 
     def __init__(self, module: nn.Module, product: Product) -> None:
-        super().__init__(module)
+        self.module = module
         self.product: Callable[[Tensor], Tensor] = product
 
 
@@ -90,7 +90,7 @@ class Column(LinearForward):
         super().__init__(module, Product(module, chosen))
         self._entrance, self._sizes = entrance, sizes
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, forward: Forward, x: Tensor) -> Tensor:
         y = self.product(self._entrance(x))
         self._entrance.in_part = self._sizes is None
         return y if self._sizes is None else gathered(y, self._entrance.group, self._sizes)
@@ -105,7 +105,7 @@ class Row(LinearForward):
         super().__init__(module, Product(module, biased=False))
         self._entrance, self._sizes, self._splits = entrance, sizes, splits
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, forward: Forward, x: Tensor) -> Tensor:
         group, self._entrance.in_part = self._entrance.group, False
         if self._splits:
             x = own_slice(x, group, self._sizes)

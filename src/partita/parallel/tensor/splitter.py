@@ -95,7 +95,7 @@ class Splitter:
                 self.sum_copies(param)
             split = f"copies, of which each rank uses {'+'.join(map(str, sizes))} outputs of {num}; gradients summed"
         forward = Column(module, self.entrance, sizes if gathers else None, chosen)
-        self.parallel.changes.set(module, "forward", forward)
+        self.parallel.changes.wrap_forward(module, forward)
         self.decide(module, split + ", gathered" * gathers, by)
 
     def row(self, module: nn.Module, by: str, ranges: Sequence[Ranges] | None = None, *, splits: bool = False) -> None:
@@ -104,7 +104,7 @@ class Splitter:
         given = [(part,) for part in even(num, self.size)] if ranges is None else list(ranges)
         sizes = tuple(length(part) for part in given)
         self.cut(module.get_parameter("weight"), 1 - output_dim(module), given[self.rank])
-        self.parallel.changes.set(module, "forward", Row(module, self.entrance, sizes, splits=splits))
+        self.parallel.changes.wrap_forward(module, Row(module, self.entrance, sizes, splits=splits))
         self.decide(module, f"inputs {'+'.join(map(str, sizes))} of {num}, outputs summed", by)
 
 

@@ -5,10 +5,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from partita.comm.mesh import Mesh
-from partita.parallel.applied import OwnForward
 from partita.parallel.logits import Split, SplitLogits, Vocabulary, split_logits
 from partita.parallel.tensor.functions import Entrance, leave
-from partita.parallel.tensor.linear import LinearForward, Product, is_linear, num_inputs, num_outputs
+from partita.parallel.tensor.linear import Forward, LinearForward, Product, is_linear, num_inputs, num_outputs
 from partita.parallel.tensor.splitter import Splitter
 from partita.plan.place import even
 
@@ -64,31 +63,30 @@ def split_vocabulary(splitter: Splitter, mesh: Mesh, modules: list[nn.Module], b
             padding = module.padding_idx
             if padding is not None:
                 here = own[0][0] <= padding < own[0][1]
-                splitter.parallel.changes.set(module, "padding_idx", padding - own[0][0] if here else None)
-            forward: OwnForward = Embedding(module, splitter.entrance, own[0], num)
+                splitter.parallel.changes.set_attribute(module, "padding_idx", padding - own[0][0] if here else None)
+            forward: Embedding | Head = Embedding(splitter.entrance, own[0], num)
             split += ", outputs summed"
         else:
             if (bias := module._parameters.get("bias")) is not None:
                 splitter.cut(bias, 0, own)
             forward = Head(module, splitter.entrance, Vocabulary(splitter.entrance.group, mesh, sizes))
             split += ", loss computed from slices"
-        splitter.parallel.changes.set(module, "forward", forward)
+        splitter.parallel.changes.wrap_forward(module, forward)
         splitter.decide(module, split, by)
 
 
-class Embedding(OwnForward):
+class Embedding:
     """Each rank looks up the tokens ``[start, stop)`` of ``num``; those of others are zeros, and all are summed. A
     token that nobody has is an error, on every rank.
     """
 
-    def __init__(self, module: nn.Module, entrance: Entrance, own: tuple[int, int], num: int) -> None:
-        super().__init__(module)
+    def __init__(self, entrance: Entrance, own: tuple[int, int], num: int) -> None:
         self._group, (self._start, self._stop), self._num = entrance.group, own, num
 
-    def __call__(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, forward: Forward, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         before = (tokens >= 0) & (tokens < self._start)
         of_others = before | ((tokens >= self._stop) & (tokens < self._num))
-        found = self.own((tokens - self._start).masked_fill(of_others, 0), *args, **kwargs)
+        found = forward((tokens - self._start).masked_fill(of_others, 0), *args, **kwargs)
         return leave(found.masked_fill(of_others[..., None], 0.0), self._group)
 
 
@@ -99,5 +97,5 @@ class Head(LinearForward):
         super().__init__(module, Product(module))
         self._entrance, self.split = entrance, Split(vocabulary)
 
-    def __call__(self, x: Tensor) -> SplitLogits:
+    def __call__(self, forward: Forward, x: Tensor) -> SplitLogits:
         return split_logits(self.product(self._entrance(x)), self.split)

@@ -1,0 +1,1 @@
+"""Changes to the modules of a model that can be suspended and undone."""

@@ -1,0 +1,278 @@
+"""Changes to the modules of a model: wrappers around forwards and calls, attributes, hooks.
+
+All wrappers of a module's forward are held by one object in ``module.forward``, and those of its call (outside its
+hooks) by one in ``module._compiled_call_impl``, so a wrapper can be suspended or removed while later ones stay.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+# Called as wrapper(inner, *args, **kwargs); `inner` is the wrapped callable.
+Wrapper = Callable[..., Any]
+
+_FORWARD, _CALL, _COMPILE = "forward", "_compiled_call_impl", "compile"
+_ABSENT = object()
+
+
+class _Link:
+    """A wrapper around ``inner``, or ``inner`` alone while it is suspended."""
+
+    def __init__(self, wrapper: Wrapper) -> None:
+        self.wrapper = wrapper
+        self.inner: Callable[..., Any]
+        self.num_suspended = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.num_suspended:
+            return self.inner(*args, **kwargs)
+        return self.wrapper(self.inner, *args, **kwargs)
+
+
+class _Chain:
+    """An attribute of a module that is called, inside its wrappers; the latest one is outermost.
+
+    Copies of the module (``copy.deepcopy``, pickles) have the attribute without wrappers.
+    """
+
+    def __init__(self, module: nn.Module, name: str, own: Callable[..., Any]) -> None:
+        self.module, self.name = module, name
+        self.before = vars(module).get(name, _ABSENT)
+        self.own = own
+        self.links = list[_Link]()  # innermost first
+        self._outermost = own
+        setattr(module, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._outermost(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.before is _ABSENT:
+            return getattr, (self.module, self.name)
+        return _same, (self.before,)
+
+    def add(self, link: _Link) -> None:
+        self.links.append(link)
+        self.connect()
+
+    def remove(self, link: _Link) -> None:
+        """Remove a wrapper. Without wrappers the module has the attribute's earlier value again."""
+        self.links.remove(link)
+        self.connect()
+        if not self.links:
+            self.leave()
+
+    def leave(self) -> None:
+        """Give the module what it had before."""
+        _restore(self.module, self.name, self, self.before)
+
+    def connect(self) -> None:
+        """Put each wrapper around the one before it."""
+        inner = self.own
+        for link in self.links:
+            link.inner = inner
+            inner = link
+        self._outermost = inner
+
+
+class _CallChain(_Chain):
+    """A module's call inside its wrappers. ``module.compile()`` compiles what is inside them."""
+
+    def __init__(self, module: nn.Module, own: Callable[..., Any]) -> None:
+        super().__init__(module, _CALL, own)
+        self._compile = _Attribute(module, _COMPILE, _Compile(self))
+
+    def leave(self) -> None:
+        super().leave()
+        self._compile.undo()
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile as ``nn.Module.compile`` does; the compiled call stays when the wrappers are removed."""
+        type(self.module).compile(self.module, *args, **kwargs)
+        self.own = self.before = vars(self.module)[_CALL]
+        self.connect()
+        setattr(self.module, _CALL, self)
+
+
+class _Compile:
+    """``module.compile`` of a module whose call is wrapped. Copies of the module have their class's."""
+
+    def __init__(self, chain: _CallChain) -> None:
+        self._chain = chain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._chain.compile(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._chain.module, _COMPILE)
+
+
+def forward_wrappers(module: nn.Module) -> list[object]:
+    """The active wrappers of a module's forward, outermost first."""
+    chain = vars(module).get(_FORWARD)
+    links = reversed(chain.links) if isinstance(chain, _Chain) else ()
+    return [link.wrapper for link in links if not link.num_suspended]
+
+
+class ModuleTransforms:
+    """Changes to modules that are undone in reverse order.
+
+    Several objects may change the same module: each suspends and undoes only its own changes.
+    """
+
+    def __init__(self) -> None:
+        self._changes = list[_Change]()
+
+    def wrap_forward(self, module: nn.Module, wrapper: Wrapper) -> None:
+        """Wrap ``module.forward``, inside the module's hooks and outside its other wrappers."""
+        chain = vars(module).get(_FORWARD)
+        if not isinstance(chain, _Chain):
+            chain = _Chain(module, _FORWARD, module.forward)
+        self._changes.append(_Wrapped(chain, wrapper))
+
+    def wrap_call(self, module: nn.Module, wrapper: Wrapper) -> None:
+        """Wrap the module's call, outside its hooks. A compiled call is innermost, also one compiled later."""
+        chain = vars(module).get(_CALL)
+        if not isinstance(chain, _CallChain):
+            chain = _CallChain(module, chain or module._call_impl)
+        self._changes.append(_Wrapped(chain, wrapper))
+
+    def set_attribute(self, module: nn.Module, name: str, value: object) -> None:
+        """Set an attribute of the module itself."""
+        self._changes.append(_Attribute(module, name, value))
+
+    def on_undo(self, undo: Callable[[], None]) -> None:
+        """Call ``undo`` in its turn, for example a hook's ``remove``."""
+        self._changes.append(_Other(undo))
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Undo everything if the block raises."""
+        try:
+            yield
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """Undo all changes, the latest first."""
+        while self._changes:
+            self._changes.pop().undo()
+
+    def remove(self, modules: Iterable[nn.Module]) -> None:
+        """Undo the changes to these modules; what was given to :meth:`on_undo` stays."""
+        chosen = self._on({id(module) for module in modules})
+        self._changes = [change for change in self._changes if change not in chosen]
+        for change in reversed(chosen):
+            change.undo()
+
+    @contextmanager
+    def suspended(self, items: Iterable[nn.Module | nn.Parameter]) -> Iterator[None]:
+        """Skip the changes to the modules among ``items`` and to their submodules. Blocks may be nested."""
+        modules = {id(inner) for item in items if isinstance(item, nn.Module) for inner in item.modules()}
+        changes = self._on(modules)
+        for change in reversed(changes):
+            change.suspend()
+        try:
+            yield
+        finally:
+            for change in changes:
+                change.resume()
+
+    def _on(self, modules: set[int]) -> list["_Change"]:
+        return [change for change in self._changes if id(change.module) in modules]
+
+
+class _Change(ABC):
+    """One change; ``module`` is None where it is not known."""
+
+    module: nn.Module | None = None
+
+    @abstractmethod
+    def undo(self) -> None:
+        """Undo the change for good."""
+
+    @abstractmethod
+    def suspend(self) -> None:
+        """Switch the change off until :meth:`resume` has been called as often."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """See :meth:`suspend`."""
+
+
+class _Wrapped(_Change):
+    """A wrapper in a chain."""
+
+    def __init__(self, chain: _Chain, wrapper: Wrapper) -> None:
+        self.module = chain.module
+        self._chain, self._link = chain, _Link(wrapper)
+        chain.add(self._link)
+
+    def undo(self) -> None:
+        self._chain.remove(self._link)
+
+    def suspend(self) -> None:
+        self._link.num_suspended += 1
+
+    def resume(self) -> None:
+        self._link.num_suspended -= 1
+
+
+class _Attribute(_Change):
+    """An attribute of a module; undone only if it still has the value that was set."""
+
+    def __init__(self, module: nn.Module, name: str, value: object) -> None:
+        self.module: nn.Module = module
+        self._name, self._value = name, value
+        self._before = vars(module).get(name, _ABSENT)
+        self._num_suspended = 0
+        self._is_undone = False
+        setattr(module, name, value)
+
+    def undo(self) -> None:
+        self._is_undone = True
+        _restore(self.module, self._name, self._value, self._before)
+
+    def suspend(self) -> None:
+        self._num_suspended += 1
+        if self._num_suspended == 1:
+            _restore(self.module, self._name, self._value, self._before)
+
+    def resume(self) -> None:
+        self._num_suspended -= 1
+        if self._num_suspended == 0 and not self._is_undone:
+            setattr(self.module, self._name, self._value)
+
+
+class _Other(_Change):
+    """A change that this package did not make."""
+
+    def __init__(self, undo: Callable[[], None]) -> None:
+        self._undo = undo
+
+    def undo(self) -> None:
+        self._undo()
+
+    def suspend(self) -> None:
+        raise NotImplementedError
+
+    def resume(self) -> None:
+        raise NotImplementedError
+
+
+def _restore(module: nn.Module, name: str, value: object, before: object) -> None:
+    """Give an attribute its earlier value, unless somebody else has replaced ``value``."""
+    if vars(module).get(name) is not value:
+        return
+    if before is _ABSENT:
+        delattr(module, name)
+    else:
+        setattr(module, name, before)
+
+
+def _same(value: Any) -> Any:
+    return value

@@ -1,0 +1,1 @@
+"""Tests of partita.sharding without process groups: grouping, layouts, views, casts, buckets."""

@@ -14,9 +14,9 @@ import random
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,48 +32,106 @@ STEPS, RESUMED_STEPS, SAMPLES = 3, 2, 8
 HOST = {"parameters": "host", "optimizer": "host"}
 DISK = {"parameters": "disk", "optimizer": "disk"}
 LEAN = {"compute": "bf16", "gradients": "bf16", "master": "split", "moments": "int8"}
+ONEBIT = {"name": "onebit_adam", "lr": 2e-3}
+LANGUAGE = ("decoder", "gpt2", "llama", "mixtral")  # models that every parallel axis splits
 
-PLANS: dict[str, dict[str, Any]] = {
-    "0": {"zero": {"stage": 0}},
-    "1": {"zero": {"stage": 1}},
-    "2": {"zero": {"stage": 2}},
-    "3": {"zero": {"stage": 3}},
-    "3 kept": {"zero": {"stage": 3, "keep_gathered": True}},
-    "hierarchical": {"zero": {"stage": 3, "hierarchical": True}},
-    "1, optimizer on host": {"zero": {"stage": 1, "offload": {"optimizer": "host"}}},
-    "2 on host": {"zero": {"stage": 2, "offload": HOST}},
-    "3 on host": {"zero": {"stage": 3, "offload": HOST}},
-    "3 on disk": {"zero": {"stage": 3, "offload": DISK}},
-    "0 bf16": {"zero": {"stage": 0}, "precision": {"compute": "bf16"}},
-    "2 bf16 lean": {"zero": {"stage": 2}, "precision": LEAN},
-    "3 fp16": {"zero": {"stage": 3}, "precision": {"compute": "fp16", "loss_scale": 1024.0}},
-    "3 lean on host": {"zero": {"stage": 3, "offload": HOST}, "precision": LEAN},
-    "3 in backward": {"zero": {"stage": 3}, "precision": {"gradients": "in_backward"}},
-    "1 in backward on disk": {"zero": {"stage": 1, "offload": DISK}, "precision": {"gradients": "in_backward"}},
-    "2 accumulate": {"zero": {"stage": 2}, "batch": {"accumulate": 2}},
-    "3 accumulate": {"zero": {"stage": 3}, "batch": {"accumulate": 2}},
-    "3 sgd": {"zero": {"stage": 3}, "optimizer": {"name": "sgd", "momentum": 0.9, "lr": 0.1}},
-    "1 lion, over the network": {
-        "zero": {"stage": 1},
-        "optimizer": {"name": "lion", "lr": 1e-3},
-        "communication": {"within_node": "network"},
-    },
-    "1 int4": {"zero": {"stage": 1}, "communication": {"gradients": "int4", "parameters": "int4"}},
-    "2 carrier": {
-        "zero": {"stage": 2},
-        "optimizer": {"name": "onebit_adam", "lr": 2e-3},
-        "communication": {"gradients": "ternary", "parameters": "ternary", "carrier": 0.9, "warmup_steps": 1},
-    },
-    "0 1-bit Adam": {
-        "zero": {"stage": 0},
-        "optimizer": {"name": "onebit_adam", "lr": 2e-3},
-        "communication": {"warmup_steps": 1},
-    },
-    "0 0/1 Adam": {"zero": {"stage": 0}, "optimizer": {"name": "zeroone_adam", "lr": 2e-3}},
-    "0 low rank": {"zero": {"stage": 0}, "communication": {"gradients": "low_rank", "warmup_steps": 1}},
+
+@dataclass(frozen=True)
+class Plan:
+    """A config, and how it is trained."""
+
+    config: Mapping[str, Any]
+    nodes: int = 1  # over which the ranks pretend to be spread
+    worlds: tuple[int, ...] = (1, 2, 4)
+    cases: tuple[str, ...] = tuple(CASES)
+    loop: str = "steps"  # or "batches" (engine.train_batch), "no_sync", "unfreezing"
+
+
+def _zero(stage: int, **settings: Any) -> dict[str, Any]:
+    return {"zero": {"stage": stage, **settings}}
+
+
+def _sent(stage: int, **communication: Any) -> dict[str, Any]:
+    return {"zero": {"stage": stage}, "communication": communication}
+
+
+def _axes(stage: int, **parallel: Any) -> dict[str, Any]:
+    return {"zero": {"stage": stage}, "parallel": parallel}
+
+
+ZERO_BUBBLE = {"pipeline": 2, "schedule": "zero_bubble"}
+PLANS: dict[str, Plan] = {
+    "0": Plan(_zero(0)),
+    "1": Plan(_zero(1)),
+    "2": Plan(_zero(2)),
+    "3": Plan(_zero(3)),
+    "3 kept": Plan(_zero(3, keep_gathered=True)),
+    "3 kept gradients": Plan({**_zero(3, keep_gathered=True, keep_gradients=True), "batch": {"accumulate": 2}}),
+    "hierarchical": Plan(_zero(3, hierarchical=True), nodes=2, worlds=(4,)),
+    "hierarchical, updates between nodes": Plan(
+        {**_zero(3, hierarchical=True), "communication": {"gradients": "ternary", "parameters": "ternary"}},
+        nodes=2,
+        worlds=(4,),
+    ),
+    "hsdp": Plan(_zero(3, replicate="nodes"), nodes=2, worlds=(4,)),
+    "hsdp, int8": Plan({**_zero(3, replicate="nodes"), "communication": {"gradients": "int8"}}, nodes=2, worlds=(4,)),
+    "1 between nodes": Plan(_zero(1), nodes=2, worlds=(2, 4)),
+    "1, optimizer on host": Plan(_zero(1, offload={"optimizer": "host"})),
+    "2 on host": Plan(_zero(2, offload=HOST)),
+    "3 on host": Plan(_zero(3, offload=HOST)),
+    "3 on disk": Plan(_zero(3, offload=DISK)),
+    "0 bf16": Plan({**_zero(0), "precision": {"compute": "bf16"}}),
+    "2 bf16 lean": Plan({**_zero(2), "precision": LEAN}),
+    "3 fp16": Plan({**_zero(3), "precision": {"compute": "fp16", "loss_scale": 1024.0}}),
+    "3 lean on host": Plan({**_zero(3, offload=HOST), "precision": LEAN}),
+    "3 in backward": Plan({**_zero(3), "precision": {"gradients": "in_backward"}}),
+    "1 in backward on disk": Plan({**_zero(1, offload=DISK), "precision": {"gradients": "in_backward"}}),
+    "2 accumulate": Plan({**_zero(2), "batch": {"accumulate": 2}}),
+    "3 accumulate": Plan({**_zero(3), "batch": {"accumulate": 2}}),
+    "2 no_sync": Plan({**_zero(2), "batch": {"accumulate": 2}}, loop="no_sync"),
+    "3 unfreezing": Plan(_zero(3), loop="unfreezing"),
+    "3 sgd": Plan({**_zero(3), "optimizer": {"name": "sgd", "momentum": 0.9, "lr": 0.1}}),
+    "1 lion, over the network": Plan(
+        {**_sent(1, within_node="network"), "optimizer": {"name": "lion", "lr": 1e-3}},
+    ),
+    "1 int4": Plan(_sent(1, gradients="int4", parameters="int4")),
+    "1 int4 accumulate": Plan({**_sent(1, gradients="int4"), "batch": {"accumulate": 2}}),
+    "2 ternary": Plan(_sent(2, gradients="ternary")),
+    "3 topk": Plan(_sent(3, gradients="topk")),
+    "1 ternary both, 8-bit start": Plan(
+        _sent(1, gradients="ternary", parameters="ternary", warmup="int8", warmup_steps=2)
+    ),
+    "3 int8 gathers": Plan(_sent(3, parameters="int8")),
+    "2 carrier": Plan(
+        {**_sent(2, gradients="ternary", parameters="ternary", carrier=0.9, warmup_steps=1), "optimizer": ONEBIT}
+    ),
+    "0 1-bit Adam": Plan({**_sent(0, warmup_steps=1), "optimizer": ONEBIT}),
+    "1 1-bit Adam": Plan({**_sent(1, warmup_steps=1), "optimizer": ONEBIT}),
+    "0 0/1 Adam": Plan({**_zero(0), "optimizer": {"name": "zeroone_adam", "lr": 2e-3}}),
+    "0 low rank": Plan(_sent(0, gradients="low_rank", warmup_steps=1)),
+    "2 low rank": Plan(_sent(2, gradients="low_rank", warmup_steps=1)),
+    "1 DiLoCo": Plan(_sent(1, every=2), nodes=2, worlds=(2, 4)),
+    "1 DiLoCo, ternary": Plan(_sent(1, every=2, gradients="ternary"), nodes=2, worlds=(2, 4)),
+    "1 tensor": Plan(_axes(1, tensor=2), worlds=(2, 4), cases=LANGUAGE),
+    "3 tensor": Plan(_axes(3, tensor=2), worlds=(2, 4), cases=LANGUAGE),
+    "3 sequence": Plan(_axes(3, sequence=2), worlds=(2, 4), cases=LANGUAGE),
+    "2 pipeline": Plan(
+        {**_axes(2, pipeline=2), "batch": {"accumulate": 2}}, worlds=(2, 4), cases=LANGUAGE, loop="batches"
+    ),
+    "1 zero bubble": Plan(
+        {**_axes(1, **ZERO_BUBBLE), "batch": {"accumulate": 2}}, worlds=(2, 4), cases=LANGUAGE, loop="batches"
+    ),
+    "3 tensor, pipeline": Plan(
+        {**_axes(3, tensor=2, pipeline=2), "batch": {"accumulate": 2}}, worlds=(4,), cases=LANGUAGE, loop="batches"
+    ),
 }
 QUICK_PLANS = ("1", "2 bf16 lean", "3", "3 on disk", "3 in backward", "3 accumulate")
-NUM_NODES = 2  # that the ranks of the hierarchical plan pretend to be spread over
+
+
+def plans_of(case: str, world: int, names: Sequence[str] = tuple(PLANS)) -> tuple[str, ...]:
+    """Names of the plans under which a case is trained on so many ranks."""
+    return tuple(name for name in names if world in PLANS[name].worlds and case in PLANS[name].cases)
+
 
 Digests = dict[str, Any]
 
@@ -107,44 +165,53 @@ def seed_all(seed: int) -> None:
     numpy.random.seed(seed)
 
 
-def course(case: Case, plan: str, own: Path, saved: Path) -> Digests:
-    """Train, save into ``own``, resume from ``saved``, train on."""
+def course(case: Case, name: str, own: Path, saved: Path) -> Digests:
+    """Train, save into ``own``, resume from ``saved``, and train further."""
+    plan = PLANS[name]
     seen: Digests = {}
     with engine_of(case, plan) as engine:
-        train(engine, case, STEPS, seen, "")
+        train(engine, case, plan, STEPS, seen, "")
         seen["traffic"] = {str(key): str(count) for key, count in engine.traffic_report().rows.items()}
         path = engine.save(own)
-        engine.any(False)  # all ranks have come here: the files are complete
+        engine.any(False)  # every rank has arrived, so the files are complete
         seen["files"] = {file.name: _digest_of_file(file) for file in sorted(path.iterdir())}
     with engine_of(case, plan) as engine:
         engine.load(saved)
-        train(engine, case, RESUMED_STEPS, seen, "resumed, ")
+        train(engine, case, plan, RESUMED_STEPS, seen, "resumed, ")
         with tempfile.TemporaryDirectory() as exported:
             engine.export(exported)
             seen["export"] = {file.name: _digest_of_file(file) for file in sorted(Path(exported).iterdir())}
     return seen
 
 
-def engine_of(case: Case, plan: str) -> partita.Engine:
-    config = {"clip_grad_norm": 0.1, "optimizer": {"lr": 2e-3}, "checkpoint": {"background": False}, **PLANS[plan]}
-    num_nodes = NUM_NODES if plan == "hierarchical" else 1
-    num_local = int(os.environ["WORLD_SIZE"]) // num_nodes
+def engine_of(case: Case, plan: Plan) -> partita.Engine:
+    config = {"clip_grad_norm": 0.1, "optimizer": {"lr": 2e-3}, "checkpoint": {"background": False}, **plan.config}
+    num_local = int(os.environ["WORLD_SIZE"]) // plan.nodes
     node = {"LOCAL_WORLD_SIZE": str(num_local), "LOCAL_RANK": str(int(os.environ["RANK"]) % num_local)}
     with mock.patch.dict(os.environ, node):
         return partita.initialize(case.build(), config)
 
 
-def train(engine: partita.Engine, case: Case, num_steps: int, seen: Digests, prefix: str) -> None:
-    """Train, and note every loss, norm, gradient, weight and optimizer state."""
+def train(engine: partita.Engine, case: Case, plan: Plan, num_steps: int, seen: Digests, prefix: str) -> None:
+    """Train, and note every loss, norm, weight and optimizer state."""
     asked = engine.config.batch.accumulate
     accumulate = 1 if asked == "auto" else asked
+    batches = micro_batches(engine, case, accumulate)
     losses, norms = [], []
-    for micro in islice(micro_batches(case, accumulate), num_steps * accumulate):
-        loss = case.loss(engine(**micro))
-        engine.backward(loss)
-        result = engine.step()
-        losses.append(float(loss.item()).hex())
-        norms.append(None if result.grad_norm is None else result.grad_norm.hex())
+    for step in range(num_steps):
+        if plan.loop == "unfreezing":
+            for param in list(engine.module.parameters())[::2]:
+                param.requires_grad_(step != 1)
+        if plan.loop == "batches":
+            losses.append(float(engine.train_batch(batches)).hex())
+            continue
+        for micro in range(accumulate):
+            with engine.no_sync() if plan.loop == "no_sync" and micro < accumulate - 1 else nullcontext():
+                loss = case.loss(engine(**next(batches)))
+                engine.backward(loss)
+            result = engine.step()
+            losses.append(float(loss.item()).hex())
+            norms.append(None if result.grad_norm is None else result.grad_norm.hex())
     seen[f"{prefix}losses"], seen[f"{prefix}norms"] = losses, norms
     seen[f"{prefix}weights"] = {name: _digest(value) for name, value in engine.state_dict().items()}
     seen[f"{prefix}optimizer"] = {
@@ -154,11 +221,11 @@ def train(engine: partita.Engine, case: Case, num_steps: int, seen: Digests, pre
     }
 
 
-def micro_batches(case: Case, accumulate: int) -> Iterator[Batch]:
-    """This rank's parts of one batch after another."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def micro_batches(engine: partita.Engine, case: Case, accumulate: int) -> Iterator[Batch]:
+    """The micro-batches of this rank's data coordinate."""
+    replica, num_replicas = engine.mesh.coordinate("data"), engine.mesh.size("data")
     for batch in case.batches(SAMPLES):
-        yield from parts(parts(batch, world)[rank], accumulate)
+        yield from parts(parts(batch, num_replicas)[replica], accumulate)
 
 
 def _digest(value: Tensor) -> str:

@@ -20,13 +20,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks._bits import PLANS, QUICK_PLANS, Digests, Scope
+from benchmarks._bits import PLANS, QUICK_PLANS, Digests, Scope, plans_of
 from benchmarks._common import RESULTS, ROOT, Report
 from benchmarks._started import started
 from tests.local.models import CASES
 
 WORLDS = (1, 2, 4)
-HIERARCHICAL_WORLD = 4
 
 
 def main() -> int:
@@ -36,13 +35,15 @@ def main() -> int:
     made.add_argument("after", type=Path, nargs="?", default=own, help="the interpreter of the other (this one)")
     made.add_argument("--quick", action="store_true", help="one model, few plans, 1 and 2 ranks")
     made.add_argument("--ranks", type=int, nargs="+", default=list(WORLDS), help="numbers of ranks (not with --quick)")
+    made.add_argument("--plans", nargs="+", default=list(PLANS), choices=PLANS, metavar="PLAN", help="plans (all)")
+    made.add_argument("--models", nargs="+", default=list(CASES), choices=CASES, help="models (all)")
     made.add_argument("--save", action="store_true", help=f"write the report into {RESULTS.relative_to(ROOT)}/")
     options = made.parse_args()
     report = Report("Two checkouts")
     report.begin()
     report.write(_TEXT)
     report.write()
-    cases = ("decoder",) if options.quick else tuple(CASES)
+    cases = ("decoder",) if options.quick else tuple(options.models)
     worlds = WORLDS[:2] if options.quick else options.ranks
     rows = (row for world in worlds for row in _rows(report, options, world, cases))
     report.table(["model", "ranks", "plans", "digests compared", "that differ"], rows)
@@ -54,9 +55,9 @@ an export, by two versions of the library; then the same for training that goes 
 
 
 def _rows(report: Report, options: argparse.Namespace, world: int, cases: Sequence[str]) -> Iterator[list[str]]:
-    plans = QUICK_PLANS if options.quick else tuple(PLANS)
-    plans = tuple(plan for plan in plans if plan != "hierarchical" or world == HIERARCHICAL_WORLD)
+    names = QUICK_PLANS if options.quick else options.plans
     for case in cases:
+        plans = plans_of(case, world, names)
         with tempfile.TemporaryDirectory() as before, tempfile.TemporaryDirectory() as after:
             scope = Scope((case,), plans)
             expected = _train(options.before, world, scope, Path(before), Path(before))

@@ -89,6 +89,27 @@ def test_threads_wait_for_messages_of_their_own(channels: tuple[Channel, Channel
         assert [message.result(5) for message in received] == [(tag, 10 * tag) for tag in range(4)]
 
 
+def test_both_ends_send_more_than_the_socket_holds_before_either_receives(channels: tuple[Channel, Channel]) -> None:
+    for tag in range(5_000):
+        for end in channels:
+            end.send(OFFERED, tag, address=tag)
+    for end in channels:
+        assert [end.receive(OFFERED, tag)[0] for tag in range(5_000)] == list(range(5_000))
+    for end in channels:  # and once more, when the threads that sent the rest have ended
+        end.send(READ, 0)
+    for end in channels:
+        end.receive(READ, 0)
+
+
+def test_a_full_channel_is_told_that_the_other_ended(channels: tuple[Channel, Channel]) -> None:
+    for tag in range(5_000):
+        channels[0].send(OFFERED, tag)
+    channels[1].close()
+    with pytest.raises(RuntimeError, match="sending to a rank of this node"):
+        while True:
+            channels[0].send(OFFERED, 0)
+
+
 def test_all_threads_are_told_that_the_other_ended(channels: tuple[Channel, Channel]) -> None:
     with ThreadPoolExecutor(3) as threads:
         received = [threads.submit(channels[1].receive, OFFERED, tag) for tag in range(3)]

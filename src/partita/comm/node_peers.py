@@ -61,20 +61,59 @@ def read_memory(process: int, address: int, into: Tensor) -> None:
 class Channel:
     """Messages to and from one peer, for one purpose, each waited for at most ``timeout_s``. Several threads may wait
     for messages of their own.
+
+    Sending never waits for the peer: two ranks that begin many exchanges before they end the first one would
+    otherwise both wait for the other to receive. Messages that the socket has no space for are sent, in order, by a
+    thread that ends with the last of them.
     """
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
-        connection.settimeout(timeout_s)
+        connection.settimeout(timeout_s)  # this also makes the descriptor non-blocking, as `send` requires
         self._socket = connection
         keep_from_children(connection.fileno())  # or it would not end with this process
         self._received: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(deque)
         self._listening, self._changed = False, threading.Condition()  # one thread listens, for all
+        self._unsent, self._sending = deque[bytes](), threading.Lock()
+        self._sender: threading.Thread | None = None  # runs while there are unsent messages
+        self._failure: OSError | None = None  # of that thread
 
     def send(self, kind: int, tag: int, address: int = 0, num_bytes: int = 0) -> None:
+        """Send a message, or queue it where the socket is full.
+
+        Raises:
+            RuntimeError: the peer has ended, or has not received an earlier message in time.
+        """
+        message = MESSAGE.pack(kind, tag, address, num_bytes)
         try:
-            self._socket.sendall(MESSAGE.pack(kind, tag, address, num_bytes))
+            with self._sending:
+                if self._failure is not None:
+                    raise self._failure
+                if self._sender is None:
+                    with contextlib.suppress(BlockingIOError):
+                        message = message[os.write(self._socket.fileno(), message) :]
+                if message:
+                    self._unsent.append(message)
+                    if self._sender is None:
+                        self._sender = threading.Thread(target=self._send_queued, name="partita sender", daemon=True)
+                        self._sender.start()
         except OSError as error:
             raise RuntimeError(f"sending to a rank of this node: {error}") from error
+
+    def _send_queued(self) -> None:
+        """Send the queued messages, each as soon as the socket has space for it."""
+        while True:
+            with self._sending:
+                if not self._unsent:
+                    self._sender = None
+                    return
+                message = self._unsent.popleft()
+            try:
+                self._socket.sendall(message)
+            except OSError as error:
+                with self._sending:
+                    self._failure, self._sender = error, None
+                    self._unsent.clear()
+                return
 
     def receive(self, kind: int, tag: int) -> tuple[int, int]:
         """Wait for a message of this kind and tag; others are kept until they are asked for.
@@ -107,6 +146,8 @@ class Channel:
     def close(self) -> None:
         with contextlib.suppress(OSError):  # so that whoever waits in another thread is told
             self._socket.shutdown(socket.SHUT_RDWR)
+        if (sender := self._sender) is not None:
+            sender.join()
         self._socket.close()
 
 

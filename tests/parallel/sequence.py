@@ -406,6 +406,21 @@ def _present(gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
 # -- what cannot be cut ------------------------------------------------------------------------------------------------
 
 
+GATES = {"gate of 0": 0.0, "gate of 1e-6": 1e-6}
+
+
+class _GradientsOfNormOne(torch.autograd.Function):
+    """The identity, whose gradient has the norm 1 over all positions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] / gradients[0].norm()
+
+
 class Mixing(nn.Module):
     """[batch, positions, WIDTH] to the same, in one of several ways."""
 
@@ -413,6 +428,10 @@ class Mixing(nn.Module):
         super().__init__()
         self.layer, self.how = nn.Linear(WIDTH, WIDTH), how
         self.convolution = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        if how in GATES:
+            self.gate = nn.Parameter(torch.full((WIDTH,), GATES[how]))
+        if how == "batch norm":
+            self.norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: Tensor, table: Tensor | None = None) -> Tensor:
         if self.how == "by hand":
@@ -424,6 +443,14 @@ class Mixing(nn.Module):
             return x + (heads @ heads.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ heads
         if self.how == "convolution":
             return x + self.convolution(x.mT).mT
+        if self.how in GATES:
+            return x + self.gate * self.convolution(x.mT).mT
+        if self.how == "gradients":
+            return x + _GradientsOfNormOne.apply(self.layer(x))
+        if self.how == "batch norm":
+            return x + self.norm(x.mT).mT
+        if self.how == "alike":  # the positions of the first block's input are
+            return x + self.layer(x.mean(1, keepdim=True))
         if self.how == "table":
             return x + self.layer(x) * torch.arange(LENGTH)[None, :, None]
         return x + self.layer(x)
@@ -437,7 +464,7 @@ class Mixer(nn.Module):
         self.head = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
+        x = self.embedding(torch.zeros_like(tokens) if self.how == "alike" else tokens)
         for block in self.blocks:
             x = block(x)
             if self.how == "between":
@@ -445,13 +472,58 @@ class Mixer(nn.Module):
         return self.head(x)
 
 
-def mixed(how: str) -> bool:
+def mixed(how: str, config: Mapping[str, Any] = {}) -> bool:
     """Whether a model that mixes positions like this trains."""
     seeds.start()
-    with partita.initialize(Mixer(how), {"parallel": {"sequence": world()}}) as engine:
+    with partita.initialize(Mixer(how), {"parallel": {"sequence": world()}, **config}) as engine:
         tokens = batch_of("decoder")["tokens"]
         engine.backward(F.cross_entropy(engine(tokens).flatten(0, 1), tokens.flatten()))
         return engine.step().stepped
+
+
+def first_call_changes() -> list[str]:
+    """What a call that is checked leaves changed beside its gradients: of random numbers, parameters and buffers."""
+    seeds.start()
+    model = Mixer("nothing")
+    for block in model.blocks:
+        block.register_buffer("scale", torch.ones(3))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    zero = {"stage": 3, "units": ["Mixing", "Linear"]}  # inside a block, parameters are at rest until they are used
+    with partita.initialize(model, {"parallel": {"sequence": world()}, "zero": zero}) as engine:
+        state = torch.get_rng_state()
+        engine(batch_of("decoder")["tokens"])
+        changed = [] if torch.equal(state, torch.get_rng_state()) else ["random state"]
+        with engine.gathered():
+            after = model.state_dict()
+            changed += [name for name, value in before.items() if not torch.equal(value, after[name])]
+        changed += [name for name, module in model.named_modules() if not module.training]
+    return changed
+
+
+class Penalized(Mixer):
+    """Its loss has a penalty on gradients inside its forward, or returns its embeddings for one outside."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__("nothing")
+        self.penalty = how
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = first = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+        if self.penalty == "outside":
+            return loss, first
+        (gradient,) = torch.autograd.grad(loss, first, create_graph=self.penalty == "inside")
+        return loss + gradient.square().sum()
+
+
+def penalized(how: str) -> None:
+    """Ends in an error."""
+    seeds.start()
+    with partita.initialize(Penalized(how), {"parallel": {"sequence": world()}}) as engine:
+        loss, first = engine(batch_of("decoder")["tokens"])
+        torch.autograd.grad(loss, first, create_graph=True)
 
 
 def mixed_in_stages(how: str) -> None:

@@ -100,6 +100,11 @@ HIDDEN = {
     "by hand": "'blocks.0' computes something else on slices of the sequence .* Attention is seen where it is",
     "causal by hand": "'blocks.0' computes something else on slices of the sequence",
     "convolution": "'blocks.0' computes something else on slices of the sequence",
+    "gate of 0": "'blocks.0' computes something else on slices of the sequence",
+    "gate of 1e-6": "'blocks.0' computes something else on slices of the sequence",
+    "alike": "'blocks.0' computes something else on slices of the sequence",
+    "batch norm": "'blocks.0' computes something else on slices of the sequence",
+    "gradients": "'blocks.0' has other gradients on slices of the sequence",
     "table": "'blocks.0' runs on whole sequences and not on slices: The size of tensor a .1[12]. must match",
     "between": "'blocks.1' is called with 1[23] positions, where this rank has 1[12] of 23: between the blocks",
 }
@@ -109,6 +114,31 @@ HIDDEN = {
 def test_what_slices_do_not_see_is_found_on_the_first_batch(how: str) -> None:
     with pytest.raises(PartitaError, match=HIDDEN[how]):
         pool.run(2, sequence.mixed, how)
+
+
+def test_it_is_found_where_parameters_are_sharded_inside_blocks() -> None:
+    config = {"zero": {"stage": 3, "units": ["Mixing", "Linear", "Conv1d"]}}
+    with pytest.raises(PartitaError, match="'blocks.0' computes something else on slices of the sequence"):
+        pool.run(2, sequence.mixed, "gate of 0", config)
+    assert all(pool.run(2, sequence.mixed, "nothing", config))
+
+
+def test_the_check_of_the_first_batch_leaves_everything_as_it_was() -> None:
+    assert pool.run(2, sequence.first_call_changes) == [[], []]
+
+
+PENALTIES = {
+    "inside": "gradients are computed inside the model's forward",
+    "without a graph": "gradients are computed inside the model's forward",
+    "outside": "create_graph=True asks for gradients of gradients",
+}
+
+
+@pytest.mark.parametrize("how", PENALTIES)
+def test_gradients_of_slices_are_not_given_out(how: str) -> None:
+    """Each rank would have its own part, and gradients of gradients would be without what ranks exchange."""
+    with pytest.raises(PartitaError, match=f"parallel.sequence: 2: {PENALTIES[how]}"):
+        pool.run(2, sequence.penalized, how)
 
 
 def test_it_is_found_in_the_stages_of_a_pipeline() -> None:

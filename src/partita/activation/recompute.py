@@ -24,6 +24,7 @@ from partita.activation.inputs import Call, RestingInputs
 from partita.activation.kept_whole import KeptWhole
 from partita.activation.tiles import InTiles
 from partita.errors import ConfigError, PartitaError
+from partita.parallel.sequence.exchange import is_checking
 from partita.planner.group_units import modules_like
 from partita.sharding.buffers import buffers_kept
 from partita.sharding.compiler import constant
@@ -147,7 +148,7 @@ class Recomputed:
         self._selective, self._inputs, self._kept = selective, inputs, kept
 
     def __call__(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or checkpoints_itself(self._module):
+        if not torch.is_grad_enabled() or checkpoints_itself(self._module) or _is_checked():
             return own(*args, **kwargs)
         if self._kept is None or not self._is_first():
             return self._recomputed(own, *args, **kwargs)
@@ -217,6 +218,10 @@ class Repeating:
 
     def __exit__(self, *raised: Any) -> None:
         self._entered.__exit__(*raised)
+
+
+def _is_checked() -> bool:
+    return not torch.compiler.is_compiling() and is_checking()
 
 
 @constant

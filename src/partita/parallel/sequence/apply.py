@@ -13,8 +13,9 @@ from partita.parallel.logits import slice_of
 from partita.parallel.sequence.attention import KINDS, offer_to_transformers
 from partita.parallel.sequence.biases import follow_biases
 from partita.parallel.sequence.blocks import Blocks
-from partita.parallel.sequence.exchange import enter
+from partita.parallel.sequence.exchange import enter, forward_begins, forward_ends
 from partita.planner.group_units import find_blocks
+from partita.sharding.compiler import eager
 from partita.sharding.hooks import Hook
 from partita.transforms.modules import ModuleTransforms
 
@@ -44,11 +45,21 @@ class SequenceParallel:
         kinds = _offer_attention(model, changes)
         self.stacks = [Blocks(blocks, mesh, group, changes, intercept=not kinds) for blocks in stacks]
         changes.on_undo(model.register_forward_pre_hook(Hook(self._refuse_collected), with_kwargs=True).remove)
+        changes.on_undo(model.register_forward_pre_hook(Hook(self._begin)).remove)
+        changes.on_undo(model.register_forward_hook(Hook(self._end), always_call=True).remove)
         seen = " and ".join(sorted(kinds)) or "scaled_dot_product_attention"
         self.lines = [f"{name}: a slice of the sequence, attention by {seen}" for blocks in stacks for name in blocks]
         if (head := _head(model, stacks)) is not None:
             changes.wrap_forward(head[1], HeadOfSlices(self.stacks[-1]))
             self.lines.append(f"{head[0]}: a slice of the sequence, logits up to the loss")
+
+    @eager
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        forward_begins(self.group)
+
+    @eager
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        forward_ends(self.group)
 
     def _refuse_collected(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         config = getattr(module, "config", None)

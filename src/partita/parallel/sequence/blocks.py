@@ -44,7 +44,7 @@ class Blocks:
     def __init__(
         self, blocks: Mapping[str, nn.Module], mesh: Mesh, group: Group, changes: ModuleTransforms, *, intercept: bool
     ) -> None:
-        self.blocks, self._group, self._mesh = blocks, group, mesh
+        self.blocks, self.group, self.mesh = blocks, group, mesh
         self._names = {id(block): name for name, block in blocks.items()}
         self._first, self._last = (list(blocks.values())[at] for at in (0, -1))
         self.slices: Slices | None = None  # of the last forward
@@ -102,7 +102,7 @@ class Blocks:
         if (repeated := torch._C._current_graph_task_id() != -1) and hidden in self._of_inputs:
             return self._of_inputs[hidden]
         if (module is self._first or self.slices is None) and not repeated:
-            self.slices = Slices.even(hidden.shape[1], self._group, self._mesh)
+            self.slices = Slices.even(hidden.shape[1], self.group, self.mesh)
             self._cut.clear()
         elif self.slices is None or hidden.shape[1] != self.slices.num_own:
             raise PartitaError(

@@ -5,17 +5,69 @@ alone has its gradient multiplied by their number, once, where the parts of the 
 sum of the parts. What all ranks compute alike has the same gradient on all of them, and the mean of that is it.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from partita.comm.group import Group
+from partita.errors import PartitaError
 from partita.parallel.sequence.slices import Slices
 
 PURPOSE = "sequence"
 Heads = Sequence[Sequence[int]]
 Gradients = tuple[Tensor | None, ...]
+
+_forwards = Counter[Group]()  # of models on slices over a group, that are running
+_checks = set[Group]()  # groups whose first batch is being checked
+
+
+def forward_begins(group: Group) -> None:
+    """A forward of a model on slices begins."""
+    _forwards[group] += 1
+
+
+def forward_ends(group: Group) -> None:
+    """It has ended, with or without an error."""
+    _forwards[group] -= 1
+    if _forwards[group] <= 0:
+        del _forwards[group]
+
+
+@contextmanager
+def checking(group: Group) -> Iterator[None]:
+    """A block inside which gradients of slices are asked for by who knows that they are partial."""
+    _checks.add(group)
+    try:
+        yield
+    finally:
+        _checks.discard(group)
+
+
+def is_checking() -> bool:
+    """True while a block's first call is checked, which is no call of the training."""
+    return bool(_checks)
+
+
+def check_backward(slices: Slices) -> None:
+    """Refuse backwards whose gradients are used before they are averaged over the ranks.
+
+    Raises:
+        PartitaError: the model's forward is still running, or gradients of gradients are asked for.
+    """
+    group, what = slices.group, None
+    if _forwards[group] and group not in _checks:
+        what = "gradients are computed inside the model's forward (torch.autograd.grad, or a backward)"
+    elif torch.is_grad_enabled():
+        what = "create_graph=True asks for gradients of gradients"
+    if what is not None:
+        raise PartitaError(
+            f"parallel.{PURPOSE}: {group.size}: {what}, of which each rank has the part of its own slice of the "
+            f"sequence; set parallel.{PURPOSE}: 1 and share the model in another way (zero.stage: 3)"
+        )
 
 
 def enter(whole: Tensor, dim: int, slices: Slices) -> Tensor:
@@ -78,6 +130,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        check_backward(ctx.slices)
         whole = gradients[0].new_zeros(ctx.shape)
         ctx.slices.take(whole, ctx.dim).copy_(gradients[0])
         return whole, None, None
@@ -91,6 +144,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        check_backward(ctx.slices)
         slices, parts = ctx.slices, ctx.slices.cut(gradients[0], ctx.dim)
         own = parts[slices.group.index]
         received = slices.group.all_to_all(parts, [own.shape] * len(parts), PURPOSE)
@@ -110,6 +164,7 @@ class _HeadsForPositions(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        check_backward(ctx.slices)
         slices, gradient = ctx.slices, gradients[0]
         batch, _, _, size = gradient.shape
         shapes = [[batch, len(taken), slices.num_own, size] for taken in ctx.heads]
@@ -133,6 +188,7 @@ class _PositionsForHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        check_backward(ctx.slices)
         slices, gradient = ctx.slices, gradients[0]
         batch, _, _, size = gradient.shape
         own = gradient.new_empty(batch, len(ctx.heads[slices.group.index]), 0, size)
@@ -155,6 +211,7 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        check_backward(ctx.slices)
         gradient, slices = gradients[0], ctx.slices
         shapes = [[len(rows), *gradient.shape[1:]] for rows in ctx.sent]
         parts = [gradient.index_select(0, place) for place in ctx.places]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partita.parallel.sequence.exchange import PURPOSE, Gradients
+from partita.parallel.sequence.exchange import PURPOSE, Gradients, check_backward
 from partita.parallel.sequence.slices import Slices
 
 # Keys whose scores are there at a time.
@@ -55,6 +55,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        check_backward(ctx.slices)
         query, key, value, mask, result, log_sum = ctx.saved_tensors
         slices, scale, num_keys = ctx.slices, ctx.scale, key.shape[1]
         grouped, gradient = _grouped(query, num_keys), _grouped(gradients[0], num_keys)

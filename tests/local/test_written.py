@@ -1,5 +1,7 @@
-"""What is written into parameters that rest whole lasts, whatever the optimizer updates in their place."""
+"""Values written into parameters last, outside and inside forward, whatever the optimizer updates in their place."""
 
+import re
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import partita
 from partita import PartitaError
 from tests import seeds
 from tests.local import pool
-from tests.local.training import Stack, rank, square_loss, whole_weights, world
+from tests.local.training import Stack, inputs, rank, square_loss, whole_weights, world
 from tests.matrix import matrix
 
 STILL = {"name": "sgd", "lr": 0.0, "momentum": 0.9, "weight_decay": 0.0}
@@ -26,6 +28,18 @@ PLANS: dict[str, dict[str, Any]] = {
     "host": {"zero": {"stage": 1, "offload": {"optimizer": "host"}}},
     "disk": {"zero": {"stage": 2, "offload": {"optimizer": "disk"}}, "precision": BF16},
     "in backward": {"zero": {"stage": 2}, "precision": {**BF16, "gradients": "in_backward"}},
+}
+
+STAGE_3 = {"stage": 3, "units": ["Halving"]}
+SHARDED: dict[str, dict[str, Any]] = {
+    "fp32": {"zero": {**STAGE_3}},
+    "kept": {"zero": {**STAGE_3, "keep_gathered": True}},
+    "bf16": {"zero": {**STAGE_3}, "precision": BF16},
+    "split": {"zero": {**STAGE_3}, "precision": {**BF16, "master": "split"}},
+    "host": {"zero": {**STAGE_3, "offload": {"parameters": "host", "optimizer": "host"}}},
+    "disk": {"zero": {**STAGE_3, "offload": {"parameters": "disk", "optimizer": "disk"}}, "precision": BF16},
+    "in backward": {"zero": {**STAGE_3}, "precision": {**BF16, "gradients": "in_backward"}},
+    "recomputed": {"zero": {**STAGE_3}, "activations": {"checkpoint": ["Halving"]}},
 }
 
 
@@ -89,6 +103,118 @@ def leaves_the_rest() -> None:
             assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
+class Halving(nn.Module):
+    """Halves its weight whenever it runs."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+        self.weight = nn.Parameter(torch.randn(16, 16))
+        self.average = nn.Parameter(torch.randn(16, 16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(self.factor)
+        return x @ self.weight + x @ self.average
+
+
+class Writing(nn.Module):
+    """Blocks that write their own weights; the model itself writes the frozen ones of the first block."""
+
+    def __init__(self, factor: float = 0.5) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Halving(factor) for _ in range(3)])
+        self.last = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first: Any = self.blocks[0]
+        with torch.no_grad():
+            first.average.mul_(0.5)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def after_a_forward(values: Mapping[str, Tensor], runs: int = 1) -> dict[str, Tensor]:
+    """The parameters of :class:`Writing` after one forward in which its blocks run ``runs`` times."""
+    written = dict(values)
+    for name in (name for name in values if name.startswith("blocks") and name.endswith("weight")):
+        written[name] = values[name] * 0.5**runs
+    written["blocks.0.average"] = values["blocks.0.average"] * 0.5
+    return written
+
+
+def lasts_in_forward(plan: str, folder: Path) -> None:
+    """Every forward halves the weights, and so does its recomputation, as in one process."""
+    seeds.start()
+    model = Writing()
+    expected = fresh_values(model)
+    model.load_state_dict(expected)
+    config = {**SHARDED[plan], "optimizer": STILL, "checkpoint": {"dir": str(folder), "background": False}}
+    # A parameter is written outside the forward of its unit, which stays gathered then.
+    with warnings.catch_warnings(action="ignore"), partita.initialize(model, config) as engine:
+        for step in range(3):
+            train_step(engine, step)
+            expected = after_a_forward(expected, 2 if plan == "recomputed" else 1)
+            holds(engine, expected)
+        engine.save()
+        with torch.no_grad():
+            engine(inputs(0, 9))
+        holds(engine, after_a_forward(expected))
+        engine.load()
+        holds(engine, expected)
+
+
+def differs_in_forward(zero: Mapping[str, Any], precision: Mapping[str, Any], use: str) -> str:
+    seeds.start()
+    with partita.initialize(
+        Writing(0.5 + rank()), {"zero": zero, "precision": precision, "optimizer": STILL}
+    ) as engine:
+        with pytest.raises(PartitaError) as raised, warnings.catch_warnings(action="ignore"):
+            engine.backward(square_loss(engine, 0, 0))
+            engine.step() if use == "step" else engine.state_dict()
+        return str(raised.value)
+
+
+def keeps_digits(master: str) -> None:
+    """Where a forward writes one row, the other rows of the master weights keep their digits."""
+    seeds.start()
+    config = {"zero": {"stage": 3}, "precision": {**BF16, "master": master}, "optimizer": {"lr": 0.1}}
+    with partita.initialize(Renormalized(), config) as engine:
+        for _ in range(2):
+            engine.backward(engine(torch.tensor([3])).square().mean() + engine(torch.tensor([5])).mean())
+            assert engine.step().stepped
+        before = engine.state_dict()
+        with torch.no_grad():
+            engine(torch.tensor([3]))
+        after = engine.state_dict()
+        if rank() == 0:
+            assert not torch.equal(before["table.weight"], before["table.weight"].bfloat16().float())
+            assert after["table.weight"][3].norm() < 0.51 < before["table.weight"][3].norm()
+            before["table.weight"][3] = after["table.weight"][3]
+            assert torch.equal(after["table.weight"], before["table.weight"])
+
+
+class Renormalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 16, max_norm=0.5)
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.last(self.table(tokens))
+
+
+def refuses_codes() -> None:
+    """Values that were decoded from codes are not stored in place of those with all digits."""
+    config = {"zero": {"stage": 3}, "communication": {"parameters": "int8"}, "optimizer": STILL}
+    with partita.initialize(Writing(), config) as engine:
+        match = r"'blocks.[01].weight' was written in forward.*communication.parameters"
+        with pytest.raises(PartitaError, match=match), warnings.catch_warnings(action="ignore"):
+            engine.backward(square_loss(engine, 0, 0))
+            engine.step()
+
+
 def _one_more(engine: partita.Engine) -> None:
     if rank():
         nn.init.zeros_(engine.module.first.weight)
@@ -128,3 +254,24 @@ def test_ranks_that_write_differently_are_told(write: Any, plan: str, use: str) 
         assert "rank 1 wrote other values into parameters than rank 0" in said
         assert "'first.weight'" in said
         assert "engine.gathered(..., modify=True)" in said
+
+
+@matrix(plan=SHARDED, world=[1, 2])
+def test_what_forward_writes_lasts(plan: str, world: int, tmp_path: Path) -> None:
+    pool.run(world, lasts_in_forward, plan, tmp_path)
+
+
+@matrix(stage=[1, 2, 3], precision=[{"compute": "fp32"}, BF16], use=["step", "state_dict"])
+def test_forwards_that_write_differently_are_told(stage: int, precision: Mapping[str, Any], use: str) -> None:
+    for said in pool.run(2, differs_in_forward, {"stage": stage}, precision, use):
+        assert "rank 1 wrote other values into parameters than rank 0" in said
+        assert re.search(r"'blocks.\d.weight'", said)
+
+
+@pytest.mark.parametrize("master", ["fp32", "split"])
+def test_rows_that_forward_leaves_alone_keep_their_digits(master: str) -> None:
+    pool.run(2, keeps_digits, master)
+
+
+def test_written_codes_are_refused() -> None:
+    pool.run(2, refuses_codes)

@@ -64,6 +64,7 @@ class Gathered:
         finally:
             self.num_open -= 1
             self._cut(made_whole)
+            self._runtime.written.forget(member for unit in sharded for member in unit.members)
             self._runtime.residency.let_go(sharded)
 
     def _make_whole(self, holdings: Sequence[Holding]) -> list[Holding]:

@@ -130,16 +130,15 @@ class Consensus:
             PartitaError: on all ranks: they did not.
         """
         written = self._written
-        own = (self._alike, written.names, written.digest)
-        every = self._all_ranks.exchange_objects(own, "what was written")
+        every = self._all_ranks.exchange_objects((self._alike, written.sums), "what was written")
         written.agreed()
-        for rank, (alike, names, digest) in enumerate(every):
-            _, first, expected = every[alike[0]]
-            if digest != expected:
-                name = next(iter({*first} ^ {*names}), (names or first)[0])
+        for rank, (alike, sums) in enumerate(every):
+            _, first = every[alike[0]]
+            if differing := [name for name in first | sums if first.get(name) != sums.get(name)]:
                 raise PartitaError(
                     f"step {step}: rank {rank} wrote other values into parameters than rank {alike[0]}, or into "
-                    f"others (of {len({*first, *names})}: '{name}'); write the same on every rank, or write inside "
+                    f"others (of {len(first | sums)}: '{differing[0]}'); write the same on every rank (in forward, "
+                    "nothing that depends on a rank's own samples, as nn.Embedding(max_norm=) does), or write inside "
                     "`with engine.gathered(..., modify=True)`, where rank 0's values become those of all"
                 )
 

@@ -45,8 +45,13 @@ class MasterWeights:
         """The weights that ``held`` has, or, with the same elements of the ``parameters``, has the low halves of."""
         return join(parameters.to(held.device), held) if self.splits else held
 
-    def set(self, values: Tensor, names: AbstractSet[str]) -> None:
-        """Overwrite the weights of the named parameters by their ``values``, this rank's part of all."""
+    def set(self, values: Tensor, names: AbstractSet[str], before: Tensor | None = None) -> None:
+        """Overwrite the weights of the named parameters by their ``values``, this rank's part of all.
+
+        Args:
+            before: the parameters without what was written, where they are known: where they are equal to ``values``,
+                low halves stay.
+        """
         lease = self.lend()
         master = lease.wait()
         values = values.to(master.device)
@@ -54,7 +59,8 @@ class MasterWeights:
             if span.fqn in names:
                 place = slice(span.offset, span.offset + span.num_elements)
                 if self.splits:
-                    master[place] = 0
+                    same = None if before is None else before[place].to(values.device) == values[place]
+                    master[place] = 0 if same is None else master[place].where(same, torch.zeros_like(master[place]))
                 else:  # where a value is the master's own, rounded, the master keeps its digits
                     own = master[place].to(values.dtype) == values[place]
                     master[place] = torch.where(own, master[place], values[place].to(master))

@@ -18,6 +18,7 @@ from partita.sharding.agreement import Agreement
 from partita.sharding.events import Subscriber, Visit
 from partita.sharding.executor import Executor
 from partita.sharding.unit import Unit, UnitState
+from partita.sharding.written import Written
 
 
 class Residency:
@@ -30,10 +31,13 @@ class Residency:
     Args:
         units: all units that do not rest whole, in the model's order.
         prefetch_bytes: how many bytes may be gathered ahead of the unit in use.
+        written: stores what was written into a unit before it is released.
     """
 
-    def __init__(self, units: Sequence[Unit], executor: Executor, agreement: Agreement, prefetch_bytes: int) -> None:
-        self.units, self._executor, self._agreement = units, executor, agreement
+    def __init__(
+        self, units: Sequence[Unit], executor: Executor, agreement: Agreement, prefetch_bytes: int, written: Written
+    ) -> None:
+        self.units, self._executor, self._agreement, self._written = units, executor, agreement, written
         self._owner = {id(member.param): unit for unit in units for member in unit.members}
         self._prefetch_bytes = prefetch_bytes
         self._order: list[tuple[Unit, bool]] = []  # of the last step: each unit opened, and whether by a backward
@@ -88,7 +92,7 @@ class Residency:
                 return
         if self.within_batch and unit.stays_whole:
             return
-        self._executor.release(unit)
+        self._release(unit)
         self._prefetch()
 
     def _recomputes(self, unit: Unit) -> bool:
@@ -197,10 +201,14 @@ class Residency:
         self._position = 0
 
     def updated(self) -> None:
-        """Parameters were changed: graphs of earlier forwards are void."""
+        """Parameters were changed: graphs of earlier forwards are void, and units that stayed gathered for them are
+        released.
+        """
         self.version += 1
         for unit in self.units:
             unit.has_second = False
+            unit.pinned = False
+        self._rest_idle()
 
     def _rest_idle(self) -> None:
         if self.within_batch:  # what is idle stays whole, or was gathered ahead for the next micro-batch
@@ -211,7 +219,13 @@ class Residency:
 
     def _evict(self, unit: Unit) -> None:
         self._finish_gather(unit)
-        self._executor.release(unit)
+        self._release(unit)
+
+    def _release(self, unit: Unit) -> None:
+        try:
+            self._written.take_from(unit)
+        finally:
+            self._executor.release(unit)
 
     # ----------------------------------------------------------------- prefetch
 

@@ -89,7 +89,8 @@ class Runtime:
             mesh.watchdog = collectives.all_ranks.watchdog()
         agreement = agree(self.gradient_group, mesh, lambda: self.reducer.release_held_back())
         ahead = bytes_ahead(blueprint.units, config.zero.prefetch_bytes)
-        self.residency = Residency(sharded, self.executor, agreement, ahead)
+        self.written = Written(self.units)
+        self.residency = Residency(sharded, self.executor, agreement, ahead, self.written)
         self._wait_in_threads()
         self._hooks: list[Any] = []
         self._accumulate = blueprint.resolved.batch.accumulate
@@ -100,7 +101,7 @@ class Runtime:
             self.reducer = GradientReducer(self._make_buckets(blueprint), collectives, ledger)
             self._own_buffers.clear()
             self.structure = Structure(model, self.units)
-            self.written = Written(self.units)
+            self.written.note()
             self._buffers = BufferSync(self.structure, collectives, config.communication.buffers == "broadcast")
             self._hooks += cast_borders(model, self._compute, kept)
             self.events = UnitEvents()

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import partita
 from partita import ConfigError
 from tests import seeds
 from tests.local import pool
@@ -255,3 +256,32 @@ def gathered(collectives: Any) -> int:
 
 def test_logits_stay_slices_until_they_are_read() -> None:
     pool.run(2, logits_of, timeout=TIMEOUT_S)
+
+
+class Counted(nn.Module):
+    """A model that divides an embedding's gradient by how often each token occurs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 8, scale_grad_by_freq=True), nn.Linear(8, 12, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.embed(tokens)).flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
+def gradient_by_frequency() -> float:
+    torch.manual_seed(0)
+    model, tokens = Counted(), torch.tensor([[0, 1, 1, 7, 7, 7, 11, 6], [6, 6, 5, 5, 2, 9, 0, 3]])
+    alone = copy.deepcopy(model)
+    alone(tokens).backward()
+    expected = alone.embed.weight.grad
+    with partita.initialize(model, {"parallel": {"tensor": 2}}) as engine:
+        engine.backward(engine(tokens))
+        found = engine.gradient("embed.weight")
+        assert found is not None
+        assert expected is not None
+        return (found - expected).abs().max().item()
+
+
+def test_an_embedding_that_counts_tokens_counts_all_of_them() -> None:
+    assert max(pool.run(2, gradient_by_frequency)) < 1e-6

@@ -3,6 +3,8 @@
 M. Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", section 3:
 f is the identity whose gradient is summed, g the sum whose gradient is passed on. Sums are in rank order, so that all
 ranks go on with the same bits. Between a g and the next f every rank computes the same, in forward and in backward.
+
+Each backward calls the function whose backward is its own forward, so that gradients are differentiable to any order.
 """
 
 import weakref
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from partita.comm.group import Group
+from partita.errors import PartitaError
 from partita.sharding.compiler import eager
 
 PURPOSE = "tensor"
@@ -25,17 +28,18 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return ctx.group.sum(gradients[0], PURPOSE), None
+        return leave(gradients[0], ctx.group), None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
         return group.sum(x, PURPOSE)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None
+        return enter(gradients[0], ctx.group), None
 
 
 class _Gather(torch.autograd.Function):
@@ -46,7 +50,10 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0].split(ctx.sizes, -1)[ctx.group.index], None, None
+        gradient = gradients[0]
+        if gradient.requires_grad:
+            return own_slice(gradient, ctx.group, ctx.sizes), None, None
+        return gradient.split(ctx.sizes, -1)[ctx.group.index], None, None
 
 
 class _Slice(torch.autograd.Function):
@@ -58,7 +65,7 @@ class _Slice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _gathered(gradients[0], ctx.group, ctx.sizes), None, None
+        return gathered(gradients[0], ctx.group, ctx.sizes), None, None
 
 
 def _gathered(x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
@@ -148,6 +155,12 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise PartitaError(
+                "the cross-entropy of logits that are split over the tensor ranks was differentiated with "
+                "create_graph=True, and has no second derivative: set parallel.tensor_rules of the output layer (and "
+                "of an embedding with the same weight) to 'whole'"
+            )
         probabilities, inside, place, is_ignored = ctx.saved_tensors
         gradient = gradients[0].masked_fill(is_ignored, 0.0)
         out = probabilities * gradient[:, None]

@@ -13,8 +13,12 @@ from partita.plan.place import even
 
 
 def is_embedding(module: nn.Module | None) -> bool:
-    """Whether it looks rows up, changing none of them."""
-    return isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse
+    """True if the module looks rows up and does nothing else: it changes no row, and scales no gradient by how often a
+    row was looked up, for which each rank would count only its own rows.
+    """
+    if not isinstance(module, nn.Embedding) or module.sparse:
+        return False
+    return module.max_norm is None and not module.scale_grad_by_freq
 
 
 def find_vocabulary(model: nn.Module) -> list[nn.Module]:

@@ -1,7 +1,9 @@
 """accelerate's Accelerator, with an engine for each model that it prepares."""
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,11 @@ from partita.config.schema import Config
 from partita.errors import ConfigError, PartitaError
 from partita.integrations.fed import fed
 from partita.integrations.huggingface.arguments import Argument, check_alike, merged, precision_of
-from partita.integrations.huggingface.engines import Engines, Prepared, adds_up_whole
+from partita.integrations.huggingface.engines import Engines, adds_up_whole
 from partita.integrations.huggingface.generation import hook_generation
 from partita.integrations.huggingface.optimizer import EngineOptimizer
+from partita.integrations.huggingface.prepared import Prepared
+from partita.integrations.huggingface.saving import saved_weights
 from partita.integrations.huggingface.sharing import SharedScheduler, Sharing
 from partita.memory.accelerator import HOST, device_type
 
@@ -62,6 +66,8 @@ class Accelerator(accelerate.Accelerator):
         super().__init__(*args, **kwargs)
         self._models: list[nn.Module]
         self._optimizers: list[Optimizer]
+        self._save_model_state_pre_hook: OrderedDict[int, Any]
+        self._load_model_state_pre_hook: OrderedDict[int, Any]
         if self.distributed_type in _OTHERS:
             raise _not_alone(self.distributed_type.value)
         _check_ranks(self.num_processes)
@@ -250,7 +256,10 @@ class Accelerator(accelerate.Accelerator):
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> Any:
-        """Save everything; an engine's states as a checkpoint of partita's in the folder."""
+        """Save everything; an engine's states as a checkpoint of partita's in the folder.
+
+        Hooks (``register_save_state_pre_hook``) find all prepared models and their weights, whole on rank 0.
+        """
         with self._without_engines():
             location = super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
         for number, prepared in enumerate(self.engines):
@@ -261,7 +270,11 @@ class Accelerator(accelerate.Accelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
     ) -> None:
-        """Load what :meth:`save_state` saved, under any number of ranks, stage and tiers."""
+        """Load what :meth:`save_state` saved, under any number of ranks, stage and tiers.
+
+        Hooks (``register_load_state_pre_hook``) find all prepared models, whole. Those of engines are loaded in any
+        case, after the hooks.
+        """
         with self._without_engines():
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
         folder = Path(input_dir or _newest(Path(self.project_dir) / "checkpoints")).expanduser()
@@ -270,14 +283,53 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def _without_engines(self) -> Iterator[None]:
-        """Inside, accelerate knows only of what no engine has."""
+        """Inside, accelerate knows only of what no engine has, and its hooks know of everything."""
         models, optimizers = self._models, self._optimizers
+        saving, loading = self._save_model_state_pre_hook, self._load_model_state_pre_hook
         self._models = [model for model in models if self.engines.of(model) is None]
         self._optimizers = [one for one in optimizers if not isinstance(one, EngineOptimizer)]
+        # One hook in place of all, so that models are gathered once; none where there was none.
+        before_saving = {0: partial(self._before_saving, models, saving)} if saving else {}
+        before_loading = {0: partial(self._before_loading, models, loading)} if loading else {}
+        self._save_model_state_pre_hook = OrderedDict[int, Any](before_saving)
+        self._load_model_state_pre_hook = OrderedDict[int, Any](before_loading)
         try:
             yield
         finally:
             self._models, self._optimizers = models, optimizers
+            self._save_model_state_pre_hook, self._load_model_state_pre_hook = saving, loading
+
+    def _before_saving(
+        self,
+        prepared: list[nn.Module],
+        hooks: Mapping[int, Any],
+        others: list[nn.Module],
+        weights: list[Any],
+        folder: str,
+    ) -> None:
+        """Call hooks with all models; what they leave of ``weights`` accelerate saves, but for those of engines."""
+        own = dict(zip(map(id, others), weights, strict=True))
+        with ExitStack() as stack:
+            found = {id(m): stack.enter_context(saved_weights(one)) for m in prepared if (one := self.engines.of(m))}
+            every = [own.get(id(model), found.get(id(model))) for model in prepared]
+            for hook in hooks.values():
+                hook(list(prepared), every, folder)
+        left = set(map(id, every))
+        weights[:] = [value for value in weights if id(value) in left]
+
+    def _before_loading(
+        self, prepared: list[nn.Module], hooks: Mapping[int, Any], others: list[nn.Module], folder: str
+    ) -> None:
+        """Call hooks with all models; those that they leave accelerate loads, but for those of engines."""
+        every = list(prepared)
+        with ExitStack() as stack:
+            for model in prepared:
+                if (one := self.engines.of(model)) is not None:
+                    stack.enter_context(one.engine.gathered(modify=True))
+            for hook in hooks.values():
+                hook(every, folder)
+        left = set(map(id, every))
+        others[:] = [model for model in others if id(model) in left]
 
     # ------------------------------------------------------------------------ end
 

@@ -1,6 +1,6 @@
 """The engines behind an accelerator: one per model, on one mesh."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from partita.engine.start import initialize
 from partita.errors import ConfigError, PartitaError
 from partita.integrations.huggingface.arguments import merged
 from partita.integrations.huggingface.generation import unhook_generation
+from partita.integrations.huggingface.prepared import Prepared
+from partita.integrations.huggingface.saving import hook_saving, unhook_saving
 
 # The attribute of a model that says who has its engine: a trainer may be given a model that another one has trained.
 _HOLDER = "_partita_holder"
@@ -27,24 +29,6 @@ class LeftToTheLoop(LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         return [group["lr"] for group in self.optimizer.param_groups]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A model's engine; whether the model trains, and the dtypes in which its parameters came, by name."""
-
-    engine: Engine
-    trains: bool
-    dtypes: Mapping[str, torch.dtype]
-
-    def state_dict(self, names: Iterable[str] | None = None) -> dict[str, Any]:
-        """The model's state dict in the dtypes in which it came, whole, on rank 0; empty on the others.
-
-        Args:
-            names: only what these stand for (None: all).
-        """
-        values = self.engine.state_dict(names=names)
-        return {name: value.to(self.dtypes[name]) if name in self.dtypes else value for name, value in values.items()}
 
 
 class Engines:
@@ -126,6 +110,7 @@ class Engines:
         )
         made = self._prepared[id(model)] = Prepared(engine, optimizer is not None, dtypes)
         setattr(model, _HOLDER, Holder(self))
+        hook_saving(made)
         return made
 
     def _take_over(self, model: nn.Module) -> None:
@@ -157,6 +142,7 @@ class Engines:
             engine = self._prepared.pop(found).engine
             engine.close()
             unhook_generation(engine.module)
+            unhook_saving(engine.module)
             delattr(engine.module, _HOLDER)
 
 

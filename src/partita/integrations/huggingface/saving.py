@@ -1,10 +1,13 @@
-"""What ``save_pretrained`` is given of a model, and what it cannot know of one that computes in another dtype."""
+"""``save_pretrained`` of a model of which each rank has a shard, and the dtype that it writes of one that computes in
+another.
+"""
 
+import inspect
 import json
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,35 +15,146 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch import nn
 
-from partita.inspection.modules import further_names, persistent_buffers
-from partita.integrations.huggingface.engines import Prepared
+from partita.errors import PartitaError
+from partita.inspection.modules import further_names, persistent_buffers, state_dict_names
+from partita.integrations.huggingface.prepared import Prepared
+
+_NAME = "save_pretrained"
+
+
+def hook_saving(prepared: Prepared) -> None:
+    """Have every ``save_pretrained`` in an engine's model write whole weights, where parameters are sharded at rest; a
+    collective from then on.
+    """
+    engine = prepared.engine
+    if all(unit.rests_whole for unit in engine.units):
+        return
+    for module in engine.module.modules():
+        if callable(getattr(type(module), _NAME, None)):
+            setattr(module, _NAME, SavePretrained(prepared, module))
+
+
+class SavePretrained:
+    """The ``save_pretrained`` of a module of which each rank has a shard: all ranks call it, and rank 0 writes.
+
+    Where ``state_dict`` is given, that is written, and no other rank is needed.
+    """
+
+    def __init__(self, prepared: Prepared, module: nn.Module) -> None:
+        self._prepared, self._module = prepared, module
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy of the module has its own
+        return getattr, (self._module, _NAME)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = getattr(type(self._module), _NAME)
+        given = inspect.signature(own).bind(self._module, *args, **kwargs).arguments
+        values = given.get("state_dict", kwargs.get("state_dict"))
+        if values is not None:
+            with _parameters_replaced(self._module, values):  # their dtype is noted beside them
+                return own(self._module, *args, **kwargs)
+        engine, result, error = self._prepared.engine, None, None
+        try:
+            engine.attend(_NAME)
+        except PartitaError as alone:
+            raise PartitaError(
+                f"{_NAME} needs every rank, as each has a shard of the {type(self._module).__name__}: call it outside "
+                "'if accelerator.is_main_process:' (rank 0 alone writes), or give it "
+                f"state_dict=accelerator.get_state_dict(model), called on every rank\n{alone}"
+            ) from alone
+        with saved_weights(self._prepared, self._module) as found:
+            if engine.mesh.rank == 0:
+                adapters = {"state_dict": found} if _saved_adapters(self._module) else {}
+                try:
+                    result = own(self._module, *args, **kwargs | adapters)
+                except Exception as raised:  # the other ranks must not wait for this one
+                    error = raised
+        if engine.any(error is not None):
+            raise error or PartitaError(f"{_NAME}: rank 0 cannot write; its own error says why")
+        return result
 
 
 @contextmanager
-def saved_weights(prepared: Prepared) -> Iterator[dict[str, Any]]:
+def saved_weights(prepared: Prepared, part: nn.Module | None = None) -> Iterator[dict[str, Any]]:
     """The weights that ``save_pretrained`` takes its own from, whole, on rank 0; empty on the others.
+
+    Inside this block ``save_pretrained`` is that of the modules' classes on rank 0, whose modules have these weights as
+    their parameters, and does nothing on the other ranks.
 
     Where adapters are saved in place of the model these are what PEFT saves, so that the frozen model is not gathered.
     Inside this block the modules are whole that PEFT looks at as it saves: prompt encoders, which it runs, and copies
     that it trains.
+
+    Args:
+        part: the module of the model that is saved (None: the model); names are its own.
     """
-    model: Any = prepared.engine.module
-    peft: Any = sys.modules.get("peft")
-    adapters = _saved_adapters(model, peft) if peft is not None else []
-    if not adapters:
-        yield prepared.state_dict()
-        return
-    copies = [one.modules_to_save for one in model.modules() if isinstance(one, peft.utils.ModulesToSaveWrapper)]
-    with prepared.engine.gathered(getattr(model, "prompt_encoder", nn.ModuleDict()), *copies):
-        chosen = [_chosen_by_peft(model, adapters, peft) if prepared.engine.mesh.rank == 0 else None]
-        yield prepared.state_dict(broadcast_object_list(chosen)[0])
+    engine = prepared.engine
+    model: Any = part if part is not None else engine.module
+    path = next(path for path, module in engine.module.named_modules() if module is model)
+    prefix = f"{path}." if path else ""
+
+    def gathered(names: Iterable[str]) -> dict[str, Any]:
+        found = prepared.state_dict(prefix + name for name in names)
+        return {name.removeprefix(prefix): value for name, value in found.items()}
+
+    adapters, peft = _saved_adapters(model), sys.modules.get("peft")
+    with _saving_on_rank_0(model, engine.mesh.rank):
+        if not adapters:
+            found = gathered(state_dict_names(model))
+            with _parameters_replaced(model, found) if engine.mesh.rank == 0 else nullcontext():
+                yield found
+            return
+        assert peft is not None
+        copies = [one.modules_to_save for one in model.modules() if isinstance(one, peft.utils.ModulesToSaveWrapper)]
+        with engine.gathered(getattr(model, "prompt_encoder", nn.ModuleDict()), *copies):
+            chosen = [_chosen_by_peft(model, adapters, peft) if engine.mesh.rank == 0 else None]
+            names = broadcast_object_list(chosen)[0]
+            yield gathered(state_dict_names(model) if names is None else names)
 
 
-def _saved_adapters(model: Any, peft: Any) -> list[str]:
+@contextmanager
+def _saving_on_rank_0(model: nn.Module, rank: int) -> Iterator[None]:
+    """Inside, what :func:`hook_saving` hooked calls no other rank."""
+    hooked = [module for module in model.modules() if isinstance(module.__dict__.get(_NAME), SavePretrained)]
+    before = [module.__dict__.pop(_NAME) for module in hooked]
+    for module in hooked if rank else ():
+        setattr(module, _NAME, _write_nothing)
+    try:
+        yield
+    finally:
+        for module, own in zip(hooked, before, strict=True):
+            setattr(module, _NAME, own)
+
+
+def _write_nothing(*args: Any, **kwargs: Any) -> None:
+    """Stand in for ``save_pretrained`` on a rank that does not write."""
+
+
+@contextmanager
+def _parameters_replaced(model: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
+    """Let modules have other parameters, with these values by name, while they are saved; tied ones stay tied."""
+    made, before = dict[int, nn.Parameter](), list[tuple[nn.Module, str, nn.Parameter]]()
+    for path, module in model.named_modules():
+        for key, param in module._parameters.items():
+            name = f"{path}.{key}" if path else key
+            if param is not None and name in values:
+                before.append((module, key, param))
+                made.setdefault(id(param), nn.Parameter(values[name], requires_grad=param.requires_grad))
+    try:
+        for module, key, param in before:
+            module._parameters[key] = made[id(param)]
+        yield
+    finally:
+        for module, key, param in before:
+            module._parameters[key] = param
+
+
+def _saved_adapters(model: Any) -> list[str]:
     """The adapters that are saved in place of the model: all of a model of PEFT's, the active ones that
     ``add_adapter`` put into one of transformers'; none: the model itself is saved.
     """
-    if isinstance(model, peft.PeftModel):
+    peft: Any = sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftModel):
         return list(model.peft_config)
     return list(model.active_adapters()) if getattr(model, "_hf_peft_config_loaded", False) else []
 
@@ -66,6 +180,13 @@ def _chosen_by_peft(model: Any, adapters: list[str], peft: Any) -> set[str] | No
                 return None
             chosen.update(names[id(value)] for value in taken)
     return chosen
+
+
+def unhook_saving(model: nn.Module) -> None:
+    """``save_pretrained`` is that of the modules' classes again."""
+    for module in model.modules():
+        if isinstance(module.__dict__.get(_NAME), SavePretrained):
+            del module.__dict__[_NAME]
 
 
 def keep_dtype(folder: Path, dtypes: Mapping[str, torch.dtype]) -> None:

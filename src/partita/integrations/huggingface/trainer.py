@@ -20,7 +20,7 @@ from partita.errors import ConfigError, PartitaError
 from partita.integrations.huggingface.accelerator import CHECKPOINT, Accelerator, Source
 from partita.integrations.huggingface.arguments import check_training_arguments, given, has_schedule
 from partita.integrations.huggingface.checkpoints import newest_on_rank_0, what_lacks
-from partita.integrations.huggingface.engines import Prepared
+from partita.integrations.huggingface.prepared import Prepared
 from partita.integrations.huggingface.replaced import replaced
 from partita.integrations.huggingface.saving import keep_dtype, saved_weights
 from partita.integrations.huggingface.training_arguments import SETTINGS

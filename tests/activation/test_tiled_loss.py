@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import partita
 from partita import ConfigError, PartitaError
@@ -55,6 +56,70 @@ WHOLE: dict[str, Loss] = {
     "some classes": lambda z, y: F.cross_entropy(z[..., :30].transpose(1, 2), y.clamp(max=29)),
     "changed in place": lambda z, y: F.cross_entropy(z.mul_(2).transpose(1, 2), y),
     "computed twice": lambda z, y: z.logsumexp(-1).mean() + F.cross_entropy(z.transpose(1, 2), y),
+}
+
+
+class OwnLoss(torch.autograd.Function):
+    """Computes its gradient by hand, as fused losses do; PyTorch does not tell a subclass that it is read."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        chances = torch.softmax(logits.float(), -1)
+        ctx.save_for_backward(chances, targets)
+        return -chances.gather(1, targets[:, None]).log().mean()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        chances, targets = ctx.saved_tensors
+        d_logits = chances.clone()
+        d_logits[torch.arange(len(targets)), targets] -= 1
+        return d_logits * gradients[0] / len(targets), None
+
+
+def own_loss(z: Tensor, y: Tensor) -> Tensor:
+    loss: Tensor = OwnLoss.apply(z.flatten(0, 1), y.flatten().clamp(min=0))  # type: ignore[no-untyped-call]
+    return loss
+
+
+def hooked(z: Tensor, y: Tensor) -> Tensor:
+    z.register_hook(lambda d_logits: d_logits * torch.linspace(0, 1, VOCAB))
+    return F.cross_entropy(z.transpose(1, 2), y) + own_loss(z, y)
+
+
+def with_penalty(z: Tensor, y: Tensor) -> Tensor:
+    """The loss, and what its gradient weighs the logits with."""
+    z.retain_grad()
+    loss = F.cross_entropy(z.transpose(1, 2), y)
+    loss.backward(retain_graph=True)
+    assert z.grad is not None
+    return (z * z.grad).sum()
+
+
+def with_gradient(z: Tensor, y: Tensor) -> Tensor:
+    z.retain_grad()
+    (d_logits,) = torch.autograd.grad(own_loss(z, y), z)
+    return (z * d_logits).sum()
+
+
+def read_before(z: Tensor, y: Tensor) -> Tensor:
+    """Values that were read without gradients have none; those for a loss do."""
+    with torch.no_grad():
+        right = z.argmax(-1) == y
+    return -z.log_softmax(-1)[..., 0][~right].mean()
+
+
+UNSEEN: dict[str, Loss] = {
+    "a function with its own gradient": own_loss,
+    "the same, of other logits": lambda z, y: own_loss(torch.tanh(z.transpose(0, 1) / 2)[1:], y.t()[1:]),
+    "beside a loss in tiles": lambda z, y: F.cross_entropy(z.transpose(1, 2), y) + own_loss(z, y),
+    "a reentrant checkpoint": lambda z, y: checkpoint(
+        lambda x: F.cross_entropy(x.flatten(0, 1), y.flatten()), z, use_reentrant=True
+    ),
+    "vmap": lambda z, y: torch.vmap(lambda row: torch.logsumexp(row, -1).mean())(z).sum(),
+    "a hook on logits": hooked,
+    "a gradient of the loss": with_gradient,
+    "gradients of logits": with_penalty,
+    "read before": read_before,
 }
 
 
@@ -116,6 +181,68 @@ def test_whoever_needs_logits_gets_them(name: str) -> None:
     plain = gradients(speaker(), {}, WHOLE[name])
     with whole_logits():
         alike(gradients(speaker(), TILED, WHOLE[name]), plain)
+
+
+@pytest.mark.filterwarnings("ignore:the logits of 'head' are computed whole")
+@pytest.mark.parametrize(("stage", "tied"), [(0, False), (3, True)])
+@pytest.mark.parametrize("name", UNSEEN)
+def test_readers_that_torch_tells_nothing_of(name: str, stage: int, tied: bool) -> None:
+    config = {"zero": {"stage": stage}}
+    plain = gradients(speaker(tied=tied), config, UNSEEN[name])
+    alike(gradients(speaker(tied=tied), {**config, **TILED}, UNSEEN[name]), plain)
+
+
+@pytest.mark.filterwarnings("ignore:the logits of 'head' are computed whole")
+@pytest.mark.parametrize("frozen", ["head", "all but the head"])
+def test_unseen_readers_and_frozen_parameters(frozen: str) -> None:
+    def built() -> Speaker:
+        model = speaker()
+        for name, param in model.named_parameters():
+            param.requires_grad_(name.startswith("head") != (frozen == "head"))
+        return model
+
+    alike(gradients(built(), TILED, own_loss), gradients(built(), {}, own_loss))
+
+
+@pytest.mark.filterwarnings("ignore:the logits of 'head' are computed whole")
+def test_unseen_readers_under_autocast() -> None:
+    results = []
+    for config in ({}, TILED):
+        with torch.autocast("cpu", torch.bfloat16):
+            results.append(gradients(speaker(), config, own_loss))
+    alike(*results, 2e-2)
+
+
+ASKS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "register_hook": lambda z, loss: z.register_hook(print),
+    "retain_grad": lambda z, loss: z.retain_grad(),  # type: ignore[func-returns-value]
+    "torch.autograd.grad": lambda z, loss: torch.autograd.grad(loss, z, allow_unused=True),
+}
+
+
+@pytest.mark.parametrize("call", ASKS)
+def test_the_gradient_of_logits_whose_loss_was_in_tiles(call: str) -> None:
+    inputs, targets = tokens()
+    with partita.initialize(speaker(), TILED) as engine:
+        logits = engine(inputs)
+        loss = F.cross_entropy(logits.transpose(1, 2), targets)
+        with pytest.raises(PartitaError, match=rf"'{call}' asks for .* call logits.retain_grad\(\) as soon as"):
+            ASKS[call](logits, loss)
+
+
+@pytest.mark.filterwarnings("ignore:the logits of 'head' are computed whole")
+@pytest.mark.parametrize("loss", [IN_TILES["flattened"], own_loss])
+def test_gradients_of_gradients_are_refused(loss: Loss) -> None:
+    class Penalized(Speaker):
+        def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+            embedded = self.embedding(tokens)
+            value = loss(self.head(self.body(embedded)), targets)
+            (gradient,) = torch.autograd.grad(value, embedded, create_graph=True)
+            return value + gradient.square().sum()
+
+    with partita.initialize(Penalized(), TILED) as engine:
+        with pytest.raises(PartitaError, match=r"create_graph=True: .*set loss.tiled to none"):
+            engine(*tokens())
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, Self
 
 import torch
@@ -11,12 +12,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from partita.errors import PartitaError
+from partita.sharding.deferred import Deferred
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
 _DESCRIPTIONS = frozenset(
     {
         *("size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "storage_offset", "element_size"),
-        *("is_contiguous", "is_floating_point", "is_complex", "get_device", "untyped_storage", "data_ptr", "__hash__"),
+        *("is_contiguous", "is_floating_point", "is_complex", "get_device", "untyped_storage", "__hash__"),
     }
 )
 _PROPERTIES_WITH_VALUES = ("T", "H", "mT", "mH", "data", "real", "imag")
@@ -27,6 +29,9 @@ class HeadCall(Protocol):
 
     def whole(self, origin: "Origin", asked_by: str) -> Tensor:
         """The layer's output for ``origin.hidden``: [..., classes]."""
+
+    def whole_here(self, origin: "Origin", asked_by: str) -> Tensor:
+        """The same, also where ranks have parts of it."""
 
     def summed_loss(self, origin: "Origin", target: Tensor, ignored: int, smoothing: float) -> Tensor:
         """The sum of the cross-entropies of the logits, as rows, with class indices [rows]."""
@@ -60,13 +65,23 @@ class Origin:
         shape.insert(self.classes_dim, self.num_classes)
         return torch.Size(shape)
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of the logits: those of a contiguous tensor, whose last dim is moved to ``classes_dim``."""
+        strides, stride = list[int](), self.num_classes
+        for size in reversed(self.hidden.shape[:-1]):
+            strides.insert(0, stride)
+            stride *= size
+        strides.insert(self.classes_dim, 1)
+        return tuple(strides)
 
-class Logits(Tensor):
-    """Shape, dtype and device of logits, with what they are computed of.
+
+class Logits(Deferred):
+    """Logits with the layer and the hidden states that they are computed of.
 
     Elementwise changes by numbers, other shapes that leave the classes as they are, and selected positions give such
     logits again; :func:`~torch.nn.functional.cross_entropy` of them is computed tile by tile. Whatever else asks for
-    their values has them computed whole. Where PyTorch does not ask ``__torch_function__``, they are NaN.
+    their values has them computed whole.
     """
 
     origin: Origin
@@ -76,24 +91,30 @@ class Logits(Tensor):
     @classmethod
     def of(cls, origin: Origin) -> Self:
         """Logits of this origin, which take no memory."""
-        nan = torch.full((), torch.nan, dtype=origin.dtype, device=origin.hidden.device)
-        made = nan.expand(origin.shape).as_subclass(cls)
+        like = torch.empty(0, dtype=origin.dtype, device=origin.hidden.device)
+        anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)  # the layer alone may train
+        made = cls.place(origin.shape, origin.strides, like, partial(_backward, origin), origin.hidden, anchor)
         made.origin, made._computed, made._is_related = origin, None, False
         return made
 
-    def whole(self, asked_by: str) -> Tensor:
-        """The logits' values, computed once."""
-        if self._computed is None:
-            logits = self.origin.changed(self.origin.call.whole(self.origin, asked_by))
+    def compute(self, reader: str) -> Tensor:
+        """The logits' values, computed once (and again for a graph, if they were computed without)."""
+        lacks_graph = torch.is_grad_enabled() and self.requires_grad
+        if self._computed is None or (lacks_graph and not self._computed.requires_grad):
+            logits = self.origin.changed(self.origin.call.whole(self.origin, reader))
             self._computed = logits.movedim(-1, self.origin.classes_dim)
         return self._computed
+
+    @property
+    def setting(self) -> str:
+        return "loss.tiled to none"
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         origin = self.origin
         return f"Logits(shape={tuple(origin.shape)}, dtype={origin.dtype}, not computed)"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.whole("a copy").__reduce_ex__(protocol)
+        return self.read("a copy").__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(
@@ -101,6 +122,8 @@ class Logits(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = func.__name__
+        if cls.asks_for_gradient(func, args, kwargs):
+            return cls.answer_gradient(func, args, kwargs)
         if name in _DESCRIPTIONS or (name == "__get__" and func.__self__.__name__ not in _PROPERTIES_WITH_VALUES):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -108,8 +131,27 @@ class Logits(Tensor):
         if known is not None:
             return known
         _check_in_place(name, args)
-        args, kwargs = tree_map_only(Logits, lambda logits: logits.whole(name), (args, kwargs))
+        args, kwargs = tree_map_only(Logits, lambda logits: logits.read(name), (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _backward(origin: Origin, gradient: Tensor) -> tuple[Tensor | None, None]:
+    """Send a gradient of all logits through the layer; returns that of the hidden states.
+
+    Raises:
+        PartitaError: gradients of gradients are asked for.
+    """
+    if torch.is_grad_enabled():
+        raise PartitaError(
+            "create_graph=True: gradients of gradients were asked for, of logits that are computed in tiles "
+            "(loss.tiled), and the way back through them is computed once: set loss.tiled to none"
+        )
+    hidden = origin.hidden.detach().requires_grad_(origin.hidden.requires_grad)
+    origin = replace(origin, hidden=hidden)
+    with torch.enable_grad():
+        logits = origin.changed(origin.call.whole_here(origin, "a gradient")).movedim(-1, origin.classes_dim)
+    torch.autograd.backward([logits], [gradient])
+    return hidden.grad, None
 
 
 def _check_in_place(name: str, args: Sequence[Any]) -> None:
@@ -210,13 +252,13 @@ def _derived(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Logit
     if name in _COMMUTING and not isinstance(args[0], Logits):
         args, others = args[1:], args[:1]
     derive = _DERIVED.get(name)
-    if derive is None or not args or not isinstance(args[0], Logits):
+    if derive is None or not args or not isinstance(args[0], Logits) or args[0].is_watched:
         return None
     origin = derive(args[0], func, others, kwargs)
     if origin is None:
         return None
     made = Logits.of(origin)
-    made._is_related = args[0]._is_related = True
+    made._is_related = args[0]._is_related = args[0].is_used = True
     return made
 
 
@@ -229,7 +271,7 @@ def _cross_entropy(*args: Any, **kwargs: Any) -> Tensor | None:
     call.apply_defaults()
     asked = call.arguments
     logits, target = asked["input"], asked["target"]
-    if not isinstance(logits, Logits) or isinstance(target, Logits):
+    if not isinstance(logits, Logits) or isinstance(target, Logits) or logits.is_watched:
         return None
     origin = logits.origin
     plain = asked["weight"] is asked["size_average"] is asked["reduce"] is None
@@ -237,6 +279,7 @@ def _cross_entropy(*args: Any, **kwargs: Any) -> Tensor | None:
     if not (plain and of_rows and asked["reduction"] in ("mean", "sum")) or target.is_floating_point():
         return None
     ignored = asked["ignore_index"]
+    logits.is_used = True
     loss = origin.call.summed_loss(origin, target.flatten(), ignored, asked["label_smoothing"])
     if asked["reduction"] == "mean":
         loss = loss / (target != ignored).sum()

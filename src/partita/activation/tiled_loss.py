@@ -6,13 +6,14 @@ what the loss leaves for backward, nothing has the size of the logits.
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from partita.activation.logits import Logits, Origin
 from partita.config.schema import Loss
@@ -30,6 +31,7 @@ from partita.parallel.tensor.vocabulary import Head
 from partita.plan.place import even
 from partita.planner.group_units import modules_like
 from partita.sharding.compiler import constant
+from partita.sharding.deferred import Deferred
 from partita.sharding.hooks import Hook
 from partita.transforms.modules import ModuleTransforms, forward_wrappers
 
@@ -133,11 +135,12 @@ class TiledHead:
             self._warn("a forward hook on the layer")
             return own(*args, **kwargs)
         assert hidden is not None
-        dtype = hidden.dtype
+        dtype, autocast = hidden.dtype, cast(Callable[[], AbstractContextManager[Any]], nullcontext)
         kind = accelerator.kind_of(hidden.device)
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-        call = Call(self, own, hidden)
+            autocast = partial(torch.autocast, kind, dtype)
+        call = Call(self, own, hidden, autocast)
         return Logits.of(Origin(call, hidden, module.out_features, dtype, hidden.dim() - 1))
 
     def compute(self, loss: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
@@ -244,15 +247,27 @@ class ShareOfLoss:
 class Call:
     """A call of a head, ``own(hidden)`` with ``hidden`` [..., in], that is made when its output is asked for."""
 
-    def __init__(self, head: TiledHead, own: Callable[..., Any], hidden: Tensor) -> None:
+    def __init__(
+        self,
+        head: TiledHead,
+        own: Callable[..., Any],
+        hidden: Tensor,
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
         self._head, self._own, self._hidden = head, own, hidden
         self._versions = head.versions(hidden)
+        self._autocast = autocast
 
     def whole(self, origin: Origin, asked_by: str) -> Tensor:
         self._check_unchanged()
         self._head.warn_of(asked_by)
-        output: Tensor = self._own(origin.hidden)
+        with self._autocast():
+            output: Tensor = self._own(origin.hidden)
         return output
+
+    def whole_here(self, origin: Origin, asked_by: str) -> Tensor:
+        output = self.whole(origin, asked_by)
+        return output.read(asked_by) if isinstance(output, Deferred) else output
 
     def summed_loss(self, origin: Origin, target: Tensor, ignored: int, smoothing: float) -> Tensor:
         self._check_unchanged()
@@ -332,8 +347,12 @@ class TiledLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise PartitaError(
+                "create_graph=True: gradients of gradients were asked for, of a loss that is computed in tiles "
+                "(loss.tiled), which keeps its first gradients alone: set loss.tiled to none"
+            )
         d_hidden, d_weight, d_bias = (_scaled(gradient, d_loss) for gradient in ctx.saved_tensors)
         d_weight, d_bias = (None if d is None else d.to(ctx.dtype) for d in (d_weight, d_bias))
         return d_hidden, d_weight, d_bias, None

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from partita.sharding.deferred import Deferred
+
 GradientHook = Callable[[Any], object]
 
 
@@ -69,6 +71,9 @@ def on_gradient(tensor: Tensor, hook: GradientHook, inputs: Inputs) -> bool:
 
     Returns: True if the forward may have computed the output. Unchanged inputs and leaves get no hook.
     """
+    if isinstance(tensor, Deferred):
+        are_computed = [on_gradient(source, hook, inputs) for source in tensor.sources]
+        return any(are_computed)
     with torch._C.DisableTorchFunctionSubclass():
         if not tensor.requires_grad or tensor.is_leaf or inputs.has(tensor):
             return False

@@ -32,6 +32,7 @@ from partita.sharding.buffers import BufferSync
 from partita.sharding.casts import cast_borders, map_floats
 from partita.sharding.events import Subscriber
 from partita.sharding.executor import Executor
+from partita.sharding.gradient_hook import LastHook
 from partita.sharding.hooks import ForwardHooks, UnitEvents
 from partita.sharding.reducer import GradientReducer
 from partita.sharding.residency import Residency
@@ -232,7 +233,7 @@ class Runtime:
             bucket = Bucket(BucketLayout([segment], members), self._accumulate, self.memory.ledger)
             bucket.allocate(self.part_index, self.memory)
             self.reducer.add(bucket)
-        self._hooks.append(member.param.register_post_accumulate_grad_hook(_announce(member, self.reducer)))
+        self._hooks.append(LastHook(member.param, _announce(member, self.reducer)))
         member.hooked = True
 
     # ----------------------------------------------------------------- otherwise

@@ -17,7 +17,7 @@ from partita.comm.group import Group
 from partita.memory import accelerator
 from partita.memory.capacity import spare_bytes
 from partita.memory.ledger import Ledger
-from partita.sharding.nested import tensors_in
+from partita.sharding.held import held_tensors
 from partita.sharding.places import Inputs, on_gradient
 
 KEY = "activations.keep_bytes"
@@ -89,7 +89,7 @@ class KeptWhole:
         if self._inside or self._is_followed:
             return
         come = partial(self._come, self._forward)
-        if any(on_gradient(tensor, come, Inputs()) for tensor in tensors_in(output)):
+        if any(on_gradient(tensor, come, Inputs()) for tensor in held_tensors(output)):
             self._is_followed = True
             self._awaited.add(self._forward)
 

@@ -1,18 +1,21 @@
 """The hooks on the user's modules: they turn calls and gradients into events, and change nothing that is computed."""
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from partita.errors import PartitaError
 from partita.sharding.compiler import eager
 from partita.sharding.events import Backwards, FollowedUnit, Subscriber, Visit
-from partita.sharding.nested import map_tensors, tensors_in
+from partita.sharding.held import held_tensors, replace_held
 from partita.sharding.places import Inputs, on_gradient
-from partita.sharding.unit import Unit
+from partita.sharding.resting import is_resting
+from partita.sharding.unit import Unit, UnitState
 
 
 class Hook:
@@ -54,8 +57,11 @@ class UnitHooks:
     too. The root unit's owners open and close it as well: methods other than ``forward`` run them directly.
     """
 
-    def __init__(self, unit: Unit, backwards: Backwards) -> None:
+    def __init__(self, unit: Unit, backwards: Backwards, sharded: Mapping[int, Unit]) -> None:
         self._unit = unit
+        own = unit.storage._cdata
+        self._units = sharded if not unit.name else {own: unit} if own in sharded else {}
+        self._has_warned = False
         self._followed = FollowedUnit(unit, backwards)
         self._follows = False
         self._stack = list[Visit]()
@@ -88,29 +94,62 @@ class UnitHooks:
         for subscriber in visit.subscribers:
             subscriber.opened(visit)
         if self._follows and torch.is_grad_enabled():
-            visit.inputs.note(tensors_in((args, kwargs)))
+            visit.inputs.note(held_tensors((args, kwargs)))
 
     @eager
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self._stack:
             return None
         visit, has_graph, output = self._stack.pop(), False, _ended_with(output)
-        if not self._unit.rests_whole:
-            output = _without_views_of(self._unit.storage._cdata, output)
+        held = held_tensors(output)
+        if views := self._views(held):
+            copied = {id(view): view.clone() for view in views if self._unit_of(view).state is UnitState.WHOLE}
+            output = replace_held(output, lambda tensor: copied.get(id(tensor), tensor))
+            held = held_tensors(output)
+            views = self._views(held)
         if torch.is_grad_enabled():
-            for tensor in tensors_in(output):
+            for tensor in held:
                 has_graph |= on_gradient(tensor, visit.open_backward, visit.inputs)
         visit.inputs.on_gradients(visit.close_backward)
         visit.inputs.clear()
+        if any(isinstance(tensor, nn.Parameter) for tensor in views):
+            self._keep_whole(output)
         for subscriber in reversed(visit.subscribers):
             subscriber.closed(visit, has_graph)
+        if not all(isinstance(tensor, nn.Parameter) for tensor in views):
+            raise PartitaError(
+                f"'{self._unit.title}' returned a {type(output).__name__} that holds a view of a parameter, whose data "
+                "is sharded after this forward, where it cannot be replaced by a copy: return a tensor, or make the "
+                "view a copy (view.clone())"
+            )
         return output
+
+    def _views(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Those that read memory which the unit (or, of the model's output, any unit) gives back after forward."""
+        if not self._units:
+            return []
+        strided = (tensor for tensor in tensors if tensor.layout is torch.strided and not is_resting(tensor))
+        return [tensor for tensor in strided if tensor.untyped_storage()._cdata in self._units]
+
+    def _unit_of(self, view: Tensor) -> Unit:
+        return self._units[view.untyped_storage()._cdata]
+
+    def _keep_whole(self, output: object) -> None:
+        """Have the unit's parameters stay whole until the step ends: an object that is returned holds one of them."""
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"'{self._unit.title}' returned a {type(output).__name__} that holds a parameter, so its parameters "
+                "stay unsharded until the step ends; to save this memory, return copies (param.clone()) or tensors",
+                stacklevel=2,
+            )
+        self._unit.pinned = True
 
     def _mark_inner(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling() or not self._stack or not torch.is_grad_enabled():
             return
         visit = self._stack[-1]
-        for tensor in tensors_in(output):
+        for tensor in held_tensors(output):
             on_gradient(tensor, visit.open_backward, visit.inputs)
 
 
@@ -119,30 +158,22 @@ class UnitEvents:
 
     def __init__(self) -> None:
         self._hooks = dict[int, UnitHooks]()
+        self._sharded = dict[int, Unit]()  # units that do not rest whole, by their storages
         self.backwards = Backwards()
 
     def subscribe(self, units: Iterable[Unit], subscriber: Subscriber) -> None:
         """Have ``subscriber`` called at the events of these units."""
         for unit in units:
             if id(unit) not in self._hooks:
-                self._hooks[id(unit)] = UnitHooks(unit, self.backwards)
+                if not unit.rests_whole:
+                    self._sharded[unit.storage._cdata] = unit
+                self._hooks[id(unit)] = UnitHooks(unit, self.backwards, self._sharded)
             self._hooks[id(unit)].subscribe(subscriber)
 
     def remove(self) -> None:
         """Take all hooks off."""
         for hooks in self._hooks.values():
             hooks.remove()
-
-
-def _without_views_of(storage: int, output: Any) -> Any:
-    """A unit's output without views of its parameters, whose memory is about to go."""
-    if not any(_lies_in(tensor, storage) for tensor in tensors_in(output)):
-        return output
-    return map_tensors(output, lambda tensor: tensor.clone() if _lies_in(tensor, storage) else tensor)
-
-
-def _lies_in(tensor: Tensor, storage: int) -> bool:
-    return tensor.layout is torch.strided and tensor.untyped_storage()._cdata == storage
 
 
 class ForwardHooks:
@@ -183,5 +214,5 @@ class ForwardHooks:
         self._depth_changed(self._depth)
         if torch.is_grad_enabled() and self._depth == 0:
             began = self._graph_ended()
-            for tensor in tensors_in(_ended_with(output)):
+            for tensor in held_tensors(_ended_with(output)):
                 on_gradient(tensor, lambda _: began(), Inputs())

@@ -1,0 +1,135 @@
+"""Tensors that a module's arguments or output hold, wherever: in objects of any class, closures and generators, too."""
+
+import contextlib
+import gc
+import logging
+import types
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partita.sharding.nested import map_tensors
+
+# Objects that hold no results of a forward, or that the whole program shares.
+_CLOSED = (
+    *(str, bytes, int, float, complex, type(None), torch.Size, torch.dtype, torch.device),
+    *(type, nn.Module, logging.Logger),
+    *(types.ModuleType, types.CodeType, types.FrameType, types.TracebackType, types.BuiltinFunctionType),
+)
+_SLOTS = types.MemberDescriptorType
+LIMIT = 20_000  # objects that are searched
+
+
+def held_tensors(value: object) -> Sequence[Tensor]:
+    """The tensors that ``value`` is or holds. Modules, classes and global names are not followed."""
+    found, others = list[Tensor](), list[object]()
+    _search_containers(value, found, others)
+    if others:
+        found += [held for held in _reachable(others) if _is(held, Tensor)]  # type: ignore[misc]
+    return found
+
+
+def replace_held(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Replace tensors that ``value`` is or holds by what ``change`` returns for them.
+
+    Containers are made anew (see :func:`~partita.sharding.nested.map_tensors`); other objects and closures are
+    changed. What cannot be written (the variables of a generator, a set) stays as it is, and so do
+    parameters that objects hold, which may be the object's for longer than this forward.
+    """
+    changed = dict[int, tuple[Tensor, Tensor]]()  # by the ids of the tensors before and after
+
+    def change_once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in changed:
+            new = change(tensor)
+            changed[id(tensor)] = changed[id(new)] = (tensor, new)
+        return changed[id(tensor)][1]
+
+    def renewed(item: object) -> object:
+        return map_tensors(item, lambda held: held if _is(held, nn.Parameter) else change_once(held))
+
+    value = map_tensors(value, change_once)
+    others = list[object]()
+    _search_containers(value, [], others)
+    for holder in list(_reachable(others)):
+        for item, write in _places(holder):
+            if (_is(item, Tensor) or type(item) is tuple) and (new := renewed(item)) is not item:
+                with contextlib.suppress(AttributeError, TypeError):  # read only
+                    write(new)
+    return value
+
+
+def _is(item: object, kinds: Any) -> bool:
+    """``isinstance`` without asking the object, which may answer for another one."""
+    return issubclass(type(item), kinds)
+
+
+def _search_containers(value: object, found: list[Tensor], others: list[object]) -> None:
+    """Sort what containers hold into tensors and objects of other classes."""
+    if _is(value, Tensor):
+        found.append(value)  # type: ignore[arg-type]
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _search_containers(item, found, others)
+    elif type(value) is dict:
+        for item in value.values():
+            _search_containers(item, found, others)
+    elif not _is(value, _CLOSED):
+        others.append(value)
+
+
+def _reachable(values: Iterable[object]) -> Iterator[object]:
+    """All objects that can be reached from ``values``, and these; each once, and of tensors nothing further."""
+    seen, pending = dict[int, object](), deque(values)
+    while pending:
+        item = pending.popleft()
+        if _is(item, _CLOSED) or id(item) in seen:
+            continue
+        if len(seen) == LIMIT:
+            warnings.warn(
+                f"a forward takes or returns a {type(seen[next(iter(seen))]).__name__} that holds more than {LIMIT} "
+                "objects: tensors beyond these are not found where parameters are sharded; return tensors, tuples or "
+                "dicts",
+                stacklevel=2,
+            )
+            return
+        seen[id(item)] = item  # which keeps the id from being used again
+        yield item
+        if not _is(item, Tensor):
+            pending.extend(_referents(item))
+
+
+def _referents(item: object) -> Sequence[Any]:
+    """The objects that an object refers to."""
+    if _is(item, types.FunctionType):  # whose global names are not its own
+        return [item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__]  # type: ignore[attr-defined]
+    return gc.get_referents(item)
+
+
+def _places(holder: Any) -> Iterator[tuple[object, Callable[[Any], None]]]:
+    """The values that an object keeps, each with a function that writes another in its place."""
+    if _is(holder, list | deque):
+        for number, item in enumerate(holder):
+            yield item, partial(holder.__setitem__, number)
+    elif _is(holder, dict):
+        yield from _items(holder)
+    if _is(holder, Tensor | tuple | list):
+        return
+    if type(attributes := getattr(holder, "__dict__", None)) is dict:
+        yield from _items(attributes)
+    slots = [slot for kind in type(holder).__mro__ for slot in vars(kind).values() if _is(slot, _SLOTS)]
+    for slot in [types.CellType.cell_contents] if _is(holder, types.CellType) else slots:
+        try:
+            item = slot.__get__(holder)
+        except (AttributeError, ValueError):  # not set; an empty cell
+            continue
+        yield item, partial(slot.__set__, holder)
+
+
+def _items(values: dict[Any, Any]) -> Iterator[tuple[object, Callable[[Any], None]]]:
+    for key, item in list(values.items()):
+        yield item, partial(values.__setitem__, key)

@@ -51,6 +51,10 @@ def test_verify(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> 
     for path in (saved[0] / "step-1").iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     content = bytearray((tmp_path / "__1_0.distcp").read_bytes())
+    (tmp_path / "__1_0.distcp").write_bytes(content + b"more")
+    shown = run("verify", tmp_path)
+    assert shown.exit_code == 1
+    assert f"__1_0.distcp' is damaged: {len(content) + 4} bytes, of which {len(content)} were written" in shown.output
     content[5000] ^= 1
     (tmp_path / "__1_0.distcp").write_bytes(content)
     shown = run("verify", tmp_path)

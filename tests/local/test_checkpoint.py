@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -722,3 +723,55 @@ def test_the_manifest_says_what_it_is_of(tmp_path: Path) -> None:
     assert set(manifest["files"]) == {"__0_0.distcp", "__1_0.distcp"}
     for name, num_bytes in manifest["files"].items():
         assert (tmp_path / "step-2" / name).stat().st_size == num_bytes
+
+
+def extras_by_rank(folder: str, num_ranks: int) -> tuple[Any, list[str]]:
+    """What a rank finds in ``extra``, and what it is warned of, where ``num_ranks`` ranks saved."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with partita.initialize(Stack(1), {"checkpoint": {"background": False}}) as engine:
+            losses_of(engine, 0, 1)
+            if world() == num_ranks:
+                engine.extra.update(epoch=2, order=torch.arange(3), position=100 + rank())
+                engine.save(folder)
+                engine.extra.clear()
+            engine.load(folder)
+            found = {key: value.tolist() if isinstance(value, Tensor) else value for key, value in engine.extra.items()}
+            return found, [str(warning.message) for warning in caught]
+
+
+def test_extra_that_differs_by_rank(tmp_path: Path) -> None:
+    same = {"epoch": 2, "order": [0, 1, 2]}
+    for number, (found, said) in enumerate(pool.run(2, extras_by_rank, str(tmp_path), 2)):
+        assert found == {**same, "position": 100 + number}
+        assert not any("extra" in line for line in said)
+    for number, (found, said) in enumerate(pool.run(3, extras_by_rank, str(tmp_path), 2)):
+        assert found == {**same, "position": 100}
+        told = [line for line in said if "other values of engine.extra ('position')" in line]
+        assert len(told) == (number == 0)
+
+
+def names_that_are_too_long(folder: str) -> None:
+    with partita.initialize(Stack(1), {"checkpoint": {"background": False}}) as engine:
+        for call in (engine.save, engine.load):
+            with pytest.raises(PartitaError, match="File name too long; name a folder with a shorter name"):
+                call(Path(folder, "n" * 300))
+        engine.save(folder)
+
+
+def test_a_folder_whose_name_is_too_long(tmp_path: Path) -> None:
+    pool.run(2, names_that_are_too_long, str(tmp_path))
+
+
+def loads_with_another_index(folder: str) -> None:
+    with partita.initialize(Stack(1), {"checkpoint": {"background": False}}) as engine:
+        engine.save(folder)
+        index = Path(folder, "step-0", ".metadata")
+        if rank() == 0:
+            index.write_bytes(index.read_bytes() + b"more")
+        with pytest.raises(PartitaError, match=r"\.metadata' is damaged"):
+            engine.load(folder)
+
+
+def test_a_changed_index_is_found_by_load(tmp_path: Path) -> None:
+    pool.run(2, loads_with_another_index, str(tmp_path))

@@ -80,6 +80,7 @@ class Checkpoints:
         runtime = self._content.runtime
         self._updater.settle()
         self._training.keeper = keepers_of(runtime.model, runtime.collectives.all_ranks, shared=runtime.runs_all)
+        self._training.compare_extra(runtime.collectives.all_ranks)
         about = {
             "versions": versions(),
             "ranks": self._mesh.num_ranks,

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from partita.checkpoint.backend import StoredTensor
-from partita.checkpoint.format.manifest import METADATA
+from partita.checkpoint.format.manifest import METADATA, has_own_metadata
 from partita.checkpoint.format.stored import StoredFiles
-from partita.checkpoint.format.system import checksum, read_small
 
 NUM_THREADS = 4
 
@@ -21,8 +20,11 @@ def verify(stored: StoredFiles) -> Iterator[str]:
     """What is wrong with the files: one line for each record that is missing, cut off, damaged or cannot be loaded, and
     for each tensor with elements that no record holds.
     """
-    if stored.manifest and checksum(read_small(stored.folder / METADATA)) != stored.manifest["metadata"]:
+    if not has_own_metadata(stored):
         yield f"'{stored.folder / METADATA}' is damaged: torch.distributed.checkpoint would not read it"
+    for name, num_bytes in stored.manifest.get("files", {}).items():
+        if (path := stored.folder / name).is_file() and path.stat().st_size > num_bytes:  # records say what lacks
+            yield f"'{path}' is damaged: {path.stat().st_size} bytes, of which {num_bytes} were written"
     with ThreadPoolExecutor(NUM_THREADS, "partita verify") as pool:
         yield from filter(None, pool.map(stored.problem, dict.fromkeys(stored.chunks())))
     for key, tensor in stored.tensors.items():

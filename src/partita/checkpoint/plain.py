@@ -1,5 +1,6 @@
 """Plain values: what a checkpoint can give back beside tensors of the model, and the bytes that stand for it."""
 
+import hashlib
 import io
 from collections import Counter
 from collections.abc import Mapping
@@ -25,6 +26,22 @@ def object_bytes(value: Any) -> bytes:
 def read_object(content: bytes | memoryview) -> Any:
     """What :func:`object_bytes` was given; of plain values, containers and tensors only."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def digest(value: Any) -> str:
+    """A digest of a plain value, alike for values that are equal."""
+    if type(value) is Tensor and value.layout is torch.strided and not value.is_quantized:
+        content = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        parts = [str(value.dtype), str(tuple(value.shape)), hashlib.blake2b(content).hexdigest()]
+    elif isinstance(value, Mapping):
+        parts = sorted(digest(key) + digest(item) for key, item in value.items())
+    elif isinstance(value, set):
+        parts = sorted(map(digest, value))
+    elif isinstance(value, list | tuple):
+        parts = list(map(digest, value))
+    else:
+        parts = [repr(value)]
+    return hashlib.blake2b(repr((type(value).__name__, parts)).encode(), digest_size=16).hexdigest()
 
 
 def plain(value: Any, where: str) -> Any:

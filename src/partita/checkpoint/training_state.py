@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from partita.checkpoint.backend import Stored, Value, saved_boxes
-from partita.checkpoint.names import GROUPS, MODEL
-from partita.checkpoint.plain import plain
+from partita.checkpoint.names import GROUPS, MODEL, some_of
+from partita.checkpoint.plain import digest, plain
 from partita.checkpoint.settings import Change, Settings, apply, changes, configured
+from partita.comm.group import Group
 from partita.comm.mesh import Mesh
 from partita.errors import PartitaError
 from partita.inspection.modules import extra_states, persistent_buffers
@@ -38,10 +39,18 @@ class TrainingState:
     mesh: Mesh
     extra: dict[str, Any] = field(default_factory=dict)
     keeper: Callable[[str], int] = field(default=lambda name: 0)
+    _has_own_extra: bool = field(init=False, default=False)
     _configured: list[Settings] = field(init=False)
 
     def __post_init__(self) -> None:
         self._configured = configured(self.updater.optimizer.param_groups)
+
+    def compare_extra(self, all_ranks: Group) -> None:
+        """Find out whether this rank's ``extra`` differs from rank 0's: it is saved beside that one then. A
+        collective.
+        """
+        every = all_ranks.exchange_objects(_digest(self.extra), "engine.save")
+        self._has_own_extra = every[all_ranks.index] != every[0]
 
     def _buffer_boxes(self) -> Iterator[tuple[str, Tensor, Box]]:
         """What this rank saves of buffers."""
@@ -76,6 +85,8 @@ class TrainingState:
         for name, module in extra_states(self.model):
             if self.keeper(name) == self.mesh.rank:
                 add(MODEL + name, module.get_extra_state(), f"the model's '{name}'")
+        if self._has_own_extra:
+            add(f"{EXTRA}.{self.mesh.rank}", self.extra, "engine.extra")
         if self.mesh.is_first_replica():
             for number, group in enumerate(self.updater.groups_by_name()):
                 for key, value in group.items():
@@ -99,14 +110,33 @@ class TrainingState:
             self.updater.restore_counters(stored.value(ENGINE))
         missing += self._restore_groups(stored, strict=strict)
         if EXTRA in stored.values:
+            found = self._extra_of(stored)
             self.extra.clear()
-            self.extra.update(stored.value(EXTRA))
+            self.extra.update(found)
         else:
             missing.append(EXTRA)
         key = f"{RANDOM}{self.mesh.rank}"
         if key in stored.values:  # a rank that was not there has none
             set_random_states(stored.value(key), self.mesh.device)
         return missing
+
+    def _extra_of(self, stored: Stored) -> dict[str, Any]:
+        """What this rank has saved; rank 0's where it had the same, or where other ranks saved than load."""
+        own = [key for key in stored.values if key.startswith(f"{EXTRA}.")]
+        if own and stored.manifest.get("ranks") == self.mesh.num_ranks:
+            key = f"{EXTRA}.{self.mesh.rank}"
+            own_or_first: dict[str, Any] = stored.value(key if key in own else EXTRA)
+            return own_or_first
+        first: dict[str, Any] = stored.value(EXTRA)
+        if own and not self.mesh.rank:
+            differing = set[str]().union(*(_differing(stored.value(key), first) for key in own))
+            warnings.warn(
+                f"engine.load: the ranks that saved '{stored.folder}' had other values of engine.extra "
+                f"({some_of(sorted(map(repr, differing)))}), and {self.mesh.num_ranks} ranks load what "
+                f"{stored.manifest.get('ranks')} have saved: all take rank 0's",
+                stacklevel=2,
+            )
+        return first
 
     def _restore_groups(self, stored: Stored, *, strict: bool) -> list[str]:
         """Give each group the settings of the stored one with the same parameters, but for what is configured anew;
@@ -141,3 +171,17 @@ class TrainingState:
                 stacklevel=2,
             )
         return missing
+
+
+def _digest(extra: dict[str, Any]) -> str | None:
+    """None where there is none: an error follows, as the value cannot be saved."""
+    try:
+        return digest(extra)
+    except RecursionError:
+        return None
+
+
+def _differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    """The keys whose values two dictionaries do not share."""
+    same = {key for key in one.keys() & other.keys() if digest(one[key]) == digest(other[key])}
+    return (one.keys() | other.keys()) - same

@@ -5,6 +5,7 @@ from pathlib import Path
 from partita.checkpoint.backend import Stored
 from partita.checkpoint.foreign.fsdp import open_fsdp
 from partita.checkpoint.format.stored import open_stored
+from partita.checkpoint.format.system import explained
 
 
 def open_any(folder: Path) -> Stored:
@@ -14,4 +15,5 @@ def open_any(folder: Path) -> Stored:
     Raises:
         PartitaError: there is none, or it is damaged.
     """
-    return open_fsdp(folder) or open_stored(folder)
+    with explained(folder):
+        return open_fsdp(folder) or open_stored(folder)

@@ -35,12 +35,13 @@ from partita.checkpoint.format.manifest import (
     SEQUENCE,
     add_aliases,
     add_table,
+    has_own_metadata,
     sealed,
     table_of,
 )
 from partita.checkpoint.format.record import BoxLayout, FileLayout
 from partita.checkpoint.format.stored import StoredFiles
-from partita.checkpoint.format.system import Lock, checksum, explained, is_locked, read_small, write_small
+from partita.checkpoint.format.system import Lock, checksum, damaged, explained, is_locked, read_small, write_small
 from partita.errors import PartitaError
 from partita.memory.accelerator import HOST
 from partita.memory.collector import collector_paused
@@ -84,7 +85,10 @@ class FileBackend(Backend):
         return FileDraft(self, request, token)
 
     def open(self, folder: Path) -> Stored:
-        return open_any(folder)
+        stored = open_any(folder)
+        if self.writers.rank == 0 and not has_own_metadata(stored):
+            raise damaged(stored.folder / METADATA)
+        return stored
 
     def lay_out(self, boxes: Sequence[Value]) -> BoxLayout:
         """The same layout for as long as the boxes are the same."""

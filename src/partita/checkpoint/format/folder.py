@@ -35,10 +35,11 @@ def complete(folder: Path) -> dict[int, Path]:
 
 def _found(folder: Path) -> dict[int, Path]:
     found = dict[int, Path]()
-    for pattern in (_ASIDE, _STEP):
-        for path in folder.iterdir() if folder.is_dir() else ():
-            if (match := pattern.fullmatch(path.name)) and (path / MANIFEST).exists():
-                found[int(match[1])] = path
+    with explained(folder):
+        for pattern in (_ASIDE, _STEP):
+            for path in folder.iterdir() if folder.is_dir() else ():
+                if (match := pattern.fullmatch(path.name)) and (path / MANIFEST).exists():
+                    found[int(match[1])] = path
     return found
 
 
@@ -65,8 +66,9 @@ def chosen(folder: Path) -> Path:
     Raises:
         PartitaError: there is none.
     """
-    if (folder / MANIFEST).exists() or (folder / METADATA).exists():
-        return folder
+    with explained(folder):
+        if (folder / MANIFEST).exists() or (folder / METADATA).exists():
+            return folder
     if (match := _STEP.fullmatch(folder.name)) and (aside := _found(folder.parent).get(int(match[1]))):
         return aside
     found = list(complete(folder).values())
@@ -99,8 +101,9 @@ def start_partial(partial: Path) -> None:
 
 def notice(folder: Path, step: int) -> str | None:
     """What the owner of a run should know of the folder that it saves into."""
-    if not folder.is_dir():
-        return None
+    with explained(folder):
+        if not folder.is_dir():
+            return None
     last = max(_found(folder), default=step)
     if last > step:
         return (

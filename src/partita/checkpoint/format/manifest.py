@@ -91,3 +91,11 @@ def read_manifest(stored: Stored) -> None:
             raise damaged(folder / name)
         add_table(stored, table)
     add_aliases(stored, manifest["aliases"])
+
+
+def has_own_metadata(stored: Stored) -> bool:
+    """Whether the index of torch.distributed.checkpoint is the one that was written; True where nothing vouches for
+    it.
+    """
+    expected = stored.manifest.get("metadata")
+    return expected is None or checksum(read_small(stored.folder / METADATA)) == expected

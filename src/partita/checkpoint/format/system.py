@@ -19,6 +19,7 @@ REMEDIES = {
     errno.EPERM: "name a folder in which this user may write",
     errno.EROFS: "name a folder on a filesystem that is not read-only",
     errno.ENOTDIR: "name a folder",
+    errno.ENAMETOOLONG: "name a folder with a shorter name",
     errno.EEXIST: "another run writes into the folder: give each run one of its own",
     errno.ENOENT: "it was removed: keep others out of the folder, or load an earlier checkpoint",
 }

@@ -226,7 +226,7 @@ class Content:
     @contextmanager
     def _lent(self, segment: Segment) -> Iterator[Tensor]:
         """This rank's part of a segment's weights, with its optimizer states in the optimizer."""
-        on_disk = self.updater.states.on_disk(segment) if segment.trains else None
+        on_disk = self.updater.states.on_disk(segment)
         leases = on_disk.lend() if on_disk is not None else {}
         rest = segment.rest.lend()
         own = None if segment.master_is_parameter else segment.master

@@ -213,7 +213,8 @@ class Loading:
             if (key := self._names.model(member.holding.fqns)) is not None:
                 yield self._target(key, member.elements(span.start, span.stop), place=place)
             view = self._updater.views.of(member.param)
-            if self._takes_states and segment.trains and view is not None and view.num_elements:
+            # Those of frozen parameters are kept, too: they train on when they are unfrozen, and are saved meanwhile.
+            if self._takes_states and view is not None and view.num_elements and self._updater.views.is_grouped(view):
                 for state, key in self._names.states(member.holding.fqns).items():
                     if key in self._stored.tensors:
                         yield self._target(key, self._state_elements(view, state, key), view=view, state=state)

@@ -101,7 +101,12 @@ class Views:
         """The views of a segment's parameters."""
         return self._by_segment.get(id(segment), [])
 
+    def is_grouped(self, view: View) -> bool:
+        """True if the view's parameter belongs to one of the optimizer's groups."""
+        return id(view) in self._grouped
+
     def of(self, param: Tensor) -> View | None:
+        """The view of a parameter, or None if no unit of this rank holds it."""
         return self._views.get(id(param))
 
     def attach(self, optimizer: Optimizer) -> None:

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,133 @@ def leaves_the_rest() -> None:
             assert torch.equal(after["first.weight"][0], torch.ones(16))
             before["first.weight"][0] = 1.0
             assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def _clamp(params: Sequence[nn.Parameter]) -> None:
+    for param in params:
+        param.data.clamp_(-0.5, 0.5)
+
+
+def _foreach(params: Sequence[nn.Parameter]) -> None:
+    data = [param.data for param in params]
+    torch._foreach_clamp_min_(data, -0.5)
+    torch._foreach_clamp_max_(data, 0.5)
+
+
+def _views(params: Sequence[nn.Parameter]) -> None:
+    for view in [param.data.view(-1) for param in params]:
+        view.clamp_(-0.5, 0.5)
+
+
+def lasts_through_data(write: Callable[[Sequence[nn.Parameter]], None], plan: str) -> None:
+    seeds.start()
+    model = Stack(2)
+    expected = fresh_values(model)
+    model.load_state_dict(expected)
+    with partita.initialize(model, {**PLANS[plan], "optimizer": STILL}) as engine:
+        for step in range(2):
+            train_step(engine, step)
+            write(list(engine.module.parameters()))
+            expected = {name: value.clamp(-0.5, 0.5) for name, value in expected.items()}
+            holds(engine, expected)
+            train_step(engine, step)
+            holds(engine, expected)
+            engine.module.load_state_dict(expected := fresh_values(engine.module))
+
+
+def lasts_through_a_kept_view(plan: str) -> None:
+    """A tensor that ``data`` returned once writes the parameter in every later step, too."""
+    seeds.start()
+    with partita.initialize(Stack(2), {**PLANS[plan], "optimizer": STILL}) as engine:
+        kept = engine.module.first.weight.data.view(-1)  # type: ignore[union-attr]
+        for step in range(3):
+            train_step(engine, step)
+            kept.fill_(0.5 * step)
+            train_step(engine, step)
+            state = engine.state_dict()
+            assert rank() or torch.equal(state["first.weight"], torch.full((16, 16), 0.5 * step))
+
+
+class ThroughData(nn.Module):
+    """A frozen codebook and a weight that forward moves through ``data``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+        self.codes = nn.Parameter(torch.randn(16, 16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.codes.data.mul_(0.5)
+        self.weight.data.mul_(0.5)
+        return x @ self.weight + x @ self.codes
+
+
+def lasts_in_forward_through_data(zero: Mapping[str, Any], precision: Mapping[str, Any]) -> None:
+    seeds.start()
+    model = nn.Sequential(nn.Linear(16, 16), ThroughData(), ThroughData())
+    expected = fresh_values(model)
+    model.load_state_dict(expected)
+    config = {"zero": zero, "precision": precision, "optimizer": STILL}
+    with warnings.catch_warnings(action="ignore"), partita.initialize(model, config) as engine:
+        for step in range(2):
+            train_step(engine, step)
+            expected = {name: value if name.startswith("0") else value * 0.5 for name, value in expected.items()}
+            holds(engine, expected)
+
+
+def reads_of_data() -> None:
+    """Reading is no write, on one rank alone neither; nothing of it is left after the next step."""
+    for zero in ({"stage": 1}, {"stage": 3}):
+        with partita.initialize(Stack(1), {"zero": zero, "precision": BF16, "optimizer": {"lr": 1e-2}}) as engine:
+            for step in range(2):
+                train_step(engine, step)
+                with engine.gathered():
+                    if rank() == 0:
+                        assert all(param.data.isfinite().all() for param in engine.module.parameters())
+                engine.state_dict()
+                train_step(engine, step)
+                assert not engine._parts.runtime.written._exposed
+
+
+def gathered_through_data() -> None:
+    for config in ({"zero": {"stage": 3}}, {"zero": {"stage": 2}}, {"parallel": {"tensor": 2}}):
+        with partita.initialize(Stack(1), {"optimizer": STILL, **config}) as engine:
+            weight: Any = engine.module.blocks[0].up.weight  # type: ignore[index, union-attr]
+            with pytest.raises(PartitaError, match=r"'blocks.0.up.weight' was written inside engine.gathered"):
+                with engine.gathered():
+                    weight.data.mul_(2)
+            engine.zero_grad()
+            with engine.gathered(modify=True):
+                weight.data.fill_(2.0)
+            state = engine.state_dict()
+            assert rank() or torch.equal(state["blocks.0.up.weight"], torch.full((32, 16), 2.0))
+
+
+def assigned(precision: Mapping[str, Any], assign: Callable[[nn.Parameter], None]) -> None:
+    """New memory with new values is an error of whatever comes next; with the same values only of the next forward."""
+    config = {"precision": precision, "optimizer": STILL}
+    with partita.initialize(Stack(1), config) as engine:
+        param: Any = engine.module.first.weight
+        param.data = param.data.clone()
+        engine.state_dict()
+        assign(param)
+        with pytest.raises(PartitaError, match="'first.weight' no longer lies in its unit's buffer"):
+            engine.state_dict()
+        with pytest.raises(PartitaError, match="'first.weight' no longer lies in its unit's buffer"):
+            train_step(engine, 0)
+
+
+def _data(param: nn.Parameter) -> None:
+    param.data = torch.ones_like(param)
+
+
+def _set(param: nn.Parameter) -> None:
+    with torch.no_grad():
+        param.set_(torch.ones_like(param))  # type: ignore[call-overload]
+
+
+def _vector(param: nn.Parameter) -> None:
+    nn.utils.vector_to_parameters(torch.ones(param.numel(), dtype=param.dtype), [param])
 
 
 class Halving(nn.Module):
@@ -254,6 +381,34 @@ def test_ranks_that_write_differently_are_told(write: Any, plan: str, use: str) 
         assert "rank 1 wrote other values into parameters than rank 0" in said
         assert "'first.weight'" in said
         assert "engine.gathered(..., modify=True)" in said
+
+
+@matrix(write=[_clamp, _foreach, _views], plan=PLANS)
+def test_what_is_written_through_data_lasts(write: Any, plan: str) -> None:
+    pool.run(2, lasts_through_data, write, plan)
+
+
+@pytest.mark.parametrize("plan", ["stage 2", "host"])
+def test_what_is_written_through_kept_data_lasts(plan: str) -> None:
+    pool.run(2, lasts_through_a_kept_view, plan)
+
+
+@matrix(stage=[1, 3], precision=[{"compute": "fp32"}, BF16])
+def test_what_forward_writes_through_data_lasts(stage: int, precision: Mapping[str, Any]) -> None:
+    pool.run(2, lasts_in_forward_through_data, {"stage": stage}, precision)
+
+
+def test_reading_data_is_no_write() -> None:
+    pool.run(2, reads_of_data)
+
+
+def test_data_written_without_modify() -> None:
+    pool.run(2, gathered_through_data)
+
+
+@matrix(precision=[{"compute": "fp32"}, BF16], assign=[_data, _set, _vector])
+def test_new_memory_is_told(precision: Mapping[str, Any], assign: Any) -> None:
+    pool.run(2, assigned, precision, assign)
 
 
 @matrix(plan=SHARDED, world=[1, 2])

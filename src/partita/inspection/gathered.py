@@ -14,6 +14,7 @@ from partita.plan.mesh_shape import STATE_AXES
 from partita.planner.parameters import Holding, find_quantized
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Unit, replace_data
+from partita.sharding.written import checksum
 from partita.transforms.modules import ModuleTransforms
 
 
@@ -50,10 +51,17 @@ class Gathered:
             made_whole += self._make_whole(holdings)
             watched = {id(each.param): (each.fqns[0], each.param) for each in [m.holding for m in members] + holdings}
             before = {key: param._version for key, (_, param) in watched.items()}
+            copied = [] if modify else [holding for holding in made_whole if self._is_share(holding)]
+            sums = [checksum(holding.param.detach().flatten()) for holding in copied]
             with self._changes.suspended(items):
                 yield
-            for key, (name, param) in watched.items():
-                if param._version != before[key] and not (modify and key in wanted):
+            written = {key for key, (_, param) in watched.items() if param._version != before[key]}
+            written |= {id(member.param) for member in self._runtime.written.through_data(members)}
+            for holding, own in zip(copied, sums, strict=True):
+                if not torch.equal(checksum(holding.param.detach().flatten()), own):
+                    written.add(id(holding.param))
+            for key, (name, _) in watched.items():
+                if key in written and not (modify and key in wanted):
                     raise PartitaError(
                         f"parameter '{name}' was written inside engine.gathered(...) without being given to it "
                         "with modify=True: the ranks and the optimizer would not learn of it"
@@ -64,7 +72,7 @@ class Gathered:
         finally:
             self.num_open -= 1
             self._cut(made_whole)
-            self._runtime.written.forget(member for unit in sharded for member in unit.members)
+            self._runtime.written.forget([member for unit in sharded for member in unit.members])
             self._runtime.residency.let_go(sharded)
 
     def _make_whole(self, holdings: Sequence[Holding]) -> list[Holding]:
@@ -92,10 +100,10 @@ class Gathered:
         """Make rank 0's whole values those of all ranks, each its share."""
         all_ranks = self._runtime.collectives.all_ranks
         for holding in holdings:
-            all_ranks.broadcast([holding.param.data], "parameters")
+            all_ranks.broadcast([holding.param.detach()], "parameters")
             member = self._whole.member_of(holding)
             if member is not None and member.span.place.is_part:
-                member.within(member.segment.full).copy_(member.span.place.take(holding.param.data))
+                member.within(member.segment.full).copy_(member.span.place.take(holding.param.detach()))
 
     def _cut(self, holdings: Sequence[Holding]) -> None:
         """Let the parameters be this rank's shares again."""

@@ -62,7 +62,7 @@ class AlikeCheck:
             raise PartitaError(
                 f"step {self._updater.steps}: rank {', '.join(differing)} has other parameters of {unit.title} than "
                 f"rank {like}, which should be the same bits on ranks {', '.join(map(str, by_rank))} "
-                "(communication.check_every): one of them wrote through .data, which nothing sees, or its memory or "
+                "(communication.check_every): one of them wrote where nothing sees it, or its memory or "
                 "its processor is faulty. Go on from a checkpoint (engine.load); write inside `with "
                 "engine.gathered(..., modify=True)`"
             )

@@ -141,9 +141,10 @@ class Updater(ABC):
         """Have master weights take up what was written into the parameters. A collective.
 
         Raises:
-            PartitaError: the ranks wrote different values.
+            PartitaError: the ranks wrote different values, or a parameter was given other memory with other values.
         """
         self.wait_for_updates()
+        self._runtime.structure.check_values()
         if self._runtime.written:
             self._runtime.written.take()
             self._consensus.compare_written(self.steps + 1)

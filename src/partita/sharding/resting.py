@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from partita.errors import ConfigError, PartitaError
 from partita.planner.elsewhere import is_elsewhere
+from partita.sharding.data_access import report_reads
 from partita.sharding.placeholder import METADATA, asked_for
 
 
@@ -24,6 +25,9 @@ class Guardian(Protocol):
 
     def touched(self, param: nn.Parameter, what: str) -> None:
         """Called when data of a resting ``param`` is asked for by ``what``. Makes it whole or raises."""
+
+    def exposed(self, param: nn.Parameter, values: Tensor) -> None:
+        """Called when ``param.data`` was read and returns ``values``, through which ``param`` may be written."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,14 @@ class Resting(nn.Parameter):
 
 def claim(param: nn.Parameter, name: str, guardian: Guardian) -> None:
     """Make ``guardian`` the one that is asked about ``param``, for as long as it lives."""
+    report_reads(_report_read)
     _claims[param] = _Claim(name, weakref.ref(guardian))
+
+
+def _report_read(param: nn.Parameter, values: Tensor) -> None:
+    claim = _claims.get(param)
+    if claim is not None and (guardian := claim.guardian()) is not None:
+        guardian.exposed(param, values)
 
 
 def disclaim(param: nn.Parameter) -> None:

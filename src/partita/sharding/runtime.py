@@ -96,6 +96,7 @@ class Runtime:
         self._hooks: list[Any] = []
         self._accumulate = blueprint.resolved.batch.accumulate
         self._compute = dtype_of(ENCODINGS[blueprint.resolved.compute_dtype])
+        self._members = dict[int, tuple[Unit, Member]]()  # by the id of the parameter
         self._own_buffers = [(module, dict(module._buffers)) for module in model.modules()]
         try:
             self._assemble(Assembly(model, self.units, collectives, memory, source, self.give_back))
@@ -109,7 +110,7 @@ class Runtime:
             self.events.subscribe(sharded, self.residency.subscriber)
             count = self.residency.forwards_under_way
             self._hooks += [self.events, ForwardHooks(model, self._prepare, count, self._graph_of_now)]
-            self._unit_of = {id(member.param): unit for unit, member in self.members()}
+            self._members.update({id(member.param): (unit, member) for unit, member in self.members()})
             self._refresh()
         except BaseException:
             self.close()
@@ -245,11 +246,16 @@ class Runtime:
 
     def touched(self, param: nn.Parameter, what: str) -> None:
         """See :class:`~partita.sharding.resting.Guardian`."""
-        unit = self._unit_of[id(param)]
+        unit, _ = self._members[id(param)]
         if unit.rests_whole:
             self.executor.finish_update(unit)
         else:
             self.residency.touched(param, what)
+
+    def exposed(self, param: nn.Parameter, values: Tensor) -> None:
+        """See :class:`~partita.sharding.resting.Guardian`."""
+        if id(param) in self._members:
+            self.written.expose(*self._members[id(param)], values)
 
     def end_micro_batch(self) -> None:
         """All ranks have come to the end of a micro-batch."""
@@ -278,6 +284,8 @@ class Runtime:
         self.residency.updated()
         with torch._C.DisableTorchFunctionSubclass():
             torch.autograd.graph.increment_version([m.param for unit in self.units for m in unit.members])
+        for unit in self.written.exposed_units():
+            self.executor.finish_update(unit)
         self.written.note()
 
     def members(self) -> Iterator[tuple[Unit, Member]]:

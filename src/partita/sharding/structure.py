@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from partita.errors import PartitaError
 from partita.planner.parameters import find_everywhere, find_quantized
-from partita.sharding.unit import Member, Unit
+from partita.sharding.unit import Member, Unit, UnitState
 
 
 class Structure:
@@ -50,6 +50,21 @@ class Structure:
                 self._check_parameters()
                 self._remember()
 
+    def check_values(self) -> None:
+        """Compare the values of parameters that lie elsewhere now with those that are trained and saved.
+
+        Raises:
+            PartitaError: a parameter has other values than at the end of the last step.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            for unit, _ in self._held:
+                for member in unit.members:
+                    param = member.param
+                    if param.untyped_storage()._cdata == unit.storage._cdata or id(param) in self.elsewhere:
+                        continue
+                    if unit.state is not UnitState.WHOLE or not _same(param, member.within(member.segment.full)):
+                        raise PartitaError(_MOVED.format(member.fqn))
+
     def _check_parameters(self) -> None:
         """Modules were replaced or added; their parameters must still be the same."""
         found = {id(param): name for name, param in self.model.named_parameters()}
@@ -59,6 +74,11 @@ class Structure:
         for key, name in found.items():
             if key not in self._names and key not in self._others:
                 raise PartitaError(_ADDED.format(name))
+
+
+def _same(param: nn.Parameter, values: Tensor) -> bool:
+    """True if the parameter has these values, on any device and in any dtype that holds them."""
+    return param.shape == values.shape and torch.equal(param.detach().to(values), values)
 
 
 # A parameter, its name, and of each module that holds it: its class, its parameters, and the name there.

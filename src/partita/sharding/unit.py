@@ -113,6 +113,11 @@ class Member:
         """The parameter's part of a tensor that has all of its segment, in its shape."""
         return self.shaped(whole[self.span.offset :][: self.span.num_elements])
 
+    @property
+    def values(self) -> Tensor:
+        """This rank's values of the parameter, flat, where its unit is whole."""
+        return self.segment.full[self.span.offset :][: self.span.num_elements]
+
     def flat(self, values: Tensor) -> Tensor:
         """``values`` of this parameter's shape as ``[numel]`` in its stride order; a view where strides agree."""
         if values.stride() != self.stride:

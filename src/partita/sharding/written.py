@@ -1,17 +1,20 @@
 """Values that the user writes into parameters in place, outside and inside forward.
 
 ``load_state_dict``, a clamp, a copy of averages, a momentum encoder that follows inside forward, weights that forward
-normalizes: what is written lasts, as in one process. A write is found by the parameter's version counter. Where master
-weights are a state of their own they take the written values, each rank its part; where parameters are sharded, the
-shard takes them before the unit's memory is released.
+normalizes: what is written lasts, as in one process. A write is found by the parameter's version counter; one through
+``param.data``, which no counter shows, by checksums of the values, taken when the attribute is read and later. Where
+master weights are a state of their own they take the written values, each rank its part; where parameters are sharded,
+the shard takes them before the unit's memory is released.
 
 The written elements that a rank owns count, so all ranks have to write the same values. The next step compares
 checksums of what they wrote, and fails where these differ.
 """
 
+import weakref
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,6 +24,25 @@ from partita.kernels.chunks import chunks
 from partita.memory import accelerator
 from partita.memory.streams import record
 from partita.sharding.unit import Member, Segment, Unit, UnitState
+
+
+@dataclass
+class _Exposed:
+    """A parameter whose ``data`` was read: the checksum of its values, and the tensors that were returned."""
+
+    unit: Unit
+    member: Member
+    sum: Tensor
+    tensors: list[weakref.ref[Tensor]] = field(default_factory=list)
+
+    @property
+    def is_alive(self) -> bool:
+        """True if the parameter may still be written through one of the tensors."""
+        return any(tensor() is not None for tensor in self.tensors)
+
+    @property
+    def is_written(self) -> bool:
+        return int(accelerator.read(checksum(self.member.values))) != int(accelerator.read(self.sum))
 
 
 class Written:
@@ -37,6 +59,7 @@ class Written:
         members = [member for unit in units if unit.rests_whole for member in unit.members]
         self._whole = [member for member in members if _has_owner(member.segment)]
         self._versions = dict[int, int]()  # by the member's id; unknown until the first note()
+        self._exposed = dict[int, _Exposed]()  # by the member's id
         self._sums = dict[str, Tensor]()
 
     def __bool__(self) -> bool:
@@ -48,11 +71,37 @@ class Written:
         members = [*self._whole, *(member for unit in self._sharded for member in unit.members)]
         with torch._C.DisableTorchFunctionSubclass():  # sharded parameters answer through Python
             self._versions = {id(member): member.param._version for member in members}
+        self._exposed = {key: exposed for key, exposed in self._exposed.items() if exposed.is_alive}
+        self._sum_again(exposed.member for exposed in self._exposed.values())
 
-    def forget(self, members: Iterable[Member]) -> None:
+    def forget(self, members: Sequence[Member]) -> None:
         """Ignore what was written into these parameters."""
         with torch._C.DisableTorchFunctionSubclass():
             self._versions.update({id(m): m.param._version for m in members if id(m) in self._versions})
+        self._sum_again(members)
+
+    def expose(self, unit: Unit, member: Member, values: Tensor) -> None:
+        """A parameter may be written through ``values``, its ``data``, from here on."""
+        if id(member) not in self._versions or unit.state is not UnitState.WHOLE:
+            return
+        if id(member) not in self._exposed:
+            self._exposed[id(member)] = _Exposed(unit, member, checksum(member.values))
+        exposed = self._exposed[id(member)]
+        exposed.tensors = [*(tensor for tensor in exposed.tensors if tensor() is not None), weakref.ref(values)]
+
+    def exposed_units(self) -> list[Unit]:
+        """The units with parameters that may still be written through a tensor that their ``data`` returned."""
+        return [exposed.unit for exposed in self._exposed.values() if exposed.is_alive]
+
+    def through_data(self, members: Iterable[Member]) -> list[Member]:
+        """Those of the parameters that were written through their ``data``."""
+        exposed = (self._exposed.get(id(member)) for member in members) if self._exposed else ()
+        return [each.member for each in exposed if each is not None and each.is_written]
+
+    def _sum_again(self, members: Iterable[Member]) -> None:
+        for member in members if self._exposed else ():
+            if (exposed := self._exposed.get(id(member))) is not None and exposed.unit.state is UnitState.WHOLE:
+                exposed.sum = checksum(member.values)
 
     def take(self) -> None:
         """Store what was written. No update may be running."""
@@ -69,14 +118,21 @@ class Written:
             self._add(written)
         for unit in self._sharded:
             if unit.state is UnitState.WHOLE and not unit.holds:  # blocks of engine.gathered store their own
-                self.take_from(unit)
+                self._take_from(unit)
 
     def take_from(self, unit: Unit) -> None:
-        """Store what was written into a gathered unit of sharded parameters; called before its memory is released.
+        """Store what was written into a gathered unit of sharded parameters, whose memory will be released next.
 
         Raises:
             PartitaError: the written values cannot be stored exactly.
         """
+        try:
+            self._take_from(unit)
+        finally:
+            for member in unit.members if self._exposed else ():
+                self._exposed.pop(id(member), None)
+
+    def _take_from(self, unit: Unit) -> None:
         if not (written := self._found(unit.members)):
             return
         self.forget(written)
@@ -91,10 +147,14 @@ class Written:
             _store_second(unit)
         self._add(written)
 
-    def _found(self, members: Iterable[Member]) -> list[Member]:
+    def _found(self, members: Sequence[Member]) -> list[Member]:
         versions = self._versions
         with torch._C.DisableTorchFunctionSubclass():
-            return [m for m in members if m.param._version != versions.get(id(m), m.param._version)]
+            found = [m for m in members if m.param._version != versions.get(id(m), m.param._version)]
+        if self._exposed:
+            known = {id(member) for member in found}
+            found += self.through_data(member for member in members if id(member) not in known)
+        return found
 
     # ------------------------------------------------------- comparison of the ranks
 
@@ -116,14 +176,14 @@ class Written:
 
     def _add(self, members: Iterable[Member]) -> None:
         for member in members:
-            self._sums[member.fqn] = checksum(member)
+            self._sums[member.fqn] = checksum(member.values)
 
 
-def checksum(member: Member) -> Tensor:
-    """The sum of the bits of a parameter's values on this rank, as whole numbers; a scalar on their device."""
-    values: Tensor = member.segment.full[member.span.offset :][: member.span.num_elements]
+def checksum(values: Tensor) -> Tensor:
+    """The sum of the bits of a dense tensor as whole numbers; a scalar on its device."""
     bits = values.view({2: torch.int16, 4: torch.int32}.get(values.itemsize, torch.uint8))
-    return torch.stack([bits[chunk].sum(dtype=torch.int64) for chunk in chunks(bits)]).sum()
+    sums = [bits[chunk].sum(dtype=torch.int64) for chunk in chunks(bits)]
+    return torch.stack(sums).sum() if sums else bits.new_zeros((), dtype=torch.int64)
 
 
 def _has_owner(segment: Segment) -> bool:

@@ -1,14 +1,15 @@
 """Logits of which each rank has a part, in the shape of the whole.
 
-Ranks of the tensor axis have parts of the vocabulary, those of the sequence axis slices of the positions. To Python the
-tensor has the whole shape; its memory, and what autograd sees, is the rank's own part. What works on each logit by
-itself goes on with parts, the cross-entropy is computed from them (targets are shifted before they are cut), and
-whatever else reads the values gathers them first, on all ranks.
+Ranks of the tensor axis have parts of the vocabulary, those of the sequence axis slices of the positions. The tensor
+has the shape of all logits, and holds the rank's own part. Functions of single logits are computed of the part, and so
+is the cross-entropy (targets are shifted before they are cut). Whatever else reads the values gathers them first, on
+all ranks, and takes back the part of the gradient.
 """
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,32 +21,34 @@ from partita.comm.attendance import attend
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh
 from partita.errors import PartitaError
-from partita.parallel.sequence.exchange import gather, sum_of_parts
+from partita.parallel.sequence.exchange import gather, gradient_of_slice, sum_of_parts
 from partita.parallel.sequence.slices import Slices
-from partita.parallel.tensor.functions import cross_entropy, gathered
+from partita.parallel.tensor.functions import cross_entropy, gathered, own_slice
 from partita.sharding.compiler import eager
+from partita.sharding.deferred import Deferred
 
 _log = logging.getLogger("partita")
 _CALL = "a read of split logits"
 
 _CONVERSIONS = frozenset({"to", "type", "type_as"})
+_IN_PLACE = frozenset({"mul_", "div_", "__imul__", "__itruediv__"})
 # By name, of torch.Tensor and of torch: they give, of parts, parts of what they give of the whole. A second tensor must
 # be a number, but for conversions.
 _BY_ELEMENT = _CONVERSIONS | {
     *("float", "double", "half", "bfloat16", "contiguous", "clone", "detach", "neg", "__neg__", "tanh"),
     *("mul", "__mul__", "__rmul__", "div", "__truediv__", "true_divide", "add", "__add__", "__radd__"),
-    *("multiply", "divide", "sub", "__sub__", "mul_", "div_", "__imul__", "__itruediv__"),
+    *("multiply", "divide", "sub", "__sub__"),
+    *_IN_PLACE,
 }
-# About the tensor, not its values: answered by the part.
+# About the tensor, not its values.
 _ABOUT = frozenset(
     {
-        *("dim", "is_floating_point", "is_complex", "element_size", "register_hook", "retain_grad", "requires_grad_"),
-        *("untyped_storage", "data_ptr", "is_contiguous", "get_device", "__hash__"),
-        "register_post_accumulate_grad_hook",
+        *("dim", "ndimension", "size", "__len__", "numel", "nelement", "stride", "storage_offset", "element_size"),
+        *("is_floating_point", "is_complex", "untyped_storage", "is_contiguous", "get_device", "__hash__"),
     }
 )
 # Attributes that are values in another order, or of another kind.
-_VALUES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag", "grad"})
+_VALUES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
 
 @dataclass
@@ -121,10 +124,31 @@ def _attend(group: Group, mesh: Mesh, reader: str) -> None:
         ) from error
 
 
-class SplitLogits(Tensor):
-    """Logits of which this rank has what ``split_as`` says. Made by :func:`split_logits`."""
+class SplitLogits(Deferred):
+    """Logits of which this rank has ``part``, as ``split_as`` says. Made by :func:`split_logits`.
+
+    ``changed_by``: functions that have changed the part's memory in place; one list for all that share the memory.
+    """
 
     split_as: Split
+    part: Tensor
+    changed_by: list[str]
+    _memory: Tensor | None  # all values, where somebody has asked for their address
+
+    def compute(self, reader: str) -> Tensor:
+        """All values, gathered."""
+        return self.split_as.whole(self.part, reader)
+
+    @property
+    def setting(self) -> str:
+        return " and ".join(
+            text
+            for axis, text in (
+                (self.split_as.vocabulary, "parallel.tensor_rules of the output layer to 'whole'"),
+                (self.split_as.slices, "parallel.sequence to 1"),
+            )
+            if axis is not None
+        )
 
     @classmethod
     def __torch_function__(
@@ -133,59 +157,78 @@ class SplitLogits(Tensor):
         kwargs = kwargs or {}
         found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, SplitLogits)]
         name, first = getattr(func, "__name__", str(func)), found[0]
+        if cls.asks_for_gradient(func, args, kwargs):
+            return cls.answer_gradient(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if name in _ABOUT or name in ("__get__", "__set__"):
                 attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-                if attribute == "shape":
-                    return _whole_shape(first)
                 if attribute not in _VALUES:
                     return func(*args, **kwargs)
                 name = attribute
-            if name in ("size", "__len__"):
-                shape = _whole_shape(first)
-                dim = 0 if name == "__len__" else args[1] if len(args) > 1 else kwargs.get("dim")
-                return shape if dim is None else shape[dim]
-            if name in ("numel", "nelement"):
-                return _whole_shape(first).numel()
-            if len(found) == 1 and (on_part := _ON_PARTS.get(name)) is not None:
-                result = on_part(_Call(func, args, kwargs, first, _local(first)))
+            if len(found) == 1 and not first.is_watched and (on_part := _ON_PARTS.get(name)) is not None:
+                result = on_part(_Call(func, args, kwargs, first, first.part))
                 if result is not NotImplemented:
+                    first.is_used |= torch.is_grad_enabled()
                     return result
-            wholes = {id(x): x.split_as.whole(_local(x), name) for x in found}
-            args, kwargs = tree_map(lambda x: wholes.get(id(x), x), (args, kwargs))
-            return func(*args, **kwargs)
+            wholes = {id(x): x.read(name) for x in found}
+        if name == "data_ptr":
+            first._memory = wholes[id(first)]
+        args, kwargs = tree_map(lambda x: wholes.get(id(x), x), (args, kwargs))
+        return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
-            f"SplitLogits(shape {tuple(self.shape)}, of which this rank has {tuple(_local(self).shape)}; functions of "
+            f"SplitLogits(shape {tuple(self.shape)}, of which this rank has {tuple(self.part.shape)}; functions of "
             "all of them, such as clone().sum(), gather them, on all ranks)"
         )
 
 
 @eager
-def split_logits(local: Tensor, split: Split) -> SplitLogits:
-    """``local``, of which ``split`` says what part it is, in the shape of the whole."""
-    with torch._C.DisableTorchFunctionSubclass():
-        made = local.as_subclass(SplitLogits)
-    made.split_as = split
+def split_logits(local: Tensor, split: Split, changed_by: list[str] | None = None) -> SplitLogits:
+    """``local``, of which ``split`` says what part it is, in the shape of the whole.
+
+    Args:
+        changed_by: see :class:`SplitLogits`; None: ``local`` has memory of its own.
+    """
+    changed_by = [] if changed_by is None else changed_by
+    shape = split.whole_shape(local.shape)
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    made = SplitLogits.place(
+        shape, strides, local, partial(_gradient_of_part, split, local.shape[:-1], changed_by), local
+    )
+    made.split_as, made.part, made.sources = split, local, (local,)
+    made.changed_by, made._memory = changed_by, None
     return made
+
+
+def _gradient_of_part(split: Split, rows: Sequence[int], changed_by: list[str], gradient: Tensor) -> tuple[Tensor]:
+    """The gradient of this rank's part, for that of all logits.
+
+    Raises:
+        PartitaError: the part, whose ``rows`` these are, was changed in place.
+    """
+    if changed_by:
+        raise PartitaError(
+            f"logits that are split over ranks were changed in place by '{changed_by[0]}', and their gradient is asked "
+            "for by something that PyTorch does not announce (an autograd.Function, a reentrant checkpoint, vmap): "
+            "change a copy (logits * 2 instead of logits.mul_(2))"
+        )
+    if (slices := split.slices) is not None:
+        apart = gradient.reshape(split.num_samples, slices.length, gradient.shape[-1])
+        gradient = gradient_of_slice(apart, 1, slices).reshape(*rows, gradient.shape[-1])
+    if (vocabulary := split.vocabulary) is not None:
+        gradient = own_slice(gradient, vocabulary.group, vocabulary.sizes)
+    return (gradient,)
 
 
 def slice_of(logits: Tensor, slices: Slices) -> SplitLogits:
     """Logits ``[samples, own positions, classes]`` (of a part of the vocabulary, too) as a slice of all positions."""
     split, local = Split(), logits
     if isinstance(logits, SplitLogits):
-        split, local = logits.split_as, _local(logits)
+        split, local = logits.split_as, logits.part
     return split_logits(local, replace(split, slices=slices, num_samples=local.shape[0]))
-
-
-def _local(logits: SplitLogits) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
-        return logits.as_subclass(Tensor)
-
-
-def _whole_shape(logits: SplitLogits) -> torch.Size:
-    return logits.split_as.whole_shape(Tensor.shape.__get__(logits))  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -209,7 +252,8 @@ class _Call:
 
     def part(self, local: Tensor, **changed: Any) -> SplitLogits:
         """A result of which this rank has ``local``."""
-        return split_logits(local, replace(self.split, **changed))
+        is_shared = local.untyped_storage()._cdata == self.local.untyped_storage()._cdata
+        return split_logits(local, replace(self.split, **changed), self.logits.changed_by if is_shared else None)
 
 
 def _by_element(call: _Call) -> Any:
@@ -219,6 +263,8 @@ def _by_element(call: _Call) -> Any:
     others = [x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, Tensor) and x is not call.logits]
     if any(other.dim() for other in others) and not converts:
         return NotImplemented
+    if call.func.__name__ in _IN_PLACE:
+        call.logits.changed_by.append(call.func.__name__)
     return call.part(call.on(call.local))
 
 
@@ -260,7 +306,7 @@ def _range_of_positions(call: _Call, slices: Slices, index: list[Any]) -> Any:
 def _reshape(call: _Call) -> Any:
     """Another shape of the same rows: of slices, each sample's positions apart or all in one dim."""
     # Of no size, or a simulated device would count it.
-    whole = torch.empty((), dtype=call.local.dtype, device="meta").expand(_whole_shape(call.logits))
+    whole = torch.empty((), dtype=call.local.dtype, device="meta").expand(call.logits.shape)
     found = call.on(whole)
     *rows, classes = found.shape
     if classes != whole.shape[-1] or found.dtype is not whole.dtype or not rows:

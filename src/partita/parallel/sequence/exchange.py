@@ -84,6 +84,18 @@ def gather(own: Tensor, dim: int, slices: Slices) -> Tensor:
     return result
 
 
+def gradient_of_slice(whole: Tensor, dim: int, slices: Slices) -> Tensor:
+    """The gradient of this rank's slice along ``dim``: the sum of the ranks' gradients of all positions."""
+    check_backward(slices)
+    parts = slices.cut(whole, dim)
+    own = parts[slices.group.index]
+    received = slices.group.all_to_all(parts, [own.shape] * len(parts), PURPOSE)
+    total = received[0]
+    for part in received[1:]:
+        total = total.add_(part)
+    return total
+
+
 def heads_for_positions(x: Tensor, heads: Heads, slices: Slices) -> Tensor:
     """``[batch, heads, own positions, size]`` to ``[batch, own heads, all positions, size]``: rank ``r`` takes
     ``heads[r]``, of which several ranks may take one, and one rank may take one several times.
@@ -144,14 +156,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        check_backward(ctx.slices)
-        slices, parts = ctx.slices, ctx.slices.cut(gradients[0], ctx.dim)
-        own = parts[slices.group.index]
-        received = slices.group.all_to_all(parts, [own.shape] * len(parts), PURPOSE)
-        total = received[0]
-        for part in received[1:]:
-            total = total.add_(part)
-        return total, None, None
+        return gradient_of_slice(gradients[0], ctx.dim, ctx.slices), None, None
 
 
 class _HeadsForPositions(torch.autograd.Function):

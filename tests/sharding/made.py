@@ -26,6 +26,7 @@ from partita.sharding.reducer import GradientReducer
 from partita.sharding.residency import Residency
 from partita.sharding.runtime import make_buckets
 from partita.sharding.unit import Member, Segment, Unit
+from partita.sharding.written import Written
 
 WIDTH = 5
 ON_DEVICE = Tiers()
@@ -134,7 +135,7 @@ def made(
     sizes = tuple(unit.planned.num_bytes for unit in sharded)
     pool = BufferPool("buffer_pool", PlannedPool(sizes, depth), ledger, mesh.device, backed=loan.swap)
     executor = Executor(collectives, pool, loan)
-    residency = Residency(sharded, executor, agreement, prefetch_bytes)
+    residency = Residency(sharded, executor, agreement, prefetch_bytes, Written(units))
     result = Made(units, executor, residency, agreement, pool, memory, collectives)
     for unit in units:
         executor.lay(unit)

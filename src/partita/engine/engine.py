@@ -185,7 +185,9 @@ class Engine:
     def gathered(self, *items: nn.Module | nn.Parameter, modify: bool = False) -> AbstractContextManager[None]:
         """Hold the parameters of the given modules (none: of the whole model) whole inside a ``with`` block.
 
-        With ``modify`` what rank 0 wrote into them becomes the value on every rank and in the optimizer.
+        With ``modify`` what rank 0 wrote into them becomes the value on every rank and in the optimizer. Keep copies of
+        values (``param.detach().clone()``), no views. The backward of a loss that is computed inside (a penalty on
+        weights) may come after the block: parameters that its graph refers to stay in memory until then.
 
         Raises:
             PartitaError: an item is no part of the model, or a parameter was written without ``modify``.

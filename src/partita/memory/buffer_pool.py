@@ -18,6 +18,8 @@ from partita.memory.streams import Event, record
 from partita.plan.residence import Tier
 from partita.plan.slots import PlannedPool, class_of
 
+KEPT = "gathered"  # the ledger's state for memory that slots have left to gathered parameters
+
 
 @dataclass
 class Slot:
@@ -90,6 +92,16 @@ class BufferPool:
         slot.last_use = last_use
         self._free[slot.num_bytes].append(slot)
 
+    def leave(self, slot: Slot) -> None:
+        """Leave a slot's memory to the storage that has it now (see :meth:`Loan.drop`); the slot gets other memory."""
+        self._ledger.add(KEPT, slot.num_bytes, self._tier)
+        if self._backed and not slot.spare:
+            slot.storage = self._memory(slot.num_bytes)
+
+    def left(self, num_bytes: int) -> None:
+        """Memory that a slot has left to a storage is gone."""
+        self._ledger.remove(KEPT, num_bytes, self._tier)
+
     def _class_of(self, num_bytes: int) -> int:
         found = class_of(list(self._free), num_bytes)
         if found is None:
@@ -98,10 +110,13 @@ class BufferPool:
 
     def _new(self, num_bytes: int, spare: bool = False) -> Slot:
         self._ledger.add(self._name, num_bytes, self._tier)
-        make = allocate if self._tier is Tier.DEVICE else allocate_host
-        memory = make(num_bytes if self._backed else 0, torch.uint8, self._device)
+        memory = self._memory(num_bytes if self._backed else 0)
         # The current stream is still filling it with zeros, and may be using what it was before.
-        return Slot(memory.untyped_storage(), num_bytes, record(self._device), spare)
+        return Slot(memory, num_bytes, record(self._device), spare)
+
+    def _memory(self, num_bytes: int) -> torch.UntypedStorage:
+        make = allocate if self._tier is Tier.DEVICE else allocate_host
+        return make(num_bytes, torch.uint8, self._device).untyped_storage()
 
 
 class Loan:
@@ -123,6 +138,13 @@ class Loan:
     def take_back(self, storage: torch.UntypedStorage, slot: Slot) -> None:
         if self.swap:
             _swap(storage, slot.storage)
+        else:
+            storage.resize_(0)
+
+    def drop(self, storage: torch.UntypedStorage) -> None:
+        """Free the memory that a slot has left to a storage."""
+        if self.swap:
+            _swap(storage, torch.UntypedStorage(0, device=storage.device))
         else:
             storage.resize_(0)
 

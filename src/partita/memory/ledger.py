@@ -22,8 +22,9 @@ class MemoryReport:
     codes of gradients hold back), ``momentum`` and ``carrier`` (what of averages all ranks have), ``outer`` (of the
     optimizer that brings replicas together), ``master`` (only where it is not the parameter itself) and ``moments``,
     the ``buffer_pool`` that lends memory to gathered parameters, the ``buckets`` that gradients travel in, the
-    ``codes`` that parameters come in, the ``activations`` that rest elsewhere or in parts, and what the forwards under
-    way may keep of units that are ``kept_whole``. ``process_bytes`` is the resident set of the process (its peak:
+    ``codes`` that parameters come in, the ``activations`` that rest elsewhere or in parts, what the forwards under way
+    may keep of units that are ``kept_whole``, and parameters that graphs made inside ``engine.gathered`` refer to
+    (``gathered``). ``process_bytes`` is the resident set of the process (its peak:
     ``process_peak_bytes``), ``device_bytes`` and ``device_peak_bytes`` what the device's allocator says (0 on CPU).
     ``disk`` is what the disk tier has moved so far (None: nothing rests there).
     """

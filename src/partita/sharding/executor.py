@@ -89,7 +89,8 @@ class Executor:
 
     def _lend(self, unit: Unit, *, spare: bool = False, newest: bool = False) -> Slot:
         unit.slot = self._pool.borrow(unit.planned.num_bytes, spare=spare, newest=newest)
-        self._loan.lend(unit.storage, unit.slot)
+        if not unit.keeps_memory:
+            self._loan.lend(unit.storage, unit.slot)
         if not self._loan.swap:  # other memory than last time, which the current stream may be using still
             unit.slot.last_use = record(self.device)
         return unit.slot
@@ -112,9 +113,26 @@ class Executor:
         assert unit.state is UnitState.WHOLE
         assert unit.slot is not None
         unit.put_to_rest()
-        self._loan.take_back(unit.storage, unit.slot)
+        if not unit.keeps_memory:
+            self._loan.take_back(unit.storage, unit.slot)
         self._pool.give_back(unit.slot, record(self.device))
         unit.slot = None
+
+    def keep_memory(self, unit: Unit) -> None:
+        """Leave a WHOLE unit's values in memory when it is released, until :meth:`drop_memory`. Later gathers write
+        there. For the pool nothing changes: what a unit keeps differs between ranks, gathers may not.
+        """
+        assert unit.slot is not None
+        if not unit.keeps_memory:
+            unit.keeps_memory = True
+            self._pool.leave(unit.slot)
+
+    def drop_memory(self, unit: Unit) -> None:
+        """End what :meth:`keep_memory` began. The unit is RESTING."""
+        assert unit.state is UnitState.RESTING
+        unit.keeps_memory = False
+        self._pool.left(unit.storage.nbytes())
+        self._loan.drop(unit.storage)
 
     # -------------------------------------------------------------------- updates
 

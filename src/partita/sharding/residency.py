@@ -17,6 +17,7 @@ from partita.memory.timeline import span
 from partita.sharding.agreement import Agreement
 from partita.sharding.events import Subscriber, Visit
 from partita.sharding.executor import Executor
+from partita.sharding.references import References
 from partita.sharding.unit import Unit, UnitState
 from partita.sharding.written import Written
 
@@ -45,6 +46,7 @@ class Residency:
         self._position = 0
         self._records = True
         self._warned: set[str] = set()
+        self._referred: dict[Unit, References] = {}  # of units that are held, or keep their memory since
         self._forward_depth = 0
         self.version = 0
         self.within_batch = False
@@ -159,12 +161,32 @@ class Residency:
                 self._gather(unit, must=True, spare=True, exact=True)
         for unit in units:
             self._finish_gather(unit)
+            if unit.keeps_memory:
+                self._referred[unit].begin_again(self.version)
+            elif unit.holds == 1:
+                self._referred[unit] = References(unit, self.version)
 
     def let_go(self, units: Sequence[Unit]) -> None:
-        """End a :meth:`hold`."""
+        """End a :meth:`hold`. Parameters that a graph, or a view, made meanwhile refers to keep their values in memory,
+        for a later backward.
+        """
         for unit in units:
             unit.holds -= 1
+            if unit.holds == 0 and not unit.keeps_memory:
+                if self._referred[unit].end_block():
+                    self._executor.keep_memory(unit)
+                else:
+                    del self._referred[unit]
         self._rest_idle()
+        self._drop_kept()
+
+    def _drop_kept(self) -> None:
+        """Free the memory of parameters that nothing refers to any more."""
+        kept = [unit for unit in self._referred if unit.keeps_memory and unit.state is UnitState.RESTING]
+        for unit in kept:
+            if not self._referred[unit].grown(self.version):
+                del self._referred[unit]
+                self._executor.drop_memory(unit)
 
     def begin_forward(self) -> None:
         """A forward of the whole model begins. The next step's order is learned from those that have a backward."""
@@ -192,6 +214,7 @@ class Residency:
         for unit in self.units:
             unit.pinned = False
         self.reset()
+        self._drop_kept()
         if self.units:
             self._agreement.step()
         if self.within_batch:
@@ -209,6 +232,7 @@ class Residency:
             unit.has_second = False
             unit.pinned = False
         self._rest_idle()
+        self._drop_kept()
 
     def _rest_idle(self) -> None:
         if self.within_batch:  # what is idle stays whole, or was gathered ahead for the next micro-batch

@@ -275,6 +275,7 @@ class Unit:
         self.has_second = False
         self.second_kept = Event()
         self.slot: Slot | None = None
+        self.keeps_memory = False  # what was gathered stays in memory after its release, for graphs that refer to it
         self.gathered = Event()
         self.updated = Event()  # passes when what rests has the values of the last update
         self.storage = torch.UntypedStorage(0)  # until it is laid out

@@ -5,13 +5,20 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import partita
 from partita import PartitaError
+from partita.comm import stall
+from partita.comm.watchdog import Position
+from partita.sharding import agreement, runtime
 from tests.local import pool
-from tests.local.training import Stack, rank, square_loss
+from tests.local.training import Stack, rank, square_loss, world
 from tests.matrix import sampled
 
 TIMEOUT_S = 4.0
@@ -21,8 +28,8 @@ STAGES_AND_WAYS = [(1, "memory"), (3, "memory"), (3, "network")]
 ON_MEMORY, ON_NETWORK = sampled(STAGES_AND_WAYS, (1, "memory")), sampled(STAGES_AND_WAYS, (3, "network"))
 
 
-def engine_of(stage: int, way: str) -> partita.Engine:
-    communication = {"timeout_s": TIMEOUT_S, "within_node": way}
+def engine_of(stage: int, way: str, timeout_s: float = TIMEOUT_S) -> partita.Engine:
+    communication = {"timeout_s": timeout_s, "within_node": way}
     return partita.initialize(Stack(3), {"zero": {"stage": stage}, "communication": communication})
 
 
@@ -146,3 +153,115 @@ def test_a_rank_that_is_killed_beside_a_child(stage: int, way: str, tmp_path: Pa
     said = (tmp_path / "said-0").read_text()
     assert "rank 1 does not answer: its process was stopped or has ended" in said
     assert not re.search("timed out|timeout", said.partition("Backend: ")[2], re.IGNORECASE)
+
+
+COLLECTIVES = {
+    "barrier": dist.barrier,
+    "all_reduce": lambda: dist.all_reduce(torch.ones(1)),
+    "all_gather": lambda: dist.all_gather_object([None] * world(), "checkpoint-1"),
+    "broadcast": lambda: dist.broadcast_object_list(["checkpoint-1"], src=0),
+}
+
+
+def runs_alone(name: str, way: str) -> str:
+    """Rank 0 runs the model while rank 1 waits for it in torch's own collective, to which rank 0 comes after that."""
+    said = ""
+    with (
+        mock.patch.multiple(stall, FIRST_S=0.1, CONFIRM_S=0.1),
+        mock.patch.object(agreement, "PATIENCE_S", 0.7),
+        mock.patch.object(runtime, "agree", getattr(agreement, way)),
+    ):
+        try:
+            with engine_of(3, "memory", 8) as engine:
+                step_of(engine, 0)
+                if rank() == 0:
+                    square_loss(engine, 0, 1)
+                COLLECTIVES[name]()
+        except PartitaError as error:
+            said = str(error)
+            COLLECTIVES[name]()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [*((name, "ComparedLogs") for name in COLLECTIVES), ("barrier", "Announcements")]
+)
+def test_a_rank_that_runs_the_model_alone(name: str, way: str) -> None:
+    said = pool.run(2, runs_alone, name, way)[0]
+    assert said.startswith("rank 0 gathers '")
+    assert f"waits for rank 1, which waits for rank 0 in torch.distributed.{name} ({__file__}:" in said
+    assert "inside `with engine.gathered(engine.module):`, which every rank enters" in said
+
+
+def runs_alone_on_whole_parameters() -> None:
+    """What the error advises."""
+    with engine_of(3, "memory", 20) as engine:
+        for step in range(2):
+            step_of(engine, step)
+            with engine.gathered(engine.module):
+                if rank() == 0:
+                    assert square_loss(engine, 0, 1).isfinite()
+                dist.barrier()
+
+
+def test_a_rank_that_runs_the_model_alone_on_whole_parameters() -> None:
+    pool.run(2, runs_alone_on_whole_parameters)
+
+
+def meets_another_first() -> None:
+    """Rank 1 waits for rank 2, which is late, in a collective without rank 0, and both come after that."""
+    store, looks, judge = dist.distributed_c10d._get_default_store(), [], stall.Stall._judge
+
+    def count(self: stall.Stall, positions: dict[int, Position], waited_s: float) -> None:
+        judge(self, positions, waited_s)
+        looks.append(positions[1].blocked)
+        if len(looks) == 3:
+            store.set("looked", "")
+
+    group = dist.new_group([1, 2])
+    with (
+        mock.patch.multiple(stall, FIRST_S=0.1, CONFIRM_S=0.1),
+        mock.patch.object(agreement, "PATIENCE_S", 0.7),
+        mock.patch.object(stall.Stall, "_judge", count),
+        engine_of(3, "memory", 20) as engine,
+    ):
+        step_of(engine, 0)
+        if rank() == 2:
+            store.get("looked")
+        if rank() > 0:
+            dist.barrier(group)
+        step_of(engine, 1)
+    if rank() == 0:
+        assert any(blocked is not None and blocked.ranks == (1, 2) for blocked in looks)
+
+
+def test_a_rank_that_meets_another_first_is_waited_for() -> None:
+    pool.run(3, meets_another_first)
+
+
+def is_late() -> list[str]:
+    """Rank 1 comes when rank 0 has named it."""
+    store, said = dist.distributed_c10d._get_default_store(), list[str]()
+
+    def note(message: str, *values: Any) -> None:
+        said.append(message % values)
+        store.set("named", "")
+
+    with (
+        mock.patch.multiple(stall, FIRST_S=0.1, WARN_S=0.1),
+        mock.patch.object(agreement, "PATIENCE_S", 0.7),
+        mock.patch.object(stall._log, "warning", note),
+        engine_of(3, "memory", 20) as engine,
+    ):
+        step_of(engine, 0)
+        if rank() == 1:
+            store.get("named")
+        step_of(engine, 1)
+    return said
+
+
+def test_a_rank_that_is_late_is_named_once() -> None:
+    said, nothing = pool.run(2, is_late)
+    assert not nothing
+    assert len(said) == 1
+    assert re.match(r"rank 0 gathers '.*' and has waited \d+ s for rank 1 \(.* in is_late\); it waits for", said[0])

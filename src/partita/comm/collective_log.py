@@ -64,6 +64,7 @@ class CollectiveLog:
         self.num_micro_batches = 0  # that have ended
         self.operation = ""  # the last collective
         self.board: Board | None = None
+        self.has_named_late = False  # ranks that the others waited for
 
     def register(self, names: Sequence[str]) -> int:
         """Number the units of an engine; returns the first one's number. The same calls on every rank."""
@@ -79,8 +80,12 @@ class CollectiveLog:
     @property
     def doing(self) -> str:
         """What this rank did last."""
-        last = self.describe(self._recent[-1]) if self._recent else "has gathered nothing"
-        return f"{last} (last: {self.operation})" if self.operation else last
+        return f"{self.last} (last: {self.operation})" if self.operation else self.last
+
+    @property
+    def last(self) -> str:
+        """The last event, as what this rank does."""
+        return self.describe(self._recent[-1]) if self._recent else "has gathered nothing"
 
     def describe(self, event: int) -> str:
         """``event`` as what a rank does."""

@@ -13,13 +13,16 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 from torch.distributed.distributed_c10d import _get_default_store
 
+from partita.comm.blocked import Blocked, blocked_in, place_of
 from partita.comm.collective_log import CollectiveLog
 from partita.comm.forks import connections_kept_from_children
 
@@ -29,6 +32,24 @@ MOST_FAILURES = 5
 NUM_FRAMES = 12
 # Where a stack is that waits for other ranks.
 COLLECTIVES = ("distributed_c10d.py", "partita/comm/", "partita/sharding/agreement.py")
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a rank is: how many operations it has logged, the place in the code, and the collective of the user's that
+    it waits in.
+    """
+
+    events: int
+    place: str
+    blocked: Blocked | None
+
+    @staticmethod
+    def of(answer: Mapping[str, Any]) -> "Position":
+        """The position that a watchdog's answer describes."""
+        blocked = answer["blocked"]
+        made = Blocked(blocked["name"], tuple(blocked["ranks"]), blocked["caller"]) if blocked else None
+        return Position(int(answer["events"]), str(answer["at"]), made)
 
 
 class Watchdog:
@@ -73,8 +94,9 @@ class Watchdog:
         with self._lock:
             self._store.set(f"{self._prefix}/answer/{number}/{self._rank}", json.dumps(self._status()))
 
-    def _status(self) -> dict[str, str | int]:
+    def _status(self) -> dict[str, Any]:
         frame = sys._current_frames().get(self._watched)
+        blocked = blocked_in(frame)
         stack = traceback.format_stack(frame)[-NUM_FRAMES:] if frame is not None else []
         return {
             "micro_batches": self._log.num_micro_batches,
@@ -82,6 +104,8 @@ class Watchdog:
             "does": self._ended or self._log.doing,
             "attends": self._attends,
             "stack": "".join(stack).rstrip(),
+            "at": place_of(frame) if frame is not None else "",
+            "blocked": asdict(blocked) if blocked else None,
         }
 
     @contextmanager
@@ -142,19 +166,39 @@ class Watchdog:
         answers, endings = self._answers()
         return "\n".join(self._line(rank, answers.get(rank), endings.get(rank)) for rank in range(self._num_ranks))
 
-    def _answers(self) -> tuple[dict[int, dict[str, str | int]], dict[int, str]]:
+    def _answers(self) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
         """By rank: what each that answers is doing, and how each ended that left with an error."""
+        number = self.ask()
+        end, answers = time.monotonic() + ANSWER_S, dict[int, dict[str, Any]]()
+        endings = {rank: text for rank in range(self._num_ranks) if (text := self._get(f"ended/{rank}"))}
+        while len(answers.keys() | endings.keys()) < self._num_ranks and time.monotonic() < end:
+            answers |= self._answers_to(number, set(range(self._num_ranks)) - answers.keys())
+            time.sleep(POLL_S / 20)
+        return answers, endings
+
+    def ask(self) -> int:
+        """Ask every rank what it is doing, and return the number of the question, without waiting for answers.
+
+        Raises:
+            RuntimeError: the store is slow.
+        """
         with self._lock:
             number = int(self._store.add(f"{self._prefix}/asked", 1))
         self._answer(number)
-        end, answers = time.monotonic() + ANSWER_S, dict[int, dict[str, str | int]]()
-        endings = {rank: text for rank in range(self._num_ranks) if (text := self._get(f"ended/{rank}"))}
-        while len(answers.keys() | endings.keys()) < self._num_ranks and time.monotonic() < end:
-            for rank in set(range(self._num_ranks)) - answers.keys():
-                if text := self._get(f"answer/{number}/{rank}"):
-                    answers[rank] = json.loads(text)
-            time.sleep(POLL_S / 20)
-        return answers, endings
+        return number
+
+    def positions(self, number: int) -> dict[int, Position]:
+        """Answers to the question ``number`` that have arrived, by rank.
+
+        Raises:
+            RuntimeError: the store is slow.
+        """
+        answers = self._answers_to(number, set(range(self._num_ranks)))
+        return {rank: Position.of(answer) for rank, answer in answers.items()}
+
+    def _answers_to(self, number: int, ranks: set[int]) -> dict[int, dict[str, Any]]:
+        found = ((rank, self._get(f"answer/{number}/{rank}")) for rank in ranks)
+        return {rank: json.loads(text) for rank, text in found if text}
 
     def _get(self, key: str) -> str:
         """What is noted under a key; empty if nothing is."""
@@ -162,7 +206,7 @@ class Watchdog:
         with self._lock:
             return self._store.get(name).decode() if self._store.check([name]) else ""
 
-    def _line(self, rank: int, answer: dict[str, str | int] | None, ended: str | None) -> str:
+    def _line(self, rank: int, answer: dict[str, Any] | None, ended: str | None) -> str:
         if ended:
             return f"rank {rank} {ended}"
         if answer is None:

@@ -14,6 +14,7 @@ from partita.comm.collective_log import STEP, CollectiveLog
 from partita.comm.control_message import ControlMessage
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh
+from partita.comm.stall import Stall
 from partita.errors import PartitaError
 from partita.memory.streams import Event
 
@@ -50,7 +51,7 @@ class ComparedLogs:
     """
 
     def __init__(self, group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> None:
-        self._group, self._log, self._on_stall = group, mesh.log, on_stall
+        self._group, self._mesh, self._log, self._on_stall = group, mesh, mesh.log, on_stall
         if self._log.board is None:
             self._log.board = group.board()
 
@@ -62,9 +63,12 @@ class ComparedLogs:
             gathered.wait()
             return
         found: list[int | None] | None = None
+        stall: Stall | None = None
         try:
             while not gathered.wait_for(PATIENCE_S):
                 self._on_stall()
+                stall = stall or Stall(self._mesh, self._group.ranks)
+                stall.check()
                 before, found = found, self._log.difference()
                 if found is not None and (None not in found or found == before):
                     break
@@ -94,10 +98,11 @@ class Announcements:
     """
 
     def __init__(self, group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> None:
-        self._group, self._log, self._on_stall = group, mesh.log, on_stall
+        self._group, self._mesh, self._log, self._on_stall = group, mesh, mesh.log, on_stall
         self._pending: deque[ControlMessage[torch.Tensor]] = deque()
 
     def gathers(self, number: int) -> None:
+        self._log.add(number)
         self._pending.append(self._group.exchange(torch.tensor([number], device="cpu"), "a gather"))
 
     def wait(self, gathered: Event) -> None:
@@ -112,8 +117,11 @@ class Announcements:
         """Compare everything said so far."""
         while self._pending:
             message = self._pending.popleft()
+            stall: Stall | None = None
             while not message.wait_for(PATIENCE_S):
                 self._on_stall()
+                stall = stall or Stall(self._mesh, self._group.ranks)
+                stall.check()
             events = message.wait().view(-1).tolist()
             if len(set(events)) > 1:
                 raise _different(self._log, self._group.ranks, events)

@@ -20,13 +20,13 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from partita.activation.forward_state import ForwardCall, ForwardState
 from partita.activation.inputs import Call, RestingInputs
 from partita.activation.kept_whole import KeptWhole
 from partita.activation.tiles import InTiles
 from partita.errors import ConfigError, PartitaError
 from partita.parallel.sequence.exchange import is_checking
 from partita.planner.group_units import modules_like
-from partita.sharding.buffers import buffers_kept
 from partita.sharding.compiler import constant
 from partita.sharding.nested import tensors_in
 from partita.transforms.modules import ModuleTransforms
@@ -146,6 +146,7 @@ class Recomputed:
     ) -> None:
         self._name, self._module, self._repeats = name, module, partial(repeats, name)
         self._selective, self._inputs, self._kept = selective, inputs, kept
+        self._state = ForwardState(name, module)
 
     def __call__(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or checkpoints_itself(self._module) or _is_checked():
@@ -188,32 +189,37 @@ class Recomputed:
     def _contexts(self, *begun: Callable[[], None]) -> Contexts:
         """Around the forward, and around its repetitions, of which ``begun`` are told first."""
         keeping: Contexts = selecting() if self._selective else (nullcontext(), nullcontext())
-        forward = keeping[0] if self._kept is None else _both(keeping[0], self._kept.measured())
-        return forward, Repeating(self._module, keeping[1], (self._repeats, *begun))
+        call = ForwardCall(self._state)
+        measured = nullcontext() if self._kept is None else self._kept.measured()
+        return _nested(call, keeping[0], measured), Repeating(call, keeping[1], (self._repeats, *begun))
 
 
 @contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with outer, inner:
+def _nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    """A block inside several others, outermost first."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
         yield
 
 
 class Repeating:
     """Around each repetition of a module's forward (a graph that is kept may have several).
 
-    What a forward does to buffers (a batch norm's running mean) was done the first time: they are copies meanwhile.
+    Buffers are copies meanwhile, with the values that the forward found: it has changed them (a batch norm's running
+    mean) when it ran first.
     """
 
     def __init__(
-        self, module: nn.Module, keeping: AbstractContextManager[Any], begun: Sequence[Callable[[], None]]
+        self, call: ForwardCall, keeping: AbstractContextManager[Any], begun: Sequence[Callable[[], None]]
     ) -> None:
-        self._module, self._keeping, self._begun = module, keeping, begun
+        self._call, self._keeping, self._begun = call, keeping, begun
         self._entered = ExitStack()
 
     def __enter__(self) -> None:
         for begun in self._begun:
             begun()
-        self._entered.enter_context(buffers_kept(self._module))
+        self._entered.enter_context(self._call.repeated())
         self._entered.enter_context(self._keeping)
 
     def __exit__(self, *raised: Any) -> None:

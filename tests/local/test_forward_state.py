@@ -7,6 +7,7 @@ from torch import Tensor, nn
 import partita
 from partita import PartitaError
 from tests import seeds
+from tests.local import pool
 
 WIDTH = 8
 
@@ -125,3 +126,27 @@ def test_a_buffer_that_changes_before_backward_is_named() -> None:
         model.blocks[1].largest += 1
         with pytest.raises(PartitaError, match=r"'blocks.1.largest' was changed between its forward and its backward"):
             engine.backward(loss)
+
+
+class Embedded(nn.Module):
+    """Whatever is looked up by name: an embedding, a head behind blocks, layers in them, all parametrized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        spectral = nn.utils.parametrizations.spectral_norm
+        self.embedding = spectral(nn.Embedding(16, WIDTH))
+        self.blocks = nn.ModuleList(Parametrized() for _ in range(2))
+        self.head = spectral(nn.Linear(WIDTH, 16))
+
+
+@pytest.mark.parametrize("axis", ["tensor", "sequence", "pipeline", "data"])
+def test_the_start_computes_no_parametrized_weight(axis: str) -> None:
+    assert pool.run(2, changed_at_start, axis) == [[], []]
+
+
+def changed_at_start(axis: str) -> list[str]:
+    seeds.start()
+    model = Embedded()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with partita.initialize(model, {"parallel": {axis: 2}}):
+        return [name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])]

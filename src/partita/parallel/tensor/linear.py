@@ -24,7 +24,7 @@ def is_linear(module: object) -> TypeGuard[nn.Module]:
     if not isinstance(module, nn.Module):
         return False
     plain = type(module).forward is nn.Linear.forward or type(module).__name__ in (*_LINEAR, *_TRANSPOSED)
-    return plain and isinstance(getattr(module, "weight", None), nn.Parameter) and "forward" not in vars(module)
+    return plain and module._parameters.get("weight") is not None and "forward" not in vars(module)
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -72,7 +72,7 @@ def _by_config(splitter: Splitter, mesh: Mesh, pattern: str, rule: TensorRule) -
             )
         if rule == "vocabulary":
             weight = module.get_parameter("weight")
-            owners = [m for m in splitter.model.modules() if getattr(m, "weight", None) is weight]
+            owners = [m for m in splitter.model.modules() if m._parameters.get("weight") is weight]
             split_vocabulary(splitter, mesh, owners, by)
         elif rule in ("column", "column_gathered"):
             splitter.column(module, by, gathers=rule == "column_gathered")

@@ -35,8 +35,9 @@ def find_vocabulary(model: nn.Module) -> list[nn.Module]:
             if is_linear(linear) and _shape(linear) == tuple(embedding.get_parameter("weight").shape)
         ]
         found = pairs[0] if len(pairs) == 1 else []
-    weights = {id(module.weight) for module in found if is_embedding(module) or is_linear(module)}
-    return [m for m in model.modules() if id(getattr(m, "weight", None)) in weights]
+    # `module.weight` of a parametrized module computes it, and may change its buffers (a spectral norm's vectors)
+    weights = {id(m.get_parameter("weight")) for m in found if is_embedding(m) or is_linear(m)}
+    return [m for m in model.modules() if id(m._parameters.get("weight")) in weights]
 
 
 def _shape(linear: nn.Module) -> tuple[int, int]:

@@ -22,7 +22,7 @@ INSTALLED := .venv/.installed-$(shell find src -name '*.py' | sort | cksum | cut
 .PHONY: train test test-all lint docs bench kernels clean
 
 train: $(INSTALLED)
-	$(BIN)/partita train examples/train_stdlib.yaml --processes 2
+	$(BIN)/partita train examples/train_stdlib.yaml --processes 2 --overwrite
 
 # On two cores: two work while ranks of the third wait for each other.
 test: $(INSTALLED)

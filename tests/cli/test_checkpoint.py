@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 import partita
@@ -76,6 +76,16 @@ def test_export(dtype: str, saved: tuple[Path, dict[str, torch.Tensor]], tmp_pat
         assert torch.equal(found[name], value if dtype == "stored" else value.bfloat16())
 
 
+def test_export_replaces_no_other_model_unasked(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    save_file({"other": torch.ones(1)}, tmp_path / "model.safetensors")
+    shown = run("export", saved[0], tmp_path)
+    assert shown.exit_code == 2
+    assert "holds a model already (model.safetensors); pass --overwrite" in " ".join(shown.output.split())
+    assert list(load_file(tmp_path / "model.safetensors")) == ["other"]
+    assert run("export", saved[0], tmp_path, "--overwrite").exit_code == 0
+    assert load_file(tmp_path / "model.safetensors").keys() == saved[1].keys()
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_export_of_one_of_several_copies(tmp_path: Path) -> None:
     dcp.save({name: {"a.weight": torch.ones(size)} for size, name in enumerate(("ema", "net"))}, checkpoint_id=tmp_path)
@@ -84,7 +94,7 @@ def test_export_of_one_of_several_copies(tmp_path: Path) -> None:
     assert "holds 2 copies of the weights, under 'ema', 'net': choose one" in " ".join(shown.output.split())
     assert not (tmp_path / "out").exists()
     for size, prefix in enumerate(("ema", "net")):
-        assert run("export", tmp_path, tmp_path / "out", "--prefix", prefix).exit_code == 0
+        assert run("export", tmp_path, tmp_path / "out", "--prefix", prefix, "--overwrite").exit_code == 0
         assert load_file(tmp_path / "out" / "model.safetensors")["a.weight"].shape == (size,)
 
 

@@ -113,6 +113,21 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_later(tmp_path: Path) -> N
     assert not workers_of(job)
 
 
+def test_a_run_that_is_asked_for_a_checkpoint_saves_and_goes_on(tmp_path: Path) -> None:
+    job, saved = write_job(tmp_path), tmp_path / "saved"
+    process = start(job, *ENDLESS, "--set", f"engine.checkpoint.dir={saved}")
+    try:
+        wait_for(lambda: training_has_begun(tmp_path) or process.poll() is not None, "the first row of metrics")
+        for number in (1, 2):
+            process.send_signal(signal.SIGUSR1)
+            wait_for(lambda number=number: len(complete(saved)) == number, "a checkpoint")  # type: ignore[misc]
+        assert process.poll() is None
+    finally:
+        process.send_signal(signal.SIGTERM)
+        code, _, error = finish(process)
+    assert code == 128 + signal.SIGTERM, error
+
+
 @pytest.mark.thorough
 def test_torchrun_starts_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
     job = write_job(tmp_path)

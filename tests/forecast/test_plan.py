@@ -332,6 +332,17 @@ def test_bad_input_is_one_message(arguments: list[str], message: str) -> None:
     assert message in result.stderr.replace("\n", "")
 
 
+def test_no_file_is_replaced_unasked(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("mine: 1\n")
+    refused = run(app, ["plan", SMALL, "--out", str(file)])
+    assert refused.exit_code == 2
+    assert "is there already; pass --overwrite to replace it" in " ".join(refused.stderr.split())
+    assert file.read_text() == "mine: 1\n"
+    assert run(app, ["plan", SMALL, "--out", str(file), "--overwrite"]).exit_code == 0
+    assert "mine" not in file.read_text()
+
+
 def test_the_command_shows_and_writes(tmp_path: Path) -> None:
     out, figures = tmp_path / "config.yaml", tmp_path / "plan.json"
     result = run(app, ["plan", SMALL, "--gpus", "2", "--out", str(out), "--json", str(figures)])

@@ -65,7 +65,7 @@ def test_the_utilization_is_shown_where_the_peak_is_known(tmp_path: Path, monkey
     assert "MFU" not in shown
     assert read_metrics(plain.out / METRICS_FILE)[0][0].mfu is None
     monkeypatch.setattr(loop, "peak_flops", lambda device, dtype: 1e12)
-    outcome, shown = run(job)
+    outcome, shown = run(tiny(tmp_path, ["train.steps=5", "engine.batch.accumulate=4", "train.overwrite=true"]))
     assert "MFU" in shown
     assert outcome.held_out_loss == plain.held_out_loss
     (row,), _ = read_metrics(outcome.out / METRICS_FILE)
@@ -77,7 +77,7 @@ def test_the_utilization_is_shown_where_the_peak_is_known(tmp_path: Path, monkey
 def test_metrics_are_shown_where_the_job_says(tmp_path: Path) -> None:
     outcome, _ = run(tiny(tmp_path, ["train.steps=1", "train.metrics=[]"]))
     assert not (outcome.out / "tensorboard").exists()
-    outcome, shown = run(tiny(tmp_path, ["train.steps=1", "train.metrics=[tensorboard]"]))
+    outcome, shown = run(tiny(tmp_path, ["train.steps=1", "train.metrics=[tensorboard]", "train.overwrite=true"]))
     assert (outcome.out / "tensorboard").exists()
     assert "TensorBoard is not installed" not in shown
 
@@ -89,7 +89,9 @@ def test_exported_weights_give_the_loss_that_was_measured(tmp_path: Path) -> Non
     ready.module.load_state_dict(load_file(outcome.out / "model" / "model.safetensors"))
     engine = loop.initialize(ready.module, {"batch": {"micro": 8}})
     with engine:
-        again = loop._Run(job, ready, loop.load_corpus(job.data), engine, Console(quiet=True))
+        again = loop._Run(
+            tiny(tmp_path, ["train.overwrite=true"]), ready, loop.load_corpus(job.data), engine, Console(quiet=True)
+        )
         again._evaluate(0)
         again._writer.close()  # type: ignore[union-attr]
     assert again._last_held_out == pytest.approx(outcome.held_out_loss, rel=1e-5)
@@ -98,13 +100,15 @@ def test_exported_weights_give_the_loss_that_was_measured(tmp_path: Path) -> Non
 def test_the_same_job_gives_the_same_losses(tmp_path: Path) -> None:
     first, _ = run(tiny(tmp_path, ["train.steps=10"]))
     torch.manual_seed(123)
-    again, _ = run(tiny(tmp_path, ["train.steps=10", "train.log_every=3", "train.eval_every=7"]))
+    again, _ = run(
+        tiny(tmp_path, ["train.steps=10", "train.log_every=3", "train.eval_every=7", "train.overwrite=true"])
+    )
     assert again.held_out_loss == first.held_out_loss
 
 
 def test_accumulation_changes_nothing_but_rounding(tmp_path: Path) -> None:
     whole, _ = run(tiny(tmp_path, ["train.steps=5"]))
-    parts, _ = run(tiny(tmp_path, ["train.steps=5", "engine.batch.accumulate=4"]))
+    parts, _ = run(tiny(tmp_path, ["train.steps=5", "engine.batch.accumulate=4", "train.overwrite=true"]))
     assert parts.held_out_loss == pytest.approx(whole.held_out_loss, rel=1e-4)
 
 
@@ -180,6 +184,32 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     assert [row.step for row in train] == sorted({*range(5, 31, 5), stopped_in})
     again, _ = run(job)  # there is nothing left to do
     assert again.held_out_loss == expected.held_out_loss
+
+
+def test_results_of_another_run_are_not_replaced_unasked(tmp_path: Path) -> None:
+    short = ["train.steps=2", "train.log_every=1", "train.sample.tokens=0"]
+    first, _ = run(tiny(tmp_path, short))
+    kept = {path: path.read_bytes() for path in first.out.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"earlier run \(model, job.yaml, metrics.jsonl\); pass --overwrite"):
+        run(tiny(tmp_path, [*short, "data.seed=1"]))
+    assert all(path.read_bytes() == content for path, content in kept.items())
+    run(tiny(tmp_path, [*short, "data.seed=1", "train.overwrite=true"]))
+    assert (first.out / METRICS_FILE).read_bytes() != kept[first.out / METRICS_FILE]
+    assert not load_job(first.out / "job.yaml").train.overwrite
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Checkpoints, folder: str | Path | None) -> Path:
+        raise KeyError("ends here")
+
+    job = tiny(tmp_path, ["train.steps=2", "train.log_every=1", f"engine.checkpoint.dir={tmp_path}/saved"])
+    with monkeypatch.context() as patched, pytest.raises(KeyError):
+        patched.setattr(Checkpoints, "save", fail)
+        run(job)
+    assert (tmp_path / "out" / METRICS_FILE).exists()
+    assert run(job)[0].steps == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*is not finite:UserWarning")

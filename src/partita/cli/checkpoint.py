@@ -12,9 +12,9 @@ from rich.console import Console
 from partita.checkpoint.format.stored import StoredFiles, open_stored
 from partita.checkpoint.names import optimizer_prefixes
 from partita.checkpoint.offline import differences, verify
-from partita.cli.console import FAILURE, show_error, show_table, user_errors
+from partita.cli.console import FAILURE, Overwrite, show_error, show_table, user_errors
 from partita.errors import ConfigError
-from partita.huggingface.export import export_checkpoint
+from partita.huggingface.export import export_checkpoint, files_of_weights
 from partita.plan.residence import ENCODINGS
 from partita.planner.dtypes import dtype_of
 from partita.planner.figures import format_bytes
@@ -78,11 +78,17 @@ def export(
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or as it is stored.")] = "stored",
     config: Annotated[Path | None, typer.Option(help="A folder whose configuration and tokenizer are copied.")] = None,
     prefix: Annotated[str | None, typer.Option(help="Which copy of the weights, where there are several.")] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Write a checkpoint's weights as safetensors, in the layout of Hugging Face."""
     with user_errors():
         if dtype != "stored" and dtype not in ENCODINGS:
             raise ConfigError(f"--dtype: expected stored, {', '.join(ENCODINGS)}; got {dtype}")
+        if not overwrite and (found := files_of_weights(out)):
+            raise ConfigError(
+                f"'{out}' holds a model already ({found[0].name}); pass --overwrite to replace it, or name another "
+                "folder"
+            )
         wanted = None if dtype == "stored" else dtype_of(ENCODINGS[dtype])
         num = export_checkpoint(open_stored(folder), out, wanted, config, prefix)
     typer.echo(f"{num} tensors are in {out}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -11,6 +12,8 @@ from rich.text import Text
 from partita.errors import PartitaError
 
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
 
 
 def show_table(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:

@@ -1,7 +1,8 @@
 """Starts the processes of one machine, waits for them, and says in one message how they ended.
 
 The processes are those of torchrun's own agent: each has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT,
-runs in a session of its own, and gets a Ctrl-C from the agent. When one fails, the others are ended.
+runs in a session of its own, and gets a Ctrl-C from the agent. When one fails, the others are ended. SIGUSR1, which
+asks a run for a checkpoint, is passed on to all of them.
 """
 
 import logging
@@ -10,8 +11,9 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 from rich.text import Text
@@ -33,7 +35,11 @@ def launch(num_processes: int, module: str, arguments: Sequence[str], console: C
     ended the run (130 for Ctrl-C).
     """
     _silence_agent()
-    with tempfile.TemporaryDirectory(prefix="partita-") as folder, _environment(_variables(num_processes)):
+    with (
+        tempfile.TemporaryDirectory(prefix="partita-") as folder,
+        _environment(_variables(num_processes)),
+        _passed_on(signal.SIGUSR1),
+    ):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -82,6 +88,32 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _passed_on(number: int) -> Iterator[None]:
+    """Inside, a signal to this process goes to those that were started, and does not end this one."""
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        for pid in _started():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    before = signal.signal(number, pass_on)
+    try:
+        yield
+    finally:
+        # A handler that another language has set (None) cannot be given back by Python.
+        signal.signal(number, signal.SIG_DFL if before is None else before)
+
+
+def _started() -> Iterator[int]:
+    """The children of this process that lead a session of their own (on Linux; elsewhere they are not known)."""
+    for children in Path("/proc/self/task").glob("*/children"):
+        for pid in map(int, children.read_text().split()):
+            with suppress(ProcessLookupError):
+                if os.getsid(pid) == pid:
+                    yield pid
 
 
 def _show_failure(failures: Mapping[int, ProcessFailure], console: Console) -> int:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
-from partita.cli.console import FAILURE, show_error, user_errors
+from partita.cli.console import FAILURE, Overwrite, show_error, user_errors
 from partita.config.values import as_size
 from partita.errors import ConfigError
 from partita.forecast.papers import reach_rows, state_rows
@@ -107,12 +107,16 @@ def plan(
     tokens: Tokens = None,
     compress: Compress = False,
     files: Files = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Find out whether a model fits, in which memory, and how fast it trains; exit code 1 where nothing fits."""
     if model == PAPERS:
         show_papers(Console())
         return
     with user_errors():
+        for file in files or ():
+            if not overwrite and Path(file).is_file():
+                raise ConfigError(f"'{file}' is there already; pass --overwrite to replace it, or name another file")
         given = (figure.split("=", 1) for figure in of_nodes or ())
         figures: dict[str, Any] = {name[2:].replace("-", "_"): _bytes(name, text) for name, text in given}
         machine = replace(measure_machine(gpus), **figures) if gpu == THIS else machine_named(gpu, **figures)

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from partita.cli.console import INTERRUPTED, user_errors
+from partita.checkpoint.format.folder import complete
+from partita.cli.console import INTERRUPTED, Overwrite, user_errors
 from partita.cli.processes import num_to_start
 from partita.cli.worker import EXPLAIN
 from partita.config.launchers import launch_environment
@@ -19,6 +20,7 @@ from partita.planner.machine import Machine, machine_named
 from partita.train.job import Job, load_job
 from partita.train.loop import explain as explain_job
 from partita.train.loop import train as run_job
+from partita.train.results import check_out
 from partita.train.watched_steps import trace_of
 from partita.tune.target import Target
 
@@ -62,19 +64,23 @@ def train(
     explain: Explain = False,
     profile: Profile = False,
     machine: MachineName = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Train a model: metrics, a loss plot, a sample and the weights (safetensors) are in the job's folder.
 
     Under torchrun or srun, this process is one of theirs. Ctrl-C finishes the step in progress, writes the weights and
     the plot, and exits with 130; a second Ctrl-C ends at once.
     """
-    overrides = [*([f"train.profile={WATCHED}"] if profile else ()), *(overrides or ())]
+    asked = {f"train.profile={WATCHED}": profile, "train.overwrite=true": overwrite}
+    overrides = [*(key for key, given in asked.items() if given), *(overrides or ())]
     with user_errors():
         loaded = load_job(job, overrides)
         environment = launch_environment()
         num_processes = num_to_start(environment, processes)
         if environment.world_size == 1:
             check(loaded, num_processes)
+            if not explain:
+                check_out(loaded, resumes=_has_checkpoint(loaded))
         num_ranks = max(num_processes, environment.world_size)
         # Before the run: what cannot be predicted is said at once. Under a launcher the first rank does it for all.
         prediction = None
@@ -98,6 +104,12 @@ def train(
             prediction.add_to_traces(loaded.out, num_ranks)
     if outcome.interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+def _has_checkpoint(job: Job) -> bool:
+    """Whether the run goes on from a checkpoint."""
+    folder = job.engine.checkpoint.dir
+    return folder is not None and bool(complete(Path(folder)))
 
 
 @dataclass(frozen=True)

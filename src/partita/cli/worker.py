@@ -2,6 +2,7 @@
 ``--explain`` in front of JOB where they show how the model is split.
 """
 
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -23,4 +24,5 @@ def main(arguments: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     end_with_parent()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the launcher passes it on, and training may not have begun
     sys.exit(main(sys.argv[1:]))

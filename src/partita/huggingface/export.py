@@ -120,6 +120,12 @@ def export_checkpoint(
     return len(own)
 
 
+def files_of_weights(folder: Path) -> list[Path]:
+    """The files in a folder that ``from_pretrained`` might read weights from."""
+    patterns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "adapter_model*.bin")
+    return sorted(path for pattern in patterns for path in folder.glob(pattern))
+
+
 def say_left_out(names: Iterable[str]) -> None:
     """Warn of extra states, which safetensors cannot hold."""
     modules = [name.removesuffix(EXTRA_STATE).rstrip(".") for name in names]

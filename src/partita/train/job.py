@@ -88,6 +88,7 @@ class TrainSection(Section):
         0, description="steps, after the first ones, whose timeline is written: trace-RANK.json.gz, for ui.perfetto.dev"
     )
     out: PathText | None = Field(None, description="folder of all results; null: runs/ and the name of the job file")
+    overwrite: Flag = Field(False, description="replace the results of an earlier run in out")
     sample: SampleSection = Field(SampleSection(), description="the text written at the end")
 
 

@@ -33,6 +33,7 @@ from partita.train.data import Batches, Corpus, load_corpus
 from partita.train.interrupt import Interruption, Wish
 from partita.train.job import Job
 from partita.train.models import ReadyModel, build_model
+from partita.train.results import JOB_FILE, WEIGHTS, check_out
 from partita.train.sample import write_sample
 from partita.train.watched_steps import WatchedSteps
 
@@ -105,6 +106,7 @@ class _Run:
         job, writer, error = self._job, None, None
         if self._is_first:
             try:
+                check_out(job, resumes=self._start > 0)
                 writer = MetricsWriter(Run(job.out, self._start, job.model_dump(mode="json")), job.sinks)
             except PartitaError as raised:
                 error = raised
@@ -262,12 +264,14 @@ class _Run:
 
     def _finish(self, steps: int, interrupted: bool) -> None:
         job, out = self._job, self._job.out
-        self._engine.export(out / "model")
+        self._engine.export(out / WEIGHTS)
         sample = None if interrupted else self._write_sample()
         if not self._is_first:
             return
-        self._ready.save_config(out / "model")
-        (out / "job.yaml").write_text(yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False))
+        self._ready.save_config(out / WEIGHTS)
+        (out / JOB_FILE).write_text(
+            yaml.safe_dump(job.model_dump(mode="json", exclude={"train": {"overwrite"}}), sort_keys=False)
+        )
         train_rows, held_out_rows = read_metrics(out / METRICS_FILE)
         title = f"{out.name}: {steps} of {job.train.steps} steps" if interrupted else out.name
         plot_losses(out / "loss.png", train_rows, held_out_rows, title, self._ready.token)

@@ -136,6 +136,7 @@ RECIPES: dict[str, Recipe] = {
     "normal": Recipe(lambda: Policy(lambda mean, scale: Independent(Normal(mean, scale), 1)), likelihood),
     "inner normal": Recipe(InnerPolicy, likelihood, config={"zero": {"units": ["Policy", "Block"]}}),
     "closures": Recipe(Closures, ignored="'buffer_pool' .* grows"),
+    "views on modules": Recipe(lambda: KeepsViews()),
     # These hold the parameter itself.
     "multivariate normal": Recipe(
         lambda: Policy(lambda mean, scale: MultivariateNormal(mean, scale_tril=scale.diag())), likelihood
@@ -234,6 +235,27 @@ def refused() -> None:
         assert_idle(engine)
 
 
+class KeepsViews(nn.Module):
+    """Blocks keep a view of a weight on themselves, which the model reads after them."""
+
+    class Inner(Block):
+        kept: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = self.up.weight.t()
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.last = nn.ModuleList([KeepsViews.Inner() for _ in range(3)]), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        kept = torch.stack([block.kept for block in self.blocks])  # type: ignore[arg-type]
+        return self.last(x) + 0.1 * kept.square().mean()
+
+
 class Leaks(nn.Module):
     """The root returns a view that a unit inside has kept on itself."""
 
@@ -242,17 +264,17 @@ class Leaks(nn.Module):
         self.inner, self.last = Leaks.Inner(), nn.Linear(WIDTH, WIDTH)
 
     class Inner(nn.Linear):
-        kept: Tensor
+        kept: list[Tensor]
 
         def __init__(self) -> None:
             super().__init__(WIDTH, WIDTH)
 
         def forward(self, x: Tensor) -> Tensor:
-            self.kept = self.weight.t()
+            self.kept = [self.weight.t()]
             return super().forward(x)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.last(self.inner(x)), self.inner.kept
+        return self.last(self.inner(x)), self.inner.kept[0]
 
 
 def leaked() -> None:

@@ -68,6 +68,8 @@ class UnitHooks:
         self._handles = list[RemovableHandle]()
         owners = {id(m): m for member in unit.members for m, _ in member.holding.owners if m is not unit.module}
         self._inner = list(owners.values()) if unit.name else []
+        # Modules of torch's own classes keep nothing as attributes.
+        self._keep_values = [module for module in self._inner if not type(module).__module__.startswith("torch.nn.")]
         self._visited = [unit.module] if unit.name else [unit.module, *owners.values()]
         for module in self._visited:
             enter = Hook(self._enter)
@@ -101,6 +103,7 @@ class UnitHooks:
         if not self._stack:
             return None
         visit, has_graph, output = self._stack.pop(), False, _ended_with(output)
+        self._copy_views_on([module, *self._keep_values])
         held = held_tensors(output)
         if views := self._views(held):
             copied = {id(view): view.clone() for view in views if self._unit_of(view).state is UnitState.WHOLE}
@@ -130,6 +133,16 @@ class UnitHooks:
             return []
         strided = (tensor for tensor in tensors if tensor.layout is torch.strided and not is_resting(tensor))
         return [tensor for tensor in strided if tensor.untyped_storage()._cdata in self._units]
+
+    def _copy_views_on(self, modules: Iterable[nn.Module]) -> None:
+        """Replace views of the unit's parameters that these modules have kept as attributes by copies."""
+        if not self._units:
+            return
+        for attributes in map(vars, modules):
+            tensors = [(name, value) for name, value in attributes.items() if type(value) is Tensor]
+            for view in self._views(value for _, value in tensors):
+                if self._unit_of(view).state is UnitState.WHOLE:
+                    attributes.update({name: view.clone() for name, value in tensors if value is view})
 
     def _unit_of(self, view: Tensor) -> Unit:
         return self._units[view.untyped_storage()._cdata]

@@ -233,12 +233,12 @@ def wrong_losses() -> None:
 
 
 def steps_without_backward() -> None:
-    """A step without any gradient changes nothing."""
+    """A step without any gradient is an error, which changes nothing."""
     for zero in PLANS.values():
         with partita.initialize(Stack(1), {"zero": zero}) as engine:
             before = whole_weights(engine)
-            result = engine.step()
-            assert result.grad_norm == 0.0
+            with pytest.raises(PartitaError, match="no parameter has a gradient on any rank"):
+                engine.step()
             assert all(torch.equal(value, before[name]) for name, value in whole_weights(engine).items())
             assert engine.optimizer_state("first.weight") == {}
 

@@ -277,7 +277,7 @@ class Engine:
         """
         self.zero_grad()
         restored = self._parts.checkpoints.load(folder, Wanted(only_model, strict, prefix))
-        self._micro_batches.begin(0)  # of the step that was restored
+        self._micro_batches.restored()
         return restored
 
     def each(self, value: Tensor | float) -> list[float]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from partita.engine.batches import arguments, call, loss_of
 from partita.engine.build import Parts
 from partita.errors import PartitaError
+from partita.optim.schedule import EngineSchedule
 from partita.optim.updater import StepResult
 from partita.parallel.pipeline.schedule import Action, Work
 from partita.sharding.scaled import scaled_by
@@ -30,6 +31,7 @@ class MicroBatches:
         self.num = num
         self._num_backwards = num * parts.pipeline.schedule.shape.chunks
         self._has_failed = False  # the batch of the last call of `train`
+        self._schedule = EngineSchedule(parts.scheduler)
         self.begin(0)
 
     def begin(self, done: int) -> None:
@@ -37,6 +39,11 @@ class MicroBatches:
         self.done = done
         self._parts.parallel.begin_micro_batch(self._parts.updater.steps, done)
         self._parts.runtime.reducer.begin_micro_batch(is_last=done + 1 == self._num_backwards)
+
+    def restored(self) -> None:
+        """A checkpoint was loaded: the next micro-batch is the first of the step that it is of."""
+        self._schedule.note()
+        self.begin(0)
 
     def drop(self) -> None:
         """Forget the gradients collected so far: the next micro-batch is the first of a batch."""
@@ -104,6 +111,7 @@ class MicroBatches:
         if done < self._num_backwards:
             result = StepResult(False, None, parts.updater.scale.value, False, parts.updater.rates)
         else:
+            self._schedule.check()
             result = parts.updater.update()
             if result.stepped:
                 parts.runtime.updated()
@@ -111,8 +119,9 @@ class MicroBatches:
                 if parts.wire_choice is not None:
                     parts.wire_choice.after_update()
                 parts.alike.after_update()
-                parts.scheduler.step()
+                self._schedule.step()
             result = parts.checkpoints.after_update(result)
+            self._schedule.note()
         self.begin(done % self._num_backwards)
         return result
 

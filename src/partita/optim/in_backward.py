@@ -53,6 +53,7 @@ class BackwardUpdater(Updater):
     def update(self) -> StepResult:
         """Wait until every gradient of the batch is judged; updates may still go on."""
         agreed = self._consensus.before_update("engine.step")
+        self._check_backward(agreed, "engine.step")
         self._consensus.check(agreed, self.steps + 1)
         while self._reducer.waves < agreed.waves:
             self._reducer.end_wave()

@@ -8,6 +8,45 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from partita.config import schema
+from partita.errors import PartitaError
+
+
+class EngineSchedule:
+    """The engine's scheduler, which only the engine steps: once for each update.
+
+    Args:
+        scheduler: the user's, or the config's.
+    """
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self._scheduler = scheduler
+        self.note()
+
+    def note(self) -> None:
+        """Take the scheduler's position as it is now: it was loaded, or the engine has stepped it."""
+        self._position = self._current()
+
+    def check(self) -> None:
+        """See that nobody else has stepped the scheduler.
+
+        Raises:
+            PartitaError: somebody has.
+        """
+        if any(now == before + 1 for before, now in zip(self._position, self._current(), strict=False)):
+            raise PartitaError(
+                "scheduler.step() was called in addition to engine.step(), which steps the scheduler after each "
+                "update: the learning rate would follow its schedule twice as fast. Remove the call; to step a "
+                "scheduler yourself, make it on engine.optimizer and do not pass it to partita.initialize"
+            )
+
+    def step(self) -> None:
+        """Step after an update."""
+        self._scheduler.step()
+
+    def _current(self) -> list[int]:
+        """Steps that the scheduler, and those that it is made of, have done."""
+        parts = (self._scheduler, *getattr(self._scheduler, "_schedulers", ()))
+        return [int(getattr(part, "last_epoch", 0)) for part in parts]
 
 
 class Schedule(LRScheduler):

@@ -113,6 +113,7 @@ class StepUpdater(Updater):
         self._runtime.written.take()
         self.views.attach(self.optimizer)
         agreed = self._consensus.before_update(call)
+        self._check_backward(agreed, call)
         while self._reducer.waves < agreed.waves:
             self._reducer.end_wave()
         if any(agreed.leftovers):
@@ -121,9 +122,12 @@ class StepUpdater(Updater):
         self._reducer.complete_unreduced()
         self._reducer.held_back.leave_out_unused(agreed.used)
         self._reducer.add_copies()
-        measured = (bucket for bucket in self._reducer.buckets if bucket.is_measured)
+        measured = [bucket for bucket in self._reducer.buckets if bucket.is_measured]
         squares = [part for bucket in measured for part in _squares(bucket, agreed.used)]
         norm, scale = self._consensus.norm(squares, agreed, self.steps + 1)
+        if not math.isfinite(norm):  # on all ranks: the squares of finite gradients may be too large for fp32
+            squares = [part for bucket in measured for part in _squares_in_fp64(bucket, agreed.used)]
+            norm, scale = self._consensus.norm(squares, agreed, self.steps + 1)
         return Measured(agreed.used, norm / scale, scale)
 
     def _check_kept(self) -> None:
@@ -221,10 +225,16 @@ class StepUpdater(Updater):
 
 
 def _squares(bucket: Bucket, used: set[int]) -> list[Tensor]:
-    """Of what this rank owns of a reduced gradient: the sums of squares."""
+    """Sums of squares of the reduced gradients that this rank owns."""
     if bucket.plan.grad_step.tier is Tier.DISK:
         return bucket.squares
     return [square(grad) for grad in _owned(bucket, used)]
+
+
+def _squares_in_fp64(bucket: Bucket, used: set[int]) -> list[Tensor]:
+    """The same without an overflow of finite gradients."""
+    owned = _owned(bucket, used) if bucket.shard is None else bucket.parts(bucket.shard.load(), used)
+    return [square(grad, dtype=torch.float64) for grad in owned]
 
 
 def _owned(bucket: Bucket, used: set[int]) -> list[Tensor]:

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from partita.errors import PartitaError
 from partita.memory.streams import Event
-from partita.optim.consensus import Consensus
+from partita.optim.consensus import Agreed, Consensus
 from partita.optim.guard import Guard
 from partita.optim.loss_scale import LossScale
 from partita.optim.outer import OuterOptimizer
@@ -124,6 +125,20 @@ class Updater(ABC):
         """The optimizer is the user's own again."""
         self._updates.close()
         self._guard.remove()
+
+    def _check_backward(self, agreed: Agreed, call: str) -> None:
+        """See that a parameter has a gradient. (A stage of a pipeline may have none that trains.)
+
+        Raises:
+            PartitaError: on all ranks: no parameter has one on any of them. A backward may follow.
+        """
+        if agreed.used or self._runtime.collectives.mesh.shape.size("pipeline") > 1:
+            return
+        self.zero()
+        raise PartitaError(
+            f"{call}: no parameter has a gradient on any rank; call engine.backward(loss) before it, once for each "
+            "micro-batch, or leave the call out"
+        )
 
     def wait_for_updates(self) -> None:
         """Wait until the updates that run beside the caller are done."""

@@ -69,6 +69,26 @@ class NormalizedStep(Optimizer):
                     param.add_(param.grad / (param.grad.norm() + 1e-6), alpha=-group["lr"])
 
 
+class Rounding(Signed):
+    """One that draws random numbers."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        torch.rand(1)
+        super().step(closure)
+
+
+class ClippingAll(NormalizedStep):
+    """A user's own optimizer that divides by the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for param in params:
+            param.add_(param.grad / norm, alpha=-0.1)
+
+
 class Counting(Optimizer):
     """A user's own Adam that counts its steps in attributes, as a number and as a tensor, and in its groups."""
 
@@ -403,7 +423,6 @@ def hooks_of_the_optimizer() -> None:
 
 def not_elementwise(name: str) -> list[str]:
     makes: dict[str, Make] = {
-        "LBFGS": lambda params: torch.optim.LBFGS(params),
         "Adafactor": lambda params: torch.optim.Adafactor(params),
         "Muon": lambda params: torch.optim.Muon([p for p in params if p.dim() == 2]),
         "NormalizedStep": NormalizedStep,
@@ -419,15 +438,14 @@ def not_elementwise(name: str) -> list[str]:
         with partita.initialize(model, {"zero": zero}) as engine:
             engine.backward(square_loss(engine, rank(), 0))
             assert engine.step().stepped
-    if name != "LBFGS":
-        seeds.start()
-        model = Stack(2)
-        with partita.initialize(model, {"zero": {"stage": 0}}, optimizer=makes[name]) as engine:
-            before = whole_weights(engine)
-            engine.backward(square_loss(engine, rank(), 0))
-            assert engine.step().stepped
-            after = whole_weights(engine)
-            assert not torch.equal(after["blocks.0.up.weight"], before["blocks.0.up.weight"])
+    seeds.start()
+    model = Stack(2)
+    with partita.initialize(model, {"zero": {"stage": 0}}, optimizer=makes[name]) as engine:
+        before = whole_weights(engine)
+        engine.backward(square_loss(engine, rank(), 0))
+        assert engine.step().stepped
+        after = whole_weights(engine)
+        assert not torch.equal(after["blocks.0.up.weight"], before["blocks.0.up.weight"])
     return said
 
 
@@ -440,13 +458,51 @@ def whole_at_stage_0() -> None:
 
 
 def declared() -> None:
-    known = set(traits._ELEMENTWISE)
+    """A declaration holds for a class that cannot be tried, and not for one that a trial refutes."""
+    known = set(traits._DECLARED)
     try:
-        assert partita.elementwise(NormalizedStep) is NormalizedStep
-        train({"stage": 3}, lambda model: NormalizedStep(model.parameters()))
+        for kind in (Rounding, NormalizedStep):
+            assert partita.elementwise(kind) is kind
+        train({"stage": 3}, lambda model: Rounding(model.parameters(), lr=0.01, momentum=0.9))
+        with pytest.raises(ConfigError, match="NormalizedStep cannot run on slices of parameters: in a trial"):
+            train({"stage": 3}, lambda model: NormalizedStep(model.parameters()))
     finally:
-        traits._ELEMENTWISE.clear()
-        traits._ELEMENTWISE.update(known)
+        traits._DECLARED.clear()
+        traits._DECLARED.update(known)
+
+
+def needs_closure() -> None:
+    for stage in (0, 1):
+        with pytest.raises(ConfigError, match="optimizer LBFGS evaluates the loss in its step .*or one rank"):
+            partita.initialize(Stack(1), {"zero": {"stage": stage}}, optimizer=lambda p: torch.optim.LBFGS(p, 0.1))
+
+
+def closure_on_one_rank() -> None:
+    seeds.start()
+    plain = Stack(1)
+    torch.optim.LBFGS(plain.parameters(), lr=0.1, max_iter=3).step(lambda: _closure(plain, plain.zero_grad))
+    seeds.start()
+    model = Stack(1)
+    with partita.initialize(
+        model, {"zero": {"stage": 1}}, optimizer=lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=3)
+    ) as engine:
+        engine.optimizer.step(lambda: _closure(engine, engine.zero_grad))
+        engine.zero_grad()
+        weights = whole_weights(engine)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(weights[name], param.detach(), msg=name)
+
+
+def _closure(model: Any, zero_grad: Callable[[], None]) -> float:
+    zero_grad()
+    loss = square_loss(model, 0, 0)
+    model.backward(loss) if isinstance(model, partita.Engine) else loss.backward()
+    return loss.item()
+
+
+def on_parts_of_the_model(config: Mapping[str, Any], kind: type[Optimizer]) -> None:
+    with pytest.raises(ConfigError, match=f"optimizer {kind.__name__} cannot run on"):
+        partita.initialize(Stack(2), config, optimizer=lambda params: kind(params))
 
 
 def wrong() -> None:
@@ -602,13 +658,30 @@ def test_hooks_of_the_optimizer() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*LBFGS")
-@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon", "NormalizedStep"])
+def test_one_that_needs_a_closure() -> None:
+    pool.run(2, needs_closure)
+    pool.run(1, closure_on_one_rank)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"zero": {"stage": 0}, "parallel": {"tensor": 2}}, NormalizedStep),
+        ({"zero": {"stage": 0}, "parallel": {"pipeline": 2}}, ClippingAll),
+        ({"zero": {"stage": 2}, "precision": {"gradients": "in_backward"}, "parallel": {"data": 2}}, ClippingAll),
+    ],
+)
+def test_statistics_of_what_ranks_have_a_part_of(config: dict[str, Any], kind: type[Optimizer]) -> None:
+    pool.run(2, on_parts_of_the_model, config, kind)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "NormalizedStep"])
 def test_not_elementwise_is_refused_by_name(name: str) -> None:
     for said in pool.run(2, not_elementwise, name):
         for text in said:
             assert f"optimizer {name} cannot run on slices of parameters: " in text
             assert "zero.stage 0" in text
-            assert "partita.elementwise" in text
+            assert "partita.elementwise" not in text
 
 
 def test_not_elementwise_at_stage_0() -> None:

@@ -10,13 +10,13 @@ from torch.optim import SGD, Adam, Optimizer
 from partita.errors import ConfigError
 from partita.optim import traits as module
 from partita.optim.onebit_lamb import OnebitLamb
-from partita.optim.traits import check_elementwise, elementwise
+from partita.optim.traits import check_closure, check_elementwise, elementwise
 
 
 @pytest.fixture(autouse=True)
 def own_declarations(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test declares is forgotten after it."""
-    monkeypatch.setattr(module, "_ELEMENTWISE", set(module._ELEMENTWISE))
+    monkeypatch.setattr(module, "_DECLARED", set(module._DECLARED))
 
 
 def params() -> list[nn.Parameter]:
@@ -64,10 +64,139 @@ class Required(Scaled):
         super().__init__(params)
 
 
-def message(kind: type[Optimizer], reason: str) -> str:
+class Noisy(Scaled):
+    """It draws random numbers, as stochastic rounding does."""
+
+    def change(self, grad: torch.Tensor) -> torch.Tensor:
+        return grad + torch.randn_like(grad)
+
+
+class Clipping(Scaled):
+    """It clips by the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 100.0)
+        super().step()
+
+    def change(self, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class LearnedStep(Scaled):
+    """Its step size is learned from all parameters together, as those of Prodigy and D-Adaptation are."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        moved = 0.0
+        for group in self.param_groups:
+            for param in group["params"]:
+                start = self.state[param].setdefault("start", param.clone())
+                moved += float(((start - param) * param.grad).sum())
+        self.defaults["lr"] = max(self.defaults["lr"], 1e-3 * moved)
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(self.defaults["lr"] * param.grad.sign())
+
+
+class Projecting(Scaled):
+    """It leaves radial changes of matrices out, where the gradient is orthogonal to the rows (AdamP)."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                change = param.grad.sign()
+                if (
+                    param.dim() > 1
+                    and (param * param.grad).sum(1).abs().max() < 1e-3 * param.norm() * param.grad.norm()
+                ):
+                    change = change - param * (change * param).sum() / param.square().sum()
+                param.sub_(group["lr"] * change)
+
+
+class SmallStatesOfLarge(Scaled):
+    """It rounds what it keeps of large parameters, by blocks of 256 elements (8-bit optimizers)."""
+
+    def change(self, grad: torch.Tensor) -> torch.Tensor:
+        if grad.numel() < 4096:
+            return grad
+        return (grad / grad.abs().max() * 127).round() / 127 * grad.abs().max()
+
+
+class WithModes(Scaled):
+    """It steps in training mode only (Schedule-Free)."""
+
+    training = False
+
+    def train(self) -> None:
+        self.training = True
+
+    def eval(self) -> None:
+        self.training = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert self.training
+        super().step()
+
+
+class Wrapping(Optimizer):
+    """It steps another optimizer (Lookahead), whose groups are its own."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, inner.defaults)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+class PassingOn(torch.optim.AdamW):
+    """A subclass whose arguments are its base's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.calls = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        super().step()
+
+
+class StatesFromTheStart(Scaled):
+    """Its ``__init__`` makes the states."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["average"] = torch.zeros_like(param)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(group["lr"] * self.state[param]["average"].lerp_(param.grad, 0.1))
+
+
+class Ascending(Scaled):
+    """It needs a closure, though that has a default (SAM)."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None
+        closure()
+        super().step()
+
+
+DIFFERS = "in a trial its result differs where each of two ranks has half of the "
+NEEDS_CLOSURE = (
+    r"evaluates the loss in its step \(step\(closure\)\), which engine.step\(\) does not do on several ranks"
+)
+
+
+def message(kind: type[Optimizer], reason: str, what: str = "slices of parameters") -> str:
     return (
-        f"optimizer {kind.__name__} cannot run on slices of parameters: {reason}. Use zero.stage 0 (it keeps "
-        "parameters whole), an elementwise optimizer such as AdamW, or declare the class with partita.elementwise"
+        f"optimizer {kind.__name__} cannot run on {what}: {reason}. Use an elementwise optimizer such as AdamW, or "
+        "zero.stage 0 without parallel axes and offload (every rank then updates all parameters)"
     )
 
 
@@ -87,13 +216,12 @@ def test_known_classes_are_elementwise(kind: Any) -> None:
 
 def test_a_trust_ratio_is_elementwise_only_once_it_is_told() -> None:
     """By itself it measures what it has; on slices the ranks add up what they have (optim/trust)."""
-    assert module._trial(made(OnebitLamb)) == "on a small matrix its result differs when the matrix is cut in two"
+    assert module._trial(made(OnebitLamb)) == f"{DIFFERS}elements"
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("LBFGS", "it searches along a line through all parameters together"),
         ("Adafactor", "it keeps row and column means of each matrix"),
         ("Muon", "it orthogonalizes each matrix"),
         ("SparseAdam", "it works on sparse gradients"),
@@ -113,39 +241,85 @@ def test_a_class_of_the_users_own_is_tried() -> None:
 def test_one_that_looks_at_whole_parameters_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         check_elementwise(OverTheNorm(params()))
-    assert str(caught.value) == message(
-        OverTheNorm, "on a small matrix its result differs when the matrix is cut in two"
-    )
+    assert str(caught.value) == message(OverTheNorm, f"{DIFFERS}elements")
+
+
+@pytest.mark.parametrize("kind", [Clipping, LearnedStep, Projecting, SmallStatesOfLarge])
+def test_statistics_of_more_than_an_element_are_refused(kind: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_elementwise(kind(params()))
+    assert str(caught.value) == message(kind, f"{DIFFERS}elements")
+    elementwise(kind)
+    with pytest.raises(ConfigError) as caught:  # a declaration does not make it right
+        check_elementwise(kind(params()))
+    assert str(caught.value) == message(kind, f"{DIFFERS}elements")
+
+
+@pytest.mark.parametrize("kind", [Clipping, LearnedStep])
+def test_statistics_of_all_parameters_need_all_of_them(kind: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_elementwise(kind(params()), cuts=False)
+    assert str(caught.value) == message(kind, f"{DIFFERS}parameters", "a part of the parameters")
+
+
+@pytest.mark.parametrize("kind", [OverTheNorm, RowMeans, Projecting, torch.optim.Adafactor, torch.optim.Muon])
+def test_statistics_of_one_parameter_need_that_alone(kind: Any) -> None:
+    check_elementwise(kind(params()), cuts=False)
+
+
+@pytest.mark.parametrize("kind", [WithModes, PassingOn, StatesFromTheStart])
+def test_elementwise_however_it_is_written(kind: Any) -> None:
+    optimizer = kind(params())
+    check_elementwise(optimizer)
+    assert not any(optimizer.__dict__.get(name) for name in ("training", "calls"))
+
+
+def test_a_wrapped_optimizer_is_tried_with_it() -> None:
+    inner = Scaled(params())
+    check_elementwise(Wrapping(inner))
+    assert inner.param_groups[0]["params"][0].shape == (4, 4)
+    with pytest.raises(ConfigError, match=f"optimizer Wrapping cannot run .*: {DIFFERS}elements"):
+        check_elementwise(Wrapping(OverTheNorm(params())))
+
+
+def test_a_rate_of_zero_in_a_warm_up_hides_nothing() -> None:
+    optimizer = OverTheNorm(params(), lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    assert optimizer.param_groups[0]["lr"] == 0
+    with pytest.raises(ConfigError, match=DIFFERS):
+        check_elementwise(optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:.*LBFGS")
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Ascending])
+def test_one_that_needs_a_closure_is_refused(kind: Any) -> None:
+    for check in (check_elementwise, check_closure):
+        with pytest.raises(ConfigError, match=NEEDS_CLOSURE):
+            check(kind(params()))
+    check_closure(Scaled(params()))
 
 
 def test_one_that_needs_a_shape_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"a trial on slices of a small matrix raised IndexError: Dimension out of range"
-    ):
+    with pytest.raises(ConfigError, match=r"a trial on slices of small parameters raised IndexError: Dimension out of"):
         check_elementwise(RowMeans(params()))
 
 
+def test_arguments_that_the_defaults_do_not_tell() -> None:
+    check_elementwise(Required(params(), nn.Linear(2, 2)))
+
+
 def test_one_that_cannot_be_tried_is_refused_until_it_is_declared() -> None:
-    optimizer = Required(params(), nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match=r"Required cannot run on slices of parameters: a trial .* raised TypeError"):
-        check_elementwise(optimizer)
-    assert elementwise(Required) is Required
-    check_elementwise(optimizer)
-
-
-def test_declared_as_a_decorator() -> None:
-    @elementwise
-    class Declared(OverTheNorm):
-        pass
-
-    check_elementwise(Declared(params()))
+    with pytest.raises(ConfigError, match=r"Noisy cannot run .*draws random .*declare that with partita.elementwise"):
+        check_elementwise(Noisy(params()))
+    assert elementwise(Noisy) is Noisy
+    check_elementwise(Noisy(params()))
 
 
 def test_a_subclass_that_keeps_the_step_is_known_whoever_is_made_first() -> None:
     """torch wraps the step of the class whose object is made first."""
 
     @elementwise
-    class Base(Scaled):
+    class Base(Noisy):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             super().step(closure)
 
@@ -187,10 +361,6 @@ def test_a_subclass_of_one_that_needs_whole_parameters() -> None:
 
 
 def test_the_trial_leaves_the_optimizer_and_the_random_numbers_alone() -> None:
-    class Noisy(Scaled):
-        def change(self, grad: torch.Tensor) -> torch.Tensor:
-            return grad + torch.randn_like(grad)
-
     optimizer = Scaled(params(), lr=0.5)
     check_elementwise(optimizer)
     assert optimizer.param_groups[0]["params"][0].tolist() == [[1.0] * 4] * 4

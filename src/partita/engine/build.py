@@ -38,7 +38,7 @@ from partita.optim.in_backward import BackwardUpdater
 from partita.optim.loss_scale import LossScale
 from partita.optim.outer import OuterOptimizer
 from partita.optim.step import StepUpdater
-from partita.optim.traits import check_elementwise, counted_attributes, states_per_element
+from partita.optim.traits import check_closure, check_elementwise, counted_attributes, states_per_element
 from partita.optim.updater import Updater
 from partita.optim.views import check_groups
 from partita.parallel.applied import Parallel
@@ -49,6 +49,7 @@ from partita.parallel.pipeline.simulate import simulate
 from partita.parallel.random import agreed_seed
 from partita.parallel.samples import SAMPLE_AXES, SameSamples
 from partita.plan.mesh_shape import AXES, STATE_AXES
+from partita.plan.state_plan import StatePlan
 from partita.planner.blueprint import Blueprint, make_blueprint
 from partita.planner.parameters import check_quantized, find_quantized
 from partita.sharding.assemble import check_alike, check_buckets_alike
@@ -143,8 +144,8 @@ def _build(
         chosen = Chosen.of(model, settings, [unit.name for unit in blueprint.units])
     _agree(model, blueprint, optimizer, settings, collectives)
     rows = [unit.row for unit in blueprint.units]
-    if any(mesh.shape.group_size(row.master.shard_axes) > 1 or not row.updates_on_device for row in rows):
-        check_elementwise(optimizer)
+    with together(all_ranks):
+        _check_optimizer(optimizer, rows, settings, mesh)
     counted = counted_attributes(optimizer, apart=not all(row.updates_on_device for row in rows))
     shortages = Shortages(blueprint, ledger, mesh.device, mesh.rank)
     with together(all_ranks):
@@ -196,6 +197,20 @@ def _build(
         alike,
         changes.pop_all(),
     )
+
+
+def _check_optimizer(optimizer: Optimizer, rows: Sequence[StatePlan], settings: Config, mesh: Mesh) -> None:
+    """Refuse an optimizer that would see something else than whole parameters, or not all of them, and must.
+
+    Raises:
+        ConfigError: names its class.
+    """
+    is_cut = any(mesh.shape.group_size(row.master.shard_axes) > 1 for row in rows) or mesh.shape.tensor > 1
+    in_parts = mesh.shape.pipeline > 1 or settings.precision.gradients == "in_backward"
+    if is_cut or in_parts or not all(row.updates_on_device for row in rows):
+        check_elementwise(optimizer, cuts=is_cut)
+    elif mesh.num_ranks > 1:
+        check_closure(optimizer)
 
 
 def _agree(

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from partita.kernels.quantize import decode_signed, decode_unsigned, encode
 from partita.kernels.state import AdamRule, LionRule, Moments, SgdRule, Weights, num_blocks
 from partita.kernels.update import adam_, lion_, sgd_
-from partita.optim.traits import elementwise
+from partita.optim.traits import runs_on_slices
 
 # States with one value a block of the parameter.
 BLOCK_STATES = ("exp_avg_scale", "exp_avg_sq_scale")
@@ -78,7 +78,7 @@ class FusedOptimizer(Optimizer):
         """Run the kernel."""
 
 
-@elementwise
+@runs_on_slices
 class FusedAdam(FusedOptimizer):
     """Adam, or with ``decoupled`` weight decay AdamW; with ``int8`` its moments are 8-bit codes in blocks."""
 
@@ -110,7 +110,7 @@ class FusedAdam(FusedOptimizer):
         adam_(operands.weights, moments, operands.grad, rule, operands.factor, self.threads)
 
 
-@elementwise
+@runs_on_slices
 class FusedSGD(FusedOptimizer):
     """Stochastic gradient descent with momentum."""
 
@@ -123,7 +123,7 @@ class FusedSGD(FusedOptimizer):
         sgd_(operands.weights, momentum, operands.grad, rule, operands.factor, self.threads)
 
 
-@elementwise
+@runs_on_slices
 class FusedLion(FusedOptimizer):
     """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023)."""
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partita.kernels.chunks import in_chunks
-from partita.optim.traits import elementwise
+from partita.optim.traits import runs_on_slices
 
 
-@elementwise
+@runs_on_slices
 class OnebitAdam(Optimizer):
     """Adam, whose second moment is left alone while a group is ``frozen``. Where it is also ``averaged``, what comes as
     gradients are the new running averages.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from partita.optim.onebit_adam import OnebitAdam
-from partita.optim.traits import elementwise
+from partita.optim.traits import runs_on_slices
 from partita.planner.blueprint import NUMBERS
 from partita.sharding.squares import square
 
@@ -26,7 +26,7 @@ LEAST_FACTOR, MOST_FACTOR, FACTOR_CHANGE = 0.5, 4.0, 0.1
 NOT_TOLD = -1.0
 
 
-@elementwise
+@runs_on_slices
 class OnebitLamb(OnebitAdam):
     """LAMB, whose second moment and trust ratios are left alone while a group is ``frozen``. A trust ratio is of a
     whole parameter: where this rank has a piece, what pieces :meth:`measure` is added up over the ranks, and

@@ -1,13 +1,13 @@
-"""What is known of an optimizer: whether it may run on slices of parameters, what it keeps for each, what it counts.
+"""Facts about an optimizer: whether it may run on slices of parameters, which states it keeps, what it counts.
 
-Some classes are known by name, and a user may declare one (:func:`elementwise`); the rest is found by steps on small
-parameters, which leave the optimizer, and the random numbers, as they are.
+Some classes are known by name. The rest is found by steps of a copy of the optimizer on small parameters, which leave
+the optimizer and the random numbers as they are.
 """
 
 import copy
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,53 +16,112 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partita.errors import ConfigError
-from partita.optim.snapshot import clone_of, copies
+from partita.optim.snapshot import copies
 from partita.planner.memory import ADAM_MOMENTS
 
 OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
 
+# Classes of torch and of this package that update elements independently of each other.
 _ELEMENTWISE: set[type] = {
     getattr(torch.optim, name)
     for name in "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
 }
+_DECLARED = set[type]()  # by users
 _REASONS = {
-    "LBFGS": "it searches along a line through all parameters together",
     "Adafactor": "it keeps row and column means of each matrix",
     "Muon": "it orthogonalizes each matrix",
     "SparseAdam": "it works on sparse gradients",
 }
-_TRIAL_STEPS = 3
 _SMALL = (2, 3)
 _NUMBERS = (int, float, complex, Tensor)
 
+# The trial's parameters. Two have elements on both ranks; each of the others is on one rank. The second is large enough
+# for 8-bit states (4,096 elements), and its halves are not. All parts are multiples of 64 elements: torch computes a
+# rest by other instructions, with other last bits.
+_SHAPES = ((8, 16), (80, 80), (16, 16), (8, 8))
+_NUM_CUT = 2
+# Gradients of changing size set off clipping by norms; one direction throughout lets learned step sizes grow.
+_SCALES = (1.0, 1.0, 100.0, 1.0, 0.01, 1.0, 1.0, 100.0, 1.0, 1.0, 0.01, 1.0)
+
 
 def elementwise(cls: OptimizerClass) -> OptimizerClass:
-    """Declare that an optimizer class updates every element of a parameter independently of the others.
+    """Declare that an optimizer class updates every element of a parameter independently of all others.
 
-    Use it as a decorator or a call. Sharded stages then run it on slices of parameters.
+    Use it as a decorator or a call, for a class that :func:`initialize` cannot try by itself. Sharded stages then run
+    the class on slices of parameters. A class that a trial shows to be something else is refused nevertheless.
     """
+    _DECLARED.add(cls)
+    return cls
+
+
+def runs_on_slices(cls: OptimizerClass) -> OptimizerClass:
+    """Register an optimizer of this package that is right on slices of parameters."""
     _ELEMENTWISE.add(cls)
     return cls
 
 
-def check_elementwise(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that cannot run on slices.
+class _UnknownError(Exception):
+    """A trial was not possible, or its result says nothing."""
 
-    A class that is not known runs on a small matrix, whole and in two flat halves.
+
+def check_elementwise(optimizer: Optimizer, *, cuts: bool = True) -> None:
+    """Refuse an optimizer that computes something else on a rank's share of the parameters than on all of them.
+
+    Args:
+        cuts: True if ranks hold parts of parameters; False if each has some of the parameters, all of them uncut.
 
     Raises:
         ConfigError: names the class, the reason, and the remedies.
     """
     kind = type(optimizer)
-    base = next((b for b in kind.__mro__ if b in _ELEMENTWISE), None)
-    if base is not None and _step(kind) is _step(base):
+    check_closure(optimizer)
+    if _keeps_step(kind, _ELEMENTWISE):
         return
-    reason = next((_REASONS[b.__name__] for b in kind.__mro__ if b.__name__ in _REASONS), None) or _trial(optimizer)
-    if reason:
-        raise ConfigError(
-            f"optimizer {kind.__name__} cannot run on slices of parameters: {reason}. Use zero.stage 0 (it keeps "
-            "parameters whole), an elementwise optimizer such as AdamW, or declare the class with partita.elementwise"
+    advice = ""
+    try:
+        reason = _known_reason(kind) if cuts else None
+        reason = reason or _trial(optimizer, cuts=cuts)
+    except _UnknownError as unknown:
+        if _keeps_step(kind, _DECLARED):
+            return
+        reason = str(unknown)
+        advice = (
+            "; if it updates every element independently of all others, declare that with "
+            f"partita.elementwise({kind.__name__})"
         )
+    if reason:
+        what = "slices of parameters" if cuts else "a part of the parameters"
+        raise ConfigError(
+            f"optimizer {kind.__name__} cannot run on {what}: {reason}. Use an elementwise optimizer such as AdamW, or "
+            f"zero.stage 0 without parallel axes and offload (every rank then updates all parameters){advice}"
+        )
+
+
+def check_closure(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose step evaluates the loss by itself.
+
+    Raises:
+        ConfigError: names the class.
+    """
+    if _needs_closure(optimizer):
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__} evaluates the loss in its step (step(closure)), which engine.step() "
+            "does not do on several ranks, at any stage: use an optimizer whose step() needs no closure (AdamW), "
+            "or one rank, with optimizer.step(closure)"
+        )
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """True if a step on small parameters fails without a closure, and succeeds with one."""
+    if _keeps_step(type(optimizer), _ELEMENTWISE) or _stepped(optimizer) is not None:
+        return False
+    return _stepped(optimizer, lambda: torch.zeros(())) is not None
+
+
+def _keeps_step(kind: type, classes: set[type]) -> bool:
+    """True if the class is one of these, or has one's step."""
+    base = next((base for base in kind.__mro__ if base in classes), None)
+    return base is not None and _step(kind) is _step(base)
 
 
 def _step(kind: Any) -> object:
@@ -70,45 +129,152 @@ def _step(kind: Any) -> object:
     return inspect.unwrap(kind.step)
 
 
-def _trial(optimizer: Optimizer) -> str | None:
-    """Why the class failed on a small example with any group's settings; None if halves and whole agree bit for bit."""
+def _known_reason(kind: type) -> str | None:
+    return next((_REASONS[base.__name__] for base in kind.__mro__ if base.__name__ in _REASONS), None)
+
+
+def _trial(optimizer: Optimizer, *, cuts: bool = True) -> str | None:
+    """The reason why the optimizer is wrong on a rank's share of the parameters; None if it is right, bit for bit.
+
+    Raises:
+        _UnknownError: the trial raised an error, or draws random numbers.
+    """
+    try:
+        return _compare(partial(_small_copy, optimizer), optimizer, cuts=cuts)
+    except _UnknownError as unknown:  # its __init__ may make states that a copy does not have
+        if "random" in str(unknown):
+            raise
+        try:
+            return _compare(partial(_made_again, optimizer), optimizer, cuts=cuts)
+        except _UnknownError:
+            raise unknown from None
+
+
+def _compare(make: Callable[[Sequence[int], Any], Optimizer], optimizer: Optimizer, *, cuts: bool) -> str | None:
+    """Steps on all of some parameters, and by two optimizers that each have the share of one of two ranks."""
+    groups = {repr(_settings(group)): number for number, group in reversed([*enumerate(optimizer.param_groups)])}
+    chosen = sorted(groups.values())
+    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
+    whole = [[nn.Parameter(draw(shape)) for shape in _SHAPES] for _ in chosen]
+    shares = [[_share(params, rank, cuts) for params in whole] for rank in range(2)]
+    directions = [[draw(shape) for shape in _SHAPES] for _ in chosen]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            before = torch.get_rng_state()
+            trials = [make(chosen, params) for params in (whole, *shares)]
+            for trial in trials:
+                _train_mode(trial)
+            for number, scale in enumerate(_SCALES):
+                for params, along in zip(whole, directions, strict=True):
+                    for param, direction in zip(params, along, strict=True):
+                        param.grad = _gradient(param, direction + 0.5 * draw(param.shape), number) * scale
+                for rank, share in enumerate(shares):
+                    for params, parts in zip(whole, share, strict=True):
+                        grads = _share([param.grad for param in params], rank, cuts)
+                        for part, grad in zip(parts, grads, strict=True):
+                            part.grad = grad.detach().clone()
+                for trial in trials:
+                    trial.step()
+            for trial in trials:
+                if callable(leave := getattr(trial, "eval", None)):
+                    leave()
+            draws = not torch.equal(before, torch.get_rng_state())
+    except Exception as error:  # the class is the user's: whatever it raises is the reason
+        raise _UnknownError(f"a trial on slices of small parameters raised {type(error).__name__}: {error}") from None
+    if all(
+        torch.equal(part.view(torch.int32), found.view(torch.int32))
+        for rank, share in enumerate(shares)
+        for params, parts in zip(whole, share, strict=True)
+        for part, found in zip(parts, _share(params, rank, cuts), strict=True)
+    ):
+        return None
+    if draws:
+        raise _UnknownError("it draws random numbers, so a trial cannot tell whether its elements are independent")
+    half = "elements" if cuts else "parameters"
+    return f"in a trial its result differs where each of two ranks has half of the {half}"
+
+
+def _share(params: Sequence[Any], rank: int, cuts: bool) -> list[nn.Parameter]:
+    """Copies of what one of two ranks has of the trial's parameters (or of their gradients)."""
+    values = [param.detach() for param in params]
+    if not cuts:
+        return [nn.Parameter(value.clone()) for value in values[rank::2]]
+    halves = [value.reshape(2, -1)[rank] for value in values[:_NUM_CUT]]
+    return [nn.Parameter(value.reshape(-1).clone()) for value in (*halves, values[_NUM_CUT + rank])]
+
+
+def _gradient(param: Tensor, grad: Tensor, number: int) -> Tensor:
+    """A gradient, in every second step orthogonal to each row of the parameter, as of scale-invariant weights."""
+    if number % 2 == 0:
+        return grad
+    weights = param.detach()
+    along = (grad * weights).sum(1, keepdim=True) / weights.square().sum(1, keepdim=True)
+    return grad - along * weights
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's settings in the trial: with a rate that moves parameters, whatever a warm-up has set by now."""
+    settings = {key: value for key, value in group.items() if key != "params"}
+    if "lr" in settings and not float(settings["lr"]):
+        settings["lr"] = settings.get("initial_lr") or 1e-3
+    return settings
+
+
+def _train_mode(optimizer: Optimizer) -> None:
+    """Put an optimizer that has modes into the one in which it steps."""
+    if callable(train := getattr(optimizer, "train", None)):
+        train()
+
+
+def _small_copy(
+    optimizer: Optimizer,
+    chosen: Sequence[int],
+    params: Sequence[Sequence[nn.Parameter]],
+    known: dict[int, Any] | None = None,
+) -> Optimizer:
+    """A copy of the optimizer, and of those that it wraps, without states and on other parameters.
+
+    Args:
+        chosen: the groups that it has.
+        params: the parameters of each.
+        known: copies by the id of what they are of.
+    """
+    known = {} if known is None else known
+    for number, own in zip(chosen, params, strict=True):
+        group = optimizer.param_groups[number]
+        known.setdefault(id(group), {**copy.deepcopy(_settings(group)), "params": list(own)})
+    known.setdefault(id(optimizer.param_groups), [known[id(optimizer.param_groups[number])] for number in chosen])
+    state = copy.copy(optimizer.state)
+    state.clear()
+    known.setdefault(id(optimizer.state), state)
+    clone = known[id(optimizer)] = object.__new__(type(optimizer))
+    attributes = {name: value for name, value in optimizer.__dict__.items() if name not in ("step", "zero_grad")}
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        attributes[name] = type(attributes[name])() if name in attributes else {}
+    for name, value in copies(attributes, attributes).items():
+        original = attributes[name]
+        if isinstance(original, Optimizer) and id(original) not in known:
+            _small_copy(original, chosen, params, known)
+        clone.__dict__[name] = known.get(id(original), value)
+    return clone
+
+
+def _made_again(optimizer: Optimizer, chosen: Sequence[int], params: Sequence[Sequence[nn.Parameter]]) -> Optimizer:
+    """An optimizer that the class makes from what the optimizer's defaults tell of its arguments."""
     kind = type(optimizer)
     accepted = inspect.signature(kind.__init__).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     arguments = {name: value for name, value in optimizer.defaults.items() if takes_any or name in accepted}
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    for settings in {repr(group): group for group in groups}.values():
-        if reason := _trial_with(partial(kind, **arguments), settings):
-            return reason
-    return None
-
-
-def _trial_with(make: Callable[[Any], Optimizer], settings: dict[str, Any]) -> str | None:
-    """The same with the settings of one group."""
-    generator = torch.Generator().manual_seed(0)
-    draw = partial(torch.randn, 4, 8, generator=generator, dtype=torch.float32, device="cpu")
-    start, *gradients = (draw() for _ in range(1 + _TRIAL_STEPS))
-    try:
-        with torch.random.fork_rng(devices=[]):
-            whole = _run(make, settings, [start.clone()], [[g] for g in gradients])
-            halves = _run(make, settings, list(start.clone().view(2, -1)), [list(g.view(2, -1)) for g in gradients])
-    except Exception as error:  # the class is the user's: whatever it raises is the reason
-        return f"a trial on slices of a small matrix raised {type(error).__name__}: {error}"
-    if torch.equal(whole[0].view(-1), torch.cat([half.view(-1) for half in halves])):
-        return None
-    return "on a small matrix its result differs when the matrix is cut in two"
-
-
-def _run(
-    make: Callable[[Any], Optimizer], settings: dict[str, Any], values: list[Tensor], gradients: list[list[Tensor]]
-) -> list[Tensor]:
-    params = [nn.Parameter(value) for value in values]
-    trial = make([{**copy.deepcopy(settings), "params": params}])
-    for grads in gradients:
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad.clone()
-        trial.step()
-    return [param.detach() for param in params]
+    make: Any = kind
+    made: Optimizer = make(
+        [
+            {**copy.deepcopy(_settings(optimizer.param_groups[number])), "params": list(own)}
+            for number, own in zip(chosen, params, strict=True)
+        ],
+        **arguments,
+    )
+    return made
 
 
 def states_per_element(optimizer: Optimizer) -> int:
@@ -164,22 +330,22 @@ def _states(optimizer: Optimizer) -> list[dict[str, Any]] | None:
     return [trial.state.get(param, {}) for group in trial.param_groups for param in group["params"]]
 
 
-def _stepped(optimizer: Optimizer) -> tuple[Optimizer, dict[str, Any]] | None:
+def _stepped(
+    optimizer: Optimizer, closure: Callable[[], Tensor] | None = None
+) -> tuple[Optimizer, dict[str, Any]] | None:
     """A second object after a step on one small parameter in each group, and its attributes before; None where the
     step fails.
     """
     try:
-        groups = []
-        for group in optimizer.param_groups:
-            param = nn.Parameter(torch.zeros(_SMALL, dtype=torch.float32, device="cpu"))
+        numbers = range(len(optimizer.param_groups))
+        params = [[nn.Parameter(torch.zeros(_SMALL, dtype=torch.float32, device="cpu"))] for _ in numbers]
+        for (param,) in params:
             param.grad = torch.ones_like(param)
-            settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-            groups.append({**settings, "params": [param]})
-        trial = clone_of(optimizer, groups, type(optimizer.state)(dict))
-        trial.__dict__.update(copies(trial.__dict__, set(trial.__dict__) - {"param_groups", "state"}))
+        trial = _small_copy(optimizer, numbers, params)
+        _train_mode(trial)
         before = copies(trial.__dict__, trial.__dict__)
         with torch.random.fork_rng(devices=[]):
-            trial.step()
+            trial.step() if closure is None else trial.step(closure)  # type: ignore[arg-type]
     except Exception:  # the class is the user's: whatever it raises, it has not told
         return None
     return trial, before

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from partita.kernels.chunks import in_chunks
 from partita.optim.onebit_adam import OnebitAdam, change_of, update_moments
-from partita.optim.traits import elementwise
+from partita.optim.traits import runs_on_slices
 
 
-@elementwise
+@runs_on_slices
 class RefreshedAdam(OnebitAdam):
     """Its averages count every step, and its second moments the steps in which they are refreshed."""
 

@@ -115,7 +115,7 @@ def _needs_closure(optimizer: Optimizer) -> bool:
     """True if a step on small parameters fails without a closure, and succeeds with one."""
     if _keeps_step(type(optimizer), _ELEMENTWISE) or _stepped(optimizer) is not None:
         return False
-    return _stepped(optimizer, lambda: torch.zeros(())) is not None
+    return _stepped(optimizer, lambda: torch.zeros((), dtype=torch.float32, device="cpu")) is not None
 
 
 def _keeps_step(kind: type, classes: set[type]) -> bool:

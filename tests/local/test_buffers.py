@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import partita
+from partita import PartitaError
 from tests import seeds
 from tests.local import pool
 from tests.local.training import PLANS, WIDTH, inputs, rank, square_loss
@@ -185,6 +186,98 @@ def written_by_the_user() -> list[float]:
         return module.constant.tolist()
 
 
+class Codebook(nn.Module):
+    """Writes a buffer through ``data`` in every training forward from the ``first`` on, other values on each rank."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.first, self.num_forwards = first, 0
+        self.register_buffer("codes", torch.zeros(3, WIDTH).t())
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes: Any = self.codes
+        count: Any = self.count
+        if self.training:
+            self.num_forwards += 1
+            if self.num_forwards >= self.first:
+                codes.data.add_(1 + rank())
+                count.data.add_(1 + rank())
+        return self.linear(x)
+
+
+def written_through_data(config: Mapping[str, Any], first: int) -> None:
+    """A write that no version counter shows is found at the next comparison, and sent after each micro-batch then."""
+    with partita.initialize(Codebook(first), {**config, "optimizer": SGD}) as engine:
+        module: Any = engine.module
+        for step in range(first + 1):
+            engine.backward(square_loss(engine, 0, step))
+            engine.step()
+        assert torch.equal(module.codes, torch.full((WIDTH, 3), 2.0))
+        assert module.count == 2
+
+
+class Growing(nn.Module):
+    """Keeps a mask as long as its longest input, and frequencies of the last one that is longer than 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mask", None, persistent=False)
+        self.register_buffer("frequencies", torch.ones(8), persistent=False)
+
+    def forward(self, x: Tensor, grows: bool) -> Tensor:
+        n = len(x)
+        if grows and (self.mask is None or len(self.mask) < n):
+            self.register_buffer("mask", torch.ones(n, n).tril(), persistent=False)
+        if n > 4:
+            self.register_buffer("frequencies", torch.ones(8) / n, persistent=False)
+        return self.linear(x)
+
+
+def grown_on_one_rank(stage: int, evaluates: bool) -> list[float]:
+    """Nobody waits for a rank whose buffer alone was replaced: it follows rank 0 from the next step on."""
+    config = {"zero": {"stage": stage}, "optimizer": SGD, "communication": {"timeout_s": 20}}
+    with partita.initialize(Growing(), config) as engine:
+        for step in range(3):
+            if evaluates:
+                engine.eval()
+                engine(inputs(0, step, 3 + 3 * rank(), WIDTH), False)
+                engine.train()
+            engine.backward(engine(inputs(0, step, 3 + 3 * rank(), WIDTH), False).square().mean())
+            assert engine.step().stepped
+        frequencies: Any = engine.module.frequencies
+        return frequencies.tolist()
+
+
+def grown_apart(setting: str) -> str:
+    """Buffers of other shapes are no rank's to overwrite."""
+    config = {"zero": {"stage": 1}, "communication": {"buffers": setting, "timeout_s": 20}}
+    with partita.initialize(Growing(), config) as engine:
+        loss = engine(inputs(0, 0, 3 + 3 * rank(), WIDTH), True).square().mean()
+        engine.backward(loss)
+        try:
+            engine.step()
+        except PartitaError as error:
+            return str(error)
+        module: Any = engine.module
+        assert torch.equal(module.mask, torch.ones(3 + 3 * rank(), 3 + 3 * rank()).tril())
+        return ""
+
+
+def grown_alike() -> None:
+    """Buffers that all ranks replace by longer ones follow rank 0, whatever their length before."""
+    with partita.initialize(Growing(), {"zero": {"stage": 3}, "communication": {"timeout_s": 20}}) as engine:
+        module: Any = engine.module
+        for step, length in enumerate((2, 3, 3, 5)):
+            engine.backward(engine(inputs(0, step, length, WIDTH), True).square().mean())
+            module.mask.add_(rank())
+            assert engine.step().stepped
+            assert torch.equal(module.mask, torch.ones(length, length).tril()) or step == 2
+            module.mask.copy_(torch.ones(length, length).tril())
+
+
 def half_precision() -> None:
     """Batch norms stay in fp32 where the rest computes in bf16."""
     for zero in PLANS.values():
@@ -244,3 +337,26 @@ def test_buffer_written_by_the_user() -> None:
 
 def test_batch_norm_in_half_precision() -> None:
     pool.run(2, half_precision)
+
+
+@pytest.mark.parametrize("config", [{"zero": {"stage": 0}}, {"zero": {"stage": 3}}, {"parallel": {"tensor": 2}}])
+@pytest.mark.parametrize("first", [1, 4])
+def test_buffers_written_through_data(config: Mapping[str, Any], first: int) -> None:
+    pool.run(2, written_through_data, config, first)
+
+
+@pytest.mark.parametrize(("stage", "evaluates"), [(1, False), (1, True), (3, True)])
+def test_a_buffer_replaced_on_one_rank(stage: int, evaluates: bool) -> None:
+    one, other = pool.run(2, grown_on_one_rank, stage, evaluates)
+    assert one == other == [1.0] * 8
+
+
+def test_buffers_of_other_shapes() -> None:
+    for said in pool.run(2, grown_apart, "broadcast"):
+        assert "buffer 'mask' has changed and is [3, 3] in float32 on cpu on rank 0, [6, 6]" in said
+        assert "communication.buffers: local" in said
+    assert pool.run(2, grown_apart, "local") == ["", ""]
+
+
+def test_buffers_that_grow_alike() -> None:
+    pool.run(2, grown_alike)

@@ -18,8 +18,10 @@ from partita.sharding.reducer import GradientReducer
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member
 
-# What precedes the flags in the message before an update: waves, digest of what was written, scale of the gradients.
+# The message before an update, up to its flags: waves, changes by the user or forward, scale of the gradients.
 HEADER = "<qqd"
+# The changes are the digest of what was written into parameters, with this bit set where buffers changed.
+NEWS = 1 << 32
 NO_SCALE, MANY_SCALES = 0.0, math.nan
 
 
@@ -29,7 +31,8 @@ class Agreed:
 
     ``waves``: the most that a rank has begun; ``leftovers``: for each bucket, whether a rank has gradients that no wave
     took; ``used``: ids of the members that got a gradient on any rank; ``scales``: what the ranks' gradients are
-    multiplied by; ``has_written``: whether a rank has written into parameters.
+    multiplied by; ``has_written``: whether a rank has written into parameters; ``has_news``: whether a rank has changed
+    a buffer that is not broadcast.
     """
 
     waves: int
@@ -37,6 +40,7 @@ class Agreed:
     used: set[int]
     scales: tuple[float, ...]
     has_written: bool
+    has_news: bool
 
 
 class Consensus:
@@ -48,7 +52,7 @@ class Consensus:
         self._all_ranks, self._alike = runtime.collectives.all_ranks, self._group.ranks
         self._device = runtime.executor.device
         self._reducer: GradientReducer = runtime.reducer
-        self._written = runtime.written
+        self._written, self._buffers = runtime.written, runtime.buffers
         self._loss_scale = loss_scale
         self._told_unscaled = False
         shape, row = runtime.collectives.mesh.shape, runtime.units[0].planned.row
@@ -67,15 +71,18 @@ class Consensus:
         """
         reducer, members = self._reducer, self.members
         used = [id(member) in bucket.used for bucket in reducer.buckets for member in bucket.members]
-        header = struct.pack(HEADER, reducer.waves, self._written.digest, self._own_scale)
+        changes = self._written.digest | (NEWS if self._buffers.has_news() else 0)
+        header = struct.pack(HEADER, reducer.waves, changes, self._own_scale)
         message = header + bytes([*reducer.leftovers(), *used])
         every = self._group.exchange(torch.frombuffer(bytearray(message), dtype=torch.uint8), call).wait()
         rows = [bytes(row.tolist()) for row in every]
-        waves, digests, scales = zip(*(struct.unpack_from(HEADER, row) for row in rows), strict=True)
+        waves, changed, scales = zip(*(struct.unpack_from(HEADER, row) for row in rows), strict=True)
         flags = [any(column) for column in zip(*(row[struct.calcsize(HEADER) :] for row in rows), strict=True)]
         num_buckets = len(reducer.buckets)
         taken = {id(member) for member, flag in zip(members, flags[num_buckets:], strict=True) if flag}
-        return Agreed(max(waves), flags[:num_buckets], self._used_by_copies(taken, call), scales, any(digests))
+        has_written, has_news = any(number % NEWS for number in changed), any(number & NEWS for number in changed)
+        taken = self._used_by_copies(taken, call)
+        return Agreed(max(waves), flags[:num_buckets], taken, scales, has_written, has_news)
 
     def _used_by_copies(self, used: set[int], call: str) -> set[int]:
         """``used``, and what ranks that have copies of it have used."""
@@ -157,11 +164,14 @@ class Consensus:
         mine = torch.stack(list(squares)).sum() if squares else torch.zeros((), dtype=torch.float64, device="cpu")
         scales = set(agreed.scales) - {NO_SCALE}
         scale = MANY_SCALES if len(scales) > 1 else next(iter(scales), NO_SCALE)
-        numbers = [float(accelerator.read(mine)), scale, float(agreed.has_written)]
+        numbers = [float(accelerator.read(mine)), scale, float(agreed.has_written + 2 * agreed.has_news)]
         message = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         every = self._all_ranks.exchange(message, "the norm of engine.step").wait().tolist()
-        if any(has_written for _, _, has_written in every):
+        changed = [int(number) for _, _, number in every]
+        if any(number % 2 for number in changed):
             self.compare_written(step)
+        if any(number >= 2 for number in changed):
+            self._buffers.agree("buffers that changed")
         norms = [_root_of_sum(every[rank][0] for rank in replica) for replica in self._replicas]
         own = norms[next(i for i, replica in enumerate(self._replicas) if self._all_ranks.index in replica)]
         skipped_elsewhere = math.isfinite(own) and not all(map(math.isfinite, norms))  # then by all
@@ -175,7 +185,7 @@ class Consensus:
             PartitaError: as :meth:`norm` does.
         """
         several = len(set(agreed.scales) - {NO_SCALE}) > 1 or any(map(math.isnan, agreed.scales))
-        if self._all_ranks.size > self._group.size or agreed.has_written or several:
+        if self._all_ranks.size > self._group.size or agreed.has_written or agreed.has_news or several:
             self.norm((), agreed, step)
 
     def sums(self, of_part: Tensor, of_rank: Tensor) -> list[float]:

@@ -1,70 +1,185 @@
-"""Buffers that a forward changes (BatchNorm's running statistics) follow the first rank that runs the same modules, as
-in DistributedDataParallel, and do so before the step ends.
+"""Buffers that forward changes (BatchNorm's running statistics, codebooks) follow the first rank that runs the same
+modules, as in DistributedDataParallel, and do so before the step ends.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
+from partita.errors import PartitaError
+from partita.memory import accelerator
 from partita.memory.streams import after, record
 from partita.plan.mesh_shape import MODULE_AXES
 from partita.sharding.structure import Structure
+from partita.sharding.written import checksum
 
 # A buffer of this name marks statistics that torch's kernels write without counting a version.
 RUNNING = "running_mean"
+# Most updates between two comparisons of the contents of buffers that have not changed yet.
+COMPARED_EVERY = 64
+
+_Key = tuple[int, str]  # the id of the module that has the buffer, and the buffer's name there
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Everything that has to be the same on two ranks for one to receive the other's buffer."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    @classmethod
+    def of(cls, buffer: Tensor) -> "_Form":
+        return cls(tuple(buffer.shape), buffer.dtype, buffer.device.type)
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} in {str(self.dtype).removeprefix('torch.')} on {self.device}"
+
+
+@dataclass(frozen=True)
+class _Followed:
+    """A buffer that is broadcast; the same on all ranks, but for the id of the module."""
+
+    name: str
+    form: _Form
 
 
 class BufferSync:
     """Broadcasts the buffers that change: at the end of a micro-batch, so that every rank evaluates and saves with the
-    same, and before a training forward, where another one or the user changed them since.
+    same values, and before a training forward, where another forward or the user changed them since.
 
-    Which ones do is read from their version counters, so constant buffers never travel; those of a module with running
-    statistics, and what has changed once, always do, so that a rank that had nothing to run sends the same. Evaluation
-    sends nothing: one rank may run it alone.
+    Buffers that never change are never sent. A change is found by the buffer's version counter; one through ``.data``,
+    which no counter shows, by the contents, which are compared after the updates 1, 2, 4, ... and then after every
+    ``COMPARED_EVERY``-th. A buffer is broadcast from the update on at which the ranks agree that it has changed
+    (:meth:`agree`), those of modules with running statistics from the start, so a rank that had nothing to run sends
+    the same as the others. Evaluation sends nothing: one rank may run it alone.
     """
 
     def __init__(self, structure: Structure, collectives: Collectives, enabled: bool) -> None:
         self._structure, self._mesh, self._group = structure, collectives.mesh, collectives.group(MODULE_AXES)
         self._enabled = enabled and self._group.size > 1
+        names, found = self._names(), self._found()
         running = {id(module) for module in structure.modules if RUNNING in module._buffers}
-        self._changing = {key for key in self._found() if key[0] in running}
-        self._trained = False  # a training forward has run since they were sent
+        self._followed = {
+            key: _Followed(names[key], _Form.of(buffer)) for key, buffer in found.items() if key[0] in running
+        }
+        self._changed = set[str]()  # names of buffers that changed on this rank in a way that the others do not know
+        self._has_run = False  # a forward has run since changes were looked for
+        self._has_trained = False  # a training forward has run since buffers were sent
+        self._num_updates = 0
         self._versions = self._seen()
+        self._sums = self._summed()
 
     def before_forward(self) -> None:
-        """Collective where any buffer changed, which is the same on ranks that run the same modules."""
+        """Follow the first rank. A collective where buffers changed, which all ranks that run the same modules see."""
         if self._structure.model.training:
             self._follow()
-            self._trained = True
+            self._has_trained = True
+        self._has_run = True
 
     def end_micro_batch(self) -> None:
-        """Collective as :meth:`before_forward`."""
-        self._trained |= self._structure.model.training
+        """Follow the first rank. A collective where a training forward has run on any rank."""
+        self._has_trained |= self._structure.model.training
         self._follow()
+
+    def has_news(self) -> bool:
+        """True if a buffer changed on this rank that is not broadcast yet, or not in its present form; called once
+        for each update.
+        """
+        if not self._enabled:
+            return False
+        self._num_updates += 1
+        if self._num_updates % min(COMPARED_EVERY, 1 << self._num_updates.bit_length() - 1) == 0:
+            self._compare_contents()
+        return bool(self._changed)
+
+    def agree(self, call: str) -> None:
+        """Have all ranks broadcast what changed on any of them. A collective.
+
+        Raises:
+            PartitaError: on all ranks that run the same modules: such a buffer has other forms on some of them.
+        """
+        if not self._enabled:
+            return
+        names, found = self._names(), self._found()
+        own = {names[key]: _Form.of(buffer) for key, buffer in found.items()}
+        every = self._group.exchange_objects((own, self._changed), call)
+        self._changed = set[str]()
+        changed = sorted(set[str]().union(*(names for _, names in every)))
+        for name in changed:
+            forms = [forms.get(name) for forms, _ in every]
+            if (other := next((rank for rank, form in enumerate(forms) if form != forms[0]), None)) is not None:
+                first, second = (forms[rank] or "not there" for rank in (0, other))
+                ranks = self._group.ranks
+                raise PartitaError(
+                    f"buffer '{name}' has changed and is {first} on rank {ranks[0]}, {second} on rank {ranks[other]}: "
+                    "buffers that change follow the first rank (communication.buffers: broadcast). Give it one shape "
+                    "on all ranks, or set communication.buffers: local, which leaves each rank its own"
+                )
+        kept = {key: followed for key, followed in self._followed.items() if followed.name not in changed}
+        keys = {name: key for key, name in names.items()}
+        new = {keys[name]: _Followed(name, own[name]) for name in changed if name in own}
+        self._followed = kept | new
+        self._send(new)
 
     def _follow(self) -> None:
         if not self._enabled:
             return
         before, self._versions = self._versions, self._seen()
-        changed = {key for key, version in self._versions.items() if before.get(key) != version}
-        self._changing |= changed
-        if changed or self._trained:
-            self._send({id(buffer): buffer.detach() for key, buffer in self._found().items() if key in self._changing})
-        self._trained = False
+        changed = {key for key in before | self._versions if before.get(key) != self._versions.get(key)}
+        by_user, self._has_run = not self._has_run, False
+        sends = self._has_trained or (by_user and not changed.isdisjoint(self._followed))
+        if changed:
+            self._note(changed, sends)
+        if by_user and self._changed:
+            self.agree("buffers that were written outside forward")
+        if sends:
+            self._send(self._followed)
+        self._has_trained = False
 
-    def _send(self, buffers: dict[int, Tensor]) -> None:
-        """In its turn among the gathers, whose connections these are."""
+    def _note(self, changed: Iterable[_Key], sends: bool) -> None:
+        """Find out which of the buffers that changed the others learn of at the next update: new ones, those in a new
+        form, and where nothing is sent now all, since an evaluation may have run on this rank alone.
+        """
+        names, found = self._names(), self._found()
+        for key in changed:
+            followed, buffer = self._followed.get(key), found.get(key)
+            if followed is None and key in names:
+                self._changed.add(names[key])
+            elif followed is not None and (not sends or buffer is None or _Form.of(buffer) != followed.form):
+                self._changed.add(followed.name)
+
+    def _compare_contents(self) -> None:
+        """Find buffers that were written without counting a version."""
+        before, self._sums = self._sums, self._summed()
+        names = self._names()
+        self._changed |= {names[key] for key, own in self._sums.items() if before.get(key, own) != own}
+
+    def _send(self, followed: Iterable[_Key]) -> None:
+        """Broadcast buffers, in turn with the gathers, whose connections these are. Where this rank's has another form
+        since the ranks agreed, it takes part with memory that is thrown away, until they agree again.
+        """
+        found = self._found()
+        buffers = []
+        for key in followed:
+            form, buffer = self._followed[key].form, found.get(key)
+            if buffer is None or _Form.of(buffer) != form:
+                buffer = torch.zeros(form.shape, dtype=form.dtype, device=form.device)
+            buffers.append(buffer.detach())
         if buffers:
             awaited = [record(self._mesh.device)]
-            send = partial(after, awaited, self._group.broadcast, list(buffers.values()), "buffers")
+            send = partial(after, awaited, self._group.broadcast, buffers, "buffers")
             self._mesh.stream("parameters").run(send).wait()
             self._versions = self._seen()
 
-    def _found(self) -> dict[tuple[int, str], Tensor]:
-        """Every buffer, by its module's id and its name there, in the model's order."""
+    def _found(self) -> dict[_Key, Tensor]:
+        """Every buffer, in the model's order."""
         return {
             (id(module), name): buffer
             for module in self._structure.modules
@@ -72,9 +187,33 @@ class BufferSync:
             if buffer is not None
         }
 
-    def _seen(self) -> dict[tuple[int, str], tuple[int, int]]:
+    def _names(self) -> dict[_Key, str]:
+        """The names of the buffers in the model, also of those that are None."""
+        return {
+            (id(module), name): f"{path}.{name}" if path else name
+            for path, module in self._structure.model.named_modules()
+            for name in module._buffers
+        }
+
+    def _seen(self) -> dict[_Key, tuple[int, int]]:
         """Which tensor each buffer is now, and its version."""
         return {key: (id(buffer), buffer._version) for key, buffer in self._found().items()}
+
+    def _summed(self) -> dict[_Key, int]:
+        """A checksum of every buffer that is not broadcast."""
+        if not self._enabled:
+            return {}
+        found = {key: buffer for key, buffer in self._found().items() if key not in self._followed}
+        dense = {key: buffer for key, buffer in found.items() if type(buffer) is Tensor and _is_dense(buffer)}
+        return {key: int(accelerator.read(checksum(_flat(buffer)))) for key, buffer in dense.items()}
+
+
+def _is_dense(buffer: Tensor) -> bool:
+    return buffer.layout is torch.strided and not buffer.is_quantized and not buffer.is_meta
+
+
+def _flat(buffer: Tensor) -> Tensor:
+    return buffer.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 @contextmanager

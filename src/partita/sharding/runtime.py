@@ -104,7 +104,7 @@ class Runtime:
             self._own_buffers.clear()
             self.structure = Structure(model, self.units)
             self.written.note()
-            self._buffers = BufferSync(self.structure, collectives, config.communication.buffers == "broadcast")
+            self.buffers = BufferSync(self.structure, collectives, config.communication.buffers == "broadcast")
             self._hooks += cast_borders(model, self._compute, kept)
             self.events = UnitEvents()
             self.events.subscribe(sharded, self.residency.subscriber)
@@ -203,7 +203,7 @@ class Runtime:
             self.events.backwards.forget()
             self.residency.begin_forward()
         self._refresh()
-        self._buffers.before_forward()
+        self.buffers.before_forward()
         return map_floats(args, self._compute), map_floats(kwargs, self._compute)
 
     def _graph_of_now(self) -> Callable[[], None]:
@@ -263,7 +263,7 @@ class Runtime:
         self.reducer.end_micro_batch()
         self.events.backwards.forget()
         self.residency.end_micro_batch()
-        self._buffers.end_micro_batch()
+        self.buffers.end_micro_batch()
 
     def settle(self) -> None:
         """Bring what codes have not told yet to where it belongs, in full: so a run goes on from what is saved of it. A

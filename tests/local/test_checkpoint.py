@@ -775,3 +775,25 @@ def loads_with_another_index(folder: str) -> None:
 
 def test_a_changed_index_is_found_by_load(tmp_path: Path) -> None:
     pool.run(2, loads_with_another_index, str(tmp_path))
+
+
+def goes_on_with_another_optimizer(folder: str, name: str) -> list[str]:
+    """What is said of it."""
+
+    def engine(name: str) -> partita.Engine:
+        return partita.initialize(Stack(1), {"optimizer": {"name": name}, "checkpoint": {"background": False}})
+
+    with engine("adam") as first:
+        losses_of(first, 0, 1)
+        first.save(folder)
+    with engine(name) as second, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        second.load(folder)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(("name", "told"), [("adam", 0), ("lion", 1)])
+def test_another_optimizer_is_told(name: str, told: int, tmp_path: Path) -> None:
+    first, second = pool.run(2, goes_on_with_another_optimizer, str(tmp_path), name)
+    said = f"was saved with the optimizer adam, and this one is {name}"
+    assert [sum(said in line for line in lines) for lines in (first, second)] == [told, 0]

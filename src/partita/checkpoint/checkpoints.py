@@ -17,6 +17,7 @@ from partita.checkpoint.versions import versions
 from partita.config.schema import Config
 from partita.errors import ConfigError, PartitaError
 from partita.inspection.modules import keepers_of
+from partita.optim.fused import rule_of
 from partita.optim.updater import StepResult, Updater
 from partita.sharding.runtime import Runtime
 
@@ -85,6 +86,7 @@ class Checkpoints:
             "versions": versions(),
             "ranks": self._mesh.num_ranks,
             "config": self._config.model_dump(mode="json"),
+            "optimizer": rule_of(self._updater.optimizer),
         }
         steps, aliases = self._updater.steps, self._content.aliases()
         return self._saver.save(Request(folder, steps, section.keep, section.background, about, aliases))

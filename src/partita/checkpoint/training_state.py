@@ -19,6 +19,7 @@ from partita.comm.mesh import Mesh
 from partita.errors import PartitaError
 from partita.inspection.modules import extra_states, persistent_buffers
 from partita.memory.generators import random_states, set_random_states
+from partita.optim.fused import rule_of
 from partita.optim.updater import Updater
 from partita.plan.box import Box
 from partita.plan.flat_range import FlatRange
@@ -103,6 +104,13 @@ class TrainingState:
         Raises:
             PartitaError: (with ``strict``) the optimizer's groups are others.
         """
+        saved, own = stored.manifest.get("optimizer"), rule_of(self.updater.optimizer)
+        if saved not in (None, own) and not self.mesh.rank:
+            warnings.warn(
+                f"engine.load: '{stored.folder}' was saved with the optimizer {saved}, and this one is {own}: it goes "
+                "on from the states that both have; to take the weights alone, set only_model=True",
+                stacklevel=2,
+            )
         missing = [key for key in (SCHEDULER, ENGINE) if key not in stored.values]
         if SCHEDULER in stored.values:
             self.scheduler.load_state_dict(stored.value(SCHEDULER))

@@ -136,6 +136,13 @@ class FusedLion(FusedOptimizer):
         lion_(operands.weights, flat(state["exp_avg"]), operands.grad, rule, operands.factor, self.threads)
 
 
+def rule_of(optimizer: Optimizer) -> str:
+    """The name of an optimizer's update rule, alike for torch's class and the fused one."""
+    if isinstance(optimizer, FusedAdam):
+        return "adamw" if optimizer._decoupled else "adam"
+    return type(optimizer).__name__.removeprefix("Fused").casefold()
+
+
 def adopted(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """A parameter's flat state as another optimizer of the same kind kept it, in the encoding of this one: 8-bit
     moments become numbers, or numbers 8-bit moments (at random, as after an update), where the two differ.

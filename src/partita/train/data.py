@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import xxhash
 from torch import Tensor
 
 from partita.config.resolve import ResolvedBatch
@@ -30,6 +31,12 @@ class Corpus:
 
     train: Tensor
     held_out: Tensor
+
+    @property
+    def digest(self) -> str:
+        """Tells this text and its split from others."""
+        parts = (self.train, self.held_out)
+        return " ".join(xxhash.xxh3_64(part.contiguous().view(torch.uint8).numpy().data).hexdigest() for part in parts)
 
 
 def bytes_to_tokens(text: bytes) -> Tensor:

@@ -39,6 +39,8 @@ from partita.train.watched_steps import WatchedSteps
 
 # In a checkpoint: the batches between the one of a step and the one that it would have had.
 LEFT_OUT = "batches_left_out"
+# In a checkpoint: the digest of the text.
+CORPUS = "corpus"
 
 
 @dataclass(frozen=True)
@@ -133,11 +135,18 @@ class _Run:
 
     def _resume(self) -> int:
         """Go on from the newest checkpoint, if there is one; returns the number of steps that were done."""
-        folder = self._job.engine.checkpoint.dir
+        folder, digest = self._job.engine.checkpoint.dir, self._batches.corpus.digest
         if folder is None or not self._engine.any(bool(complete(Path(folder)))):
+            self._engine.extra[CORPUS] = digest
             return 0
         restored = self._engine.load(folder)
         self._progress.say(str(restored))
+        if self._engine.extra.get(CORPUS, digest) != digest:
+            self._progress.say(
+                f"data: the text, or its split, is not that of the run that saved '{restored.path}': training goes on "
+                "with this one, and what was trained on may be held out now"
+            )
+        self._engine.extra[CORPUS] = digest
         self._progress.go_on(restored.step)
         return restored.step
 

@@ -166,6 +166,17 @@ def test_the_gradient_of_logits_whose_loss_was_in_tiles(call: str) -> None:
             ASKS[call](logits, loss)
 
 
+def test_a_backward_that_ends_at_logits_is_refused() -> None:
+    inputs, targets = tokens()
+    with partita.initialize(speaker(), TILED) as engine, whole_logits():
+        logits = engine(inputs)
+        logits.retain_grad()
+        loss = F.cross_entropy(logits.transpose(1, 2), targets)
+        with pytest.raises(PartitaError, match=r"backward\(inputs=\[logits\]\).*torch.autograd.grad\(loss, logits\)"):
+            loss.backward(inputs=[logits])
+        assert torch.autograd.grad(loss, logits)[0].shape == logits.shape
+
+
 @pytest.mark.filterwarnings("ignore:the logits of 'head' are computed whole")
 @pytest.mark.parametrize("loss", [IN_TILES["flattened"], own_loss])
 def test_gradients_of_gradients_are_refused(loss: Loss) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from partita.errors import PartitaError
 
@@ -16,6 +16,7 @@ from partita.errors import PartitaError
 Back = Callable[[Tensor], tuple[Tensor | None, ...]]
 
 _GRAD = inspect.signature(torch.autograd.grad)
+_BACKWARDS = (Tensor.backward, torch.autograd.backward)
 _WATCHING = frozenset({"register_hook", "retain_grad", "requires_grad_", "register_post_accumulate_grad_hook"})
 
 
@@ -85,12 +86,20 @@ class Deferred(Tensor):
     @classmethod
     def asks_for_gradient(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """True for functions that :meth:`answer_gradient` answers."""
+        if func in _BACKWARDS:
+            return any(isinstance(tensor, Deferred) for tensor in tree_leaves(kwargs.get("inputs")))
         is_set = func.__name__ == "__set__" and func.__self__.__name__ == "requires_grad"
         return func is torch.autograd.grad or is_set or (func.__name__ in _WATCHING and isinstance(args[0], Deferred))
 
     @classmethod
     def answer_gradient(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a function that asks for a deferred tensor's gradient."""
+        if func in _BACKWARDS:
+            raise PartitaError(
+                "backward(inputs=[logits]): the gradient of logits that are deferred is not accumulated alone; call "
+                "logits.retain_grad() as soon as the model has returned them, and later "
+                "torch.autograd.grad(loss, logits)"
+            )
         if func is not torch.autograd.grad:
             tensor: Deferred = args[0]
             if not (tensor.requires_grad and func.__name__ in ("__set__", "requires_grad_")):

@@ -207,11 +207,13 @@ class TiledHead:
 @dataclass(frozen=True)
 class ShareOfLoss:
     """What of a head's loss a rank computes: of its part of the ``vocabulary``, and some of the rows, of which those of
-    the ``blocks``' sequence ranks have as many each (None: all).
+    the ``blocks``' sequence ranks have as many each (None: all). Inside ``block`` the head's weight
+    is this rank's part.
     """
 
     vocabulary: Vocabulary | None
     blocks: Blocks | None
+    block: AbstractContextManager[None]
 
     @staticmethod
     def of(name: str, module: nn.Module) -> "ShareOfLoss":
@@ -220,18 +222,18 @@ class ShareOfLoss:
         Raises:
             ConfigError: each tensor rank has another part of it than of the vocabulary.
         """
-        vocabulary, blocks = None, None
+        vocabulary, blocks, block = None, None, cast(AbstractContextManager[None], nullcontext())
         for forward in forward_wrappers(module):
             if isinstance(forward, HeadOfSlices):
                 blocks = forward.blocks
             elif isinstance(forward, Head):
-                vocabulary = forward.split.vocabulary
+                vocabulary, block = forward.split.vocabulary, forward.own
             elif isinstance(forward, LinearForward):
                 raise ConfigError(
                     f"loss.tiled: '{name}' makes the logits, and tensor ranks have split it as any linear layer; set "
                     f"'vocabulary' for it in parallel.tensor_rules, or loss.tiled to none"
                 )
-        return ShareOfLoss(vocabulary, blocks)
+        return ShareOfLoss(vocabulary, blocks, block)
 
     def own(self, rows: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Slices | None]:
         """This rank's rows, with their targets, and of which slices they are."""
@@ -278,7 +280,8 @@ class Call:
         tiles = Tiles(origin, target, ignored, smoothing, num, share.vocabulary)
 
         def loss(rows: Tensor) -> Tensor:
-            summed: Tensor = TiledLoss.apply(rows, head.weight, head.bias, tiles)  # type: ignore[no-untyped-call]
+            with share.block:
+                summed: Tensor = TiledLoss.apply(rows, head.weight, head.bias, tiles)  # type: ignore[no-untyped-call]
             return summed
 
         summed = head.compute(loss, rows)

@@ -48,6 +48,7 @@ from partita.parallel.pipeline.run import Pipeline
 from partita.parallel.pipeline.simulate import simulate
 from partita.parallel.random import agreed_seed
 from partita.parallel.samples import SAMPLE_AXES, SameSamples
+from partita.parallel.tensor.parameter import SplitParameters, check_hooks
 from partita.plan.mesh_shape import AXES, STATE_AXES
 from partita.plan.state_plan import StatePlan
 from partita.planner.blueprint import Blueprint, make_blueprint
@@ -135,6 +136,9 @@ def _build(
     budget = agreed_budget(settings.zero.offload, collectives)
     with together(all_ranks):
         check_unclaimed(model)
+        for name, param in model.named_parameters():
+            if id(param) in parallel.parts:
+                check_hooks(param, name)
         check_quantized(find_quantized(model), mesh.device)
         blueprint = make_blueprint(model, resolved, num_moments, budget, parallel.shares)
         check_room(blueprint, model, mesh.device)
@@ -156,6 +160,9 @@ def _build(
         failed = ExitStack()
         failed.callback(runtime.give_back)
         with together(all_ranks, failed.close):
+            split = SplitParameters((member for _, member in runtime.members()), parallel.parts, mesh)
+            failed.callback(split.remove)
+            changes.callback(split.close)
             updater = _make_updater(runtime, optimizer, resolved, counted)
             failed.callback(updater.close)
             whole = Whole(runtime, updater)

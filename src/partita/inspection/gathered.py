@@ -114,7 +114,7 @@ class Gathered:
             self._runtime.structure.elsewhere.discard(id(holding.param))
             if (member := self._whole.member_of(holding)) is not None:
                 holding.param.data = member.within(member.segment.full)
-                holding.param.__class__ = member.kind
+                holding.param.__class__ = member.here_kind
             else:
                 replace_data(holding.param, torch.empty_like(holding.param.data, device="meta"))
                 holding.param.__class__ = self._kinds[id(holding.param)]

@@ -9,13 +9,15 @@ from torch import nn
 from partita.parallel.pipeline.absent import bring_back
 from partita.parallel.pipeline.cut import Cut
 from partita.parallel.random import RandomStreams
+from partita.parallel.tensor.parameter import Part
 from partita.plan.share import Share
 from partita.transforms.modules import ModuleTransforms
 
 
 @dataclass
 class Parallel:
-    """``shares``: what this rank has of each parameter that is not whole here alone. ``lines`` say how each module is
+    """``shares``: what this rank has of each parameter that is not whole here alone, ``parts``
+    how the tensor ranks hold those that they split, both by id. ``lines`` say how each module is
     split, and who decided; ``said`` is to be told at the start; ``streams`` are of its random numbers, if they have
     any of their own; ``cut`` is where the pipeline's stages begin, ``away`` are the parameters that only other stages
     hold. ``passing``: of blocks, by id, what is done around their stand-ins where other stages run them; ``ending``:
@@ -23,6 +25,7 @@ class Parallel:
     """
 
     shares: dict[int, Share] = field(default_factory=dict)
+    parts: dict[int, Part] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     changes: ModuleTransforms = field(default_factory=ModuleTransforms)

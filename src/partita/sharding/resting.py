@@ -66,8 +66,10 @@ class Resting(nn.Parameter):
     ) -> Any:
         if (name := asked_for(func)) not in METADATA:
             for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
-                if type(leaf) is cls:
+                if isinstance(leaf, Resting):
                     _claims[leaf].touched(leaf, name)
+                    if has_own_functions(leaf):
+                        return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -138,9 +140,14 @@ def _claimed(name: str) -> ConfigError:
     )
 
 
-def rest(param: nn.Parameter) -> None:
+def touch(param: nn.Parameter, what: str) -> None:
+    """Make ``param``, which is at rest, whole for ``what``, or raise."""
+    _claims[param].touched(param, what)
+
+
+def rest(param: nn.Parameter, kind: type[Resting] = Resting) -> None:
     """Mark ``param``, which is claimed, as being without data."""
-    param.__class__ = Resting
+    param.__class__ = kind
 
 
 def wake(param: nn.Parameter, kind: type[nn.Parameter]) -> None:
@@ -148,5 +155,10 @@ def wake(param: nn.Parameter, kind: type[nn.Parameter]) -> None:
     param.__class__ = kind
 
 
+def has_own_functions(param: Tensor) -> bool:
+    """True if the class of a parameter, whose data is there, says what functions of it do."""
+    return not is_resting(param) and type(param).__torch_function__ is not nn.Parameter.__torch_function__
+
+
 def is_resting(param: Tensor) -> bool:
-    return type(param) is Resting
+    return issubclass(type(param), Resting)

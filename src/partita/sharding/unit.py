@@ -45,6 +45,8 @@ class Member:
     segment: "Segment"
     param: nn.Parameter = field(init=False)
     kind: type[nn.Parameter] = field(init=False)
+    here_kind: type[nn.Parameter] = field(init=False)  # the parameter's class while its data is here
+    resting_kind: type[resting.Resting] = resting.Resting
     shape: torch.Size = field(init=False)
     stride: tuple[int, ...] = field(init=False)
     own_dtype: torch.dtype = field(init=False)  # before the unit adopted it
@@ -55,7 +57,7 @@ class Member:
     def __post_init__(self) -> None:
         self.param = param = self.holding.param
         place = self.span.place
-        self.kind = type(param)
+        self.kind = self.here_kind = type(param)
         self.shape = torch.Size(place.sizes)
         self.stride = place.stride if place.is_part else dense_stride(param)
         self.own_dtype = param.dtype
@@ -75,7 +77,8 @@ class Member:
     def is_cut(self) -> bool:
         """Whether the user's object is a part of the global parameter now."""
         place = self.span.place
-        return place.sizes != place.shape and self.param.shape == self.shape
+        with torch._C.DisableTorchFunctionSubclass():  # which would answer for the whole one
+            return place.sizes != place.shape and self.param.shape == self.shape
 
     @property
     def grad(self) -> Tensor | None:
@@ -87,7 +90,8 @@ class Member:
         """Say so where somebody looks for a gradient that was collected."""
         if self.param.grad is None:
             if self._collected is None:
-                self._collected = Collected(self.param, self.fqn)
+                with torch._C.DisableTorchFunctionSubclass():  # which would answer for the whole one
+                    self._collected = Collected(self.param, self.fqn)
             self.param.grad = self._collected
 
     def uncover(self) -> None:
@@ -298,7 +302,7 @@ class Unit:
     def put_to_rest(self) -> None:
         """To RESTING: the parameters have no data from here on."""
         for member in self.members:
-            resting.rest(member.param)
+            resting.rest(member.param, member.resting_kind)
         self.state = UnitState.RESTING
 
     def begin_gather(self, gathered: Event) -> None:
@@ -311,7 +315,7 @@ class Unit:
         """GATHERING to WHOLE: the parameters have their data."""
         assert self.state is UnitState.GATHERING
         for member in self.members:
-            resting.wake(member.param, member.kind)
+            resting.wake(member.param, member.here_kind)
         self.state = UnitState.WHOLE
 
     def lay(self, storage: torch.UntypedStorage) -> None:

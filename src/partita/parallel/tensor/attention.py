@@ -162,17 +162,28 @@ def _set_numbers(splitter: Splitter, module: nn.Module, heads: Heads, by: str, w
             changes.set_attribute(module, name, number)
     for name, child in module.named_children():
         if name == _BIAS_BY_HEAD:
-            splitter.cut(child.get_parameter("weight"), 1, heads.queries_of(rank))
+            splitter.cut(child.get_parameter("weight"), 1, [heads.queries_of(each) for each in range(heads.size)])
+            changes.wrap_forward(child, splitter.own_parts(child))
             splitter.decide(child, f"heads {queries} of {heads.queries}", by)
         elif splitter.name(child) not in splitter.decisions:
-            for param in child.parameters():
-                splitter.sum_copies(param)
+            for owner in child.modules():
+                _use_copies(splitter, owner)
             if any(True for _ in child.parameters()):
                 splitter.decide(child, "copies, on own heads; gradients summed", by)
+    _use_copies(splitter, module)
     own = heads.queries_of(rank)
     changes.wrap_forward(module, DropsParts(module, splitter.entrance, own, heads.queries, heads=True))
     counts = "+".join(str(length(heads.queries_of(rank))) for rank in range(heads.size))
     splitter.decide(module, f"{counts} of {heads.queries} query heads over {heads.keys} key heads", by)
+
+
+def _use_copies(splitter: Splitter, module: nn.Module) -> None:
+    """Have a module apply its own parameters to this rank's heads."""
+    params = [param for param in module.parameters(recurse=False) if id(param) not in splitter.parallel.parts]
+    for param in params:
+        splitter.sum_copies(param)
+    if params:
+        splitter.parallel.changes.wrap_forward(module, splitter.own_parts(module))
 
 
 class OwnSlopes:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from partita.parallel.tensor.functions import Entrance, enter, leave
+from partita.parallel.tensor.parameter import OwnParts
 from partita.parallel.tensor.splitter import Splitter
 from partita.plan.place import even
 
@@ -36,12 +37,12 @@ def split_experts(splitter: Splitter, module: nn.Module, by: str) -> bool:
         return False
     cuts = even(width, splitter.size)
     low, high = cuts[splitter.rank]
-    splitter.cut(gate_up, 1, ((low, high), (width + low, width + high)))
-    splitter.cut(down, 2, ((low, high),))
+    splitter.cut(gate_up, 1, [((low, high), (width + low, width + high)) for low, high in cuts])
+    splitter.cut(down, 2, [(cut,) for cut in cuts])
     for name in _WIDTH:
         if getattr(module, name, None) == width:
             splitter.parallel.changes.set_attribute(module, name, high - low)
-    splitter.parallel.changes.wrap_forward(module, Experts(splitter.entrance))
+    splitter.parallel.changes.wrap_forward(module, Experts(splitter.entrance, splitter.own_parts(module)))
     sizes = "+".join(str(stop - start) for start, stop in cuts)
     splitter.decide(module, f"features {sizes} of {width} of each of {len(down)} experts, outputs summed", by)
     return True
@@ -50,13 +51,13 @@ def split_experts(splitter: Splitter, module: nn.Module, by: str) -> bool:
 class Experts:
     """Sums the parts of the output of ``forward(hidden, chosen experts, their shares)``."""
 
-    def __init__(self, entrance: Entrance) -> None:
-        self._group = entrance.group
+    def __init__(self, entrance: Entrance, own: OwnParts) -> None:
+        self._group, self._own = entrance.group, own
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         args = tuple(self._entered(value) for value in args)
         kwargs = {name: self._entered(value) for name, value in kwargs.items()}
-        return leave(forward(*args, **kwargs), self._group)
+        return leave(self._own(forward, *args, **kwargs), self._group)
 
     def _entered(self, value: Any) -> Any:
         return enter(value, self._group) if isinstance(value, Tensor) else value

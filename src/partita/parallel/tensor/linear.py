@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from partita.parallel.tensor.functions import Entrance, gathered, leave, own_slice
+from partita.parallel.tensor.parameter import OwnParts
 
 Forward = Callable[..., Tensor]
 # Ranges [start, stop) of a dim.
@@ -55,10 +56,14 @@ class Product:
     only.
     """
 
-    def __init__(self, module: nn.Module, chosen: Tensor | None = None, *, biased: bool = True) -> None:
-        self._module, self._chosen, self._biased = module, chosen, biased
+    def __init__(self, module: nn.Module, own: OwnParts, chosen: Tensor | None = None, *, biased: bool = True) -> None:
+        self._module, self._own, self._chosen, self._biased = module, own, chosen, biased
 
     def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = self._own(self._times_weight, x)
+        return y
+
+    def _times_weight(self, x: Tensor) -> Tensor:
         weight: Tensor = self._module.weight  # type: ignore[assignment]
         weight = weight.t() if is_transposed(self._module) else weight
         bias = bias_of(self._module) if self._biased else None
@@ -68,10 +73,12 @@ class Product:
 
 
 class LinearForward:
-    """A forward of a linear layer, run in place of its own; ``product`` is the part that reads the weight."""
+    """A forward of a linear layer, run in place of its own; ``product`` is the part that reads the weight,
+    inside a block of ``own``.
+    """
 
-    def __init__(self, module: nn.Module, product: Product) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, own: OwnParts, product: Product) -> None:
+        self.module, self.own = module, own
         self.product: Callable[[Tensor], Tensor] = product
 
 
@@ -84,10 +91,11 @@ class Column(LinearForward):
         self,
         module: nn.Module,
         entrance: Entrance,
+        own: OwnParts,
         sizes: tuple[int, ...] | None = None,
         chosen: Tensor | None = None,
     ) -> None:
-        super().__init__(module, Product(module, chosen))
+        super().__init__(module, own, Product(module, own, chosen))
         self._entrance, self._sizes = entrance, sizes
 
     def __call__(self, forward: Forward, x: Tensor) -> Tensor:
@@ -101,8 +109,10 @@ class Row(LinearForward):
     inputs, and takes its own.
     """
 
-    def __init__(self, module: nn.Module, entrance: Entrance, sizes: tuple[int, ...], *, splits: bool) -> None:
-        super().__init__(module, Product(module, biased=False))
+    def __init__(
+        self, module: nn.Module, entrance: Entrance, own: OwnParts, sizes: tuple[int, ...], *, splits: bool
+    ) -> None:
+        super().__init__(module, own, Product(module, own, biased=False))
         self._entrance, self._sizes, self._splits = entrance, sizes, splits
 
     def __call__(self, forward: Forward, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 from partita.parallel.applied import Parallel
 from partita.parallel.tensor.functions import Entrance
 from partita.parallel.tensor.linear import Column, Ranges, Row, num_inputs, num_outputs, output_dim
+from partita.parallel.tensor.parameter import OwnParts, Part
 from partita.plan.place import Place, even
 from partita.plan.share import Share
 
@@ -60,13 +61,22 @@ class Splitter:
 
     # ------------------------------------------------------------------- parameters
 
-    def cut(self, param: nn.Parameter, dim: int, ranges: Ranges) -> None:
-        """Of this parameter each rank has other ranges of ``dim``: this one ``ranges``."""
-        self._share(param, place=Place(tuple(param.shape), dim, ranges), averaged=())
+    def cut(self, param: nn.Parameter, dim: int, ranges: Sequence[Ranges]) -> None:
+        """Give rank ``r`` the ranges ``ranges[r]`` of ``dim``."""
+        places = tuple(Place(tuple(param.shape), dim, of_rank) for of_rank in ranges)
+        self._share(param, place=places[self.rank], averaged=())
+        self.parallel.parts[id(param)] = Part(self.entrance.group, places)
 
     def sum_copies(self, param: nn.Parameter) -> None:
         """Every rank has all of it, and computes a part of its gradient."""
         self._share(param, averaged=(), summed=(TENSOR,))
+        self.parallel.parts[id(param)] = Part(self.entrance.group)
+
+    def own_parts(self, module: nn.Module) -> OwnParts:
+        """The block in which the module computes with what this rank has of its parameters."""
+        parts = self.parallel.parts
+        own = {name: parts.get(id(param)) for name, param in module._parameters.items()}
+        return OwnParts(module, {name: part for name, part in own.items() if part is not None})
 
     def _share(self, param: nn.Parameter, **changed: Any) -> None:
         """Say more of what this rank has of a parameter, of which other stages may have a copy."""
@@ -85,16 +95,16 @@ class Splitter:
         sizes = tuple(length(part) for part in given)
         chosen = None
         if sum(sizes) == num and len({place for part in given for place in indices(part)}) == num:
-            self.cut(module.get_parameter("weight"), output_dim(module), given[self.rank])
+            self.cut(module.get_parameter("weight"), output_dim(module), given)
             if bias is not None:
-                self.cut(bias, 0, given[self.rank])
+                self.cut(bias, 0, given)
             split = f"outputs {'+'.join(map(str, sizes))} of {num}"
         else:
             chosen = torch.tensor(indices(given[self.rank]), device=module.get_parameter("weight").device)
             for param in module.parameters(recurse=False):
                 self.sum_copies(param)
             split = f"copies, of which each rank uses {'+'.join(map(str, sizes))} outputs of {num}; gradients summed"
-        forward = Column(module, self.entrance, sizes if gathers else None, chosen)
+        forward = Column(module, self.entrance, self.own_parts(module), sizes if gathers else None, chosen)
         self.parallel.changes.wrap_forward(module, forward)
         self.decide(module, split + ", gathered" * gathers, by)
 
@@ -103,8 +113,10 @@ class Splitter:
         num = num_inputs(module)
         given = [(part,) for part in even(num, self.size)] if ranges is None else list(ranges)
         sizes = tuple(length(part) for part in given)
-        self.cut(module.get_parameter("weight"), 1 - output_dim(module), given[self.rank])
-        self.parallel.changes.wrap_forward(module, Row(module, self.entrance, sizes, splits=splits))
+        self.cut(module.get_parameter("weight"), 1 - output_dim(module), given)
+        self.parallel.changes.wrap_forward(
+            module, Row(module, self.entrance, self.own_parts(module), sizes, splits=splits)
+        )
         self.decide(module, f"inputs {'+'.join(map(str, sizes))} of {num}, outputs summed", by)
 
 

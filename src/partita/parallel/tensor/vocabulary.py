@@ -8,6 +8,7 @@ from partita.comm.mesh import Mesh
 from partita.parallel.logits import Split, SplitLogits, Vocabulary, split_logits
 from partita.parallel.tensor.functions import Entrance, leave
 from partita.parallel.tensor.linear import Forward, LinearForward, Product, is_linear, num_inputs, num_outputs
+from partita.parallel.tensor.parameter import OwnParts
 from partita.parallel.tensor.splitter import Splitter
 from partita.plan.place import even
 
@@ -60,21 +61,24 @@ def split_vocabulary(splitter: Splitter, mesh: Mesh, modules: list[nn.Module], b
     for module in modules:
         num = len(module.get_parameter("weight"))
         cuts = even(num, splitter.size)
-        own = (cuts[splitter.rank],)
-        splitter.cut(module.get_parameter("weight"), 0, own)
+        start, stop = cuts[splitter.rank]
+        ranges = [(cut,) for cut in cuts]
+        splitter.cut(module.get_parameter("weight"), 0, ranges)
         sizes = tuple(stop - start for start, stop in cuts)
         split = f"vocabulary {'+'.join(map(str, sizes))} of {num}"
         if isinstance(module, nn.Embedding):
             padding = module.padding_idx
             if padding is not None:
-                here = own[0][0] <= padding < own[0][1]
-                splitter.parallel.changes.set_attribute(module, "padding_idx", padding - own[0][0] if here else None)
-            forward: Embedding | Head = Embedding(splitter.entrance, own[0], num)
+                here = start <= padding < stop
+                splitter.parallel.changes.set_attribute(module, "padding_idx", padding - start if here else None)
+            forward: Embedding | Head = Embedding(splitter.entrance, splitter.own_parts(module), (start, stop), num)
             split += ", outputs summed"
         else:
             if (bias := module._parameters.get("bias")) is not None:
-                splitter.cut(bias, 0, own)
-            forward = Head(module, splitter.entrance, Vocabulary(splitter.entrance.group, mesh, sizes))
+                splitter.cut(bias, 0, ranges)
+            forward = Head(
+                module, splitter.entrance, splitter.own_parts(module), Vocabulary(splitter.entrance.group, mesh, sizes)
+            )
             split += ", loss computed from slices"
         splitter.parallel.changes.wrap_forward(module, forward)
         splitter.decide(module, split, by)
@@ -85,21 +89,21 @@ class Embedding:
     token that nobody has is an error, on every rank.
     """
 
-    def __init__(self, entrance: Entrance, own: tuple[int, int], num: int) -> None:
-        self._group, (self._start, self._stop), self._num = entrance.group, own, num
+    def __init__(self, entrance: Entrance, own: OwnParts, rows: tuple[int, int], num: int) -> None:
+        self._group, self._own, (self._start, self._stop), self._num = entrance.group, own, rows, num
 
     def __call__(self, forward: Forward, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         before = (tokens >= 0) & (tokens < self._start)
         of_others = before | ((tokens >= self._stop) & (tokens < self._num))
-        found = forward((tokens - self._start).masked_fill(of_others, 0), *args, **kwargs)
+        found = self._own(forward, (tokens - self._start).masked_fill(of_others, 0), *args, **kwargs)
         return leave(found.masked_fill(of_others[..., None], 0.0), self._group)
 
 
 class Head(LinearForward):
     """Each rank computes the logits of its part of the vocabulary."""
 
-    def __init__(self, module: nn.Module, entrance: Entrance, vocabulary: Vocabulary) -> None:
-        super().__init__(module, Product(module))
+    def __init__(self, module: nn.Module, entrance: Entrance, own: OwnParts, vocabulary: Vocabulary) -> None:
+        super().__init__(module, own, Product(module, own))
         self._entrance, self.split = entrance, Split(vocabulary)
 
     def __call__(self, forward: Forward, x: Tensor) -> SplitLogits:

@@ -1,0 +1,407 @@
+"""Parameters that are split over the tensor ranks, as code outside their module's own forward sees them: whole.
+
+After the engine has taken the model over, a split parameter's data is this rank's part. Its module's split forward
+computes with that part (:class:`OwnParts`). Any other operation on the parameter gathers the whole one first, on all
+tensor ranks, and is differentiable: this rank's part of the gradient arrives in its part of the parameter.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from partita.comm.attendance import attend
+from partita.comm.group import Group
+from partita.comm.mesh import Mesh
+from partita.errors import ConfigError, PartitaError
+from partita.parallel.tensor.functions import PURPOSE, enter, leave
+from partita.plan.place import Place
+from partita.sharding import resting
+from partita.sharding.compiler import eager, eager_itself
+from partita.sharding.placeholder import METADATA, asked_for
+from partita.sharding.resting import Resting, is_resting
+from partita.sharding.unit import Member
+
+Gradient = Callable[[Tensor], Tensor | None]
+_CALL = "a read of a split parameter"
+
+# Answered as the whole parameter would, without its data.
+_SHAPE = frozenset({"shape", "size", "dim", "ndim", "numel", "nelement", "nbytes", "stride", "__len__"})
+# About the memory of this rank's part.
+_MEMORY = frozenset({"untyped_storage", "data_ptr", "get_device", "is_pinned", "is_shared"})
+# They return the same object where they change nothing.
+_CONVERSIONS = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "cpu"})
+_IN_PLACE = frozenset(
+    f"__{name}__" for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor".split()
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """How the ranks of ``group`` hold a parameter: rank ``r`` has ``places[r]`` of it. None: each has a copy and
+    computes a part of its gradient.
+    """
+
+    group: Group
+    places: tuple[Place, ...] | None = None
+
+    def whole(self, local: Tensor) -> Tensor:
+        """The whole of what the ranks hold, alike on all of them; the gradient is taken apart again."""
+        out: Tensor = (_Copy if self.places is None else _Whole).apply(local, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def own(self, whole: Tensor) -> Tensor:
+        """What this rank computes with of a tensor that all ranks have; gradients become the whole one's."""
+        if self.places is None:
+            return enter(whole, self.group)
+        out: Tensor = _Own.apply(whole, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def whole_gradient(self, gradient: Tensor) -> Tensor:
+        """The whole gradient, of what this rank has of it."""
+        return leave(gradient, self.group) if self.places is None else self.whole(gradient)
+
+    def own_gradient(self, whole: Tensor) -> Tensor:
+        """The opposite of :meth:`whole_gradient`."""
+        return _first_only(whole, self.group) if self.places is None else self.own(whole)
+
+    def is_whole(self, tensor: Tensor) -> bool:
+        """True if a tensor that stands for the parameter, and is not it, is whole."""
+        if self.places is None:
+            return not isinstance(tensor, nn.Parameter)
+        return tuple(tensor.shape) == self.places[0].shape
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, part: Part) -> Tensor:
+        ctx.part, places, group = part, part.places, part.group
+        assert places is not None
+        whole = torch.empty(places[0].shape, dtype=local.dtype, device=local.device)
+        # `data` has a version of its own: a gather copies each rank's part onto itself.
+        parts = group.gather(local.data, [place.sizes for place in places], PURPOSE)
+        for place, of_rank in zip(places, parts, strict=True):
+            place.put(of_rank, whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.part.own(gradients[0]), None
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, part: Part) -> Tensor:
+        ctx.part = part
+        assert part.places is not None
+        return part.places[part.group.index].take(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.part.whole(gradients[0]), None
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, part: Part) -> Tensor:
+        ctx.group = part.group
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _first_only(gradients[0], ctx.group), None
+
+
+class _FirstOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.clone() if group.index == 0 else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return leave(_first_only(gradients[0], ctx.group), ctx.group), None
+
+
+def _first_only(x: Tensor, group: Group) -> Tensor:
+    """``x``, which all ranks have, as parts to be summed: the first rank's counts."""
+    out: Tensor = _FirstOnly.apply(x, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Known:
+    """What a split parameter's class knows of it; ``kind`` is the class that the user gave it."""
+
+    name: str
+    kind: type[nn.Parameter]
+    part: Part
+    mesh: Mesh
+    closed: bool = False
+
+    def whole(self, param: Tensor, reader: str) -> Tensor:
+        """Raises PartitaError: the engine is closed, or not every rank reads it."""
+        if self.part.places is None:
+            return self.part.whole(param)
+        if self.closed:
+            raise PartitaError(
+                f"parameter '{self.name}' is a part of the whole one: its engine was closed under parallel.tensor "
+                f"('{reader}' reads it); save, export, or take engine.state_dict() before engine.close()"
+            )
+        try:
+            attend(self.part.group, self.mesh.watchdog, _CALL)
+        except PartitaError as error:
+            raise PartitaError(
+                f"rank {self.mesh.rank}: '{reader}' reads parameter '{self.name}', which is split over "
+                f"{self.part.group.size} tensor ranks, and not all of them do: read it on every rank, or inside "
+                f"`with engine.gathered(...)`. {error}"
+            ) from error
+        return self.part.whole(param)
+
+    def hooked(self, hook: Gradient) -> Gradient:
+        """A hook on this rank's gradient that calls the user's ``hook`` with the whole one."""
+
+        def on_part(gradient: Tensor) -> Tensor | None:
+            whole = self.part.whole_gradient(gradient)
+            version = whole._version
+            changed = hook(whole)
+            if changed is None and whole._version != version:
+                changed = whole
+            return None if changed is None else self.part.own_gradient(changed)
+
+        return on_part
+
+
+# By the parameter: only a tensor is at hand when it is used.
+_known = WeakIdKeyDictionary()
+
+
+def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a call gives that needs no whole parameter; NotImplemented if it does.
+
+    Raises:
+        PartitaError: the call writes to this rank's part, or would.
+    """
+    if func is torch.autograd.grad:
+        return _grad(*args, **kwargs)
+    name, first = asked_for(func), args[0] if args else None
+    known: _Known | None = _known.get(first) if isinstance(first, Tensor) else None
+    if known is not None and isinstance(first, Tensor):
+        places = known.part.places
+        if name in _SHAPE and places is not None:
+            whole = Place(places[0].shape)
+            if name == "stride":
+                dim = args[1] if len(args) > 1 else kwargs.get("dim")
+                return whole.stride if dim is None else whole.stride[dim]
+            # Of no size, or a simulated device would count it.
+            form = torch.empty((), dtype=first.dtype, device="meta").expand(whole.shape)
+            return func(form, *args[1:], **kwargs)
+        if name == "register_hook":
+            return func(first, known.hooked(args[1] if len(args) > 1 else kwargs["hook"]))
+        if name == "register_post_accumulate_grad_hook":
+            raise PartitaError(_AFTER_ACCUMULATION.format(known.name))
+        if name in _CONVERSIONS and not is_resting(first) and func(*args, **kwargs) is first:
+            return first
+        if name == "data" and (places is not None or func.__name__ == "__set__"):
+            raise PartitaError(_WRITTEN.format(known.name, ".data"))
+    if name in METADATA or name in _MEMORY:
+        return func(*args, **kwargs)
+    if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+        written = args[:1]
+    else:
+        written = [kwargs.get("out")]
+    for leaf in tree_leaves(written):
+        if isinstance(leaf, Tensor) and (known := _known.get(leaf)) is not None:
+            raise PartitaError(_WRITTEN.format(known.name, name))
+    return NotImplemented
+
+
+_WRITTEN = (
+    "parameter '{}' is split over the tensor ranks, and '{}' could write to this rank's part of it: read and write it "
+    "inside `with engine.gathered(...)`, with modify=True to write"
+)
+_AFTER_ACCUMULATION = (
+    "parameter '{}' is split over the tensor ranks, and its .grad is a part of the gradient: a post-accumulate hook "
+    "cannot see all of it; use param.register_hook, which is given the whole gradient"
+)
+
+
+def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad`` with whole gradients."""
+    found = torch.autograd.grad(outputs, inputs, *args, **kwargs)
+    result = list[Tensor | None](found)
+    for at, (param, gradient) in enumerate(zip(inputs, found, strict=True)):
+        known: _Known | None = _known.get(param) if isinstance(param, Tensor) else None
+        if known is None or gradient is None:
+            continue
+        if kwargs.get("is_grads_batched"):
+            raise PartitaError(
+                f"torch.autograd.grad(is_grads_batched=True) for parameter '{known.name}', which is split over the "
+                "tensor ranks: compute one gradient at a time, or set 'whole' for its module in parallel.tensor_rules"
+            )
+        result[at] = known.part.whole_gradient(gradient)
+    return tuple(result)
+
+
+class SplitParameter(nn.Parameter):
+    """The class of a parameter of which this rank has a part, while the part is there."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            answer = _answer(func, args, kwargs)
+            if answer is not NotImplemented:
+                return answer
+            name, wholes = asked_for(func), dict[int, Tensor]()
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, SplitParameter) and id(leaf) not in wholes:
+                    wholes[id(leaf)] = _known[leaf].whole(leaf, name)
+        args, kwargs = tree_map(lambda leaf: wholes.get(id(leaf), leaf), (tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Parameter split over tensor ranks: {tuple(self.shape)}, {self.dtype}, {self.device}"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+
+class RestingSplit(Resting):
+    """The class of such a parameter while its part is not there."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            answer = _answer(func, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs) if answer is NotImplemented else answer
+
+
+@cache
+def _split_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class that a split parameter of the user's class ``kind`` has."""
+    return SplitParameter if kind is nn.Parameter else type(kind.__name__, (SplitParameter, kind), {})
+
+
+def check_hooks(param: nn.Parameter, name: str) -> None:
+    """Refuse hooks that would see a part of the gradient.
+
+    Raises:
+        ConfigError: names the parameter.
+    """
+    if getattr(param, "_post_accumulate_grad_hooks", None):
+        raise ConfigError(_AFTER_ACCUMULATION.format(name))
+
+
+class SplitParameters:
+    """The parameters that this rank has a part of. They have their class while the engine is open."""
+
+    def __init__(self, members: Iterable[Member], parts: Mapping[int, Part], mesh: Mesh) -> None:
+        self._members = [member for member in members if id(member.param) in parts]
+        for member in self._members:
+            param = member.param
+            known = _known[param] = _Known(member.fqn, member.kind, parts[id(param)], mesh)
+            member.here_kind, member.resting_kind = _split_class(member.kind), RestingSplit
+            with torch._C.DisableTorchFunctionSubclass():
+                param.__class__ = RestingSplit if is_resting(param) else member.here_kind
+                hooks = param._backward_hooks or {}
+            for key, hook in hooks.items():
+                hooks[key] = known.hooked(hook)
+
+    def remove(self) -> None:
+        """Undo it: the engine did not start."""
+        while self._members:
+            member = self._members.pop()
+            del _known[member.param]
+            member.here_kind, member.resting_kind = member.kind, Resting
+            with torch._C.DisableTorchFunctionSubclass():
+                member.param.__class__ = Resting if is_resting(member.param) else member.kind
+
+    def close(self) -> None:
+        """The engine is closed: copies are parameters like any other, parts can no longer be made whole."""
+        for member in self._members:
+            _known[member.param].closed = True
+        self._members = [member for member in self._members if _known[member.param].part.places is None]
+        self.remove()
+
+
+class OwnParts(AbstractContextManager[None]):
+    """A block in which a module computes with this rank's parts of its own parameters. As a wrapper of its forward, it
+    is the block. ``parts`` by the attributes' names.
+
+    Tensors put in the parameters' place (``torch.func.functional_call``) may be whole: then their parts are taken.
+    """
+
+    def __init__(self, module: nn.Module, parts: Mapping[str, Part]) -> None:
+        self._params, self._parts = module._parameters, parts
+        self._replaced = list[list[tuple[str, Tensor, type]]]()
+
+    def __enter__(self) -> None:
+        replaced = list[tuple[str, Tensor, type]]()
+        for name, part in self._parts.items():
+            value = self._params.get(name)
+            if value is None:
+                continue
+            if is_resting(value):
+                resting.touch(value, "its module's forward")
+            if isinstance(value, SplitParameter):
+                replaced.append((name, value, type(value)))
+                value.__class__ = _known[value].kind
+            elif part.is_whole(value):
+                replaced.append((name, value, type(value)))
+                self._params[name] = part.own(value)  # type: ignore[assignment]
+        self._replaced.append(replaced)
+
+    def __exit__(self, *error: object) -> None:
+        for name, value, kind in self._replaced.pop():
+            if type(value) is not kind:
+                value.__class__ = kind
+            self._params[name] = value  # type: ignore[assignment]
+
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._outside_graphs(forward, *args, **kwargs)
+        with self:
+            return forward(*args, **kwargs)
+
+    @eager_itself  # torch's compiler knows nothing of a class that changes
+    def _outside_graphs(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._enter_uncompiled()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._exit_uncompiled()
+
+    @eager
+    def _enter_uncompiled(self) -> None:
+        self.__enter__()
+
+    @eager
+    def _exit_uncompiled(self) -> None:
+        self.__exit__()

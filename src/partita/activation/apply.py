@@ -86,10 +86,8 @@ class Activations:
                 if each is not None:
                     hook = Hook(partial(_begin, each))
                     self._changes.on_undo(model.register_forward_pre_hook(hook).remove)
-            again = bool(chosen.recomputed) or bool(chosen.tiled)
-            apart = any(collectives.mesh.shape.size(axis) > 1 for axis in (SEQUENCE, "pipeline"))
-            if again or apart:
-                self._changes.on_undo(NoCaches(model).remove)
+            warns = collectives.mesh.rank == 0 and not config.attention.packed and not accelerator.is_simulated(device)
+            self._changes.on_undo(NoCaches(model, warns=warns).remove)
             selective = settings.checkpoint == "selective"
             self._recomputation = Recomputation(
                 chosen.recomputed, selective=selective, tiled=chosen.tiled, inputs=self._inputs, kept=self._kept

@@ -241,10 +241,10 @@ def _keeping_less(model: nn.Module, units: Sequence[str], choice: Checkpoint, re
     """The model with modules that run again in backward, and what the config has in tiles; without caches where the
     engine's has none.
     """
-    config, mesh = resolved.config, resolved.mesh
+    config = resolved.config
     modules, tiled = chosen_modules(model, units, choice), tiled_modules(model, config.tiled.mlp)
     heads = find_heads(model, config.loss, units)
-    no_caches = NoCaches(model) if modules or tiled or mesh.sequence > 1 or mesh.pipeline > 1 else None
+    no_caches = NoCaches(model)
     recomputation = Recomputation(modules, selective=choice == "selective", tiled=tiled, inputs=None, kept=None)
     in_tiles = TiledHeads(heads, config.loss)
     try:
@@ -252,5 +252,4 @@ def _keeping_less(model: nn.Module, units: Sequence[str], choice: Checkpoint, re
     finally:
         in_tiles.remove()
         recomputation.remove()
-        if no_caches is not None:
-            no_caches.remove()
+        no_caches.remove()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import partita
 from partita import ConfigError, PartitaError
 from partita.parallel.pipeline.absent import arrived, send_away
 from partita.parallel.pipeline.cut import Cut, cut, outside
@@ -16,6 +17,7 @@ from partita.parallel.pipeline.stage import Arguments, Stages, bypasses
 from partita.parallel.pipeline.stand_in import StandIn
 from partita.planner.elsewhere import is_elsewhere
 from partita.planner.parameters import find_everywhere
+from tests.local import pool
 from tests.matrix import matrix
 from tests.parallel import stages
 
@@ -190,3 +192,29 @@ def test_outside_a_batch_no_block_can_be_called() -> None:
         stage.model(**stages.batch("skipping", 0))
     stage.stages.remove()
     assert stage.model.blocks[0](torch.ones(1, 48), torch.ones(1, 48)).shape == (1, 48)
+
+
+class _BlocksFirst(torch.nn.Module):
+    """Its embedding is registered after its blocks, and so on the last stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+        self.embedding = torch.nn.Embedding(4, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def _train_blocks_first() -> None:
+    with partita.initialize(_BlocksFirst(), {"parallel": {"pipeline": 2}}) as engine:
+        engine.train_batch([torch.zeros(2, 3, dtype=torch.long)])
+
+
+def test_an_embedding_registered_after_the_blocks_is_named() -> None:
+    """The first stage does not wait for an input that nobody sends."""
+    with pytest.raises(partita.PartitaError, match="the input of 'blocks.0', the first block, depends on parameters"):
+        pool.run(2, _train_blocks_first)

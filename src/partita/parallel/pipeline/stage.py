@@ -147,6 +147,12 @@ class _Call:
         leaves = arguments.leaves
         if self._index == passage.start:
             lacking = [at for at, leaf in enumerate(leaves) if is_missing(leaf)]
+            if lacking and passage.start == 0:  # no stage would send it
+                raise PartitaError(
+                    f"parallel.pipeline: the input of '{self._name}', the first block, depends on parameters that the "
+                    "first stage does not hold: a module that the forward calls before its blocks is registered after "
+                    "them; register it before them, in the order of the calls"
+                )
             if lacking:
                 for at, value in zip(lacking, passage.receive(arguments, lacking), strict=True):
                     leaves[at].value = value

@@ -17,6 +17,7 @@ from torch import Tensor
 import partita
 from benchmarks.gpu._common import device_here, place
 from partita.comm.transport import PURPOSES, DeviceTransport
+from partita.memory import accelerator
 from partita.train.decoder import Decoder, DecoderShape
 
 PLANS = {
@@ -32,10 +33,12 @@ STEPS = 8
 
 
 def check_collectives(device: torch.device) -> None:
-    """All-gather and reduce-scatter over NCCL, each written into poisoned memory."""
+    """All-gather and reduce-scatter over the device's backend, each written into poisoned memory."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29577", RANK="0", WORLD_SIZE="1")
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    transport = DeviceTransport(0, 1, {purpose: dist.new_group([0], backend="nccl") for purpose in PURPOSES})
+    backend = accelerator.backend(device)
+    dist.init_process_group(f"cpu:gloo,{device.type}:{backend}")
+    groups = {purpose: dist.new_group([0], backend=backend) for purpose in PURPOSES}
+    transport = DeviceTransport(0, 1, groups, edges={})
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         part = torch.randn(1 << 22, device=device).to(dtype)
         whole = torch.full_like(part, torch.nan)
@@ -46,7 +49,7 @@ def check_collectives(device: torch.device) -> None:
         error = (out.double() - (part.double() + 1)).norm() / part.double().norm()
         assert error < (1e-6 if dtype == torch.float32 else 1e-2), f"reduce-scatter in {dtype}: {error}"
     dist.destroy_process_group()
-    print("collectives over NCCL: right in fp32, bf16 and fp16")
+    print(f"collectives over {backend}: right in fp32, bf16 and fp16")
 
 
 def build(width: int, layers: int, seed: int = 0) -> Decoder:

@@ -264,6 +264,26 @@ def test_a_rank_that_the_agent_ended_is_not_the_cause(tmp_path: Path, capsys: py
     assert (code, text) == (2, "error: rank 1: wrong: key\n")
 
 
+def test_a_rank_that_was_ended_after_its_error_failed_by_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It needed a while to exit, and the others failed meanwhile."""
+    failures = {0: failure(tmp_path, 0, -15, ValueError("the user's")), 1: failure(tmp_path, 1, 1, KeyError("late"))}
+    code, text = told(failures, capsys)
+    assert code == 1
+    assert "Traceback of rank 0" in text
+    assert "error: rank 0 (process 100) failed: ValueError: the user's" in text
+    failures[0] = failure(tmp_path, 0, -15, PartitaError("config: wrong"))
+    assert told(failures, capsys) == (2, "error: rank 0: config: wrong\n")
+
+
+def test_an_error_is_the_cause_also_where_its_file_is_newer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The agent's times are whole seconds."""
+    failures = {0: failure(tmp_path, 0, -15), 1: failure(tmp_path, 1, 1, ValueError("the user's"))}
+    os.utime(tmp_path / "error-1.json", (time.time() + 1, time.time() + 1))
+    assert "error: rank 1 (process 101) failed: ValueError: the user's" in told(failures, capsys)[1]
+
+
 def test_a_failure_without_a_word_has_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = told({1: failure(tmp_path, 1, 7)}, capsys)
     assert code == 1

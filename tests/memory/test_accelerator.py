@@ -35,6 +35,16 @@ def test_a_rank_has_the_device_of_its_number(monkeypatch: pytest.MonkeyPatch) ->
     assert accelerator.backend(OTHER) == "xccl"
 
 
+def test_a_rank_that_sees_one_device_has_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    assert accelerator.own_device(3) == torch.device("xpu", 0)
+    assert accelerator.chosen_device("xpu", 3) == torch.device("xpu", 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="number 2 of its node has no xpu device .* at least 3; got 2"):
+        accelerator.own_device(2)
+
+
 @pytest.mark.parametrize(
     ("wanted", "found"),
     [("cpu", HOST), ("cpu:0", HOST), ("xpu:1", OTHER), (OTHER, OTHER), ("xpu", torch.device("xpu", 0))],
@@ -72,6 +82,27 @@ def test_memory_that_pytorch_cannot_pin(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.warns(UserWarning, match="cannot pin memory for xpu that it did not allocate: .*zero.offload"):
         undo = accelerator.pin(4096, 4096, OTHER)
     undo()
+
+
+def test_an_error_of_pinning_is_not_left_for_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CUDA's runtime does, the device remembers the last error and raises it after the next launch."""
+    pending = list[str]()
+
+    def register(address: int, num_bytes: int, flags: int) -> int:
+        pending.append("out of memory")
+        return 2
+
+    class Launched:
+        def fill_(self, value: float) -> None:
+            if pending:
+                raise RuntimeError(pending.pop())
+
+    calls = types.SimpleNamespace(cudaHostRegister=register, cudaGetErrorString=lambda status: "out of memory")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace(cudart=lambda: calls))
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: Launched())
+    with pytest.raises(PartitaError, match=r"xpu cannot pin 4096 bytes of host memory \(out of memory\)"):
+        accelerator.pin(4096, 4096, OTHER)
+    assert not pending
 
 
 def test_a_device_without_process_groups() -> None:

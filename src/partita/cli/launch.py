@@ -22,10 +22,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from partita.cli.console import FAILURE, USER_ERROR, prefixed, show_error
+from partita.errors import ConfigError, PartitaError
 from partita.memory.capacity import usable_cores
 
 # After Ctrl-C the processes finish their step and write the weights; after this they are killed.
 SHUTDOWN_TIMEOUT_S = 600
+# Types of errors as processes record them, of which the message alone is shown.
+_USER_ERRORS = (PartitaError.__name__, ConfigError.__name__)
 
 
 def launch(num_processes: int, module: str, arguments: Sequence[str], console: Console) -> int:
@@ -118,14 +121,15 @@ def _started() -> Iterator[int]:
 
 def _show_failure(failures: Mapping[int, ProcessFailure], console: Console) -> int:
     rank, failure = min(failures.items(), key=_when)
-    if failure.exitcode < 0:
+    message, trace = _recorded(failure)
+    if failure.exitcode < 0 and not message:
         name = signal.Signals(-failure.exitcode).name
         hint = "; the system kills a process so when memory runs out" if name == "SIGKILL" else ""
         show_error(console, f"rank {rank} (process {failure.pid}) was ended by {name}{hint}; so were the other ranks")
         return FAILURE
-    message, trace = _recorded(failure)
-    if failure.exitcode == USER_ERROR and message:
-        show_error(console, prefixed(f"rank {rank}: ", message.partition(": ")[2]))
+    kind, _, text = message.partition(": ")
+    if message and (failure.exitcode == USER_ERROR or kind in _USER_ERRORS):
+        show_error(console, prefixed(f"rank {rank}: ", text))
         return USER_ERROR
     if trace:
         console.print(Text(trace), soft_wrap=True)
@@ -134,12 +138,16 @@ def _show_failure(failures: Mapping[int, ProcessFailure], console: Console) -> i
     return FAILURE
 
 
-def _when(item: tuple[int, ProcessFailure]) -> tuple[bool, float]:
-    """Order of the causes: a rank ended by a signal comes first, since it makes others fail; then the earliest."""
+def _when(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
+    """Order of the causes: a rank ended by a signal comes first, since it makes others fail; then the earliest error;
+    last the ranks that the launcher ended. A rank that had recorded its error when it was ended failed by that error.
+    """
     failure = item[1]
-    killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
     file = Path(failure.error_file)
-    return not killed, file.stat().st_mtime if file.exists() else float(failure.timestamp)
+    if file.exists():
+        return 1, file.stat().st_mtime
+    killed, ended = failure.exitcode < 0, failure.exitcode == -signal.SIGTERM
+    return (2 if ended else 0 if killed else 1), float(failure.timestamp)
 
 
 def _recorded(failure: ProcessFailure) -> tuple[str, str]:

@@ -10,7 +10,7 @@ torch's ``meta`` device. It has neither streams nor events, and a host that is s
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -41,11 +41,26 @@ def device_type() -> str:
 
 
 def own_device(local_rank: int | None) -> torch.device:
-    """The rank's own; where no launcher numbers those of a node, the one that is set (``torch.cuda.set_device``)."""
+    """This rank's device: the one visible device where there is only one (Slurm's ``--gpus-per-task``, Ray and
+    Kubernetes hide the others), else the one with the rank's number in its node; where no launcher numbers the ranks,
+    the current one (``torch.cuda.set_device``).
+
+    Raises:
+        ConfigError: several devices are visible, but fewer than the node has ranks.
+    """
     kind = device_type()
     if kind == HOST.type:
         return HOST
-    return torch.device(kind, torch.accelerator.current_device_index() if local_rank is None else local_rank)
+    if local_rank is None:
+        return torch.device(kind, torch.accelerator.current_device_index())
+    if (num := count()) == 1:
+        return torch.device(kind, 0)
+    if local_rank >= num:
+        raise ConfigError(
+            f"device: the rank with number {local_rank} of its node has no {kind} device of its own: expected one "
+            f"visible device, or at least {local_rank + 1}; got {num}. Start at most {num} processes on a node"
+        )
+    return torch.device(kind, local_rank)
 
 
 def chosen_device(wanted: object, local_rank: int | None) -> torch.device:
@@ -206,6 +221,9 @@ def pin(address: int, num_bytes: int, device: torch.device) -> Callable[[], obje
     calls = runtime()
     status = calls.cudaHostRegister(address, num_bytes, 0)
     if int(status):
+        # The runtime remembers the error, and PyTorch would raise it for the next kernel: let it do so here.
+        with suppress(RuntimeError):
+            torch.empty(1, dtype=torch.float32, device=device).fill_(0)
         raise PartitaError(
             f"{device.type} cannot pin {num_bytes} bytes of host memory ({calls.cudaGetErrorString(status)}): raise "
             "the limit of locked memory (`ulimit -l unlimited`, or the container's), or offload less to the host"

@@ -6,7 +6,6 @@
 """
 
 import argparse
-import os
 import statistics
 from collections.abc import Callable
 
@@ -34,9 +33,8 @@ STEPS = 8
 
 def check_collectives(device: torch.device) -> None:
     """All-gather and reduce-scatter over the device's backend, each written into poisoned memory."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29577", RANK="0", WORLD_SIZE="1")
     backend = accelerator.backend(device)
-    dist.init_process_group(f"cpu:gloo,{device.type}:{backend}")
+    dist.init_process_group(f"cpu:gloo,{device.type}:{backend}", store=dist.HashStore(), rank=0, world_size=1)
     groups = {purpose: dist.new_group([0], backend=backend) for purpose in PURPOSES}
     transport = DeviceTransport(0, 1, groups, edges={})
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -61,8 +61,9 @@ def register() -> Any:
     assert spec is not None
     native = importlib.util.module_from_spec(spec)
     loader.exec_module(native)
-    native.use(int(os.environ.get("LOCAL_RANK", "0")))
-    torch._register_device_module(NAME, _module(native))
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    native.use(index)
+    torch._register_device_module(NAME, _module(native, num_devices=index + 1))
     torch.utils.generate_methods_for_privateuse1_backend()
     from tests.simulated.group import Group  # it has an event of the device
 
@@ -70,14 +71,14 @@ def register() -> Any:
     return native
 
 
-def _module(native: Any) -> ModuleType:
+def _module(native: Any, num_devices: int) -> ModuleType:
     """What ``torch.cuda`` is to CUDA. Operators draw the host's random numbers."""
     module = ModuleType(f"torch.{NAME}")
     functions: dict[str, Callable[..., Any]] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "_is_in_bad_fork": lambda: False,
-        "device_count": torch.accelerator.device_count,
+        "device_count": lambda: num_devices,  # torch.accelerator.device_count calls it
         "current_device": torch.accelerator.current_device_index,
         "set_device": lambda device: None,
         "device": lambda device: nullcontext(),

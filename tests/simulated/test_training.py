@@ -1,12 +1,19 @@
 """Every plan on the simulated accelerator: the bits of the CPU, and no race."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from benchmarks.gpu.check import check_collectives
 from partita import PartitaError
+from partita.memory import buffer_pool
 from tests.local import pool
+from tests.simulated.device import register
 from tests.simulated.training import (
     AXES,
     NODES,
@@ -48,6 +55,37 @@ def test_every_plan(num_ranks: int) -> None:
     check(num_ranks, list(PLANS))
 
 
+def on_the_one_visible_device(function: Callable[..., Any], *args: Any) -> Any:
+    """Run a function where each process sees only one device."""
+    with mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}):
+        register()
+    return simulated(function, *args)
+
+
+def with_resized_storages(function: Callable[..., Any], *args: Any) -> Any:
+    """Run a function where torch cannot swap the memory of two storages, as before 2.12."""
+    with mock.patch.object(buffer_pool, "storage_swap_available", return_value=False):
+        return simulated(function, *args)
+
+
+@pytest.mark.parametrize("where", [on_the_one_visible_device, with_resized_storages])
+def test_stage_3_elsewhere(where: Callable[..., Any]) -> None:
+    plans = {name: PLANS[name] for name in ("stage 3", "all on host")}
+    expected = pool.run(2, train_all, plans, with_group=False)
+    pool.close()
+    for rank, (trained, races) in enumerate(pool.run(2, where, train_all, plans, with_group=False, timeout=200)):
+        assert races == [], f"rank {rank}"
+        assert all(trained[name].same(expected[rank][name]) for name in plans)
+
+
+def check_collectives_of_the_benchmark() -> None:
+    check_collectives(torch.device("sim", 0))
+
+
+def test_the_collectives_that_the_gpu_benchmarks_check() -> None:
+    pool.run(1, simulated, check_collectives_of_the_benchmark, with_group=False)
+
+
 @pytest.mark.parametrize(
     "name", [name if name == "tensor, pipeline" else pytest.param(name, marks=pytest.mark.thorough) for name in AXES]
 )
@@ -83,8 +121,6 @@ def test_a_checkpoint_is_what_was_trained(plan: str, tmp_path: Path) -> None:
 
 
 def with_little_memory() -> str:
-    from tests.simulated.device import register
-
     native = register()
     with open_engine(on(3)) as engine:
         held, _, limit = native.memory()

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo import config as dynamo
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import flex_attention
 
 from partita import PartitaError
@@ -229,6 +231,29 @@ def test_the_way_to_the_gpu_kernel(what: str, monkeypatch: pytest.MonkeyPatch) -
     assert_alike([block_sparse(*given, chosen, **said)], [dense(*given, mask)], "again")
     with pytest.raises(PartitaError, match="attention.block: on a GPU .* must divide it; 8 is no multiple of 16"):
         block_sparse(*given, layout("variable", True))
+
+
+def test_more_lengths_than_dynamo_compiles_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each length is compiled, up to the limit of block-sparse attention, which is an error: never run uncompiled."""
+    torch._dynamo.reset()
+    kernels = CompileCounter()
+    monkeypatch.setattr(flex, "runs_on", lambda device: True)
+    monkeypatch.setattr(flex, "_compiled", lambda: torch.compile(flex_attention, backend=kernels, dynamic=False))
+    monkeypatch.setattr(flex, "MAX_KERNELS", 3)
+    monkeypatch.setattr(dynamo, "recompile_limit", 1)
+    monkeypatch.setattr(dynamo, "accumulated_recompile_limit", 1)
+    chosen = replace(layout("sliding", True), block=16)
+    given = {blocks: [each.detach() for each in tensors(16 * blocks, 16 * blocks)] for blocks in range(1, 5)}
+    for length in (1, 2, 3, 2):
+        block_sparse(*given[length], chosen)
+    assert kernels.frame_count == 3
+    with pytest.raises(
+        PartitaError, match=r"attention: torch.compile has made .* 3 layouts .* fewer different lengths"
+    ):
+        block_sparse(*given[4], chosen)
+    assert (dynamo.recompile_limit, dynamo.accumulated_recompile_limit) == (1, 1)
+    assert not dynamo.fail_on_recompile_limit_hit
+    torch._dynamo.reset()
 
 
 def test_packed_documents_cost_what_they_are_and_a_window_what_it_is() -> None:

@@ -1,6 +1,8 @@
 """Block-sparse attention by FlexAttention, torch's compiled kernel for GPUs, over given lists of blocks."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -17,6 +19,11 @@ from partita.memory import accelerator
 if TYPE_CHECKING:  # with the kernel comes torch's compiler, which takes longer to import than the rest of partita
     from torch.nn.attention.flex_attention import BlockMask
 
+# Kernels that are compiled at most: one for each layout, kind of mask, and length in blocks. The limit of torch.compile
+# is 8; beyond it attention would run uncompiled, with the scores of all pairs of positions in memory.
+MAX_KERNELS = 256
+_LIMITS = ("recompile_limit", "accumulated_recompile_limit")
+
 _masks: WeakKeyDictionary[Visits, dict[torch.device, "BlockMask"]] = WeakKeyDictionary()
 
 
@@ -30,7 +37,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visits: Visits, scale: float) -> Ten
     the kernel's backward can give no numbers (pytorch issue 153799).
 
     Raises:
-        PartitaError: the kernel cannot compute blocks of this size.
+        PartitaError: the kernel cannot compute blocks of this size, or too many kernels were compiled.
     """
     made = _masks.setdefault(visits, {})
     if q.device not in made:
@@ -38,9 +45,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visits: Visits, scale: float) -> Ten
     num_queries, block = q.shape[2], visits.block
     options = _tiles(block)
     q, k, v = (F.pad(x, (0, 0, 0, -x.shape[2] % block)) for x in (q, k, v))
-    out: Tensor = _compiled()(
-        q, k, v, block_mask=made[q.device], scale=scale, kernel_options=options, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    mask, grouped = made[q.device], q.shape[1] != k.shape[1]
+    with _kernel_limit():
+        out: Tensor = _compiled()(q, k, v, block_mask=mask, scale=scale, kernel_options=options, enable_gqa=grouped)
     return out[:, :, :num_queries]
 
 
@@ -59,6 +66,27 @@ def _tiles(block: int) -> dict[str, int] | None:
             "multiple of 16 (128 is fastest)"
         )
     return dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), tile)
+
+
+@contextmanager
+def _kernel_limit() -> Iterator[None]:
+    """Let torch.compile make up to :data:`MAX_KERNELS` kernels, and raise an error beyond that.
+
+    Raises:
+        PartitaError: the limit is reached.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    limits = {name: max(MAX_KERNELS, getattr(config, name)) for name in _LIMITS}
+    try:
+        with config.patch(**limits, fail_on_recompile_limit_hit=True, suppress_errors=False):
+            yield
+    except FailOnRecompileLimitHit as error:
+        raise PartitaError(
+            f"attention: torch.compile has made a kernel for each of {limits['recompile_limit']} layouts and sequence "
+            "lengths (in blocks of attention.block) and makes no more; pad batches to fewer different lengths"
+        ) from error
 
 
 @cache

@@ -20,6 +20,7 @@ from partita.sharding import agreement, runtime
 from tests.local import pool
 from tests.local.training import Stack, rank, square_loss, world
 from tests.matrix import sampled
+from tests.parallel import stages
 
 TIMEOUT_S = 4.0
 
@@ -108,6 +109,42 @@ def leaves(stage: int, way: str) -> str:
 def test_a_rank_that_leaves_with_an_error(stage: int, way: str) -> None:
     said = pool.run(2, leaves, stage, way)[0]
     assert "rank 1 ended with ValueError: the data of step 1" in said
+
+
+def raises_in_a_stage(way: str, in_backward: bool) -> tuple[str, str]:
+    """The last rank raises an error inside its second batch, and keeps running."""
+    batches = [stages.batch("skipping", 0)] * 2
+    communication = {"timeout_s": 60, "within_node": way}
+    config = {"parallel": {"pipeline": 2}, "batch": {"accumulate": 2}, "communication": communication}
+    engine = partita.initialize(model := stages.Skipping(), config)
+    engine.train_batch(batches)
+    if rank() == world() - 1:
+        if in_backward:
+            model.head.register_full_backward_hook(raise_value_error)
+        else:
+            model.head.register_forward_hook(raise_value_error)
+    with pytest.raises((ValueError, PartitaError)) as caught:
+        engine.train_batch(batches)
+    with pytest.raises(PartitaError) as again:
+        engine.train_batch(batches)
+    return str(caught.value), str(again.value)
+
+
+def raise_value_error(*args: object) -> None:
+    raise ValueError("the data of step 1\nis missing")
+
+
+@pytest.mark.parametrize(("way", "in_backward"), [("memory", False), ("network", True)])
+def test_an_error_in_a_stage_of_a_pipeline(way: str, in_backward: bool) -> None:
+    """All ranks end within seconds, those of the other pipeline too, and none can train on what was left behind."""
+    *others, (own, _) = results = pool.run(4, raises_in_a_stage, way, in_backward, timeout=30)
+    assert own == "the data of step 1\nis missing"
+    for said, _ in others:
+        assert "rank 3 ended with ValueError: the data of step 1" in said
+    for said, again in results:
+        first = said.partition("\n")[0]
+        assert "the engine is closed by an error inside a batch of the pipeline (" in again
+        assert f"Error: {first}): make another one with partita.initialize" in again
 
 
 def dies(stage: int, way: str, folder: str, with_child: bool = False) -> None:

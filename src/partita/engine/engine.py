@@ -42,7 +42,7 @@ class Engine:
 
     def __init__(self, model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given, owns_mesh: bool) -> None:
         self.module, self.config, self.mesh = model, resolved.config, mesh
-        self._owns_mesh, self._closed = owns_mesh, False
+        self._owns_mesh, self._closed, self._closed_by = owns_mesh, False, ""
         self._parts = parts = build(model, resolved, mesh, given)
         self.optimizer, self.scheduler = parts.optimizer, parts.scheduler
         self.blueprint = parts.blueprint
@@ -112,7 +112,8 @@ class Engine:
             "engine.train_batch", "it trains on whole batches: end this one by engine.step(), or engine.zero_grad()"
         )
         drawn = draw(iterator, self._micro_batches.num, self.each)
-        loss, self.last_step = self._micro_batches.train(drawn)
+        with self._closed_by_errors():
+            loss, self.last_step = self._micro_batches.train(drawn)
         return self.mean(loss)
 
     @explained("eval_batch")
@@ -127,7 +128,9 @@ class Engine:
         """
         self._open()
         drawn = draw_for_evaluation(iterator, self._micro_batches.num, self.each)
-        return self.mean(self._micro_batches.evaluate(drawn))
+        with self._closed_by_errors():
+            loss = self._micro_batches.evaluate(drawn)
+        return self.mean(loss)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -368,6 +371,31 @@ class Engine:
         if self._owns_mesh:
             self.mesh.close()
 
+    def _fail(self, error: BaseException) -> None:
+        """Close the engine because of an error, without waiting for operations under way: the other ranks may never
+        finish them. Ranks that wait for this one end with an error that names this one's.
+        """
+        if self._closed:
+            return
+        if self.mesh.watchdog is not None:
+            self.mesh.watchdog.ended(error)
+        self._parts.pipeline.abandon()
+        self._end()
+
+    @contextmanager
+    def _closed_by_errors(self) -> Iterator[None]:
+        """Close the engine where an error ends a batch of a pipeline: the other stages wait for this one, and what is
+        on its way between them would be taken for the next batch's.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self._parts.pipeline.is_cut:
+                first = str(error).partition("\n")[0]
+                self._closed_by = f" by an error inside a batch of the pipeline ({type(error).__name__}: {first})"
+                self._fail(error)
+            raise
+
     def _check_whole(self, what: str) -> None:
         if self._parts.pipeline.is_cut:
             raise PartitaError(
@@ -385,7 +413,7 @@ class Engine:
 
     def _open(self) -> Parts:
         if self._closed:
-            raise PartitaError("the engine is closed: make another one with partita.initialize")
+            raise PartitaError(f"the engine is closed{self._closed_by}: make another one with partita.initialize")
         return self._parts
 
     def __enter__(self) -> Self:
@@ -396,7 +424,5 @@ class Engine:
     ) -> None:
         if error is None:
             self.close()
-        elif not self._closed:  # the other ranks may never finish what is under way
-            if self.mesh.watchdog is not None:
-                self.mesh.watchdog.ended(error)
-            self._end()
+        else:
+            self._fail(error)

@@ -165,6 +165,11 @@ class Edges:
         self.wait_back(self._num_back + len(self._sent_back))
         self._num_back = 0
 
+    def abandon(self) -> None:
+        """Drop all that was sent, whether it has left or not."""
+        self._sent.clear()
+        self._sent_back.clear()
+
 
 def _wait(handles: Sequence[Handle], what: str) -> None:
     with span("wait for pipeline", what):

@@ -146,6 +146,11 @@ class Pipeline:
         if self.weights is not None:
             self.weights.forget()
 
+    def abandon(self) -> None:
+        """Drop what is on its way to other stages, which keeps the connections open; nothing is sent after this."""
+        for edges in self._edges if self.is_cut else ():
+            edges.abandon()
+
     def share_loss(self, total: Tensor) -> Tensor:
         """The last stage's number, on all ranks of the pipeline."""
         every = self._group.exchange(accelerator.read(total.float()).view(1), "the loss of a batch").wait()

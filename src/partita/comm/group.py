@@ -246,8 +246,13 @@ class Group:
             raise
         except RuntimeError as error:
             watchdog = self._mesh.watchdog
+            ranks = f"\n{watchdog.describe_ranks()}" if watchdog else ""
+            cause = "; ".join(watchdog.endings) if watchdog else ""
+            if not cause:
+                cause = (
+                    "another rank ended, or did not join within the time-out (communication.timeout_s, "
+                    f"{self._mesh.timeout_s:g} s)"
+                )
             raise PartitaError(
-                f"rank {self._mesh.rank}: {what} over {','.join(self.axes)} failed: another rank ended, or did not "
-                f"join within the time-out (communication.timeout_s, {self._mesh.timeout_s:g} s). Backend: {error}"
-                + (f"\n{watchdog.describe_ranks()}" if watchdog else "")
+                f"rank {self._mesh.rank}: {what} over {','.join(self.axes)} failed: {cause}. Backend: {error}{ranks}"
             ) from error

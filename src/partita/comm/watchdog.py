@@ -69,6 +69,7 @@ class Watchdog:
         self._closed, self._lock, self._asking = threading.Event(), threading.Lock(), threading.Lock()
         self._ended = self._attends = ""
         self._description: str | None = None
+        self.endings: list[str] = []  # of the ranks that left with an error, known with the description
         self._hook = sys.excepthook
         sys.excepthook = self._on_exception
         _hooked.add(self)
@@ -164,6 +165,7 @@ class Watchdog:
 
     def _ask(self) -> str:
         answers, endings = self._answers()
+        self.endings = [f"rank {rank} {text}" for rank, text in endings.items()]
         return "\n".join(self._line(rank, answers.get(rank), endings.get(rank)) for rank in range(self._num_ranks))
 
     def _answers(self) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:

@@ -38,7 +38,13 @@ from partita.optim.in_backward import BackwardUpdater
 from partita.optim.loss_scale import LossScale
 from partita.optim.outer import OuterOptimizer
 from partita.optim.step import StepUpdater
-from partita.optim.traits import check_closure, check_elementwise, counted_attributes, states_per_element
+from partita.optim.traits import (
+    check_closure,
+    check_elementwise,
+    check_states_can_be_saved,
+    counted_attributes,
+    states_per_element,
+)
 from partita.optim.updater import Updater
 from partita.optim.views import check_groups
 from partita.parallel.applied import Parallel
@@ -218,6 +224,7 @@ def _check_optimizer(optimizer: Optimizer, rows: Sequence[StatePlan], settings: 
         check_elementwise(optimizer, cuts=is_cut)
     elif mesh.num_ranks > 1:
         check_closure(optimizer)
+    check_states_can_be_saved(optimizer)
 
 
 def _agree(

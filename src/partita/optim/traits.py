@@ -32,7 +32,8 @@ _REASONS = {
     "Muon": "it orthogonalizes each matrix",
     "SparseAdam": "it works on sparse gradients",
 }
-_SMALL = (2, 3)
+# Of a small parameter: large enough for 8-bit states.
+_SMALL = (64, 64)
 _NUMBERS = (int, float, complex, Tensor)
 
 # The trial's parameters. Two have elements on both ranks; each of the others is on one rank. The second is large enough
@@ -287,6 +288,22 @@ def states_per_element(optimizer: Optimizer) -> int:
 def state_names(optimizer: Optimizer) -> frozenset[str]:
     """The names of what the optimizer keeps after a first step; none where a trial does not tell."""
     return frozenset(name for state in _states(optimizer) or () for name in state)
+
+
+def check_states_can_be_saved(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose states are no plain tensors: its first checkpoint could not be saved.
+
+    Raises:
+        ConfigError: names the class and the state.
+    """
+    for state in _states(optimizer) or ():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
+                raise ConfigError(
+                    f"optimizer {type(optimizer).__name__} keeps its state '{key}' as {type(value).__name__}, which "
+                    "checkpoints cannot hold; for 8-bit states use precision.moments: int8 with the config's adamw, or "
+                    "an 8-bit optimizer of bitsandbytes (on one rank, or at zero.stage 0)"
+                )
 
 
 def counted_attributes(optimizer: Optimizer, *, apart: bool) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from partita.optim.consensus import Agreed, Consensus
 from partita.optim.guard import Guard
 from partita.optim.loss_scale import LossScale
 from partita.optim.outer import OuterOptimizer
+from partita.optim.overrides import carry_overrides
 from partita.optim.segment_update import Context
 from partita.optim.snapshot import copies
 from partita.optim.states import OptimizerStates
@@ -78,6 +79,7 @@ class Updater(ABC):
         others = [holding for holding in everywhere if is_elsewhere(holding.param) or is_quantized(holding.param)]
         self.views = Views(runtime.units, runtime.memory, others)
         self.views.attach(optimizer)
+        self._take_back_overrides = carry_overrides(optimizer, self.views)
         self.states = OptimizerStates(optimizer, self.views, runtime.memory)
         executor, row = runtime.executor, runtime.part_index
         context = Context(optimizer, self.views, self.states, executor, runtime.memory, row)
@@ -125,6 +127,7 @@ class Updater(ABC):
         """The optimizer is the user's own again."""
         self._updates.close()
         self._guard.remove()
+        self._take_back_overrides()
 
     def _check_backward(self, agreed: Agreed, call: str) -> None:
         """See that a parameter has a gradient. (A stage of a pipeline may have none that trains.)

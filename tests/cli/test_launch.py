@@ -277,6 +277,16 @@ def test_a_rank_that_was_ended_after_its_error_failed_by_that(
     assert told(failures, capsys) == (2, "error: rank 0: config: wrong\n")
 
 
+def test_an_error_that_names_another_ranks_is_not_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be recorded first: the other rank closes its connections before its error reaches the launcher."""
+    follows = PartitaError(
+        "rank 0: receiving of pipeline over pipeline failed: rank 1 ended with ValueError: the user's"
+    )
+    failures = {0: failure(tmp_path, 0, 1, follows), 1: failure(tmp_path, 1, 1, ValueError("the user's"))}
+    os.utime(tmp_path / "error-1.json", (time.time() + 1, time.time() + 1))
+    assert "error: rank 1 (process 101) failed: ValueError: the user's" in told(failures, capsys)[1]
+
+
 def test_an_error_is_the_cause_also_where_its_file_is_newer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The agent's times are whole seconds."""
     failures = {0: failure(tmp_path, 0, -15), 1: failure(tmp_path, 1, 1, ValueError("the user's"))}

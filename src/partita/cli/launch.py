@@ -7,6 +7,7 @@ asks a run for a checkpoint, is passed on to all of them.
 
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -29,6 +30,8 @@ from partita.memory.capacity import usable_cores
 SHUTDOWN_TIMEOUT_S = 600
 # Types of errors as processes record them, of which the message alone is shown.
 _USER_ERRORS = (PartitaError.__name__, ConfigError.__name__)
+# How an error names another rank's as its cause.
+_FOLLOWS = re.compile(r"failed: rank \d+ ended with ")
 
 
 def launch(num_processes: int, module: str, arguments: Sequence[str], console: Console) -> int:
@@ -140,14 +143,15 @@ def _show_failure(failures: Mapping[int, ProcessFailure], console: Console) -> i
 
 def _when(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
     """Order of the causes: a rank ended by a signal comes first, since it makes others fail; then the earliest error;
-    last the ranks that the launcher ended. A rank that had recorded its error when it was ended failed by that error.
+    then errors that name another rank's as their cause, which may be recorded before it; last the ranks that the
+    launcher ended. A rank that had recorded its error when it was ended failed by that error.
     """
     failure = item[1]
     file = Path(failure.error_file)
     if file.exists():
-        return 1, file.stat().st_mtime
+        return (2 if _FOLLOWS.search(_recorded(failure)[0]) else 1), file.stat().st_mtime
     killed, ended = failure.exitcode < 0, failure.exitcode == -signal.SIGTERM
-    return (2 if ended else 0 if killed else 1), float(failure.timestamp)
+    return (3 if ended else 0 if killed else 1), float(failure.timestamp)
 
 
 def _recorded(failure: ProcessFailure) -> tuple[str, str]:

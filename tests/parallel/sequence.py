@@ -587,3 +587,17 @@ def masks(sequence: int, seed: int | None) -> list[Tensor]:
         tokens = batch_of("decoder")["tokens"]
         engine(tokens)
     return seen
+
+
+def hooked(when: str) -> None:
+    """A gradient is divided by its norm, by a hook that is registered before or after the engine is made."""
+    torch.manual_seed(0)
+    model = Decoder(DecoderShape(layers=2, width=32, heads=4, kv_heads=2, ffn_width=64, vocab=32))
+    param = next(model.parameters())
+    if when == "before":
+        param.register_hook(lambda gradient: gradient / gradient.norm())
+    with partita.initialize(model, {"parallel": {"sequence": 2}}) as engine:
+        if when == "after":
+            param.register_hook(lambda gradient: gradient / gradient.norm())
+        tokens = torch.arange(17).view(1, 17)
+        engine.backward(engine(tokens=tokens[:, :-1], targets=tokens[:, 1:]))

@@ -141,6 +141,12 @@ def test_gradients_of_slices_are_not_given_out(how: str) -> None:
         pool.run(2, sequence.penalized, how)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_on_gradients_of_slices_are_refused(when: str) -> None:
+    with pytest.raises(PartitaError, match=r"has a gradient hook \(register_hook\), which under parallel.sequence"):
+        pool.run(2, sequence.hooked, when)
+
+
 def test_it_is_found_in_the_stages_of_a_pipeline() -> None:
     pool.run(4, sequence.mixed_in_stages, "nothing")
     with pytest.raises(PartitaError, match="'blocks.0' computes something else on slices of the sequence"):

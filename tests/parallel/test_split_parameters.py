@@ -244,3 +244,52 @@ def test_hooks_after_accumulation_are_refused() -> None:
         pool.run(2, hook_after_accumulation, True)
     with pytest.raises(PartitaError, match=message):
         pool.run(2, hook_after_accumulation, False)
+
+
+class SquareOf(torch.autograd.Function):
+    """Computes both gradients by hand, as fused losses do."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden.detach(), weight.detach().clone())
+        return (hidden @ weight.detach().t()).square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        outer = 2 * gradient * (hidden @ weight.t())
+        return outer @ weight, outer.flatten(0, 1).t() @ hidden.flatten(0, 1)
+
+
+class WithFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, WIDTH)
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = SquareOf.apply(self.embedding(tokens), self.head.weight)
+        return loss
+
+
+def gives_a_function_a_split_weight() -> None:
+    tokens = torch.arange(12).view(2, 6)
+    for rules, expected in (({"head": "vocabulary"}, PartitaError), ({"head": "whole"}, None)):
+        torch.manual_seed(0)
+        config = {"parallel": {"tensor": 2, "tensor_rules": rules}, "optimizer": {"name": "sgd", "lr": 0.0}}
+        with partita.initialize(WithFunction(), config) as engine:
+            loss = engine(tokens)
+            if expected is not None:
+                with pytest.raises(expected, match=r"autograd.Function 'SquareOf' computed the gradient of a whole"):
+                    engine.backward(loss)
+                continue
+            engine.backward(loss)
+            engine.step()
+            assert float(loss.detach()) > 0
+
+
+def test_a_function_that_is_given_a_split_weight_is_named() -> None:
+    pool.run(2, gives_a_function_a_split_weight)

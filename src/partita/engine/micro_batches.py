@@ -1,5 +1,6 @@
 """The work of a batch's micro-batches on this rank: how many are done, and what comes next."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,9 @@ from partita.parallel.pipeline.schedule import Action, Work
 from partita.sharding.scaled import scaled_by
 
 BEFORE_ALL = -1  # no number of a micro-batch
+_INVALID_GRADIENT = re.compile(
+    r"Function (\w+) returned an invalid gradient at index \d+ - got \[.*\] but expected shape"
+)
 LossFn = Callable[[Any, Any], Tensor] | None
 
 
@@ -93,6 +97,13 @@ class MicroBatches:
                 if roots:
                     torch.autograd.backward(roots, gradients)
         except RuntimeError as error:
+            if parts.runtime.collectives.mesh.shape.tensor > 1 and (found := _INVALID_GRADIENT.match(str(error))):
+                raise PartitaError(
+                    f"backward: the autograd.Function '{found[1].removesuffix('Backward')}' computed the gradient of a "
+                    "whole parameter, of which parallel.tensor has a part on each rank; keep the module whose weight "
+                    'it is given whole (parallel.tensor_rules: {"lm_head": whole}, by class name or name pattern), or '
+                    f"compute with the module itself. Autograd: {error}"
+                ) from error
             if "modified by an inplace operation" not in str(error):
                 raise
             raise PartitaError(

@@ -44,6 +44,11 @@ class StepUpdater(Updater):
     _clip_once: float | None = None
 
     @cached_property
+    def _with_moments(self) -> set[str]:
+        """Names of parameters that were looked at after a warm-up."""
+        return set()
+
+    @cached_property
     def _trust(self) -> TrustRatios | None:
         """Where updates depend on norms of whole parameters."""
         if not isinstance(self.optimizer, OnebitLamb):
@@ -91,6 +96,7 @@ class StepUpdater(Updater):
         is_finite = math.isfinite(norm)
         result = StepResult(is_finite, norm, self.scale.value, not is_finite, self.rates)
         if not is_finite:
+            self.skipped += 1
             self._skip(measured.scale)
             return result
         if self.outer is not None:
@@ -166,6 +172,8 @@ class StepUpdater(Updater):
 
     def _run(self, used: set[int], factor: float, *, in_full: bool) -> None:
         self._runtime.executor.in_full = in_full
+        if not in_full and isinstance(self.optimizer, OnebitAdam | OnebitLamb):
+            self._warn_of_untrained(used)
         for group in self.optimizer.param_groups:
             if "frozen" in group:  # of optimizers whose average travels
                 group["frozen"] = not in_full
@@ -186,6 +194,22 @@ class StepUpdater(Updater):
             self._trust.agree(used)
         self._reducer.held_back.commit(used)
         self._updates.run(used, factor, self._guard)
+
+    def _warn_of_untrained(self, used: set[int]) -> None:
+        """Name parameters that had no update in the warm-up: their second moment is zero, and they do not train."""
+        for member in self._consensus.members:
+            view = self.views.of(member.param)
+            if id(member) not in used or member.fqn in self._with_moments or view is None or not view.num_elements:
+                continue
+            self._with_moments.add(member.fqn)
+            state, kind = self.optimizer.state.get(view.tensor, {}), type(self.optimizer).__name__
+            if not float(state.get("step", 0.0)):
+                warnings.warn(
+                    f"step {self.steps}: '{member.fqn}' had no update in the warm-up of {kind}, so "
+                    "its second moment is zero and it does not train; unfreeze it before the warm-up ends, or raise "
+                    "communication.warmup_steps",
+                    stacklevel=5,
+                )
 
     def _skip(self, scale: float) -> None:
         """Leave an update out: name the parameter, lower the loss scale if it is the gradients', forget them."""

@@ -54,7 +54,8 @@ class StepResult:
 class Updater(ABC):
     """Runs the optimizer on the reduced gradients.
 
-    Attributes: ``steps`` so far, and ``culprit``: why the last update that was left out was.
+    Attributes: ``steps``: complete batches so far, of which the updates of ``skipped`` were left out; ``culprit``: why
+    the last of these was.
 
     Args:
         clip_norm: the largest norm of what is clipped together; None leaves gradients as they are.
@@ -74,6 +75,7 @@ class Updater(ABC):
         self.optimizer = optimizer
         self.scale = scale
         self.steps = 0
+        self.skipped = 0
         self.culprit = ""
         everywhere = [*find_everywhere(runtime.model), *find_quantized(runtime.model)]
         others = [holding for holding in everywhere if is_elsewhere(holding.param) or is_quantized(holding.param)]
@@ -174,8 +176,8 @@ class Updater(ABC):
 
     @property
     def in_full(self) -> bool:
-        """Whether gradients and parameters travel as they are in the step that comes, and as codes later."""
-        return self._in_full(self.steps)
+        """True while nothing is compressed: in the warm-up, which counts the updates that were made."""
+        return self._in_full(self.steps - self.skipped)
 
     def settle(self) -> None:
         """Make what is saved of this run all there is to go on from, in this run, too. A collective."""
@@ -201,11 +203,12 @@ class Updater(ABC):
         """What a run goes on from, beside states and settings."""
         counted = {"optimizer": copies(self.optimizer.__dict__, self._counted)} if self._counted else {}
         outer = {} if self.outer is None else {"outer_highest_rate": self.outer.highest_rate}
-        return {"steps": self.steps, **self.scale.counters(), **counted, **outer}
+        return {"steps": self.steps, "skipped": self.skipped, **self.scale.counters(), **counted, **outer}
 
     def restore_counters(self, counters: dict[str, Any]) -> None:
         """Go on from what :meth:`counters` was."""
         self.steps = int(counters["steps"])
+        self.skipped = int(counters.get("skipped", 0))  # checkpoints of earlier versions have none
         self.scale.restore(counters)
         if self.outer is not None:
             self.outer.highest_rate = float(counters.get("outer_highest_rate", 0.0))

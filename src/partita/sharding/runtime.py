@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
 from partita.comm.together import together
+from partita.errors import PartitaError
 from partita.memory.allocate import allocate
 from partita.memory.buffer_pool import BufferPool, Loan
 from partita.memory.ledger import Ledger
@@ -94,6 +95,7 @@ class Runtime:
         self.residency = Residency(sharded, self.executor, agreement, ahead, self.written)
         self._wait_in_threads()
         self._hooks: list[Any] = []
+        self._slices_sequences = mesh.shape.size("sequence") > 1
         self._accumulate = blueprint.resolved.batch.accumulate
         self._compute = dtype_of(ENCODINGS[blueprint.resolved.compute_dtype])
         self._members = dict[int, tuple[Unit, Member]]()  # by the id of the parameter
@@ -224,6 +226,12 @@ class Runtime:
             for _, member in self.members():
                 if member.param.requires_grad and not member.hooked:
                     self._train(member)
+                if self._slices_sequences and member.param._backward_hooks:
+                    raise PartitaError(
+                        f"parameter '{member.fqn}' has a gradient hook (register_hook), which under parallel.sequence "
+                        "would be given the part of this rank's positions, not the gradient; remove the hook, and read "
+                        "the gradient by engine.gradient(name)"
+                    )
 
     def _train(self, member: Member) -> None:
         """A parameter trains for the first time."""

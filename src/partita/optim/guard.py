@@ -1,6 +1,8 @@
-"""The optimizer's own ``step`` and ``zero_grad``, which find none of the gradients that wait for the engine's step."""
+"""The optimizer's own methods as the user calls them: none does something else than the user expects, silently."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
 from typing import Any
 
 from torch.optim import Optimizer
@@ -10,24 +12,45 @@ from partita.optim.snapshot import run_step
 
 
 class Guard:
-    """Refuses the optimizer's ``step`` and ``zero_grad`` to the user while they would do nothing, and say nothing.
+    """Watches an optimizer's methods.
+
+    ``step`` and ``zero_grad`` are refused while they would do nothing. What ``train`` and ``eval`` write into
+    parameters (Schedule-Free's averages) is published.
 
     Args:
-        waiting: whether a batch's gradients wait for the engine's step.
+        waiting: returns True while a batch's gradients wait for the engine's step.
+        writes: a context in which the optimizer may write parameters; after it all ranks have them. A collective.
     """
 
-    def __init__(self, optimizer: Optimizer, waiting: Callable[[], bool]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, waiting: Callable[[], bool], writes: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self._optimizer = optimizer
         self._waiting = waiting
         self._hook = optimizer.register_step_pre_hook(self._before_step)
         self._zero_grad = optimizer.zero_grad
         optimizer.zero_grad = self._before_zero_grad  # type: ignore[method-assign]
+        self._modes = [name for name in ("train", "eval") if callable(getattr(optimizer, name, None))]
+        for name in self._modes:
+            setattr(optimizer, name, self._published(getattr(optimizer, name), writes))
         self._steps = False  # the engine makes the step under way
 
     def remove(self) -> None:
         """Leave the optimizer to the user."""
         self._hook.remove()
-        self._optimizer.__dict__.pop("zero_grad", None)
+        for name in ("zero_grad", *self._modes):
+            self._optimizer.__dict__.pop(name, None)
+
+    @staticmethod
+    def _published(
+        method: Callable[..., Any], writes: Callable[[], AbstractContextManager[None]]
+    ) -> Callable[..., Any]:
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with writes():
+                return method(*args, **kwargs)
+
+        return call
 
     @property
     def watched(self) -> bool:

@@ -5,7 +5,8 @@ are known, or in backward (:mod:`partita.optim.in_backward`), where none of them
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +97,7 @@ class Updater(ABC):
         self._reducer.connect(self)
         if scale.dynamic:
             self._reducer.trace()
-        self._guard = Guard(optimizer, lambda: self._reducer.holds_batch)
+        self._guard = Guard(optimizer, lambda: self._reducer.holds_batch, self._writes)
 
     @abstractmethod
     def begin(self) -> None:
@@ -144,6 +145,22 @@ class Updater(ABC):
             f"{call}: no parameter has a gradient on any rank; call engine.backward(loss) before it, once for each "
             "micro-batch, or leave the call out"
         )
+
+    @contextmanager
+    def _writes(self) -> Iterator[None]:
+        """Let the optimizer write its parameters outside a step, and bring what it wrote to all ranks. A collective.
+
+        Raises:
+            PartitaError: weights are stored where the optimizer cannot reach them between steps.
+        """
+        if any(view.lent for view in self.views):
+            raise PartitaError(
+                f"{type(self.optimizer).__name__} writes parameters outside its step (train(), eval()), but cannot "
+                "reach them there: set zero.offload.optimizer to none or host, and precision.master to fp32"
+            )
+        self.take_written()
+        yield
+        self._runtime.publish()
 
     def wait_for_updates(self) -> None:
         """Wait until the updates that run beside the caller are done."""

@@ -38,7 +38,7 @@ from partita.sharding.hooks import ForwardHooks, UnitEvents
 from partita.sharding.reducer import GradientReducer
 from partita.sharding.residency import Residency
 from partita.sharding.structure import Structure
-from partita.sharding.unit import Member, Unit, UnitState
+from partita.sharding.unit import Member, Segment, Unit, UnitState
 from partita.sharding.written import Written
 
 _log = logging.getLogger("partita")
@@ -278,7 +278,13 @@ class Runtime:
         collective, between two steps.
         """
         self.reducer.held_back.flush()
-        segments = [s for unit in self.units for s in unit.trained if s.planned.sends_changes]
+        self._deliver([s for unit in self.units for s in unit.trained if s.planned.sends_changes])
+
+    def publish(self) -> None:
+        """Bring master weights, which were written outside a step, into the parameters of all ranks. A collective."""
+        self._deliver([segment for unit in self.units for segment in unit.trained])
+
+    def _deliver(self, segments: Sequence[Segment]) -> None:
         for segment in segments:
             assert segment.master is not None
             lease = segment.master.lend()

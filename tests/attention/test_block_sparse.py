@@ -240,18 +240,17 @@ def test_more_lengths_than_dynamo_compiles_by_default(monkeypatch: pytest.Monkey
     monkeypatch.setattr(flex, "runs_on", lambda device: True)
     monkeypatch.setattr(flex, "_compiled", lambda: torch.compile(flex_attention, backend=kernels, dynamic=False))
     monkeypatch.setattr(flex, "MAX_KERNELS", 3)
-    monkeypatch.setattr(dynamo, "recompile_limit", 1)
-    monkeypatch.setattr(dynamo, "accumulated_recompile_limit", 1)
     chosen = replace(layout("sliding", True), block=16)
     given = {blocks: [each.detach() for each in tensors(16 * blocks, 16 * blocks)] for blocks in range(1, 5)}
-    for length in (1, 2, 3, 2):
-        block_sparse(*given[length], chosen)
-    assert kernels.frame_count == 3
-    with pytest.raises(
-        PartitaError, match=r"attention: torch.compile has made .* 3 layouts .* fewer different lengths"
-    ):
-        block_sparse(*given[4], chosen)
-    assert (dynamo.recompile_limit, dynamo.accumulated_recompile_limit) == (1, 1)
+    with dynamo.patch(recompile_limit=1, accumulated_recompile_limit=1):
+        for length in (1, 2, 3, 2):
+            block_sparse(*given[length], chosen)
+        assert kernels.frame_count == 3
+        with pytest.raises(
+            PartitaError, match=r"attention: torch.compile has made .* 3 layouts .* fewer different lengths"
+        ):
+            block_sparse(*given[4], chosen)
+        assert (dynamo.recompile_limit, dynamo.accumulated_recompile_limit) == (1, 1)
     assert not dynamo.fail_on_recompile_limit_hit
     torch._dynamo.reset()
 

@@ -87,7 +87,7 @@ def test_a_profile_has_the_predicted_step_beside_the_measured_ones(tmp_path: Pat
     )
     assert {"forward", "backward", "update"} <= {event["cat"] for event in predicted}
     assert min(e["ts"] for e in predicted) == pytest.approx(min(e["ts"] for e in own), abs=1), "from where it begins"
-    code, output = invoke(*asked)
+    code, output = invoke(*asked, "--overwrite")
     assert (code, "add --profile" in output) == (2, True)
 
 

@@ -44,9 +44,10 @@ def test_the_example_jobs_hold(path: Path) -> None:
     assert problems(OF_JOB, yaml.safe_load(path.read_text())) == []
 
 
-def test_the_configurations_in_the_readme_hold() -> None:
-    blocks = re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) > 2
+def test_the_configurations_in_the_documentation_hold() -> None:
+    pages = [(ROOT / "docs" / f"{name}.md").read_text() for name in "start stages memory checkpoints precision".split()]
+    blocks = [block for page in pages for block in re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)]
+    assert len(blocks) > 4
     for block in blocks:
         assert problems(OF_CONFIG, yaml.safe_load(block)) == []
 

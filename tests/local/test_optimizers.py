@@ -348,7 +348,9 @@ def with_state_under_tensor() -> None:
         optimizer.zero_grad()
     model, optimizer = used()
     with partita.initialize(model, {"parallel": {"tensor": 2}}, optimizer=optimizer) as engine:
-        assert sum(param.numel() for param in model.parameters()) < sum(param.numel() for param in plain.parameters())
+        with torch._C.DisableTorchFunctionSubclass():  # split parameters answer with the shape of the whole
+            own = sum(param.numel() for param in model.parameters())
+        assert own < sum(param.numel() for param in plain.parameters())
         for step in range(3):
             engine.backward(square_loss(engine, 0, step))
             engine.step()

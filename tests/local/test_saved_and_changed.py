@@ -72,7 +72,7 @@ def test_a_later_format_is_refused(tmp_path: Path) -> None:
         engine.load()
 
 
-@pytest.mark.filterwarnings("ignore:.*is configured otherwise:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*is configured otherwise:UserWarning", "ignore:.*was saved with:UserWarning")
 @pytest.mark.parametrize(("before", "after"), [(_momentum, None), (None, _momentum)])
 def test_states_of_another_optimizer(
     before: Callable[..., Optimizer] | None, after: Callable[..., Optimizer] | None, tmp_path: Path

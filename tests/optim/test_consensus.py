@@ -44,7 +44,7 @@ def rank(
         suspect=suspect,
         join=lambda: None,
     )
-    written = SimpleNamespace(names=list(wrote), digest=sum(map(ord, wrote)), agreed=lambda: None)
+    written = SimpleNamespace(sums=dict.fromkeys(wrote, 1), digest=sum(map(ord, wrote)), agreed=lambda: None)
     return {"reducer": reducer, "written": written}
 
 
@@ -58,6 +58,7 @@ def agreed(ranks: Sequence[dict[str, Any]], ask: Callable[[Consensus], T], loss_
             collectives=collectives,
             units=[UNIT],
             executor=SimpleNamespace(device=torch.device("cpu")),
+            buffers=SimpleNamespace(has_news=lambda: False),
             **ranks[group.index],
         )
         return ask(Consensus(runtime, LossScale(Precision(loss_scale=loss_scale), needed=loss_scale != 1.0)))
@@ -80,7 +81,7 @@ def test_what_one_rank_used_all_update(num: int) -> None:
     ranks = [rank("b"), *others][-num:]
     used = {id(member) for member in MEMBERS if member.fqn in ("cd" if num == 1 else "abcd")}
     scales = (NO_SCALE,) * num
-    assert agreed(ranks, before) == [Agreed(1 if num == 1 else 2, [False, True], used, scales, False)] * num
+    assert agreed(ranks, before) == [Agreed(1 if num == 1 else 2, [False, True], used, scales, False, False)] * num
 
 
 def test_gradients_have_the_scale_of_whoever_has_some() -> None:

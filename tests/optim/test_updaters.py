@@ -62,6 +62,7 @@ def on_two(
             memory=parts.memory,
             reducer=reducer,
             written=Written(parts.units),
+            buffers=SimpleNamespace(has_news=lambda: False),
             collectives=collectives,
             gradient_group=collectives.group(DATA),
             part_index=collectives.mesh.index(parts.units[0].segments[0].plan.part_axes),

@@ -28,6 +28,7 @@ from partita.planner.figures import format_bytes
 from partita.planner.machine import machine_named
 
 TRACES = (".trace.json", ".trace.json.gz")
+FIGURES = ".json"  # files of figures and predicted steps, which are written anew
 _BAR = 48
 _COLORS = {
     "parameters": "blue",
@@ -115,7 +116,7 @@ def plan(
         return
     with user_errors():
         for file in files or ():
-            if not overwrite and Path(file).is_file():
+            if not (overwrite or file.endswith(FIGURES)) and Path(file).is_file():
                 raise ConfigError(f"'{file}' is there already; pass --overwrite to replace it, or name another file")
         given = (figure.split("=", 1) for figure in of_nodes or ())
         figures: dict[str, Any] = {name[2:].replace("-", "_"): _bytes(name, text) for name, text in given}

@@ -222,7 +222,7 @@ def pin(address: int, num_bytes: int, device: torch.device) -> Callable[[], obje
     status = calls.cudaHostRegister(address, num_bytes, 0)
     if int(status):
         # The runtime remembers the error, and PyTorch would raise it for the next kernel: let it do so here.
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, AssertionError):  # the latter where PyTorch is built without the device
             torch.empty(1, dtype=torch.float32, device=device).fill_(0)
         raise PartitaError(
             f"{device.type} cannot pin {num_bytes} bytes of host memory ({calls.cudaGetErrorString(status)}): raise "

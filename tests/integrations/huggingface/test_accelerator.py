@@ -220,7 +220,7 @@ def refused(what: str) -> str:
         ("plateau", "ReduceLROnPlateau is told a metric, which may differ between the ranks"),
         ("schedule", "a LambdaLR beside the config's schedule (constant): leave one of the two out"),
         ("no optimizer", "the Sequential that was prepared has no optimizer yet"),
-        ("not elementwise", "optimizer LBFGS cannot run on slices of parameters"),
+        ("not elementwise", "optimizer LBFGS evaluates the loss in its step"),
         ("part", "got some without '2.weight'"),
         ("value", "use clip_grad_norm_"),
         ("norm", "expected norm_type 2"),

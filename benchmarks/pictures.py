@@ -265,7 +265,7 @@ RECORDINGS = {
         ["partita", "plan", "llama-3-8b", "--gpus", "8", "--gpu", "h100"],
         "partita plan llama-3-8b --gpus 8 --gpu h100",
     ),
-    "train": (["make", "train"], "make train"),
+    "train": (["make", "--silent", "train"], "make train"),
 }
 PICTURES: dict[str, Callable[[Path], None]] = {
     "memory": memory,

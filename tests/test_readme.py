@@ -37,9 +37,9 @@ RUN_BY = {
 MEASURED = [line for line in README.splitlines() if "| `python -m benchmarks." in line]
 
 
-def run(*command: str | Path, folder: Path) -> str:
+def run(*command: str | Path, folder: Path, timeout_s: int = 280) -> str:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -105,9 +105,10 @@ def test_there_are_six_measured_rows() -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("command", sorted({re.findall(r"python -m [\w.]+", row)[0] for row in MEASURED}))
 def test_every_benchmark_of_the_readme_runs(command: str, tmp_path: Path) -> None:
-    run(sys.executable, *command.split()[1:], "--quick", folder=ROOT)
+    run(sys.executable, *command.split()[1:], "--quick", folder=ROOT, timeout_s=800)
 
 
 def texts_of(svg: str) -> list[str]:

@@ -45,11 +45,27 @@ def test_the_example_jobs_hold(path: Path) -> None:
 
 
 def test_the_configurations_in_the_documentation_hold() -> None:
-    pages = [(ROOT / "docs" / f"{name}.md").read_text() for name in "start stages memory checkpoints precision".split()]
+    pages = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))]
     blocks = [block for page in pages for block in re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)]
-    assert len(blocks) > 4
+    assert len(blocks) > 15
     for block in blocks:
-        assert problems(OF_CONFIG, yaml.safe_load(block)) == []
+        data = yaml.safe_load(block)
+        schema = OF_CONFIG if data.keys() <= Config.model_fields.keys() else OF_JOB
+        assert problems(schema, data) == [], block
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {"pattern": "longformer", "window": 1024},
+        {"pattern": "variable", "window": [64, 128]},
+        {"pattern": "user", "layout": ["10", "11"]},
+        {"pattern": "user", "layout": [[1, 0], [1, 1]]},
+    ],
+)
+def test_patterns_of_attention_hold(attention: dict[str, Any]) -> None:
+    load_config({"attention": attention})
+    assert problems(OF_CONFIG, {"attention": attention}) == []
 
 
 def test_a_job_written_down_holds(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -302,3 +304,26 @@ def test_a_rank_that_is_late_is_named_once() -> None:
     assert not nothing
     assert len(said) == 1
     assert re.match(r"rank 0 gathers '.*' and has waited \d+ s for rank 1 \(.* in is_late\); it waits for", said[0])
+
+
+ALONE = """
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+model = torch.nn.Linear(4, 4)
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+if accelerator.is_main_process:
+    accelerator.save_state("saved")
+accelerator.wait_for_everyone()
+"""
+
+
+@pytest.mark.thorough
+def test_a_process_ends_though_nobody_answers_its_message(tmp_path: Path) -> None:
+    """The message that rank 0 gave up stays with gloo, whose destructor waits for it until the time-out."""
+    (tmp_path / "alone.py").write_text(ALONE)
+    command = [sys.executable, "-m", "partita.cli.main", "run", "--processes", "2", "alone.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode
+    assert "engine.save is to be called on every rank" in done.stdout + done.stderr

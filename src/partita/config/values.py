@@ -110,8 +110,17 @@ SharePair = Annotated[tuple[Share, Share], Strict(), BeforeValidator(as_tuple)]
 Text = Annotated[str, Strict(), Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], Strict(), BeforeValidator(as_tuple)]
 SomeTexts = Annotated[tuple[Text, ...], Strict(), Field(min_length=1), BeforeValidator(as_tuple)]
-Windows = Annotated[tuple[Count, ...], Strict(), Field(min_length=1), BeforeValidator(_windows)]
-Rows = Annotated[tuple[Text, ...], Strict(), BeforeValidator(_rows)]
+_WrittenCount = Annotated[int, Field(ge=1, le=_LARGEST_COUNT)]
+_WrittenWindows = _WrittenCount | Annotated[list[_WrittenCount], Field(min_length=1)]
+Windows = Annotated[
+    tuple[Count, ...],
+    Strict(),
+    Field(min_length=1),
+    BeforeValidator(_windows, json_schema_input_type=_WrittenWindows),
+]
+Rows = Annotated[
+    tuple[Text, ...], Strict(), BeforeValidator(_rows, json_schema_input_type=list[str | list[Literal[0, 1]]])
+]
 PathText = Annotated[str, Strict(), Field(min_length=1), BeforeValidator(_path)]
 
 Auto = Literal["auto"]

@@ -27,7 +27,8 @@ zero:
   replicate: none
 precision:
   {compute: auto, master: fp32, gradients: fp32, moments: fp32, loss_scale: dynamic,
-   initial_loss_scale: 65536.0, loss_scale_window: 2000, nonfinite: skip, keep_fp32: []}
+   initial_loss_scale: 65536.0, loss_scale_window: 2000, nonfinite: skip, keep_fp32: [], mode: mixed, outputs: fp32,
+   frozen: fp32}
 batch:     {micro: auto, accumulate: auto, total: auto}
 optimizer: {name: adamw, lr: 1.0e-3, betas: [0.9, 0.999], eps: 1.0e-8, weight_decay: 0.01, momentum: 0.0,
    refresh: 16}

@@ -89,21 +89,24 @@ class Adapted(nn.Module):
         return x
 
 
-def adapted_bytes() -> None:
-    """Only the adapters (2 x 256 elements a layer) have gradients, master weights and moments."""
+def adapted_bytes(frozen_values: str) -> None:
+    """Only the adapters (2 x 256 elements a layer) have gradients and moments. The frozen layers have fp32 values
+    beside those in 16 bits, unless they are rounded.
+    """
     trained = 4 * 2 * 256
     for name, zero in PLANS.items():
         split = 2 if zero["stage"] else 1
         grads_split = 2 if zero["stage"] >= 2 else 1
-        config = {"zero": zero, "precision": {"compute": "bf16"}}
+        config = {"zero": zero, "precision": {"compute": "bf16", "frozen": frozen_values}}
         with partita.initialize(Adapted(), config) as engine:
             engine.backward(square_loss(engine, rank(), 0))
             engine.step()
             held = engine.memory_report().held
-        assert held["master", "device"] == 4 * trained // split, name
+        frozen = 4 * (64 * 64 + 2 * QUANTUM)  # of the bias, padded to equal parts
+        kept = trained + (frozen if frozen_values == "fp32" else 0)
+        assert held["master", "device"] == 4 * kept // split, name
         assert held["moments", "device"] == 2 * 4 * trained // split, name
         assert held["gradients", "device"] == 4 * trained // grads_split, name
-        frozen = 4 * (64 * 64 + 2 * QUANTUM)  # of the bias, padded to equal parts
         assert held["parameters", "device"] == 2 * (trained + frozen) // (2 if zero["stage"] == 3 else 1), name
 
 
@@ -149,7 +152,8 @@ def test_freezing_in_between_in_half_precision(name: str) -> None:
 
 
 def test_adapters_cost_their_own_memory_only() -> None:
-    pool.run(2, adapted_bytes)
+    for frozen_values in ("fp32", "compute"):
+        pool.run(2, adapted_bytes, frozen_values)
     pool.run(2, adapted)
 
 

@@ -115,7 +115,8 @@ def test_it_is_power_sgd() -> None:
 
 def test_every_stage_has_the_same_bits() -> None:
     losses, *_ = pool.run(2, every_stage)
-    assert losses[-1] < losses[0]
+    half = len(losses) // 2
+    assert sum(losses[-half:]) < sum(losses[:half])
 
 
 @pytest.mark.parametrize("plan", ["0", "3"])

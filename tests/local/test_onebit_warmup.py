@@ -76,13 +76,16 @@ def test_skipped_steps_are_no_part_of_the_warm_up(stage: int, tmp_path: Any) -> 
 def unfreezes_late(name: str) -> list[str]:
     model = Layers()
     model.layers[1].requires_grad_(False)
-    config = {"optimizer": {"name": name, "lr": 0.01}, "communication": {"warmup_steps": 2}}
+    config: dict[str, Any] = {"optimizer": {"name": name, "lr": 0.01}, "communication": {"warmup_steps": 2}}
+    frozen = 3
+    if name == "zeroone_adam":
+        config, frozen = {"optimizer": {"name": name, "lr": 0.01, "refresh": 1}}, 10
     with partita.initialize(model, config) as engine:
-        train(engine, 0, 3)
+        train(engine, 0, frozen)
         model.layers[1].requires_grad_(True)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            train(engine, 3, 6)
+            train(engine, frozen, frozen + 3)
     return [str(warning.message) for warning in said]
 
 
@@ -92,3 +95,10 @@ def test_what_had_no_update_in_the_warm_up_is_named_once(name: str) -> None:
         assert len(said) == 1
         assert "'layers.1.w' had no update in the warm-up of" in said[0]
         assert "communication.warmup_steps" in said[0]
+
+
+def test_what_waits_for_a_refresh_is_named_once() -> None:
+    for said in pool.run(2, unfreezes_late, "zeroone_adam"):
+        assert len(said) == 1
+        assert "'layers.1.w' has its first gradient between two refreshes of" in said[0]
+        assert "warm-up" not in said[0]

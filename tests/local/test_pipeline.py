@@ -1,12 +1,16 @@
 """Pipelines of processes: the bits of data parallelism, at every stage and in every order of work."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partita
@@ -28,6 +32,7 @@ ZERO: dict[str, dict[str, Any]] = {
     "3-once": {"stage": 3, "keep_gathered": True, "keep_gradients": True},
     "3-host": {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}},
 }
+VOCAB = 32
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {},
     "gpipe": {"schedule": "gpipe"},
@@ -310,3 +315,88 @@ def bypassing() -> str:
 def test_a_value_that_bypasses_the_cut_is_named() -> None:
     _, last = pool.run(2, bypassing)
     assert "the loss needs a value that depends on 'embedding.weight'" in last
+
+
+class Leaking(nn.Module):
+    """A model whose loss, or whose code between blocks, uses values of blocks that they do not return.
+
+    Args:
+        way: how such a value leaves a block.
+    """
+
+    class Block(nn.Module):
+        def __init__(self, way: str) -> None:
+            super().__init__()
+            self.way, self.router, self.up = way, nn.Linear(16, 2), nn.Linear(16, 16)
+            self.auxiliary = torch.zeros(())
+
+        def forward(self, x: Tensor) -> Tensor:
+            shares = self.router(x).softmax(-1)
+            output = torch.zeros_like(x)
+            chosen = (shares[..., 0] > shares[..., 1]).nonzero(as_tuple=True)
+            output[chosen] = self.up(x[chosen]) * shares[chosen][:, :1]
+            self.auxiliary = shares.square().mean()
+            return x + output
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.collected = way, list[Tensor]()
+        self.embedding = nn.Embedding(VOCAB, 16)
+        self.blocks = nn.ModuleList(self.Block(way) for _ in range(4))
+        self.head = nn.Linear(16, VOCAB)
+        for block in self.blocks:
+            if way == "a hook's list":
+                block.register_forward_hook(lambda module, args, output: self.collected.append(output))
+            elif way == "a hook's return value":
+                block.register_forward_hook(lambda module, args, output: torch.cat([output, output[:, :1]], 1))
+            elif way == "a hook that logs":
+                block.register_forward_hook(lambda module, args, output: self.logged.append(output.mean().item()))
+        self.logged = list[float]()
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        self.collected.clear()
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+            if self.way == "a write in place":
+                padded = torch.zeros(len(x), x.shape[1], 16)
+                padded[:] = x
+                x = padded
+        loss = F.cross_entropy(self.head(x[:, : labels.shape[1]]).flatten(0, 1), labels.flatten())
+        if self.way == "an attribute":
+            loss = loss + sum(block.auxiliary for block in self.blocks)
+        return loss + sum(value.square().mean() for value in self.collected)
+
+
+def leaked(way: str) -> tuple[str, float, int]:
+    """The error of a pipeline of two stages, and where there is none the loss and how often the hook has logged."""
+    torch.manual_seed(0)
+    batch = {"input_ids": torch.arange(12).view(2, 6), "labels": torch.arange(1, 13).view(2, 6)}
+    with partita.initialize(Leaking(way), {"parallel": {"pipeline": dist.get_world_size()}}) as engine:
+        try:
+            return "", float(engine.train_batch([batch])), len(engine.module.logged)
+        except PartitaError as error:
+            return str(error), math.nan, 0
+
+
+LEAKS = {
+    "a hook's list": "the loss needs a value that depends on 'blocks.0'",
+    "an attribute": "the loss needs a value that depends on 'blocks.0",
+    "a write in place": "writes a value that depends on .* into a tensor of this stage",
+}
+
+
+@pytest.mark.parametrize("way", LEAKS)
+def test_values_that_leave_a_block_of_another_stage_unreturned_are_named(way: str) -> None:
+    _, (last, _, _) = pool.run(2, partial(leaked, way))
+    assert re.search(LEAKS[way], last)
+
+
+@pytest.mark.parametrize("way", ["a hook's return value", "a hook that logs"])
+def test_hooks_of_blocks_of_other_stages(way: str) -> None:
+    ((_, expected, logs),) = pool.run(1, partial(leaked, way))
+    of_ranks = pool.run(2, partial(leaked, way))
+    for error, loss, _ in of_ranks:
+        assert not error
+        assert loss == pytest.approx(expected, abs=1e-6)
+    assert sum(logged for _, _, logged in of_ranks) == logs  # each rank those of its own blocks

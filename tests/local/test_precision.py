@@ -54,8 +54,8 @@ def dtypes() -> None:
             with partita.initialize(Stack(), {"zero": zero, "precision": {"compute": compute}}) as engine:
                 assert all(p.dtype == dtype for p in engine.module.parameters())
                 output = engine(inputs(0, 0))
-                assert output.dtype == dtype
-                engine.backward(output.float().square().mean())
+                assert output.dtype == torch.float32
+                engine.backward(output.square().mean())
                 assert engine.gradient("first.weight").dtype == torch.float32  # type: ignore[union-attr]
                 engine.step()
                 assert engine.optimizer_state("first.weight")["exp_avg"].dtype == torch.float32
@@ -127,7 +127,7 @@ def kept_in_fp32() -> None:
             module.blocks[1].up.register_forward_hook(lambda _, args, out: seen.append((args[0].dtype, out.dtype)))
             engine.backward(engine(inputs(rank(), 0)).float().square().mean())
             engine.step()
-            assert seen == [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
+            assert [given for _, given in seen] == [torch.float32, torch.bfloat16]
 
 
 class Explosive(Stack):
@@ -358,24 +358,31 @@ def clipped() -> None:
                 torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-7)
 
 
-def inputs_are_cast() -> None:
-    class Takes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
-            self.seen: list[Any] = []
+class Takes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.seen: list[Tensor] = []
 
-        def forward(self, x: Tensor, *, options: dict[str, Any], index: Tensor) -> Tensor:
-            self.seen = [x.dtype, options["y"].dtype, options["list"][0].dtype, index.dtype]
-            return self.layer(x)
+    def forward(self, x: Tensor, *, options: dict[str, Any], index: Tensor) -> dict[str, Tensor]:
+        self.seen = [x, options["y"], options["list"][0], index]
+        return {"hidden": self.encode(x)}
 
-    for compute, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        with partita.initialize(Takes(), {"precision": {"compute": compute}}) as engine:
-            x = inputs(0, 0)
-            y = x.double() if compute == "fp32" else x
-            engine(y, options={"y": y, "list": [y, "text"], "none": None}, index=torch.arange(3))
-            assert engine.module.seen == [dtype, dtype, dtype, torch.int64]
-            assert x.dtype == torch.float32
+    def encode(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def arguments_and_outputs(zero: Mapping[str, Any], precision: Mapping[str, Any]) -> None:
+    given = precision.get("mode") == "cast" and torch.bfloat16
+    returned = torch.bfloat16 if precision.get("outputs") == "compute" else torch.float32
+    with partita.initialize(Takes(), {"zero": zero, "precision": {"compute": "bf16", **precision}}) as engine:
+        x = inputs(0, 0)
+        output = engine(x, options={"y": x, "list": [x, "text"], "none": None}, index=torch.arange(3))
+        assert [each.dtype for each in engine.module.seen] == [*[given or torch.float32] * 3, torch.int64]
+        assert given or engine.module.seen[1] is x
+        assert output["hidden"].dtype == engine.module.encode(x).dtype == returned
+        engine.backward(output["hidden"].float().square().mean())
+        engine.step()
 
 
 @matrix(gradients=["fp32", "bf16"], compute=HALF)
@@ -447,8 +454,18 @@ def test_clipping() -> None:
     pool.run(2, clipped)
 
 
-def test_inputs_are_cast() -> None:
-    pool.run(1, inputs_are_cast)
+@matrix(
+    plan=list(PLANS),
+    precision=[
+        {},
+        {"mode": "autocast"},
+        {"mode": "cast"},
+        {"outputs": "compute"},
+        {"mode": "cast", "outputs": "compute"},
+    ],
+)
+def test_arguments_and_outputs(plan: str, precision: Mapping[str, Any]) -> None:
+    pool.run(2, arguments_and_outputs, PLANS[plan], precision)
 
 
 @pytest.mark.filterwarnings("ignore:loss.backward")

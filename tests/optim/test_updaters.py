@@ -61,7 +61,7 @@ def on_two(
             residency=parts.residency,
             memory=parts.memory,
             reducer=reducer,
-            written=Written(parts.units),
+            written=Written(parts.units, 0),
             buffers=SimpleNamespace(has_news=lambda: False),
             collectives=collectives,
             gradient_group=collectives.group(DATA),

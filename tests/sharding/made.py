@@ -135,7 +135,7 @@ def made(
     sizes = tuple(unit.planned.num_bytes for unit in sharded)
     pool = BufferPool("buffer_pool", PlannedPool(sizes, depth), ledger, mesh.device, backed=loan.swap)
     executor = Executor(collectives, pool, loan)
-    residency = Residency(sharded, executor, agreement, prefetch_bytes, Written(units))
+    residency = Residency(sharded, executor, agreement, prefetch_bytes, Written(units, 0))
     result = Made(units, executor, residency, agreement, pool, memory, collectives)
     for unit in units:
         executor.lay(unit)

@@ -2,6 +2,7 @@
 // are clocks, and its operators are the host's, run at once on memory that only they touch. See order.hpp.
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -376,6 +377,13 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
+
+// Autocast of the products alone: those that CUDA computes in fp32 the CPU does not, with whose bits results are compared.
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+
+#define LOWER_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) { AT_FORALL_LOWER_PRECISION_FP(LOWER_PRECISION) }
 
 // What a collective does to memory, on the stream that is current.
 void note_access(const std::vector<at::Tensor>& reads, const std::vector<at::Tensor>& writes, const std::string& what) {

@@ -33,6 +33,7 @@ from partita.planner.group_units import modules_like
 from partita.sharding.compiler import constant
 from partita.sharding.deferred import Deferred
 from partita.sharding.hooks import Hook
+from partita.sharding.precision import InFp32
 from partita.transforms.modules import ModuleTransforms, forward_wrappers
 
 KEY = "loss.head"
@@ -137,9 +138,11 @@ class TiledHead:
         assert hidden is not None
         dtype, autocast = hidden.dtype, cast(Callable[[], AbstractContextManager[Any]], nullcontext)
         kind = accelerator.kind_of(hidden.device)
-        if torch.is_autocast_enabled(kind):
+        if in_fp32 := [wrapper for wrapper in forward_wrappers(module) if isinstance(wrapper, InFp32)]:
+            dtype, autocast = torch.float32, in_fp32[0].mode.around_fp32
+        elif torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-            autocast = partial(torch.autocast, kind, dtype)
+            autocast = partial(torch.autocast, kind, dtype, cache_enabled=torch.is_autocast_cache_enabled())
         call = Call(self, own, hidden, autocast)
         return Logits.of(Origin(call, hidden, module.out_features, dtype, hidden.dim() - 1))
 
@@ -274,13 +277,15 @@ class Call:
     def summed_loss(self, origin: Origin, target: Tensor, ignored: int, smoothing: float) -> Tensor:
         self._check_unchanged()
         head, rows = self._head, origin.hidden.flatten(0, -2)
+        if origin.dtype == torch.float32:
+            rows = rows.float()
         share = head.share
         rows, target, slices = share.own(rows, target)
         num = head.rows_of_tile(origin.dtype.itemsize)
         tiles = Tiles(origin, target, ignored, smoothing, num, share.vocabulary)
 
         def loss(rows: Tensor) -> Tensor:
-            with share.block:
+            with share.block, self._autocast():
                 summed: Tensor = TiledLoss.apply(rows, head.weight, head.bias, tiles)  # type: ignore[no-untyped-call]
             return summed
 

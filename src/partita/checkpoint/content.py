@@ -167,7 +167,7 @@ class Content:
 
     def _new_content(self, unit: Unit, segment: Segment) -> Iterator[_Piece | Value]:
         members = {member.fqn: member for member in unit.members if member.segment is segment}
-        is_master = segment.trains and segment.plan.master.encoding in (FP32, SPLIT)
+        is_master = segment.master is not None and segment.plan.master.encoding in (FP32, SPLIT)
         dtype = torch.float32 if is_master else segment.dtype
         if not segment.is_first_copy:
             return  # another rank saves the same

@@ -258,14 +258,15 @@ def idle_settings(config: Config, compute: str) -> Iterator[str]:
             yield f"ignored: parallel.{key} (parallel.pipeline is 1)"
     if config.activations.partition and config.parallel.tensor == 1:
         yield "ignored: activations.partition (under parallel.sequence each rank keeps its own positions anyway)"
-    if precision.master == "split" and compute == "fp32":
+    if precision.master == "split" and (compute == "fp32" or precision.mode == "autocast"):
         yield "ignored: precision.master (fp32 parameters are their own master weights)"
     if precision.nonfinite != "skip" and finds_its_scale:
         yield "ignored: precision.nonfinite (updates that are left out are how fp16's loss scale is found)"
     if offload.path is not None and not may_use_disk:
         yield "ignored: zero.offload.path (nothing rests on disk)"
-    if precision.keep_fp32 and compute == "fp32":
-        yield "ignored: precision.keep_fp32 (all modules compute in fp32)"
+    for key in ("keep_fp32", "mode", "outputs"):
+        if compute == "fp32" and getattr(precision, key) != getattr(Config().precision, key):
+            yield f"ignored: precision.{key} (all modules compute in fp32)"
     is_share = config.optimizer.name in MEASURES_MOMENT and config.communication.warmup_steps == "auto"
     ends = schedule.name != "constant" or is_share or config.communication.every is not None
     if schedule.total_steps is not None and not ends:

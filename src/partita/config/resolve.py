@@ -53,6 +53,16 @@ class Resolved:
     spans_nodes: bool = False
 
     @property
+    def param_dtype(self) -> str:
+        """The dtype in which parameters are gathered and given to the model."""
+        return "fp32" if self.config.precision.mode == "autocast" else self.compute_dtype
+
+    @property
+    def casts_buffers(self) -> bool:
+        """Whether the model's buffers are cast to the compute dtype."""
+        return self.config.precision.mode == "cast" and self.compute_dtype != "fp32"
+
+    @property
     def shared(self) -> dict[str, object]:
         """What must be the same on every rank, by key; of folders, only whether there is one."""
         keys = (".".join(path) for path in key_paths(Config))
@@ -131,8 +141,8 @@ def describe(resolved: Resolved) -> str:
         f"mesh: {mesh.num_ranks} ranks = {' x '.join(f'{axis} {mesh.size(axis)}' for axis in AXES)}",
         f"zero: stage {zero.stage}{kept}",
         f"batch: {fed}",
-        f"precision: compute {resolved.compute_dtype} ({sources['precision.compute']}), master {precision.master}, "
-        f"gradients {precision.gradients}, moments {precision.moments}",
+        f"precision: compute {resolved.compute_dtype} ({sources['precision.compute']}){_mode(resolved)}, "
+        f"master {precision.master}, gradients {precision.gradients}, moments {precision.moments}",
         f"optimizer: {'as passed' if 'optimizer' in resolved.passed else optimizer}, "
         f"{'scheduler as passed' if 'schedule' in resolved.passed else rates}{clipped}",
     ]
@@ -281,6 +291,19 @@ def _resolve_batch(batch: Batch, data: int, mesh_rows: Sequence[Row]) -> tuple[R
     if follows not in given:
         sources[follows] = f"derived: {formula}" if follows == "total" else f"derived: total {total} / ({formula})"
     return ResolvedBatch(**values), [Row(f"batch.{key}", values[key], sources[key]) for key in _BATCH_KEYS]
+
+
+def _mode(resolved: Resolved) -> str:
+    """The precision mode in words, with the dtype of outputs; nothing in fp32."""
+    if resolved.compute_dtype == "fp32":
+        return ""
+    words = {
+        "mixed": f"{resolved.compute_dtype} parameters under autocast",
+        "autocast": "fp32 parameters under autocast",
+        "cast": f"parameters, buffers and arguments cast to {resolved.compute_dtype}",
+    }
+    outputs = resolved.compute_dtype if resolved.config.precision.outputs == "compute" else "fp32"
+    return f", {words[resolved.config.precision.mode]}, outputs {outputs}"
 
 
 def _what_follows(given: Mapping[str, int]) -> str:

@@ -109,7 +109,20 @@ class Precision(Section):
     compute: Compute = Field(
         "auto", description="dtype of forward and backward; auto: bf16 on an accelerator, fp32 on CPU"
     )
+    mode: Literal["mixed", "autocast", "cast"] = Field(
+        "mixed",
+        description="how 16-bit compute is done; mixed: 16-bit parameters, forward under torch.autocast; autocast: the "
+        "same with fp32 parameters; cast: parameters, buffers and arguments are cast, without autocast",
+    )
+    outputs: Literal["fp32", "compute"] = Field(
+        "fp32", description="dtype of the model's outputs under 16-bit compute; compute: as the model returns them"
+    )
     master: Literal["fp32", "split"] = Field("fp32", description="weights that the optimizer updates")
+    frozen: Literal["fp32", "compute"] = Field(
+        "fp32",
+        description="frozen fp32 parameters under 16-bit compute; fp32: their fp32 values are kept beside, as master "
+        "weights are; compute: they are rounded for good, which saves the memory",
+    )
     gradients: Gradients = Field(
         "fp32",
         description="dtype in which gradients rest and travel; in_backward: fp32, and none rests, as each unit is "

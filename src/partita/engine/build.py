@@ -133,7 +133,7 @@ def _build(
     settings, mesh, all_ranks, ledger = resolved.config, collectives.mesh, collectives.all_ranks, Ledger()
     disk = partial(open_scratch, settings.zero.offload, mesh.rank, simulated=is_simulated(mesh.device))
     memory = StateMemory(mesh.device, ledger, disk)
-    kernels = wants_kernels(settings, resolved.compute_dtype, mesh.device)
+    kernels = wants_kernels(settings, resolved.param_dtype, mesh.device)
     with together(all_ranks):
         optimizer = build_optimizer(list(model.parameters()), settings, given.optimizer, kernels=kernels)
         scheduler = build_schedule(optimizer, settings.schedule, given.scheduler)

@@ -13,7 +13,7 @@ from partita.optim.updater import Updater
 from partita.plan.mesh_shape import STATE_AXES
 from partita.planner.parameters import Holding, find_quantized
 from partita.sharding.runtime import Runtime
-from partita.sharding.unit import Unit, replace_data
+from partita.sharding.unit import Member, Unit, replace_data
 from partita.sharding.written import checksum
 from partita.transforms.modules import ModuleTransforms
 
@@ -27,6 +27,7 @@ class Gathered:
         self._runtime, self._updater, self._whole, self._changes = runtime, updater, whole, changes
         self._quantized = {id(holding.param) for holding in find_quantized(runtime.model)}  # which are always whole
         self._made_whole = set[int]()  # ids of parameters, by the blocks that are open
+        self._in_fp32 = set[int]()  # ids of those of them that have their master weights
         self._kinds = {id(holding.param): type(holding.param) for holding in whole.holdings}
         self.num_open = 0
 
@@ -45,13 +46,15 @@ class Gathered:
         self._runtime.residency.hold(sharded)
         self.num_open += 1
         members = [member for unit in units for member in unit.members]
-        holdings = [each for each in self._whole.holdings if id(each.param) in wanted] if self._whole.shares else []
+        holdings = [each for each in self._whole.holdings if id(each.param) in wanted]
+        if not self._whole.shares:
+            holdings = [each for each in holdings if modify and self._has_digits(each)]
         made_whole = list[Holding]()
         try:
-            made_whole += self._make_whole(holdings)
+            made_whole += self._make_whole(holdings, modify)
             watched = {id(each.param): (each.fqns[0], each.param) for each in [m.holding for m in members] + holdings}
             before = {key: param._version for key, (_, param) in watched.items()}
-            copied = [] if modify else [holding for holding in made_whole if self._is_share(holding)]
+            copied = [] if modify else [holding for holding in made_whole if self._is_apart(holding)]
             sums = [checksum(holding.param.detach().flatten()) for holding in copied]
             with self._changes.suspended(items):
                 yield
@@ -75,26 +78,36 @@ class Gathered:
             self._runtime.written.forget([member for unit in sharded for member in unit.members])
             self._runtime.residency.let_go(sharded)
 
-    def _make_whole(self, holdings: Sequence[Holding]) -> list[Holding]:
-        """Have whole values in those of the parameters of which ranks hold other shares; returns which they are, less
-        those that a block around this one has made whole.
+    def _make_whole(self, holdings: Sequence[Holding], modify: bool) -> list[Holding]:
+        """Give parameters whole values, in memory of their own where their unit does not have these: where ranks hold
+        other shares, and, to ``modify`` them, where master weights have more digits. Returns which they are, less those
+        that a block around this one has made whole.
         """
         asked = {id(each.param) for each in holdings if id(each.param) not in self._made_whole}
         if not asked:
             return []
-        found = [(holding, weight.clone()) for holding, weight in self._whole.weights(master=False, only=asked)]
+        found = [(holding, weight.clone()) for holding, weight in self._whole.weights(master=modify, only=asked)]
         for holding, weight in found:
-            if self._is_share(holding):
+            if modify and self._has_digits(holding):
+                self._in_fp32.add(id(holding.param))
+            if self._is_apart(holding):
                 holding.param.__class__ = nn.Parameter
                 replace_data(holding.param, weight)
                 self._runtime.structure.elsewhere.add(id(holding.param))
         self._made_whole |= asked
         return [holding for holding, _ in found]
 
-    def _is_share(self, holding: Holding) -> bool:
-        """Whether this rank holds a part of the parameter, or nothing."""
+    def _has_digits(self, holding: Holding) -> bool:
+        """True if this rank has master weights of the parameter with more digits than those in compute."""
         member = self._whole.member_of(holding)
-        return member is None or member.span.place.is_part
+        return member is not None and member.segment.keeps_digits
+
+    def _is_apart(self, holding: Holding) -> bool:
+        """True if the parameter, made whole, is in memory of its own: this rank holds a part of it, or nothing, or it
+        has its master weights.
+        """
+        member = self._whole.member_of(holding)
+        return member is None or member.span.place.is_part or id(holding.param) in self._in_fp32
 
     def _take_first(self, holdings: Sequence[Holding]) -> None:
         """Make rank 0's whole values those of all ranks, each its share."""
@@ -102,15 +115,17 @@ class Gathered:
         for holding in holdings:
             all_ranks.broadcast([holding.param.detach()], "parameters")
             member = self._whole.member_of(holding)
-            if member is not None and member.span.place.is_part:
-                member.within(member.segment.full).copy_(member.span.place.take(holding.param.detach()))
+            if member is not None and self._is_apart(holding):
+                own = member.flat(member.span.place.take(holding.param.detach()))
+                member.values.copy_(member.segment.rounded(own))
 
     def _cut(self, holdings: Sequence[Holding]) -> None:
         """Let the parameters be this rank's shares again."""
         for holding in holdings:
             self._made_whole.discard(id(holding.param))
-            if not self._is_share(holding):
+            if not self._is_apart(holding):
                 continue
+            self._in_fp32.discard(id(holding.param))
             self._runtime.structure.elsewhere.discard(id(holding.param))
             if (member := self._whole.member_of(holding)) is not None:
                 holding.param.data = member.within(member.segment.full)
@@ -141,4 +156,10 @@ class Gathered:
                     segment.rest.store(segment.part(segment.full, segment.plan.param_rest))
                 if segment.master is not None and not segment.master_is_parameter:
                     segment.master.set(segment.part(segment.full, segment.plan.master), names)
+                    self._store_exactly([m for m in unit.members if m.segment is segment and m.fqn in names])
         self._runtime.updated()
+
+    def _store_exactly(self, members: Sequence[Member]) -> None:
+        """Store what was written in fp32, of parameters of one segment, in its master weights."""
+        if members := [member for member in members if id(member.param) in self._in_fp32]:
+            members[0].segment.set_master({m.fqn: m.flat(m.span.place.take(m.param.detach())) for m in members})

@@ -20,6 +20,7 @@ from partita.optim.onebit_adam import OnebitAdam
 from partita.optim.onebit_lamb import OnebitLamb
 from partita.optim.trust import TrustRatios
 from partita.optim.updater import StepResult, Updater, factor_of
+from partita.optim.zeroone_adam import RefreshedAdam
 from partita.plan.residence import Tier
 from partita.sharding.buckets import Bucket
 from partita.sharding.squares import square
@@ -196,7 +197,7 @@ class StepUpdater(Updater):
         self._updates.run(used, factor, self._guard)
 
     def _warn_of_untrained(self, used: set[int]) -> None:
-        """Name parameters that had no update in the warm-up: their second moment is zero, and they do not train."""
+        """Name parameters without a second moment (they had no update in the warm-up): they do not train."""
         for member in self._consensus.members:
             view = self.views.of(member.param)
             if id(member) not in used or member.fqn in self._with_moments or view is None or not view.num_elements:
@@ -204,6 +205,13 @@ class StepUpdater(Updater):
             self._with_moments.add(member.fqn)
             state, kind = self.optimizer.state.get(view.tensor, {}), type(self.optimizer).__name__
             if not float(state.get("step", 0.0)):
+                if isinstance(self.optimizer, RefreshedAdam):
+                    warnings.warn(
+                        f"step {self.steps}: '{member.fqn}' has its first gradient between two refreshes of {kind}: "
+                        "its second moment is zero, and it does not train until the next refresh (optimizer.refresh)",
+                        stacklevel=5,
+                    )
+                    continue
                 warnings.warn(
                     f"step {self.steps}: '{member.fqn}' had no update in the warm-up of {kind}, so "
                     "its second moment is zero and it does not train; unfreeze it before the warm-up ends, or raise "

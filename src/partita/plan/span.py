@@ -46,8 +46,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter as the layout sees it: of this global ``shape``, of which the local tensor is at ``place`` (None: all
-    of it). Its ``copies`` are with the ranks along these axes.
+    """A parameter as the layout sees it.
+
+    Attributes:
+        shape: of the global parameter, of which the local tensor is at ``place`` (None: all of it).
+        copies: the ranks along these axes have copies of it.
+        frozen_master: a frozen parameter that keeps its values in fp32, beside those in 16 bits.
     """
 
     fqn: str
@@ -56,13 +60,15 @@ class Entry:
     trainable: bool
     place: Place | None = None
     copies: Copies = NO_COPIES
+    frozen_master: bool = False
 
     @property
     def kind(self) -> tuple[object, ...]:
         """Parameters of one kind share a segment. Those of several stages do not: their other stages, too, have a
         segment that is laid out like this one.
         """
-        return self.trainable, self.encoding, self.copies, self.fqn if self.copies.is_tied else None
+        tied = self.fqn if self.copies.is_tied else None
+        return self.trainable, self.frozen_master, self.encoding, self.copies, tied
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,14 @@ class SegmentLayout:
     num_parts: int
     part_elements: int
     copies: Copies = NO_COPIES
+    frozen_master: bool = False
+
+    @property
+    def has_master(self) -> bool:
+        """True if there are master weights from the start: of parameters that train, and of frozen ones that keep fp32
+        values.
+        """
+        return self.trainable or self.frozen_master
 
     @property
     def padded(self) -> int:
@@ -115,6 +129,9 @@ def lay_out(
         first = members[0]
         quantum = QUANTUM * num_copies(first.copies)
         part = -(-offset // (num_parts * quantum)) * quantum
-        layout = SegmentLayout(first.encoding, first.trainable, tuple(spans), num_parts, part, first.copies)
-        segments.append(layout)
+        segments.append(
+            SegmentLayout(
+                first.encoding, first.trainable, tuple(spans), num_parts, part, first.copies, first.frozen_master
+            )
+        )
     return tuple(segments)

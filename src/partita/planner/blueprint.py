@@ -12,7 +12,6 @@ from itertools import repeat
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
@@ -27,7 +26,8 @@ from partita.plan.state_plan import Encodings, StatePlan, Tiers, apart, preset, 
 from partita.plan.wire import AT_RANDOM, CODECS, HELD_BACK, LOW_RANK, Wire, Wires
 from partita.planner.budget import MemoryBudget
 from partita.planner.dtypes import encoding_of
-from partita.planner.group_units import UnitSpec, group_units, keep_fp32_modules
+from partita.planner.full_precision import FullPrecision, find_full_precision
+from partita.planner.group_units import UnitSpec, group_units
 from partita.planner.memory import ADAM_MOMENTS
 from partita.planner.parameters import Holding, check_apart, check_supported, find_holdings
 from partita.planner.placement import Placement, chosen_tiers
@@ -78,7 +78,7 @@ def row_of(
     which other ranks have copies.
     """
     zero, precision = resolved.config.zero, resolved.config.precision
-    compute = compute or ENCODINGS[resolved.compute_dtype]
+    compute = compute or ENCODINGS[resolved.param_dtype]
     master = FP32 if compute.name in ENCODINGS else compute
     if precision.master == "split" and compute == BF16:
         master = SPLIT
@@ -199,7 +199,7 @@ def unit_entries(
     Raises:
         ConfigError: as :func:`make_blueprint`.
     """
-    kept = keep_fp32_modules(model, resolved.config.precision.keep_fp32)
+    kept = find_full_precision(model, resolved)
     if not (holdings := find_holdings(model)):
         raise ConfigError(f"model: all parameters of {type(model).__name__} are quantized and frozen: none can train")
     _check(holdings, resolved)
@@ -219,7 +219,7 @@ def _check(holdings: list[Holding], resolved: Resolved) -> None:
     check_apart(holdings)
 
 
-def _entries(spec: UnitSpec, resolved: Resolved, kept: set[int], shares: Shares) -> Iterator[Entry]:
+def _entries(spec: UnitSpec, resolved: Resolved, kept: FullPrecision, shares: Shares) -> Iterator[Entry]:
     """The unit's parameters with their compute encodings."""
     for holding in spec.holdings:
         param, encoding = holding.param, compute_encoding(holding, resolved, kept)
@@ -230,15 +230,13 @@ def _entries(spec: UnitSpec, resolved: Resolved, kept: set[int], shares: Shares)
                 f"{share.place.shape}: whoever applies an axis leaves parameters whole"
             )
         copies = share.copies.on(resolved.mesh)
-        yield Entry(holding.fqns[0], tuple(param.shape), encoding, param.requires_grad, share.place, copies)
+        trains, wider = param.requires_grad, param.is_floating_point() and param.itemsize > encoding.itemsize
+        keeps = wider and not trains and resolved.config.precision.frozen == "fp32"
+        yield Entry(holding.fqns[0], tuple(param.shape), encoding, trains, share.place, copies, keeps)
 
 
-def compute_encoding(holding: Holding, resolved: Resolved, kept: set[int]) -> Encoding:
-    """In which a parameter is computed with; ``kept`` are modules that stay in fp32
-    (:func:`~partita.planner.group_units.keep_fp32_modules`). Batch norms do, as their running statistics do.
-    """
+def compute_encoding(holding: Holding, resolved: Resolved, kept: FullPrecision) -> Encoding:
+    """The encoding of a parameter as it is gathered and given to the model; ``kept``: what stays in fp32."""
     if not holding.param.is_floating_point():
         return encoding_of(holding.param.dtype)
-    if any(id(owner) in kept or isinstance(owner, _BatchNorm) for owner, _ in holding.owners):
-        return FP32
-    return ENCODINGS[resolved.compute_dtype]
+    return FP32 if id(holding.param) in kept.params else ENCODINGS[resolved.param_dtype]

@@ -83,20 +83,6 @@ def modules_like(model: nn.Module, pattern: str, key: str) -> list[nn.Module]:
     return found
 
 
-def keep_fp32_modules(model: nn.Module, patterns: Sequence[str]) -> set[int]:
-    """Ids of the modules whose parameters stay in fp32: those named by ``precision.keep_fp32``.
-
-    Raises:
-        ConfigError: a pattern matches no module.
-    """
-    return {
-        id(inner)
-        for pattern in patterns
-        for module in modules_like(model, pattern, "precision.keep_fp32")
-        for inner in module.modules()
-    }
-
-
 def _outer_paths(fqn: str) -> Iterator[str]:
     """The names of the modules around a parameter, outermost first; the model's own is empty."""
     yield ""

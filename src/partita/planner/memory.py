@@ -62,6 +62,8 @@ def _states(segment: PlannedSegment, rank: int | None, num_moments: int) -> Iter
     yield "parameters", row.param_rest, segment.held_bytes(row.param_rest)
     if segment.has_second:
         yield "parameters", row.param_between, segment.held_bytes(row.param_between)
+    if segment.layout.has_master and not segment.master_is_parameter:
+        yield "master", row.master, segment.held_bytes(row.master)
     if not segment.trains:
         return
     if segment.gradient_in_place:
@@ -77,8 +79,6 @@ def _states(segment: PlannedSegment, rank: int | None, num_moments: int) -> Iter
     if row.apart_axes:
         outer = OUTER_STATES * segment.layout.part_elements + sum(segment.outer_held_sizes)
         yield "outer", row.feedback, FP32.num_bytes(outer)
-    if not segment.master_is_parameter:
-        yield "master", row.master, segment.held_bytes(row.master)
     values = _value_bytes(segment, row.moments, rank)
     if row.moments.tier is Tier.DISK and values:  # there they are kept as the shard is, with its padding
         values = segment.held_bytes(row.moments)

@@ -52,6 +52,8 @@ def check_alike(model: nn.Module, units: Sequence[PlannedUnit], group: Group, *,
         name, param = holding.fqns[0], holding.param
         with torch._C.DisableTorchFunctionSubclass():  # its own, also where other stages hold it
             dtype = param.dtype if exact else dtype_of(computes[name].encoding)
+        if not exact and computes[name].frozen_master:
+            dtype = torch.float32
         shape, trains = tuple(param.shape), param.requires_grad
         described.append(f"parameter '{name}' of shape {shape}, {dtype}, requires_grad {trains}")
     described += [quantized.describe(holding) for holding in find_quantized(model)]
@@ -197,24 +199,40 @@ class Assembly:
         return self._source is not None and self._source.find(names) is not None
 
     def fill(self, unit: Unit, lay: Callable[[Unit], None]) -> None:
-        """Move a unit's values into what rests, the same on every rank that holds it, once ``lay`` gave it memory. It
-        is left whole.
+        """Move a unit's values into what rests, the same on every rank that holds it. The unit is left whole.
+
+        Where master weights have more digits than the parameters, the values are first collected in fp32.
+
+        Args:
+            lay: gives the unit its memory.
 
         Raises:
             Exception: on every rank, where any rank fails.
         """
         in_parts = self._comes_in_parts(unit)
+        is_wide = not in_parts and any(segment.first_dtype != segment.dtype for segment in unit.segments)
         group = self._collectives.group(STATE_AXES)
         with together(self._collectives.all_ranks, self._undo):
-            lay(unit)
+            if is_wide:
+                unit.lay_first(self._device)
+            else:
+                lay(unit)
             self._fill_alone(unit)
             if self._source is not None and not in_parts and group.index == 0:
                 self._read_whole(unit, self._source)
         if not in_parts:
             group.broadcast([segment.full for segment in unit.segments], "start")
         with together(self._collectives.all_ranks, self._undo):
-            for segment in unit.segments:
-                segment.keep_rest(self._memory, self._read_part(unit, segment) if in_parts else None)
+            first = [segment.full for segment in unit.segments]
+            if is_wide:
+                lay(unit)
+                for segment, values in zip(unit.segments, first, strict=True):
+                    segment.full.copy_(segment.rounded(values))
+                for member in unit.members:
+                    unit.move(member)
+            for segment, values in zip(unit.segments, first, strict=True):
+                own = self._read_part(unit, segment) if in_parts else values
+                segment.keep_rest(self._memory, own, is_part=in_parts)
 
     def _attend_fill(self) -> None:
         """What :meth:`fill` asks of ranks that hold nothing of the unit."""
@@ -250,7 +268,7 @@ class Assembly:
     def _read_part(self, unit: Unit, segment: Segment) -> Tensor:
         """What this rank keeps of a segment."""
         assert self._source is not None
-        values = torch.zeros(segment.layout.part_elements, dtype=segment.dtype, device="cpu")
+        values = torch.zeros(segment.layout.part_elements, dtype=segment.first_dtype, device="cpu")
         members = {member.fqn: member for member in unit.members}
         for span in segment.layout.part(self._collectives.mesh.index(segment.plan.param_rest.shard_axes)):
             member = members[span.fqn]

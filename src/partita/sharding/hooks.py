@@ -35,6 +35,36 @@ def _nothing(*args: Any) -> None:
     pass
 
 
+def call_within_hooks(
+    module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], ignored: type[Exception]
+) -> Any:
+    """Run ``call(args, kwargs)`` in place of a module's forward, inside the forward hooks of others than the engine.
+
+    Args:
+        ignored: a hook that raises this changes nothing.
+    """
+    for key, hook in list(module._forward_pre_hooks.items()):
+        with_kwargs = key in module._forward_pre_hooks_with_kwargs
+        changed = None if isinstance(hook, Hook) else _run_hook(hook, (module, args), (kwargs,) * with_kwargs, ignored)
+        if changed is not None and with_kwargs:
+            args, kwargs = changed
+        elif changed is not None:
+            args = changed if isinstance(changed, tuple) else (changed,)
+    output = call(args, kwargs)
+    for key, hook in list(module._forward_hooks.items()):
+        given = (kwargs, output) if key in module._forward_hooks_with_kwargs else (output,)
+        changed = None if isinstance(hook, Hook) else _run_hook(hook, (module, args), given, ignored)
+        output = output if changed is None else changed
+    return output
+
+
+def _run_hook(hook: Callable[..., Any], first: tuple[Any, ...], rest: tuple[Any, ...], ignored: type[Exception]) -> Any:
+    try:
+        return hook(*first, *rest)
+    except ignored:
+        return None
+
+
 class ForwardEndedError(Exception):
     """Ends a forward before its end. ``values``, what goes on elsewhere, stand for the output of modules it leaves."""
 

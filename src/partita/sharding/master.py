@@ -6,7 +6,7 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch import Tensor
 
-from partita.kernels.quantize import join
+from partita.kernels.quantize import join, split
 from partita.memory.tiers import Kept, Lease, StateMemory
 from partita.plan.residence import SPLIT, Residence
 from partita.plan.span import Span
@@ -32,9 +32,11 @@ class MasterWeights:
 
     @classmethod
     def apart(cls, values: Tensor, residence: Residence, spans: Sequence[Span], memory: StateMemory) -> "MasterWeights":
-        """A state of their own, with the ``values`` of this rank's part of the parameters."""
+        """A state of their own, with the ``values`` of this rank's part, in fp32 or as the parameters are."""
         state = memory.keep("master", values.numel(), dtype_of(residence.encoding), residence.tier)
-        state.store(torch.zeros_like(values) if residence.encoding == SPLIT else values)
+        if residence.encoding == SPLIT:
+            values = split(values)[1] if values.dtype == torch.float32 else torch.zeros_like(values)
+        state.store(values)
         return cls(state, residence, spans)
 
     def lend(self) -> Lease:
@@ -46,9 +48,10 @@ class MasterWeights:
         return join(parameters.to(held.device), held) if self.splits else held
 
     def set(self, values: Tensor, names: AbstractSet[str], before: Tensor | None = None) -> None:
-        """Overwrite the weights of the named parameters by their ``values``, this rank's part of all.
+        """Overwrite the weights of the named parameters.
 
         Args:
+            values: this rank's part of all parameters: in the dtype in compute, or, to be stored as they are, in fp32.
             before: the parameters without what was written, where they are known: where they are equal to ``values``,
                 low halves stay.
         """
@@ -58,7 +61,9 @@ class MasterWeights:
         for span in self._spans:
             if span.fqn in names:
                 place = slice(span.offset, span.offset + span.num_elements)
-                if self.splits:
+                if self.splits and values.dtype == torch.float32:
+                    master[place] = split(values[place])[1]
+                elif self.splits:
                     same = None if before is None else before[place].to(values.device) == values[place]
                     master[place] = 0 if same is None else master[place].where(same, torch.zeros_like(master[place]))
                 else:  # where a value is the master's own, rounded, the master keeps its digits

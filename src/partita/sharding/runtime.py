@@ -22,7 +22,7 @@ from partita.plan.residence import ENCODINGS, Tier
 from partita.plan.slots import bytes_ahead, code_bytes, unit_pool
 from partita.planner.blueprint import Blueprint, row_of
 from partita.planner.dtypes import dtype_of
-from partita.planner.group_units import keep_fp32_modules
+from partita.planner.full_precision import find_full_precision
 from partita.planner.memory import bytes_by_tier, model_state_bytes
 from partita.sharding import resting
 from partita.sharding.agreement import agree
@@ -30,11 +30,12 @@ from partita.sharding.assemble import Assembly, Source, make_units
 from partita.sharding.bucket_layout import BucketLayout
 from partita.sharding.buckets import Bucket
 from partita.sharding.buffers import BufferSync
-from partita.sharding.casts import cast_borders, map_floats
 from partita.sharding.events import Subscriber
 from partita.sharding.executor import Executor
 from partita.sharding.gradient_hook import LastHook
 from partita.sharding.hooks import ForwardHooks, UnitEvents
+from partita.sharding.loads import ExactLoads
+from partita.sharding.precision import cast_buffers, forward_precision
 from partita.sharding.reducer import GradientReducer
 from partita.sharding.residency import Residency
 from partita.sharding.structure import Structure
@@ -74,7 +75,7 @@ class Runtime:
         self.gradient_group = collectives.group(row.summed_axes)
         self.part_index = mesh.index(row.part_axes)
         self.spans_nodes = blueprint.resolved.spans_nodes
-        kept = keep_fp32_modules(model, config.precision.keep_fp32)
+        kept = find_full_precision(model, blueprint.resolved)
         self.units = make_units(model, blueprint.units, mesh.rank)
         self._provide_disk(blueprint)
         sharded = [unit for unit in self.units if not unit.rests_whole]
@@ -91,27 +92,32 @@ class Runtime:
             mesh.watchdog = collectives.all_ranks.watchdog()
         agreement = agree(self.gradient_group, mesh, lambda: self.reducer.release_held_back())
         ahead = bytes_ahead(blueprint.units, config.zero.prefetch_bytes)
-        self.written = Written(self.units)
+        self.written = Written(self.units, mesh.rank)
         self.residency = Residency(sharded, self.executor, agreement, ahead, self.written)
         self._wait_in_threads()
         self._hooks: list[Any] = []
         self._slices_sequences = mesh.shape.size("sequence") > 1
         self._accumulate = blueprint.resolved.batch.accumulate
-        self._compute = dtype_of(ENCODINGS[blueprint.resolved.compute_dtype])
         self._members = dict[int, tuple[Unit, Member]]()  # by the id of the parameter
         self._own_buffers = [(module, dict(module._buffers)) for module in model.modules()]
         try:
             self._assemble(Assembly(model, self.units, collectives, memory, source, self.give_back))
+            if blueprint.resolved.casts_buffers:
+                cast_buffers(model, dtype_of(ENCODINGS[blueprint.resolved.compute_dtype]), kept)
             self.reducer = GradientReducer(self._make_buckets(blueprint), collectives, ledger)
             self._own_buffers.clear()
             self.structure = Structure(model, self.units)
             self.written.note()
             self.buffers = BufferSync(self.structure, collectives, config.communication.buffers == "broadcast")
-            self._hooks += cast_borders(model, self._compute, kept)
+            if (precision := forward_precision(model, blueprint.resolved, collectives.mesh.device, kept)) is not None:
+                self._hooks.append(precision)
+                precision.widen(model, (member for _, member in self.members()))
             self.events = UnitEvents()
             self.events.subscribe(sharded, self.residency.subscriber)
             count = self.residency.forwards_under_way
             self._hooks += [self.events, ForwardHooks(model, self._prepare, count, self._graph_of_now)]
+            rounding = [m for unit, m in self.members() if unit.rests_whole and m.segment.keeps_digits]
+            self._hooks.append(ExactLoads(rounding, self._store_exactly))
             self._members.update({id(member.param): (unit, member) for unit, member in self.members()})
             self._refresh()
         except BaseException:
@@ -206,7 +212,7 @@ class Runtime:
             self.residency.begin_forward()
         self._refresh()
         self.buffers.before_forward()
-        return map_floats(args, self._compute), map_floats(kwargs, self._compute)
+        return args, kwargs
 
     def _graph_of_now(self) -> Callable[[], None]:
         """What to do when a backward reaches the output of the forward that ends now."""
@@ -264,6 +270,20 @@ class Runtime:
         """See :class:`~partita.sharding.resting.Guardian`."""
         if id(param) in self._members:
             self.written.expose(*self._members[id(param)], values)
+
+    def _store_exactly(self, loaded: list[tuple[Member, Tensor]]) -> None:
+        """Store fp32 values, of which parameters that rest whole were given the rounded ones."""
+        by_segment = defaultdict[int, list[tuple[Member, Tensor]]](list)
+        for member, values in loaded:
+            by_segment[id(member.segment)].append((member, values))
+        for pairs in by_segment.values():
+            unit, segment = self._members[id(pairs[0][0].param)][0], pairs[0][0].segment
+            self.executor.finish_update(unit)
+            flat = {member.fqn: member.flat(values.to(segment.full.device, torch.float32)) for member, values in pairs}
+            for member, _ in pairs:
+                member.values.copy_(segment.rounded(flat[member.fqn]))
+            segment.set_master(flat)
+        self.written.stored([member for member, _ in loaded])
 
     def end_micro_batch(self) -> None:
         """All ranks have come to the end of a micro-batch."""

@@ -6,20 +6,21 @@ this rank's part); ``second`` is the part kept beside it between forward and bac
 the values that the optimizer updates, and is ``rest``, or a part of it, wherever their encodings are the same.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
-from partita.memory.allocate import over
+from partita.kernels.quantize import nearest_bf16
+from partita.memory.allocate import allocate, over
 from partita.memory.buffer_pool import Slot
 from partita.memory.streams import Event
 from partita.memory.tiers import InMemory, Kept, StateMemory
 from partita.plan.flat_range import FlatRange, memory_order
 from partita.plan.planned import PlannedSegment, PlannedUnit
-from partita.plan.residence import Residence
+from partita.plan.residence import SPLIT, Residence
 from partita.plan.span import Span
 from partita.planner.dtypes import dtype_of
 from partita.planner.parameters import Holding
@@ -205,21 +206,47 @@ class Segment:
         num_shards = self.planned.num_shards(self.plan.param_rest)
         return num_shards == self.layout.num_parts and not self.planned.has_second
 
-    def keep_rest(self, memory: StateMemory, part: Tensor | None = None) -> None:
-        """Have what rests, and the master weights where the segment trains: out of a freshly filled ``full``, or from
-        the one ``part`` that rests.
+    @property
+    def first_dtype(self) -> torch.dtype:
+        """The dtype of the first values: that of the master weights where these have more digits than ``full``."""
+        return torch.float32 if self.layout.has_master and self.master_has_digits else self.dtype
+
+    @property
+    def master_has_digits(self) -> bool:
+        """True if master weights keep digits that the parameters in compute lack."""
+        return self.dtype in (torch.bfloat16, torch.float16) and not self.master_is_parameter
+
+    @property
+    def keeps_digits(self) -> bool:
+        """True if there are master weights with digits that the parameters in compute lack."""
+        return self.master is not None and self.master_has_digits
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """Return parameters for ``values`` of :attr:`first_dtype`, in the dtype of ``full``."""
+        if self.plan.master.encoding == SPLIT and values.dtype != self.dtype:
+            return nearest_bf16(values)
+        return values.to(self.dtype)
+
+    def keep_rest(self, memory: StateMemory, first: Tensor | None = None, *, is_part: bool = False) -> None:
+        """Keep what rests, and the master weights.
+
+        Args:
+            first: values in :attr:`first_dtype`: all of them, which ``full`` has as well (None: those), or the one part
+                that rests.
+            is_part: ``first`` is that part; ``full`` has no values.
         """
         row = self.plan
-        if part is not None:
-            self.rest = memory.keep_values("parameters", part, self.dtype, row.param_rest.tier)
+        first = self.full if first is None else first
+        if is_part:
+            self.rest = memory.keep_values("parameters", self.rounded(first), self.dtype, row.param_rest.tier)
         elif self.planned.rests_whole:
             self.rest = memory.adopt("parameters", self.full)
         else:
             self.rest = self._keep_part(row.param_rest, memory)
         if self.planned.has_second:
             self.second = self._keep_part(row.param_between, memory)
-        if self.master_is_parameter or self.layout.trainable:
-            self.make_master(memory)
+        if self.master_is_parameter or self.layout.has_master:
+            self.make_master(memory, first if first.dtype != self.dtype else None)
 
     def _keep_part(self, residence: Residence, memory: StateMemory) -> Kept:
         return memory.keep_values("parameters", self.part(self.full, residence), self.dtype, residence.tier)
@@ -229,8 +256,12 @@ class Segment:
         """Whether the master weights are the parameters at rest (or this rank's part of them)."""
         return self.planned.master_is_parameter
 
-    def make_master(self, memory: StateMemory) -> MasterWeights:
-        """Have master weights with the values that rest: the same memory where the table says so, else their own."""
+    def make_master(self, memory: StateMemory, first: Tensor | None = None) -> MasterWeights:
+        """Make the master weights: the memory of the parameters at rest where the table says so, else their own.
+
+        Args:
+            first: values in fp32, all or those of the part that rests (None: the values that rest).
+        """
         residence = self.plan.master
         num_elements = self.layout.padded // self.planned.num_shards(residence)
         if self.master_is_parameter and self.rest.num_elements == num_elements:
@@ -241,9 +272,23 @@ class Segment:
         if self.master_is_parameter:
             self.master = MasterWeights(InMemory(values, self.rest.tier), residence, self.master_spans)
         else:
-            self.master = MasterWeights.apart(values, residence, self.master_spans, memory)
+            exact = values if first is None else self.part_of_rest(first)
+            self.master = MasterWeights.apart(exact, residence, self.master_spans, memory)
         lease.end(changed=False)
         return self.master
+
+    def set_master(self, values: Mapping[str, Tensor]) -> None:
+        """Store fp32 values in the master weights, of which the parameters have the rounded ones.
+
+        Args:
+            values: by the parameters' names, flat, all of this segment's elements of each.
+        """
+        assert self.master is not None
+        whole = torch.zeros(self.layout.padded, dtype=torch.float32, device=self.full.device)
+        for span in self.layout.spans:
+            if span.fqn in values:
+                whole[span.offset :][: span.num_elements] = values[span.fqn]
+        self.master.set(self.part(whole, self.plan.master), values.keys())
 
     def part_of_rest(self, values: Tensor) -> Tensor:
         """What rests of the elements that this rank has the master weights of."""
@@ -320,12 +365,20 @@ class Unit:
 
     def lay(self, storage: torch.UntypedStorage) -> None:
         """Lay ``full`` of every segment, one after the other, into a storage that has memory for now."""
+        self._lay(storage, [segment.dtype for segment in self.segments])
+
+    def lay_first(self, device: torch.device) -> None:
+        """Lay ``full`` of every segment in the dtype of its first values, into memory of its own."""
+        dtypes = [segment.first_dtype for segment in self.segments]
+        num_bytes = sum(s.layout.padded * dtype.itemsize for s, dtype in zip(self.segments, dtypes, strict=True))
+        self._lay(allocate(num_bytes, torch.uint8, device).untyped_storage(), dtypes)
+
+    def _lay(self, storage: torch.UntypedStorage, dtypes: Sequence[torch.dtype]) -> None:
         self.storage, offset = storage, 0
-        for segment in self.segments:
-            itemsize = segment.layout.encoding.itemsize
-            segment.full = over(storage, segment.dtype, segment.layout.padded, offset // itemsize)
+        for segment, dtype in zip(self.segments, dtypes, strict=True):
+            segment.full = over(storage, dtype, segment.layout.padded, offset // dtype.itemsize)
             segment.full.zero_()
-            offset += segment.layout.padded * itemsize
+            offset += segment.layout.padded * dtype.itemsize
 
     def adopt(self, member: Member) -> None:
         """Copy this rank's share of a parameter's values into ``full`` and make the parameter a view of it, giving its
@@ -340,6 +393,10 @@ class Unit:
             replace_data(param, view)
         else:
             param.data = view
+
+    def move(self, member: Member) -> None:
+        """Make a parameter, which the unit has adopted, a view of ``full`` where that was laid anew."""
+        replace_data(member.param, member.within(member.segment.full))
 
     def give_back(self, member: Member) -> bool:
         """Give a parameter memory of its own again, of the dtype and on the device that it had; whether the unit had

@@ -10,6 +10,7 @@ The written elements that a rank owns count, so all ranks have to write the same
 checksums of what they wrote, and fails where these differ.
 """
 
+import warnings
 import weakref
 import zlib
 from collections import defaultdict
@@ -52,9 +53,11 @@ class Written:
 
     Args:
         units: all units of the model.
+        rank: of this process: rank 0 warns.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], rank: int) -> None:
+        self._warns = rank == 0
         self._sharded = [unit for unit in units if not unit.rests_whole]
         members = [member for unit in units if unit.rests_whole for member in unit.members]
         self._whole = [member for member in members if _has_owner(member.segment)]
@@ -103,6 +106,11 @@ class Written:
             if (exposed := self._exposed.get(id(member))) is not None and exposed.unit.state is UnitState.WHOLE:
                 exposed.sum = checksum(member.values)
 
+    def stored(self, members: Sequence[Member]) -> None:
+        """Note that what was written into these parameters is stored already."""
+        self.forget(members)
+        self._add(members)
+
     def take(self) -> None:
         """Store what was written. No update may be running."""
         if written := self._found(self._whole):
@@ -111,6 +119,7 @@ class Written:
                 by_segment[id(member.segment)].append(member)
             for members in by_segment.values():
                 segment = members[0].segment
+                self._warn_of_rounding(members[0])
                 if segment.master is not None and not segment.master_is_parameter:
                     names = {member.fqn for member in members}
                     segment.master.set(segment.part(segment.full, segment.plan.master), names)
@@ -141,11 +150,24 @@ class Written:
             _check_stored(unit, member)
             by_segment[id(member.segment)].append(member)
         for members in by_segment.values():
+            self._warn_of_rounding(members[0])
             _store(members[0].segment, {member.fqn for member in members})
         unit.updated = record(unit.storage.device)
         if unit.has_second:
             _store_second(unit)
         self._add(written)
+
+    def _warn_of_rounding(self, member: Member) -> None:
+        """Warn, once, that values are rounded which are written into a parameter in 16 bits."""
+        if self._warns and member.segment.keeps_digits:
+            self._warns = False
+            warnings.warn(
+                f"parameter '{member.fqn}' was written in place in {str(member.segment.dtype).removeprefix('torch.')}: "
+                "the written values are rounded, and changes below that precision are lost; write it inside `with "
+                "engine.gathered(..., modify=True)`, which gives fp32 values, or list its module in "
+                "precision.keep_fp32",
+                stacklevel=2,
+            )
 
     def _found(self, members: Sequence[Member]) -> list[Member]:
         versions = self._versions

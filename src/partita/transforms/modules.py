@@ -110,6 +110,14 @@ class _Compile:
         return getattr, (self._chain.module, _COMPILE)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` or ``module.compile()`` has compiled the module's call."""
+    call = vars(module).get(_CALL)
+    if isinstance(call, _CallChain):
+        return call.own != module._call_impl
+    return call is not None or "_orig_mod" in module._modules
+
+
 def forward_wrappers(module: nn.Module) -> list[object]:
     """The active wrappers of a module's forward, outermost first."""
     chain = vars(module).get(_FORWARD)

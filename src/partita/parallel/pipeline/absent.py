@@ -5,8 +5,9 @@ earlier stages have a shape, a dtype and a device, and no data (:class:`Absent`)
 of the tensor's object later on uses it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from partita.errors import PartitaError
+from partita.memory.accelerator import kind_of
 from partita.planner.elsewhere import Elsewhere, is_elsewhere
+from partita.sharding.half import HalfParameter
 from partita.sharding.placeholder import METADATA, asked_for, is_access
 
 
@@ -22,23 +25,39 @@ class DataNeededError(PartitaError):
     """A forward asks for the data of a tensor that another stage computes."""
 
 
+@dataclass
+class Trial:
+    """A run that finds the form of a block's output. Until it is over the block may write absent values into tensors
+    that it makes.
+
+    Attributes:
+        has_data: absent tensors answer with zeros.
+    """
+
+    has_data: bool
+    is_over: bool = False
+
+
 class Absent(Tensor):
-    """A tensor without data. ``origin``: what its value depends on; ``value``: what has arrived for it."""
+    """A tensor without data. ``origin``: what its value depends on; ``value``: what has arrived for it; ``trial``: in
+    which it was made.
+    """
 
     _form: Tensor
     origin: str
     value: Tensor | None
+    trial: "Trial | None"
 
     @staticmethod
-    def __new__(cls, form: Tensor, device: torch.device, origin: str) -> "Absent":
-        """``form`` is a tensor on ``meta``."""
+    def __new__(cls, form: Tensor, device: torch.device, origin: str, trial: "Trial | None" = None) -> "Absent":
+        """``form`` is a tensor on ``meta``, or one of zeros in a trial that has data."""
         absent: Absent = Tensor._make_wrapper_subclass(
             cls, form.shape, strides=form.stride(), dtype=form.dtype, device=device
         )
-        absent._form, absent.origin, absent.value = form, origin, None
+        absent._form, absent.origin, absent.value, absent.trial = form, origin, None, trial
         return absent
 
-    def __init__(self, form: Tensor, device: torch.device, origin: str) -> None:
+    def __init__(self, form: Tensor, device: torch.device, origin: str, trial: "Trial | None" = None) -> None:
         super().__init__()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -67,9 +86,14 @@ class Absent(Tensor):
         kwargs = dict(kwargs or {})
         found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Absent)]
         device, origin = found[0].device, found[0].origin
+        trial = next((leaf.trial for leaf in found if leaf.trial is not None and not leaf.trial.is_over), None)
+        has_data = trial is not None and trial.has_data
+        if trial is None and func._schema.is_mutable:
+            _refuse_writes(func, args, kwargs, origin)
         if isinstance(kwargs.get("device"), torch.device):
-            device, kwargs["device"] = kwargs["device"], torch.device("meta")
-        forms = tree_map(_form_of, (args, kwargs))
+            device = kwargs["device"]
+            kwargs["device"] = device if has_data else torch.device("meta")
+        forms = tree_map(_with_data if has_data else _form_of, (args, kwargs))
         try:
             output = func(*forms[0], **forms[1])
         except (NotImplementedError, RuntimeError) as error:
@@ -84,15 +108,34 @@ class Absent(Tensor):
         def wrapped(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            return same[id(leaf)] if id(leaf) in same else Absent(leaf, device, origin)
+            return same[id(leaf)] if id(leaf) in same else Absent(leaf, device, origin, trial)
 
         return tree_map(wrapped, output)
 
 
+def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], origin: str) -> None:
+    """Raise an error if an operation writes an absent value into a tensor that would seem to have its data."""
+    for at, argument in enumerate(func._schema.arguments):
+        value = args[at] if at < len(args) else kwargs.get(argument.name)
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written and isinstance(value, Tensor) and not isinstance(value, Absent):
+            raise DataNeededError(
+                f"{func} writes a value that depends on '{origin}', which another stage of the pipeline computes, into "
+                "a tensor of this stage: between the blocks, build the tensor by torch.cat, torch.where or an "
+                "operation that is not in place"
+            )
+
+
 def _form_of(leaf: Any) -> Any:
     if isinstance(leaf, Absent):
-        return leaf._form
+        leaf = leaf._form
     return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+
+
+def _with_data(leaf: Any) -> Any:
+    if not isinstance(leaf, Absent):
+        return leaf
+    return torch.zeros_like(leaf._form, device=leaf.device) if leaf._form.is_meta else leaf._form
 
 
 def arrived(leaf: Any) -> Any:
@@ -107,7 +150,7 @@ def is_missing(value: object) -> bool:
 
 def without_data(tensor: Tensor, origin: str) -> Absent:
     """An absent tensor like this one."""
-    form = tensor._form if isinstance(tensor, Absent) else torch.empty_like(tensor, device="meta")
+    form = _form_of(tensor) if isinstance(tensor, Absent) else torch.empty_like(tensor, device="meta")
     return Absent(form, tensor.device, origin)
 
 
@@ -140,13 +183,23 @@ class AbsentParameter(Elsewhere):
 
 
 class _Known:
-    """Of an absent parameter: its class, its name, the device and the dtype it is computed with, and who is told when
-    it is read.
+    """What is known of an absent parameter: its class, its name, and the device and the dtype that it has elsewhere.
+
+    Attributes:
+        is_half: under autocast it is read as an fp32 parameter would be (:mod:`partita.sharding.half`).
+        note: is called when it is read.
     """
 
-    def __init__(self, kind: type[nn.Parameter], name: str, device: torch.device, dtype: torch.dtype) -> None:
-        self.kind, self.name, self.device, self.dtype = kind, name, device, dtype
+    def __init__(
+        self, kind: type[nn.Parameter], name: str, device: torch.device, dtype: torch.dtype, *, is_half: bool
+    ) -> None:
+        self.kind, self.name, self.device, self.dtype, self.is_half = kind, name, device, dtype, is_half
         self.note: Callable[[Tensor], None] = lambda param: None
+
+    @property
+    def read_dtype(self) -> torch.dtype:
+        """The dtype in which functions read it; those that autocast runs in 16 bits cast it by themselves."""
+        return torch.float32 if self.is_half and torch.is_autocast_enabled(kind_of(self.device)) else self.dtype
 
 
 # By the id of an absent parameter: only a tensor is at hand when it is computed with. A weak reference to it would keep
@@ -160,15 +213,20 @@ def _read(leaf: Any) -> Any:
     known = _known[id(leaf)]
     known.note(leaf)
     with torch._C.DisableTorchFunctionSubclass():
-        form = torch.empty_like(leaf, device="meta", dtype=known.dtype, requires_grad=False)
+        form = torch.empty_like(leaf, device="meta", dtype=known.read_dtype, requires_grad=False)
     return Absent(form, known.device, known.name)
 
 
-def send_away(param: nn.Parameter, name: str, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Mark a parameter as held by other stages, which compute with it in a ``dtype`` (None: its own). Its values stay,
-    for whoever gives them to those.
+def send_away(
+    param: nn.Parameter, name: str, device: torch.device, dtype: torch.dtype | None = None, *, is_half: bool = False
+) -> None:
+    """Mark a parameter as held by other stages. Its values stay, for whoever gives them to those.
+
+    Args:
+        dtype: that it has there (None: its own).
+        is_half: it is a parameter in 16 bits there that functions read as autocast reads fp32 parameters.
     """
-    _known[id(param)] = _Known(type(param), name, device, dtype or param.dtype)
+    _known[id(param)] = _Known(type(param), name, device, dtype or param.dtype, is_half=is_half)
     param.__class__ = AbsentParameter
 
 
@@ -190,7 +248,7 @@ def all_away(
     """Inside the block all parameters of a module are absent; ``note`` is told of each read of one that was there."""
     there = [(name, param) for name, param in module.named_parameters() if not is_elsewhere(param)]
     for name, param in there:
-        send_away(param, name, device)
+        send_away(param, name, device, is_half=isinstance(param, HalfParameter))
         _known[id(param)].note = note
     try:
         yield

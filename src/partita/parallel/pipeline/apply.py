@@ -12,11 +12,12 @@ from partita.parallel.pipeline.absent import forget, send_away
 from partita.parallel.pipeline.cut import cut
 from partita.parallel.pipeline.schedule import Schedule, Shape, make_schedule
 from partita.plan.place import Place
+from partita.plan.residence import BF16, FP16
 from partita.plan.share import Share
 from partita.planner.blueprint import compute_encoding
 from partita.planner.dtypes import dtype_of
 from partita.planner.elsewhere import is_elsewhere
-from partita.planner.group_units import keep_fp32_modules
+from partita.planner.full_precision import find_full_precision
 from partita.planner.parameters import find_everywhere
 
 
@@ -37,12 +38,13 @@ def cut_model(model: nn.Module, resolved: Resolved, mesh: Mesh, parallel: Parall
     names = None if asked.cut == "auto" else asked.cut
     parallel.cut = found = cut(model, asked.pipeline * asked.chunks, names, mesh.device)
     own = mesh.coordinate("pipeline")
-    kept = keep_fp32_modules(model, resolved.config.precision.keep_fp32)
+    kept = find_full_precision(model, resolved)
     for holding in find_everywhere(model):
         ranks = tuple(sorted({stage % asked.pipeline for stage in found.stages[id(holding.param)]}))
         if own not in ranks:
-            dtype = dtype_of(compute_encoding(holding, resolved, kept))
-            send_away(holding.param, holding.fqns[0], mesh.device, dtype)
+            encoding = compute_encoding(holding, resolved, kept)
+            is_half = resolved.config.precision.mode == "mixed" and encoding in (BF16, FP16)
+            send_away(holding.param, holding.fqns[0], mesh.device, dtype_of(encoding), is_half=is_half)
             parallel.away.append(holding.param)
         elif len(ranks) > 1:
             place = Place(tuple(holding.param.shape))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from partita.errors import PartitaError
-from partita.parallel.pipeline.absent import Absent, arrived, is_missing
-from partita.sharding.hooks import ForwardEndedError
+from partita.parallel.pipeline.absent import Absent, DataNeededError, arrived, is_missing
+from partita.sharding.hooks import ForwardEndedError, call_within_hooks
 from partita.transforms.modules import ModuleTransforms
 
 
@@ -88,7 +88,7 @@ class Stages:
         self._calls = ModuleTransforms()
         with self._calls.building():
             for module, name, index in stands:
-                self._calls.wrap_call(module, _Call(index, self, stand_in(module, name), name))
+                self._calls.wrap_call(module, _Call(index, self, module, stand_in(module, name), name))
 
     def forward(self, start: int, stop: int, call: Callable[[], Any], receive: Receive) -> Any:
         """Run ``call``, a forward of the model, for the stage of the blocks ``[start, stop)``.
@@ -121,8 +121,8 @@ class Stages:
 class _Call:
     """Stands between a module and who calls it, before the module's hooks. ``index``: of a block."""
 
-    def __init__(self, index: int | None, stages: Stages, stand_in: StandsIn, name: str) -> None:
-        self._index, self._stages, self._stand_in, self._name = index, stages, stand_in, name
+    def __init__(self, index: int | None, stages: Stages, module: nn.Module, stand_in: StandsIn, name: str) -> None:
+        self._index, self._stages, self._module, self._stand_in, self._name = index, stages, module, stand_in, name
 
     def __call__(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         passage, index = self._stages.passage, self._index
@@ -132,15 +132,21 @@ class _Call:
                 "no rank has the whole model; feed it by these"
             )
         if index is None:
-            return own(*args, **kwargs) if passage.between_own else self._stand_in(args, kwargs)
+            return own(*args, **kwargs) if passage.between_own else self._pass(args, kwargs)
         if index < passage.position or passage.position <= passage.stop < index:
             raise self._out_of_order(passage.position, index)
         passage.position = index + 1
         if index == passage.stop:
             raise ReachedError(Arguments.of(args, kwargs))
         if index < passage.start:
-            return self._stand_in(args, kwargs)
+            return self._pass(args, kwargs)
         return self._call(own, passage, Arguments.of(args, kwargs))
+
+    def _pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the module returns on another stage, without data. Hooks may collect it, or change its form; one
+        that reads values runs on that stage alone.
+        """
+        return call_within_hooks(self._module, self._stand_in, args, kwargs, ignored=DataNeededError)
 
     def _call(self, own: Callable[..., Any], passage: Passage, arguments: Arguments) -> Any:
         """Run an own block, with what arrives for it."""

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partita.parallel.pipeline.absent import Absent, DataNeededError, all_away, without_data
+from partita.memory.generators import generators_kept
+from partita.parallel.pipeline.absent import Absent, DataNeededError, Trial, all_away, without_data
 from partita.sharding.buffers import buffers_kept
 from partita.sharding.nested import map_tensors, tensors_in
 
@@ -16,7 +17,8 @@ Plain = Callable[[Sequence[nn.Module]], AbstractContextManager[None]]
 
 class StandIn:
     """Stands in for a module's forward. The form of the output is found by running the module without data, once for
-    each form of its arguments; where that needs data (a router's choice), the output is like the first argument.
+    each form of its arguments; where that needs data (a router's choice), it is run with zeros, and if zeros fail as
+    well, the output is like the first argument. What the run leaves elsewhere (an auxiliary loss) is absent, too.
 
     Args:
         plain: makes modules what they were before other axes changed their forwards, in a ``with`` block.
@@ -39,22 +41,41 @@ class StandIn:
         return Absent(form, self._device, self._name)
 
     def _find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        args, kwargs = map_tensors(args, self._without_numbers), map_tensors(kwargs, self._without_numbers)
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(devices=[]),
-            self._plain([self._module]),
-            all_away(self._module, self._device),
-            buffers_kept(self._module),
-        ):
-            try:
-                return self._module.forward(*args, **kwargs)
-            except DataNeededError:
-                return next(tensors_in((args, kwargs)))
+        try:
+            return self._run(args, kwargs, Trial(has_data=False))
+        except DataNeededError:
+            pass
+        try:
+            return self._run(args, kwargs, Trial(has_data=True))
+        except (RuntimeError, ValueError, LookupError):
+            return next(tensors_in((args, kwargs)))
 
-    def _without_numbers(self, tensor: Tensor) -> Tensor:
-        """Positions and masks may decide what a forward does; what is computed does not."""
-        return without_data(tensor, self._name) if tensor.is_floating_point() else tensor
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], trial: Trial) -> Any:
+        """Run the module. Positions and masks may decide what a forward does; what is computed does not."""
+
+        def absent(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            form = without_data(tensor, self._name)._form
+            return Absent(
+                torch.zeros_like(form, device=tensor.device) if trial.has_data else form,
+                tensor.device,
+                self._name,
+                trial,
+            )
+
+        args, kwargs = map_tensors(args, absent), map_tensors(kwargs, absent)
+        try:
+            with (
+                torch.no_grad(),
+                generators_kept(self._device),
+                self._plain([self._module]),
+                all_away(self._module, self._device),
+                buffers_kept(self._module),
+            ):
+                return self._module.forward(*args, **kwargs)
+        finally:
+            trial.is_over = True
 
 
 def _form(value: Any) -> Any:

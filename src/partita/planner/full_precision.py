@@ -1,0 +1,113 @@
+"""The parts of a model that stay in fp32 while the rest computes in 16 bits."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from partita.config.resolve import Resolved
+from partita.planner.group_units import modules_like
+from partita.planner.parameters import Holding, find_everywhere
+
+_HALF = (torch.bfloat16, torch.float16)
+_KERNELS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
+@dataclass(frozen=True)
+class FullPrecision:
+    """What stays in fp32, by id.
+
+    Attributes:
+        params: parameters that are stored and sent in fp32.
+        modules: modules that compute in fp32, with all their submodules.
+        batch_norms: batch norms of torch's own classes, whose kernels compute in fp32 whatever their input is.
+    """
+
+    params: frozenset[int]
+    modules: frozenset[int]
+    batch_norms: frozenset[int]
+
+
+def find_full_precision(model: nn.Module, resolved: Resolved) -> FullPrecision:
+    """Find the parts of a model that stay in fp32.
+
+    These are the modules of ``precision.keep_fp32``, batch norms, what a model of transformers lists in
+    ``_keep_in_fp32_modules`` (fp16) and ``_keep_in_fp32_modules_strict`` (fp16 and bf16), and the modules of a model
+    in 16 bits that were left in fp32 (a router). The adapters of PEFT are none of these: PEFT makes them in fp32 for
+    the sake of the optimizer, which has fp32 master weights here.
+
+    Raises:
+        ConfigError: a pattern of ``precision.keep_fp32`` matches no module.
+    """
+    holdings = [holding for holding in find_everywhere(model) if holding.param.is_floating_point()]
+    modules = {id(inner) for module in _named(model, resolved) for inner in module.modules()}
+    listed = {id(holding.param) for holding in _listed(model, resolved.compute_dtype, holdings)}
+    listed |= {id(holding.param) for holding in _left_in_fp32(model, holdings)}
+    batch_norms = set[int]()
+    for module in model.modules():
+        own = [id(param) for param in module.parameters() if param.is_floating_point()]
+        if own and listed.issuperset(own):
+            modules.add(id(module))
+        elif isinstance(module, _BatchNorm):
+            (batch_norms if type(module).forward in _KERNELS else modules).add(id(module))
+    params = {
+        id(holding.param)
+        for holding in holdings
+        if any(id(owner) in modules or id(owner) in batch_norms for owner, _ in holding.owners)
+    }
+    return FullPrecision(frozenset(params | listed), frozenset(modules), frozenset(batch_norms - modules))
+
+
+def outermost(model: nn.Module, modules: frozenset[int]) -> list[nn.Module]:
+    """Return those of ``modules`` that are called by other modules; containers without a forward are looked into."""
+
+    def search(module: nn.Module) -> Iterator[nn.Module]:
+        if id(module) in modules and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            yield module
+        else:
+            for child in module.children():
+                yield from search(child)
+
+    return list({id(module): module for module in search(model)}.values())
+
+
+def _named(model: nn.Module, resolved: Resolved) -> Iterator[nn.Module]:
+    for pattern in resolved.config.precision.keep_fp32:
+        yield from modules_like(model, pattern, "precision.keep_fp32")
+
+
+def _listed(model: nn.Module, compute: str, holdings: Iterable[Holding]) -> Iterator[Holding]:
+    """The parameters in the lists that a model of transformers has of names which stay in fp32."""
+    names = set[str](getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if compute == "fp16":
+        names |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if not names:
+        return
+    patterns = (re.escape(name).replace(r"\*", ".*") for name in names)
+    matches = re.compile(rf"(^|\.)({'|'.join(patterns)})(\.|$)")
+    yield from (holding for holding in holdings if any(matches.search(fqn) for fqn in holding.fqns))
+
+
+def _left_in_fp32(model: nn.Module, holdings: Iterable[Holding]) -> Iterator[Holding]:
+    """The fp32 parameters of a model whose other parameters are in 16 bits."""
+    with torch._C.DisableTorchFunctionSubclass():  # the dtype in the model, also of what other stages hold
+        if not any(holding.param.dtype in _HALF for holding in holdings):
+            return
+        adapters = {id(param) for param in _adapter_params(model)}
+        for holding in holdings:
+            if holding.param.dtype == torch.float32 and id(holding.param) not in adapters:
+                yield holding
+
+
+def _adapter_params(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of PEFT's adapters: its layers name the attributes that have them."""
+    for module in model.modules():
+        for name in getattr(module, "adapter_layer_names", ()):
+            found = getattr(module, name, None)
+            if isinstance(found, nn.Parameter):
+                yield found
+            elif isinstance(found, nn.Module):
+                yield from found.parameters()

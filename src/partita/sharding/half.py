@@ -1,0 +1,139 @@
+"""Parameters in 16 bits, read as autocast would read them in fp32."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from partita.memory.accelerator import is_host, kind_of
+from partita.sharding.placeholder import asked_for, is_access
+from partita.sharding.resting import is_resting
+from partita.sharding.unit import Member
+from partita.transforms.modules import is_compiled
+
+# Functions of parameters, by name, that autocast runs in 16 bits.
+_PRODUCTS = frozenset(
+    """
+    linear matmul __matmul__ __rmatmul__ mm bmm mv addmm addmv addr addbmm baddbmm einsum chain_matmul multi_dot vecdot
+    conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution prelu
+    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell lstm gru rnn_tanh rnn_relu multi_head_attention_forward
+    scaled_dot_product_attention _grouped_mm grouped_mm
+    """.split()
+)
+# Those that return the same values, of which the next function decides.
+_VIEWS = frozenset(
+    """
+    __getitem__ view view_as reshape reshape_as flatten unflatten expand expand_as broadcast_to unsqueeze squeeze
+    transpose swapaxes swapdims permute movedim t T mT adjoint narrow select chunk split tensor_split unbind diagonal
+    contiguous detach clone
+    """.split()
+)
+_CASTS = frozenset("to type type_as float double half bfloat16 cpu cuda numpy tolist item".split())
+
+
+class _ReadInFp32(Tensor):
+    """A tensor in 16 bits that functions read in fp32, unless autocast runs them in 16 bits."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs, name = kwargs or {}, asked_for(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            if is_access(func) or name in _PRODUCTS or name in _CASTS or _is_in_place(name):
+                return func(*args, **kwargs)
+            device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _ReadInFp32))
+            if not torch.is_autocast_enabled(kind_of(device)):
+                return func(*args, **kwargs)
+            if name in _VIEWS:
+                return tree_map(_as_view, func(*args, **kwargs))
+            if name == "embedding" and not is_host(device):
+                return func(*args, **kwargs).float()  # the kernel adds up the gradients of a row in fp32
+            return _run_in_fp32(func, args, kwargs)
+
+
+class _HalfView(_ReadInFp32):
+    """A view, or a copy, of a parameter in 16 bits."""
+
+
+class HalfParameter(_ReadInFp32, nn.Parameter):
+    """A parameter in 16 bits under an autocast that is meant for fp32 parameters.
+
+    Products read it as it is; all other functions read it in fp32, as they would read an fp32 parameter. So a model
+    computes what autocast computes with fp32 parameters of the same values. Outside autocast it is a parameter like any
+    other.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        with torch._C.DisableTorchFunctionSubclass():
+            memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+
+class HalfParameters:
+    """The parameters of a model that are :class:`HalfParameter` while their data is there.
+
+    They are all parameters in ``dtype``, less those of classes of their own and those of compiled modules: torch's
+    compiler takes plain parameters alone. A compiled module reads its parameters in 16 bits.
+    """
+
+    def __init__(self, model: nn.Module, members: Iterable[Member], dtype: torch.dtype) -> None:
+        self._modules = list(model.modules())
+        self._members = [each for each in members if each.segment.dtype == dtype and each.here_kind is nn.Parameter]
+        for member in self._members:
+            member.here_kind = HalfParameter
+            if not is_resting(member.param):
+                member.param.__class__ = HalfParameter
+
+    def leave_compiled(self) -> None:
+        """Make plain parameters of those in modules that have been compiled since the last call."""
+        if not (compiled := [module for module in self._modules if is_compiled(module)]):
+            return
+        inside = {id(inner) for module in compiled for inner in module.modules()}
+        self._modules = [module for module in self._modules if id(module) not in inside]
+        self._leave(lambda member: any(id(owner) in inside for owner, _ in member.holding.owners))
+
+    def leave_all(self) -> None:
+        """Make plain parameters of all."""
+        self._leave(lambda member: True)
+
+    def _leave(self, is_left: Callable[[Member], bool]) -> None:
+        left = [member for member in self._members if is_left(member)]
+        self._members = [member for member in self._members if not is_left(member)]
+        for member in left:
+            member.here_kind = nn.Parameter
+            if type(member.param) is HalfParameter:
+                member.param.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def _is_in_place(name: str) -> bool:
+    return name.startswith("__i") or name == "__setitem__" if name.endswith("__") else name.endswith("_")
+
+
+def _as_view(value: Any) -> Any:
+    return value.as_subclass(_HalfView) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _run_in_fp32(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a function on copies in fp32. What it writes into a copy, as ``max_norm`` does, the tensor takes."""
+    copies = list[tuple[Tensor, Tensor]]()
+
+    def widened(value: Any) -> Any:
+        if not isinstance(value, _ReadInFp32):
+            return value
+        copies.append((value, value.float()))
+        return copies[-1][1]
+
+    args, kwargs = tree_map(widened, (tuple(args), kwargs))
+    result = func(*args, **kwargs)
+    for tensor, copy in copies:
+        if copy._version:
+            with torch.no_grad():
+                tensor.copy_(copy)
+    return result

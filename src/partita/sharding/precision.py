@@ -1,0 +1,248 @@
+"""The precision of a forward: autocast around it, casts of arguments and outputs, and modules that stay in fp32."""
+
+import inspect
+import re
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial, wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partita.config.resolve import Resolved
+from partita.plan.residence import ENCODINGS
+from partita.planner.dtypes import dtype_of
+from partita.planner.full_precision import FullPrecision, outermost
+from partita.sharding.compiler import eager_itself
+from partita.sharding.half import HalfParameters
+from partita.sharding.nested import map_tensors
+from partita.sharding.unit import Member
+from partita.transforms.modules import ModuleTransforms, Wrapper
+
+# Modules whose classes give every model methods that are not its own.
+_BASES = re.compile(
+    r"(torch|transformers\.(modeling_utils|generation|utils|integrations)|huggingface_hub|peft|lightning"
+    r"|pytorch_lightning)(\.|$)"
+)
+
+
+class Mode(ABC):
+    """How a model computes in a 16-bit dtype (``precision.mode``)."""
+
+    def __init__(self, compute: torch.dtype) -> None:
+        self.compute = compute
+
+    @abstractmethod
+    def around(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward."""
+
+    @abstractmethod
+    def arguments(self, value: Any) -> Any:
+        """Return what the model gets for its arguments."""
+
+    @abstractmethod
+    def around_fp32(self) -> AbstractContextManager[Any]:
+        """Return the context of a module that stays in fp32."""
+
+    @abstractmethod
+    def leaves_fp32(self, output: Any) -> Any:
+        """Return what the model gets for the output of a module that stays in fp32."""
+
+
+class Autocast(Mode):
+    """The forward runs under ``torch.autocast``, which casts the operands of each operator. Arguments stay as they are.
+
+    The cache of casts is off: it would hold 16-bit copies of all fp32 weights until the forward ends, also of weights
+    that are sharded again after use.
+    """
+
+    def __init__(self, compute: torch.dtype, device_type: str) -> None:
+        super().__init__(compute)
+        self._device_type = device_type
+
+    def around(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self._device_type, self.compute, cache_enabled=False)
+
+    def arguments(self, value: Any) -> Any:
+        return value
+
+    def around_fp32(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self._device_type, enabled=False)
+
+    def leaves_fp32(self, output: Any) -> Any:
+        return output
+
+
+class Cast(Mode):
+    """Arguments are cast to the compute dtype, as parameters and buffers are."""
+
+    def around(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def arguments(self, value: Any) -> Any:
+        return map_floats(value, self.compute)
+
+    def around_fp32(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def leaves_fp32(self, output: Any) -> Any:
+        return map_tensors(output, self._narrowed)
+
+    def _narrowed(self, tensor: Tensor) -> Tensor:
+        # A number, such as a loss, does not decide the dtype of what is computed from it.
+        return tensor if tensor.dim() == 0 else map_floats(tensor, self.compute)
+
+
+class InFp32:
+    """Runs the forward of a module that stays in fp32: arguments and results are fp32."""
+
+    def __init__(self, mode: Mode) -> None:
+        self.mode = mode
+
+    def __call__(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.mode.around_fp32():
+            output = own(*map_floats(args, torch.float32), **map_floats(kwargs, torch.float32))
+        return self.mode.leaves_fp32(output)
+
+
+class ForwardPrecision:
+    """Runs the forward of a model, and its other public methods, in a precision mode until it is removed.
+
+    Args:
+        outputs: the dtype of floating-point outputs that are in the compute dtype.
+        kept: what stays in fp32.
+    """
+
+    def __init__(self, model: nn.Module, mode: Mode, outputs: torch.dtype, kept: FullPrecision) -> None:
+        self._mode, self._outputs = mode, outputs
+        self._runs = False
+        self._half: HalfParameters | None = None
+        self._transforms = ModuleTransforms()
+        with self._transforms.building():
+            for module in outermost(model, kept.modules):
+                self._transforms.wrap_forward(module, InFp32(mode))
+            if isinstance(mode, Cast):
+                for module in model.modules():
+                    if id(module) in kept.batch_norms:
+                        self._transforms.wrap_forward(module, partial(_run_batch_norm, mode))
+            self._transforms.wrap_forward(model, self._run)
+            for name in _methods(model):
+                self._transforms.set_attribute(model, name, _wrapped_method(model, name, self._run))
+
+    def remove(self) -> None:
+        """Give the modules their own forwards back, and the parameters their class."""
+        self._transforms.undo()
+        if self._half is not None:
+            self._half.leave_all()
+
+    def widen(self, model: nn.Module, members: Iterable[Member]) -> None:
+        """Have the operators that autocast runs in fp32 read the parameters so, which are there in 16 bits."""
+        if isinstance(self._mode, Autocast):
+            self._half = HalfParameters(model, members, self._mode.compute)
+
+    def _run(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._runs:  # called by another method of the model, which computes with what is returned
+            return own(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._run_around_graphs(own, *args, **kwargs)
+        if self._half is not None:
+            self._half.leave_compiled()
+        return self._run_in_mode(own, *args, **kwargs)
+
+    @eager_itself  # its state, and the classes of parameters, are not part of a graph
+    def _run_around_graphs(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._half is not None:
+            self._half.leave_all()
+        return self._run_in_mode(own, *args, **kwargs)
+
+    def _run_in_mode(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._runs = True
+        try:
+            with self._mode.around():
+                output = own(*self._mode.arguments(args), **self._mode.arguments(kwargs))
+        finally:
+            self._runs = False
+        return map_tensors(output, self._widened)
+
+    def _widened(self, tensor: Tensor) -> Tensor:
+        if tensor.dtype != self._mode.compute or isinstance(tensor, nn.Parameter):
+            return tensor
+        return tensor.to(self._outputs)
+
+
+def forward_precision(
+    model: nn.Module, resolved: Resolved, device: torch.device, kept: FullPrecision
+) -> ForwardPrecision | None:
+    """Put a model into the precision mode of the config. Returns None in fp32, where there is nothing to do."""
+    if resolved.compute_dtype == "fp32":
+        return None
+    compute, precision = dtype_of(ENCODINGS[resolved.compute_dtype]), resolved.config.precision
+    outputs = torch.float32 if precision.outputs == "fp32" else compute
+    # A simulated device has no autocast, and no values that a cast could harm.
+    if precision.mode == "cast" or not torch.amp.is_autocast_available(device.type):
+        return ForwardPrecision(model, Cast(compute), outputs, kept)
+    return ForwardPrecision(model, Autocast(compute, device.type), outputs, kept)
+
+
+def cast_buffers(model: nn.Module, compute: torch.dtype, kept: FullPrecision) -> None:
+    """Cast the persistent floating-point buffers of modules that do not stay in fp32.
+
+    Buffers that are not persistent are tables which the model computes from its config, such as the frequencies of
+    rotary embeddings: rounded, they would be wrong, and a model written for 16 bits casts what it reads of them.
+    """
+    for module in model.modules():
+        if id(module) in kept.modules or id(module) in kept.batch_norms:
+            continue
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = buffer.to(compute)
+
+
+def map_floats(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with its floating-point tensors in ``dtype``; finite values stay finite."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or tensor.dtype == dtype:
+            return tensor
+        largest = torch.finfo(dtype).max
+        if torch.finfo(tensor.dtype).max > largest:  # a mask of the smallest number would become infinite
+            tensor = torch.where(tensor.isinf(), tensor, tensor.clamp(-largest, largest))
+        return tensor.to(dtype)
+
+    return map_tensors(value, cast)
+
+
+def _run_batch_norm(mode: Mode, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return mode.leaves_fp32(own(*args, **kwargs))
+
+
+def _wrapped_method(model: nn.Module, name: str, wrapper: Wrapper) -> MethodType:
+    """A bound method that calls ``wrapper(own, ...)``. Copies of the model have the method without it."""
+    to_model, function = weakref.ref(model), getattr(model, name).__func__
+
+    @wraps(function)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self is not to_model():
+            return function(self, *args, **kwargs)
+        return wrapper(partial(function, self), *args, **kwargs)
+
+    return MethodType(run, model)
+
+
+def _methods(model: nn.Module) -> Iterator[str]:
+    """The names of public methods that the model's own classes define, beside what every module has."""
+    found = dict[str, Any]()
+    for kind in reversed(type(model).__mro__):
+        if not _BASES.match(kind.__module__):
+            found.update(vars(kind))
+    for name, function in found.items():
+        if name.startswith("_") or hasattr(nn.Module, name) or not inspect.isfunction(function):
+            continue
+        if name in vars(model):  # the model's user has put another one in its place
+            continue
+        if not (inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function)):
+            yield name

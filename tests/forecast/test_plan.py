@@ -150,7 +150,7 @@ def test_codes_are_weighed_where_they_are_asked_for(tmp_path: Path) -> None:
     slow = replace(machine_named("h100"), gpus=2, network=2e8)
     sizes = "family=llama,layers=4,hidden=1024,heads=8,vocab=1000"
     full, coded = (
-        partita.plan(sizes, gpus=4, gpu=slow, tokens=512, samples=32, compress=compress) for compress in (False, True)
+        partita.plan(sizes, gpus=4, gpu=slow, tokens=512, samples=8, compress=compress) for compress in (False, True)
     )
     assert not any(each.choice.resting.sending.communication for each in full.forecasts)
     best, slower = coded.best, full.best

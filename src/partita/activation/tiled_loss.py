@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from partita.activation.logits import Logits, Origin
 from partita.config.schema import Loss
 from partita.errors import ConfigError, PartitaError
-from partita.memory import accelerator
+from partita.memory.autocast import autocast, autocast_dtype
 from partita.parallel.logits import Split, Vocabulary, split_logits
 from partita.parallel.sequence.apply import HeadOfSlices
 from partita.parallel.sequence.blocks import Blocks
@@ -136,14 +136,12 @@ class TiledHead:
             self._warn("a forward hook on the layer")
             return own(*args, **kwargs)
         assert hidden is not None
-        dtype, autocast = hidden.dtype, cast(Callable[[], AbstractContextManager[Any]], nullcontext)
-        kind = accelerator.kind_of(hidden.device)
+        dtype, around = hidden.dtype, cast(Callable[[], AbstractContextManager[Any]], nullcontext)
         if in_fp32 := [wrapper for wrapper in forward_wrappers(module) if isinstance(wrapper, InFp32)]:
-            dtype, autocast = torch.float32, in_fp32[0].mode.around_fp32
-        elif torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            autocast = partial(torch.autocast, kind, dtype, cache_enabled=torch.is_autocast_cache_enabled())
-        call = Call(self, own, hidden, autocast)
+            dtype, around = torch.float32, in_fp32[0].mode.around_fp32
+        elif (narrow := autocast_dtype(hidden.device)) is not None:
+            dtype, around = narrow, partial(autocast, hidden.device, narrow, torch.is_autocast_cache_enabled())
+        call = Call(self, own, hidden, around)
         return Logits.of(Origin(call, hidden, module.out_features, dtype, hidden.dim() - 1))
 
     def compute(self, loss: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
@@ -257,16 +255,16 @@ class Call:
         head: TiledHead,
         own: Callable[..., Any],
         hidden: Tensor,
-        autocast: Callable[[], AbstractContextManager[Any]],
+        around: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self._head, self._own, self._hidden = head, own, hidden
         self._versions = head.versions(hidden)
-        self._autocast = autocast
+        self._around = around
 
     def whole(self, origin: Origin, asked_by: str) -> Tensor:
         self._check_unchanged()
         self._head.warn_of(asked_by)
-        with self._autocast():
+        with self._around():
             output: Tensor = self._own(origin.hidden)
         return output
 
@@ -285,7 +283,7 @@ class Call:
         tiles = Tiles(origin, target, ignored, smoothing, num, share.vocabulary)
 
         def loss(rows: Tensor) -> Tensor:
-            with share.block, self._autocast():
+            with share.block, self._around():
                 summed: Tensor = TiledLoss.apply(rows, head.weight, head.bias, tiles)  # type: ignore[no-untyped-call]
             return summed
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from partita.attention.functional import block_sparse
 from partita.attention.layout import Layout
 from partita.errors import PartitaError
+from partita.memory.autocast import autocast_dtype, no_autocast
 from partita.parallel.dot_product import DotProduct, ahead_of_others
 from partita.parallel.sequence.attention import running
 from partita.sharding.compiler import eager_itself
@@ -47,14 +48,12 @@ class Interception:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, **given: Any) -> Tensor:
         """:func:`block_sparse` over this module's layout, in autocast's dtype."""
         self.met = True
-        layout, kind = self.layout(causal), q.device.type
+        layout = self.layout(causal)
         if not layout.causal and q.shape[2] != k.shape[2]:
             raise self.refuse(f"attends from {q.shape[2]} positions to {k.shape[2]} others (cross-attention)")
-        if not torch.amp.is_autocast_available(kind):  # a device without values
-            return block_sparse(q, k, v, layout, **given)
-        if torch.is_autocast_enabled(kind):
-            q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
-        with torch.autocast(kind, enabled=False):
+        if (dtype := autocast_dtype(q.device)) is not None:
+            q, k, v = (x.to(dtype) for x in (q, k, v))
+        with no_autocast(q.device):
             out: Tensor = block_sparse(q, k, v, layout, **given)
         return out
 

@@ -111,7 +111,7 @@ def _computed_on(device: str) -> tuple[str, Machine | None]:
     """The kind of device, and the machine where one is named; DEFAULT_GPU's where nothing but the usual kind is."""
     if device.lower() in machines() or Path(device).suffix in (".yaml", ".yml"):
         machine = machine_named(device)
-        return accelerator.HOST.type if machine.one_memory else accelerator.USUAL_KIND, machine
+        return accelerator.usual_kind(machine.one_memory), machine
     return device, machine_named(DEFAULT_GPU) if device == accelerator.USUAL_KIND else None
 
 

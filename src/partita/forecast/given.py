@@ -194,7 +194,7 @@ def given_plan(
     _check_known(settings)
     specs = group_units(source.model, settings.zero.units)
     batch = resolved.batch
-    sized = size_model(source, specs, resolved, (checkpoint,), batch.micro)
+    sized = size_model(source, specs, resolved, (checkpoint,), batch.micro, kind=kind)
     tiers = chosen_tiers(settings.zero.offload, Tiers())
     stages = tuple(sized.stages(resolved.mesh.pipeline, settings.parallel.chunks if resolved.mesh.pipeline > 1 else 1))
     units = {stage: sized.planned(resolved, tiers, stage) for stage in stages}

@@ -63,7 +63,7 @@ def _on_nodes(search: Search, choice: Choice) -> Choice | None:
     machine, sections = search.machine, choice.sections()
     given = search.merged(sections).model_dump(exclude_unset=True)
     given |= {name: sections.get(name, {}) for name in ("batch", "parallel")}
-    kind = "cpu" if machine.one_memory else accelerator.USUAL_KIND
+    kind = accelerator.usual_kind(machine.one_memory)
     try:
         mesh = resolve(Config(**given), search.num_gpus, kind, machine.gpus_on_node(search.num_gpus)).mesh
     except ConfigError:

@@ -74,7 +74,7 @@ class Plan:
         Raises:
             ConfigError: nothing fits, or it cannot be written.
         """
-        kind = "cpu" if self.machine.one_memory else accelerator.USUAL_KIND
+        kind = accelerator.usual_kind(self.machine.one_memory)
         given_plan(self.source, self.config(), self.num_gpus, kind, self.on_node).write_trace(Path(path), self.machine)
 
     @property

@@ -27,6 +27,7 @@ from partita.forecast.sized import Sized, size_model
 from partita.forecast.source import Source
 from partita.forecast.stages import Cuts, Stage
 from partita.forecast.waiting import Gradients, gradients_of, parts_of
+from partita.memory import accelerator
 from partita.parallel.pipeline.schedule import Shape, make_schedule
 from partita.plan.mesh_shape import STATE_AXES, MeshShape
 from partita.plan.planned import PlannedUnit
@@ -190,7 +191,8 @@ class Search:
             shape = MeshShape(min(mesh.pipeline, 2), sequence=mesh.sequence, tensor=mesh.tensor)
             choices = CHECKPOINTS if self._recomputes else CHECKPOINTS[:1]
             resolved = self._resolved(shape, Resting(1))
-            self._sized[key] = size_model(self.source, self._specs, resolved, choices, samples, self._cuts)
+            kind = accelerator.usual_kind(self.machine.one_memory)
+            self._sized[key] = size_model(self.source, self._specs, resolved, choices, samples, self._cuts, kind)
         return self._sized[key]
 
     def trace(self, choice: Choice) -> Trace:

@@ -1,10 +1,12 @@
 """A model on ranks that share a sample: its units as they would be laid out, and what its forward and backward take."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from partita.activation.caches import NoCaches
@@ -22,6 +24,7 @@ from partita.forecast.shortened import Stand, shortened
 from partita.forecast.source import Source
 from partita.forecast.stages import Cuts, Stage, outwards, stages_of, whole
 from partita.forecast.trace import Rank, telling, trace
+from partita.memory.accelerator import HOST, SIMULATED, simulating
 from partita.parallel.applied import Parallel
 from partita.parallel.pipeline.schedule import Shape, make_schedule
 from partita.parallel.pipeline.weights import keep_apart
@@ -30,13 +33,15 @@ from partita.parallel.tensor.functions import Entrance
 from partita.parallel.tensor.rules import split_model
 from partita.parallel.tensor.splitter import TENSOR, Splitter
 from partita.plan.planned import PlannedSegment, PlannedUnit
-from partita.plan.residence import Encoding
+from partita.plan.residence import ENCODINGS, Encoding
 from partita.plan.share import Copies
 from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import StatePlan, Tiers
 from partita.planner.blueprint import row_of, unit_entries
 from partita.planner.dtypes import dtype_of
+from partita.planner.full_precision import find_full_precision
 from partita.planner.group_units import UnitSpec, find_blocks
+from partita.sharding.precision import cast_buffers, forward_precision
 
 # What ``activations.checkpoint`` says.
 Checkpoint = str | tuple[str, ...]
@@ -142,6 +147,7 @@ def size_model(
     choices: Sequence[Checkpoint],
     samples: int | None = None,
     cuts: Cuts | None = None,
+    kind: str = HOST.type,
 ) -> Sized:
     """The share of the fullest of the ranks of ``resolved`` that share a sample; what it says of units and dtypes
     counts, and of stages whether there are several.
@@ -151,6 +157,7 @@ def size_model(
         choices: of ``activations.checkpoint``, each of which is traced.
         samples: of a micro-batch; None: any, which :meth:`Trace.of` asks for.
         cuts: of the model, where others know them, too.
+        kind: of device, in PyTorch's words: autocast casts other operators on each.
 
     Raises:
         ConfigError: the model cannot be split so, or not be run without data.
@@ -160,9 +167,11 @@ def size_model(
     telling_samples = telling(model, source.batch(1, "meta")) if samples is None else 1
     traces, batch = dict[Checkpoint, Trace](), source.batch(samples or telling_samples, "meta")
     with (
+        simulating(kind),
         _blocks(source, resolved, choices, cuts) as stand,
         ranks_on_paper(mesh) as collectives,
         _split(model, resolved, collectives) as (parallel, entrance),
+        _precision(model, resolved) as (half, buffers),
     ):
         short, entries = unit_entries(model, resolved, parallel.shares)
         dtypes = {
@@ -175,7 +184,7 @@ def size_model(
         shape = Shape(mesh.pipeline, resolved.batch.accumulate, asked.chunks if mesh.pipeline > 1 else 1)
         splits = make_schedule(asked.schedule, shape).splits_weights
         weights = keep_apart(model, parallel) if splits else None
-        rank = Rank(stand, dtypes, collectives, parallel.shares, mesh.pipeline > 1, weights, entrance)
+        rank = Rank(stand, dtypes, collectives, parallel.shares, half, buffers, mesh.pipeline > 1, weights, entrance)
         sparse = resolved.config.attention != Config().attention
         for choice in choices:
             with _keeping_less(model, [spec.name for spec in short], choice, resolved):
@@ -234,6 +243,21 @@ def _split(model: nn.Module, resolved: Resolved, collectives: Collectives) -> It
         yield parallel, entrance
     finally:
         parallel.remove()
+
+
+@contextmanager
+def _precision(model: nn.Module, resolved: Resolved) -> Iterator[tuple[torch.dtype | None, Callable[[], None] | None]]:
+    """The model in its precision mode: the dtype of the parameters that autocast reads as fp32, and what casts the
+    buffers.
+    """
+    compute, kept = dtype_of(ENCODINGS[resolved.compute_dtype]), find_full_precision(model, resolved)
+    precision = forward_precision(model, resolved, SIMULATED, kept)
+    half = compute if resolved.config.precision.mode == "mixed" and precision is not None else None
+    try:
+        yield half, partial(cast_buffers, model, compute, kept) if resolved.casts_buffers else None
+    finally:
+        if precision is not None:
+            precision.remove()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ Tensors are on the ``meta`` device: they have shapes and no memory. So any model
 alone. Attention is taken for a fused kernel's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from partita.comm.collectives import Collectives
 from partita.errors import ConfigError, PartitaError
@@ -28,21 +28,26 @@ from partita.forecast.without_values import without_values
 from partita.parallel.pipeline.weights import Left, WeightGradients
 from partita.parallel.tensor.functions import Entrance
 from partita.plan.share import Shares
+from partita.sharding.half import HalfParameter
 
 
 @dataclass(frozen=True)
 class Rank:
     """How a model runs on the rank that is traced. ``stand``: of every block of the whole model, the name and the block
-    that stands for it (:func:`shortened`). ``dtypes``: of each parameter, by id, as it is computed with; ``shares``:
-    what of it this rank has, where that is a part. ``is_cut``: other ranks of a pipeline have other blocks, and copies
-    of parameters that are used in several. ``weights``: where its backwards leave the weights' gradients, if these are
-    computed apart. ``entrance``: of layers split over tensor ranks, which holds the last input to the next one.
+    that stands for it (:func:`shortened`). ``dtypes``: of each parameter, by id, as it is stored; ``half``: the one of
+    them that autocast is to read as if it were fp32; ``cast_buffers`` is called once the buffers are on ``meta``.
+    ``shares``: what of a parameter this rank has, where that is a part. ``is_cut``: other ranks of a pipeline have
+    other blocks, and copies of parameters that are used in several. ``weights``: where its backwards leave the weights'
+    gradients, if these are computed apart. ``entrance``: of layers split over tensor ranks, which holds the last input
+    to the next one.
     """
 
     stand: Stand
     dtypes: Mapping[int, torch.dtype]
     collectives: Collectives
     shares: Shares
+    half: torch.dtype | None = None
+    cast_buffers: Callable[[], None] | None = None
     is_cut: bool = False
     weights: WeightGradients | None = None
     entrance: Entrance | None = None
@@ -66,11 +71,9 @@ def trace(model: nn.Module, batch: Any, rank: Rank, samples: int = 1) -> Trace:
         storages = Storages((param.untyped_storage() for param in paper.params), samples)
         recorder = Recorder(blocks, Sent(rank.collectives), storages, left, rank.entrance)
         paper.follow(recorder, left)
-        compute = next(iter(rank.dtypes.values()), torch.float32)
-        given = tree_map_only(Tensor, lambda x: x.to(compute) if x.is_floating_point() else x, batch)
         try:
             with without_values(), recorder:
-                output = model(**given) if isinstance(given, Mapping) else model(*given)
+                output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
                 loss = loss_of(output)
                 del output
                 recorder.forward_ended()
@@ -152,6 +155,8 @@ class Paper:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = torch.empty_like(buffer, device="meta")
+        if self._rank.cast_buffers is not None:
+            self._rank.cast_buffers()
         self.params = list(made.values())
         return self
 
@@ -165,7 +170,8 @@ class Paper:
         share = self._rank.shares.get(id(param))
         shape = share.place.sizes if share is not None else param.shape
         values = torch.empty(shape, dtype=self._rank.dtypes.get(id(param), param.dtype), device="meta")
-        made = nn.Parameter(values, requires_grad=param.requires_grad)
+        kind = HalfParameter if values.dtype == self._rank.half else nn.Parameter
+        made = kind(values, requires_grad=param.requires_grad)
         if made.requires_grad:
             made.register_post_accumulate_grad_hook(partial(self._arrived, name))
         return made

@@ -9,12 +9,15 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from partita.memory.autocast import simulated_autocast
+
 PACKED = "find_packed_sequence_indices"
 
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """Have attention keep what fused kernels keep, and samples be one document each, in all threads.
+    """Have attention keep what fused kernels keep, and samples be one document each, in all threads; in this one,
+    operators follow autocast.
 
     Without values torch would take attention's mathematical definition, which keeps whole matrices of scores; and
     transformers would look into positions for where documents begin.
@@ -24,7 +27,7 @@ def without_values() -> Iterator[None]:
     masks = sys.modules.get("transformers.masking_utils")
     unpacked: Any = nullcontext() if masks is None else mock.patch.object(masks, PACKED, _one_document)
     try:
-        with unpacked:
+        with unpacked, simulated_autocast():
             yield
     finally:
         library._destroy()

@@ -21,6 +21,8 @@ HOST = torch.device("cpu")
 SIMULATED = torch.device("meta")
 # Of most clusters' devices, in PyTorch's words.
 USUAL_KIND = "cuda"
+# Whose autocast, which torch itself leaves empty, a simulated host and a simulated accelerator use.
+WITHOUT_AUTOCAST = {HOST.type: "ipu", USUAL_KIND: "hpu"}
 # What a simulated device is, in PyTorch's words.
 _simulated_kind = HOST.type
 
@@ -82,6 +84,11 @@ def chosen_device(wanted: object, local_rank: int | None) -> torch.device:
     if device.type != kind or (device.index or 0) >= count():
         raise ConfigError(f"device: expected one that this machine trains on ({expected}); got '{device}'")
     return own_device(local_rank) if str(device) == kind else device
+
+
+def usual_kind(one_memory: bool) -> str:
+    """The kind of the devices of most machines where host and device share one memory, or do not."""
+    return HOST.type if one_memory else USUAL_KIND
 
 
 @contextmanager

@@ -7,22 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from partita.memory.accelerator import is_host, kind_of
+from partita.memory.accelerator import is_host
+from partita.memory.autocast import PRODUCTS, autocast_dtype
 from partita.sharding.placeholder import asked_for, is_access
 from partita.sharding.resting import is_resting
 from partita.sharding.unit import Member
 from partita.transforms.modules import is_compiled
 
-# Functions of parameters, by name, that autocast runs in 16 bits.
-_PRODUCTS = frozenset(
-    """
-    linear matmul __matmul__ __rmatmul__ mm bmm mv addmm addmv addr addbmm baddbmm einsum chain_matmul multi_dot vecdot
-    conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution prelu
-    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell lstm gru rnn_tanh rnn_relu multi_head_attention_forward
-    scaled_dot_product_attention _grouped_mm grouped_mm
-    """.split()
-)
-# Those that return the same values, of which the next function decides.
+# Functions that return the same values, of which the next function decides.
 _VIEWS = frozenset(
     """
     __getitem__ view view_as reshape reshape_as flatten unflatten expand expand_as broadcast_to unsqueeze squeeze
@@ -46,10 +38,10 @@ class _ReadInFp32(Tensor):
     ) -> Any:
         kwargs, name = kwargs or {}, asked_for(func)
         with torch._C.DisableTorchFunctionSubclass():
-            if is_access(func) or name in _PRODUCTS or name in _CASTS or _is_in_place(name):
+            if is_access(func) or name in PRODUCTS or name in _CASTS or _is_in_place(name):
                 return func(*args, **kwargs)
             device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _ReadInFp32))
-            if not torch.is_autocast_enabled(kind_of(device)):
+            if autocast_dtype(device) is None:
                 return func(*args, **kwargs)
             if name in _VIEWS:
                 return tree_map(_as_view, func(*args, **kwargs))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.config.resolve import Resolved
+from partita.memory.autocast import autocast, no_autocast
 from partita.plan.residence import ENCODINGS
 from partita.planner.dtypes import dtype_of
 from partita.planner.full_precision import FullPrecision, outermost
@@ -54,24 +55,20 @@ class Mode(ABC):
 
 
 class Autocast(Mode):
-    """The forward runs under ``torch.autocast``, which casts the operands of each operator. Arguments stay as they are.
+    """The forward runs under autocast, which casts the operands of each operator. Arguments stay as they are."""
 
-    The cache of casts is off: it would hold 16-bit copies of all fp32 weights until the forward ends, also of weights
-    that are sharded again after use.
-    """
-
-    def __init__(self, compute: torch.dtype, device_type: str) -> None:
+    def __init__(self, compute: torch.dtype, device: torch.device) -> None:
         super().__init__(compute)
-        self._device_type = device_type
+        self._device = device
 
     def around(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self._device_type, self.compute, cache_enabled=False)
+        return autocast(self._device, self.compute)
 
     def arguments(self, value: Any) -> Any:
         return value
 
     def around_fp32(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self._device_type, enabled=False)
+        return no_autocast(self._device)
 
     def leaves_fp32(self, output: Any) -> Any:
         return output
@@ -182,10 +179,8 @@ def forward_precision(
         return None
     compute, precision = dtype_of(ENCODINGS[resolved.compute_dtype]), resolved.config.precision
     outputs = torch.float32 if precision.outputs == "fp32" else compute
-    # A simulated device has no autocast, and no values that a cast could harm.
-    if precision.mode == "cast" or not torch.amp.is_autocast_available(device.type):
-        return ForwardPrecision(model, Cast(compute), outputs, kept)
-    return ForwardPrecision(model, Autocast(compute, device.type), outputs, kept)
+    mode = Cast(compute) if precision.mode == "cast" else Autocast(compute, device)
+    return ForwardPrecision(model, mode, outputs, kept)
 
 
 def cast_buffers(model: nn.Module, compute: torch.dtype, kept: FullPrecision) -> None:

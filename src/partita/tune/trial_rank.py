@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.profiler import profile
-from torch.utils._pytree import tree_map_only
 
 from partita.config.launchers import LaunchEnvironment, set_launch_environment
 from partita.engine.engine import Engine
@@ -25,8 +23,7 @@ from partita.engine.start import initialize
 from partita.forecast.trace import loss_of
 from partita.memory import accelerator
 from partita.memory.shortage import is_shortage
-from partita.plan.residence import ENCODINGS, Tier
-from partita.planner.dtypes import dtype_of
+from partita.plan.residence import Tier
 from partita.planner.memory import gradient_bytes_in_place
 from partita.tune.target import give_values
 from partita.tune.trial import Task
@@ -49,9 +46,7 @@ def measure(task: Task) -> dict[str, Any]:
     loss_fn = (lambda output, _: loss_of(output)) if source.context is None else None
     with initialize(source.model, task.config, loss_fn=loss_fn) as engine:
         device, resolved = engine.mesh.device, engine.blueprint.resolved
-        compute = dtype_of(ENCODINGS[resolved.compute_dtype])
-        whole = source.batch(resolved.batch.micro, device)
-        batch = tree_map_only(Tensor, lambda x: x.to(compute) if x.is_floating_point() else x, whole)
+        batch = source.batch(resolved.batch.micro, device)
 
         def step() -> None:
             engine.train_batch([batch] * resolved.batch.accumulate)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from partita.errors import PartitaError
-from partita.memory.accelerator import kind_of
+from partita.memory.autocast import autocast_dtype
 from partita.planner.elsewhere import Elsewhere, is_elsewhere
 from partita.sharding.half import HalfParameter
 from partita.sharding.placeholder import METADATA, asked_for, is_access
@@ -199,7 +199,7 @@ class _Known:
     @property
     def read_dtype(self) -> torch.dtype:
         """The dtype in which functions read it; those that autocast runs in 16 bits cast it by themselves."""
-        return torch.float32 if self.is_half and torch.is_autocast_enabled(kind_of(self.device)) else self.dtype
+        return torch.float32 if self.is_half and autocast_dtype(self.device) is not None else self.dtype
 
 
 # By the id of an absent parameter: only a tensor is at hand when it is computed with. A weak reference to it would keep

@@ -131,6 +131,13 @@ MAPPED: dict[str, tuple[object, dict[str, Any], str, object]] = {
     "fp16.loss_scale_window": (100, FP16, "precision.loss_scale_window", 100),
     "bf16.enabled": (1, {}, "precision.compute", "bf16"),
     "bfloat16.enabled": ("true", {}, "precision.compute", "bf16"),
+    "torch_autocast.enabled": (True, {}, "precision.mode", "autocast"),
+    "torch_autocast.dtype": (
+        "float16",
+        {"torch_autocast": {"enabled": True}},
+        "precision.compute",
+        "fp16",
+    ),
     "data_types.grad_accum_dtype": ("torch.bfloat16", BASE, "precision.gradients", "bf16"),
     "zero_optimization.stage": (2, {}, "zero.stage", 2),
     "zero_optimization.cpu_offload": (True, BASE, "zero.offload.optimizer", "host"),
@@ -337,7 +344,7 @@ def test_auto_is_filled_in_from_the_trainers_arguments() -> None:
     converted = deepspeed.read(AUTO, 4, arguments=ARGUMENTS)
     assert converted.settings == {
         "zero": {"stage": 3},
-        "precision": {"compute": "bf16"},
+        "precision": {"compute": "bf16", "mode": "cast", "outputs": "compute"},
         "batch": {"micro": 4, "accumulate": 2, "total": 32},
         "optimizer": {"name": "adamw", "lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-7, "weight_decay": 0.1},
         "clip_grad_norm": 0.5,

@@ -183,6 +183,30 @@ def scale_grows() -> None:
         assert scales == [2.0**10] * 3 + [2.0**11] * 3 + [2.0**12]
 
 
+class LossInHalf(Stack):
+    """Returns a loss that it computes in 16 bits, alone or beside what takes it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).to(self.first.weight.dtype).square().mean()
+
+
+def loss_carries_the_scale(mode: str, outputs: str) -> None:
+    """2**16, where the scale starts and what it grows to, is no fp16 number: no update is lost to it."""
+    precision = {"compute": "fp16", "mode": mode, "outputs": outputs, "loss_scale_window": 2}
+    for zero in PLANS.values():
+        with partita.initialize(LossInHalf(), {"zero": zero, "precision": precision}) as engine:
+            for step in range(6):
+                engine.backward(engine(inputs(rank(), step)) / 2)
+                result = engine.step()
+                assert result.stepped
+                assert result.loss_scale == 2.0**15
+    fixed = {"compute": "fp16", "mode": mode, "outputs": outputs, "loss_scale": 2.0**16}
+    with partita.initialize(LossInHalf(), {"precision": fixed}) as engine:
+        with pytest.raises(PartitaError, match=r"precision.loss_scale: 65536 is more than the loss.*float16.*32768 or"):
+            engine.backward(engine(inputs(rank(), 0)))
+        engine.zero_grad()
+
+
 def scale_ends() -> str:
     """A gradient that is never finite ends in an error that names it."""
     with partita.initialize(Explosive(), {"precision": {"compute": "fp16"}}) as engine, warnings.catch_warnings():
@@ -336,6 +360,49 @@ def first_culprit() -> str:
         return str(caught[0].message)
 
 
+class Masked(Stack):
+    """Adds a mask to what it computes, as attention does to scores."""
+
+    def forward(self, x: Tensor, more: Mapping[str, Tensor] | None = None) -> Tensor:
+        hidden = super().forward(x)
+        return hidden if more is None else hidden + more["mask"]
+
+
+def argument_named(compute: str, value: float) -> str:
+    with partita.initialize(Masked(), {"precision": {"compute": compute}}) as engine:
+        mask = torch.zeros(WIDTH)
+        engine.backward(engine(inputs(rank(), 0), more={"mask": mask}).square().mean())
+        assert engine.step().stepped
+        mask[0] = value if rank() == 1 else 0.0
+        engine.backward(engine(inputs(rank(), 1), more={"mask": mask}).square().mean())
+        with pytest.warns(UserWarning) as caught:
+            assert engine.step().skipped
+        return str(caught[0].message)
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.float())
+
+
+def dtype_errors_are_explained() -> list[str]:
+    found = []
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Inner()))
+    precision = {"compute": "bf16", "mode": "cast"}
+    with partita.initialize(model, {"precision": precision}) as engine:
+        with pytest.raises(RuntimeError, match="dtype") as raised:
+            engine(inputs(rank(), 0))
+        found += raised.value.__notes__
+    with partita.initialize(model, {"precision": {**precision, "keep_fp32": ["Inner"]}}) as engine:
+        engine.backward(engine(inputs(rank(), 0)).square().mean())
+        assert engine.step().stepped
+    return found
+
+
 def clipped() -> None:
     """One norm and one clipping at every stage and dtype of gradients: torch's."""
     for config in ({}, {"precision": {"compute": "bf16"}}):
@@ -427,6 +494,11 @@ def test_loss_scale_grows() -> None:
     pool.run(2, scale_grows)
 
 
+@pytest.mark.parametrize(("mode", "outputs"), [("mixed", "fp32"), ("cast", "fp32"), ("cast", "compute")])
+def test_the_loss_scale_is_one_that_the_loss_can_carry(mode: str, outputs: str) -> None:
+    pool.run(2, loss_carries_the_scale, mode, outputs)
+
+
 def test_loss_scale_at_its_end_names_the_parameter() -> None:
     for text in pool.run(2, scale_ends):
         assert "the loss scale is at its smallest value" in text
@@ -443,6 +515,28 @@ def test_not_finite_without_loss_scale(compute: str) -> None:
         assert all("is not finite" in text and "the update is skipped" in text for text in said), said
         assert all("from rank 1)" in text for text in said), said
         assert not any("loss scale" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("compute", "value", "said"),
+    [
+        ("fp32", float("-inf"), "has infinite values"),
+        ("bf16", float("nan"), "has NaN"),
+        ("fp16", 3e38, "has values above 65504, the largest of its mode"),
+    ],
+)
+def test_an_argument_that_makes_the_loss_infinite_is_named(compute: str, value: float, said: str) -> None:
+    for text in pool.run(2, argument_named, compute, value):
+        assert f"(from rank 1); on rank 1, the forward's argument 'more' {said}; the update is skipped" in text
+
+
+def test_errors_about_dtypes_name_module_and_key() -> None:
+    assert pool.run(1, dtype_errors_are_explained) == [
+        [
+            "in '1.0.linear', under precision.compute bfloat16 and precision.mode cast: set precision.mode: mixed, "
+            'whose operators cast what they are given, or list the module in precision.keep_fp32 (["1.0.linear"])'
+        ]
+    ]
 
 
 def test_culprit_is_named() -> None:

@@ -11,7 +11,7 @@ import torch
 from partita.comm.collectives import Collectives
 from partita.config.schema import Precision
 from partita.errors import PartitaError
-from partita.optim.consensus import NO_SCALE, Agreed, Consensus
+from partita.optim.consensus import NO_SCALE, Agreed, Consensus, Culprit
 from partita.optim.loss_scale import LossScale
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.share import NO_COPIES
@@ -59,6 +59,7 @@ def agreed(ranks: Sequence[dict[str, Any]], ask: Callable[[Consensus], T], loss_
             units=[UNIT],
             executor=SimpleNamespace(device=torch.device("cpu")),
             buffers=SimpleNamespace(has_news=lambda: False),
+            arguments=SimpleNamespace(describe=lambda: "it"),
             **ranks[group.index],
         )
         return ask(Consensus(runtime, LossScale(Precision(loss_scale=loss_scale), needed=loss_scale != 1.0)))
@@ -155,8 +156,8 @@ def test_sums_and_culprits_are_of_all_ranks() -> None:
     ranks = [rank(), rank(suspect=True), rank(suspect=True)]
     assert agreed(ranks, lambda consensus: consensus.sums(ones, halves)) == [[3.0, 3.0, 1.5]] * 3
 
-    def culprit(consensus: Consensus) -> tuple[str, list[str]]:
+    def culprit(consensus: Consensus) -> Culprit:
         number = 4 - consensus._group.index
         return consensus.culprit(number, f"number {number}")
 
-    assert agreed(ranks, culprit) == [("number 2", ["1", "2"])] * 3
+    assert agreed(ranks, culprit) == [Culprit("number 2", ["1", "2"], "; on rank 1, it")] * 3

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from partita.config.converted import Conversion, Converted, KeyClass
-from partita.config.deepspeed_keys import BF16, FP16, MEANT, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, RULES, ZERO
+from partita.config.deepspeed_keys import AUTOCAST, BF16, FP16, MEANT, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, RULES, ZERO
 from partita.config.deepspeed_keys import OPTIMIZER as OPTIMIZER_PARAMS
 from partita.config.deepspeed_keys import SCHEDULER as SCHEDULER_PARAMS
 from partita.config.load import read_text
@@ -148,8 +148,12 @@ def _precision(conversion: Conversion, *, by_trainer: bool) -> str | None:
     compute: str | None = "fp32" if not enabled else "fp16" if enabled[0] == switches[0] else "bf16"
     if compute == "fp16" and len(enabled) > 1:
         conversion.refuse(enabled[1], "fp16 is enabled, too", "enable one of them")
+    if conversion.flag(f"{AUTOCAST}enabled"):
+        return _autocast(conversion, enabled)
     if enabled:
         conversion.set("precision.compute", compute, enabled[0])
+        conversion.set("precision.mode", "cast", enabled[0])
+        conversion.set("precision.outputs", "compute", enabled[0])
     elif by_trainer and (set(switches) & set(conversion.left) or not any(key in conversion for key in switches)):
         compute = None
     else:
@@ -158,6 +162,20 @@ def _precision(conversion: Conversion, *, by_trainer: bool) -> str | None:
         _loss_scale(conversion)
     elif f"{FP16}enabled" in conversion.left:
         conversion.leave(FP16, "the trainer says whether fp16 is enabled, and how")
+    return compute
+
+
+def _autocast(conversion: Conversion, enabled: list[str]) -> str:
+    """The compute dtype of fp32 parameters under autocast."""
+    if enabled:
+        conversion.refuse(enabled[0], "torch_autocast is enabled, too", "enable one of them")
+    key = f"{AUTOCAST}dtype"
+    dtype = _DTYPES.get((conversion.text(key) or "bfloat16").lower())
+    if dtype not in ("bf16", "fp16"):
+        conversion.refuse(key, "expected bfloat16 or float16", "write one of them")
+    compute = dtype or "bf16"
+    conversion.set("precision.compute", compute, key)
+    conversion.set("precision.mode", "autocast", f"{AUTOCAST}enabled")
     return compute
 
 

@@ -6,7 +6,7 @@ key can (an optimizer's name).
 
 from partita.config.converted import KeyClass, Rule, rules
 
-ZERO, FP16, BF16 = "zero_optimization.", "fp16.", "bf16."
+ZERO, FP16, BF16, AUTOCAST = "zero_optimization.", "fp16.", "bf16.", "torch_autocast."
 OFFLOAD_PARAM, OFFLOAD_OPTIMIZER = f"{ZERO}offload_param.", f"{ZERO}offload_optimizer."
 OPTIMIZER, SCHEDULER = "optimizer.params.", "scheduler.params."
 
@@ -22,6 +22,7 @@ _MAPPED_KEYS = {
     **rules(_MAPPED, "", "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps"),
     **rules(_MAPPED, "", "gradient_clipping communication_data_type sequence_parallel_size"),
     **rules(_MAPPED, "", "enabled loss_scale initial_scale_power loss_scale_window", FP16),
+    **rules(_MAPPED, "", "enabled dtype", AUTOCAST),
     **rules(_MAPPED, "", ("bf16.enabled", "bfloat16.enabled", "data_types.grad_accum_dtype")),
     **rules(_MAPPED, "", "stage cpu_offload cpu_offload_param prefetch_bucket_size zero_hpz_partition_size", ZERO),
     **rules(_MAPPED, "", "zero_quantized_weights zero_quantized_gradients", ZERO),
@@ -36,6 +37,7 @@ _MAPPED_KEYS = {
 }
 
 _IGNORED_KEYS = {
+    f"{AUTOCAST}lower_precision_safe_modules": Rule(_IGNORED, "all parameters are in fp32, here and on the wire"),
     **rules(
         _IGNORED,
         _SIZED,
@@ -133,9 +135,9 @@ _WARNING_KEYS = {
         _WARNING, "frozen weights keep the dtype that they are loaded in"
     ),
     "checkpoint.load_universal": Rule(_WARNING, "partita convert checkpoint reads DeepSpeed's universal checkpoints"),
-    **rules(_WARNING, "buffers keep their dtype", "buffer_dtype", "data_types."),
+    **rules(_WARNING, "persistent buffers get the compute dtype, others keep theirs", "buffer_dtype", "data_types."),
     "data_types.keep_in_fp32_modules": Rule(
-        _WARNING, "it is for buffers, which keep their dtype; precision.keep_fp32 keeps modules in fp32", ("auto",)
+        _WARNING, "it is for buffers; precision.keep_fp32 keeps modules in fp32, with their buffers", ("auto",)
     ),
 }
 
@@ -159,9 +161,6 @@ _ERROR_KEYS = {
         _ERROR, "use precision.master: split, which takes 4 bytes per parameter and loses nothing"
     ),
     f"{BF16}bf16_optimizer_states": Rule(_ERROR, "use precision.moments: int8, which takes 2 bytes per parameter"),
-    "torch_autocast": Rule(
-        _ERROR, "run your forward in torch.autocast, with precision.compute: fp32; or use bf16 for the whole model"
-    ),
     "amp": Rule(_ERROR, "use bf16, or fp16"),
     "data_types.param_dtype": Rule(_ERROR, "enable bf16 or fp16: partita keeps parameters in the compute dtype"),
     **rules(_ERROR, _NUMERICS, "compression_training quantize_training eigenvalue progressive_layer_drop"),

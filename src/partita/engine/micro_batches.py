@@ -41,6 +41,8 @@ class MicroBatches:
     def begin(self, done: int) -> None:
         """So many backwards of the batch are done."""
         self.done = done
+        if not done:
+            self._parts.runtime.arguments.forget()
         self._parts.parallel.begin_micro_batch(self._parts.updater.steps, done)
         self._parts.runtime.reducer.begin_micro_batch(is_last=done + 1 == self._num_backwards)
 
@@ -73,6 +75,8 @@ class MicroBatches:
 
     def backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of ``roots``: of a loss (its gradient is None), or of values whose gradients have come."""
+        if gradients == [None] and not self._parts.pipeline.is_cut:  # stages before the last one do not know the loss
+            self._parts.updater.scale.carry(roots[0])
         with self._wave():
             self._run(roots, gradients)
 

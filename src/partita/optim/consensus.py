@@ -43,6 +43,17 @@ class Agreed:
     has_news: bool
 
 
+@dataclass(frozen=True)
+class Culprit:
+    """Why gradients are not finite: the ``name`` of a parameter, the ``ranks`` whose loss or gradient it was, and what
+    is said of the first of their ``arguments`` that has such values.
+    """
+
+    name: str
+    ranks: list[str]
+    arguments: str
+
+
 class Consensus:
     """Brings the ranks to the same view of a batch. ``step`` is the number of the update, for messages."""
 
@@ -52,7 +63,7 @@ class Consensus:
         self._all_ranks, self._alike = runtime.collectives.all_ranks, self._group.ranks
         self._device = runtime.executor.device
         self._reducer: GradientReducer = runtime.reducer
-        self._written, self._buffers = runtime.written, runtime.buffers
+        self._written, self._buffers, self._arguments = runtime.written, runtime.buffers, runtime.arguments
         self._loss_scale = loss_scale
         self._told_unscaled = False
         shape, row = runtime.collectives.mesh.shape, runtime.units[0].planned.row
@@ -194,13 +205,15 @@ class Consensus:
         found: list[float] = accelerator.read(self._all_ranks.all_reduce(own)).tolist()
         return found
 
-    def culprit(self, number: int, name: str) -> tuple[str, list[str]]:
-        """The ``name`` that goes with the least ``number`` of a rank, and the ranks whose loss, or a gradient they
-        sent, was not finite.
-        """
-        every = self._all_ranks.exchange_objects((number, name, self._reducer.suspect), "engine.step")
-        _, first, _ = min(every, key=lambda told: told[0])
-        return first, [str(rank) for rank, (_, _, suspect) in enumerate(every) if suspect]
+    def culprit(self, number: int, name: str) -> Culprit:
+        """The ``name`` that goes with the least ``number`` of a rank, and what ranks know of the cause."""
+        suspect = self._reducer.suspect
+        arguments = self._arguments.describe() if suspect else ""
+        every = self._all_ranks.exchange_objects((number, name, suspect, arguments), "engine.step")
+        _, first, _, _ = min(every, key=lambda told: told[0])
+        ranks = [str(rank) for rank, (_, _, is_suspect, _) in enumerate(every) if is_suspect]
+        told = [f"; on rank {rank}, {text}" for rank, (_, _, _, text) in enumerate(every) if text]
+        return Culprit(first, ranks, told[0] if told else "")
 
 
 def _root_of_sum(squares: Iterable[float]) -> float:

@@ -153,10 +153,10 @@ class BackwardUpdater(Updater):
 
     def _tell(self, left_out: Sequence[Segment]) -> None:
         """Warn of gradients that were not finite."""
-        _, ranks = self._consensus.culprit(0, "")
-        source = f" (from rank {', '.join(ranks)})" if ranks else ""
+        found = self._consensus.culprit(0, "")
+        source = f" (from rank {', '.join(found.ranks)})" if found.ranks else ""
         names = dict.fromkeys(self._updates.unit_of(segment).title for segment in left_out)
-        self.culprit = f"the gradient of {', '.join(names)} is not finite{source}"
+        self.culprit = f"the gradient of {', '.join(names)} is not finite{source}{found.arguments}"
         warnings.warn(
             f"step {self.steps}: {self.culprit}; these updates are skipped, those of other units are done", stacklevel=4
         )

@@ -3,6 +3,11 @@
 Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2; the dynamic rule is that of NVIDIA's Apex.
 """
 
+import math
+
+import torch
+from torch import Tensor
+
 from partita.config import schema
 from partita.errors import PartitaError
 
@@ -24,13 +29,34 @@ class LossScale:
         self.dynamic = needed and section.loss_scale == "dynamic"
         setting = section.initial_loss_scale if section.loss_scale == "dynamic" else section.loss_scale
         self.value = setting if needed else 1.0
+        self._largest = math.inf
         self._window = section.loss_scale_window
         self._good_steps = 0
+
+    def carry(self, loss: Tensor) -> None:
+        """Keep the scale at what the gradient of ``loss`` can hold: one in fp16 would be infinite from 2**16 on.
+
+        Raises:
+            PartitaError: the scale is fixed, and larger.
+        """
+        if self.value == 1.0:
+            return
+        dtype = _narrowest(loss)
+        largest = FACTOR ** math.floor(math.log2(torch.finfo(dtype).max))
+        self._largest = min(self._largest, largest)
+        if self.value <= largest:
+            return
+        if not self.dynamic:
+            raise PartitaError(
+                f"precision.loss_scale: {self.value:g} is more than the loss, which was computed in {dtype}, can be "
+                f"multiplied by; set it to {largest:g} or less, or compute the loss in fp32 (logits.float())"
+            )
+        self.value = largest
 
     def succeeded(self) -> None:
         self._good_steps += 1
         if self.dynamic and self._good_steps % self._window == 0:
-            self.value *= FACTOR
+            self.value = min(self.value * FACTOR, self._largest)
 
     def counters(self) -> dict[str, float]:
         """The scale and the good steps since a gradient was last not finite, for a checkpoint."""
@@ -57,3 +83,15 @@ class LossScale:
                 f"{culprit}. Look for a division by zero or a too large learning rate, or use precision.compute bf16"
             )
         self.value /= FACTOR
+
+
+def _narrowest(loss: Tensor) -> torch.dtype:
+    """The dtype of the smallest range in which a loss was a number, before it was cast, scaled or divided."""
+    found, (node, index) = loss.dtype, (loss.grad_fn, 0)
+    while (metadata := getattr(node, "_input_metadata", None)) and not metadata[index].shape:
+        found = min(found, metadata[index].dtype, key=lambda dtype: torch.finfo(dtype).max)
+        before = [(other, number) for other, number in node.next_functions if other is not None] if node else []
+        if len(before) != 1:
+            break
+        node, index = before[0]
+    return found

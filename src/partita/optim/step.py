@@ -235,13 +235,15 @@ class StepUpdater(Updater):
         members = self._consensus.members
         number = self._first_not_finite()
         name = members[number].fqn if number < len(members) else ""
-        first, ranks = self._consensus.culprit(number if name else sys.maxsize, name)
-        if not first:
+        found = self._consensus.culprit(number if name else sys.maxsize, name)
+        if not found.name:
             return "the gradients are finite one by one, but their norm is not"
-        source = f"from rank {', '.join(ranks)}" if ranks else "from a rank that is named if it happens again"
+        source = (
+            f"from rank {', '.join(found.ranks)}" if found.ranks else "from a rank that is named if it happens again"
+        )
         if self._runtime.collectives.all_ranks.size == 1:
             source = "on rank 0"
-        return f"the gradient of '{first}' is not finite ({source})"
+        return f"the gradient of '{found.name}' is not finite ({source}){found.arguments}"
 
     def _first_not_finite(self) -> int:
         """Which of the members has such a gradient on this rank; their number where none has."""

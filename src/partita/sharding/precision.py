@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
+from traceback import walk_tb
 from types import MethodType
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.config.resolve import Resolved
+from partita.errors import PartitaError
 from partita.memory.autocast import autocast, no_autocast
 from partita.plan.residence import ENCODINGS
 from partita.planner.dtypes import dtype_of
@@ -31,8 +33,22 @@ _BASES = re.compile(
 )
 
 
+# What torch's errors about tensors of different dtypes say.
+_ABOUT_DTYPES = re.compile(
+    r"(?i)dtype|scalar type|'(BFloat16|Half)'|(input|weight|bias|mat\d) type|\b(BFloat16|Half)\b"
+)
+
+
 class Mode(ABC):
-    """How a model computes in a 16-bit dtype (``precision.mode``)."""
+    """How a model computes in a 16-bit dtype (``precision.mode``).
+
+    Attributes:
+        name: what the config calls it.
+        remedy: what to try where a forward does not run in it.
+    """
+
+    name: str
+    remedy: str
 
     def __init__(self, compute: torch.dtype) -> None:
         self.compute = compute
@@ -57,9 +73,10 @@ class Mode(ABC):
 class Autocast(Mode):
     """The forward runs under autocast, which casts the operands of each operator. Arguments stay as they are."""
 
-    def __init__(self, compute: torch.dtype, device: torch.device) -> None:
+    def __init__(self, compute: torch.dtype, device: torch.device, name: str) -> None:
         super().__init__(compute)
-        self._device = device
+        self._device, self.name = device, name
+        self.remedy = "set precision.mode: autocast (fp32 parameters)," if name == "mixed" else "compute in fp32,"
 
     def around(self) -> AbstractContextManager[Any]:
         return autocast(self._device, self.compute)
@@ -76,6 +93,8 @@ class Autocast(Mode):
 
 class Cast(Mode):
     """Arguments are cast to the compute dtype, as parameters and buffers are."""
+
+    name, remedy = "cast", "set precision.mode: mixed, whose operators cast what they are given,"
 
     def around(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -116,6 +135,7 @@ class ForwardPrecision:
 
     def __init__(self, model: nn.Module, mode: Mode, outputs: torch.dtype, kept: FullPrecision) -> None:
         self._mode, self._outputs = mode, outputs
+        self._names = {id(module): name for name, module in model.named_modules()}
         self._runs = False
         self._half: HalfParameters | None = None
         self._transforms = ModuleTransforms()
@@ -161,9 +181,25 @@ class ForwardPrecision:
         try:
             with self._mode.around():
                 output = own(*self._mode.arguments(args), **self._mode.arguments(kwargs))
+        except RuntimeError as error:
+            self._explain(error)
+            raise
         finally:
             self._runs = False
         return map_tensors(output, self._widened)
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Say of torch's error about dtypes where it comes from, and what to change."""
+        if not _ABOUT_DTYPES.search(str(error)) or isinstance(error, PartitaError):
+            return
+        frames = (frame for frame, _ in walk_tb(error.__traceback__))
+        modules = [found for frame in frames if isinstance(found := frame.f_locals.get("self"), nn.Module)]
+        inside = next((self._names[id(module)] for module in reversed(modules) if self._names.get(id(module))), "")
+        where, kept = (f"in '{inside}'", f'["{inside}"]') if inside else ("in the model's own forward", "its name")
+        error.add_note(
+            f"{where}, under precision.compute {str(self._mode.compute).removeprefix('torch.')} and precision.mode "
+            f"{self._mode.name}: {self._mode.remedy} or list the module in precision.keep_fp32 ({kept})"
+        )
 
     def _widened(self, tensor: Tensor) -> Tensor:
         if tensor.dtype != self._mode.compute or isinstance(tensor, nn.Parameter):
@@ -179,7 +215,7 @@ def forward_precision(
         return None
     compute, precision = dtype_of(ENCODINGS[resolved.compute_dtype]), resolved.config.precision
     outputs = torch.float32 if precision.outputs == "fp32" else compute
-    mode = Cast(compute) if precision.mode == "cast" else Autocast(compute, device)
+    mode = Cast(compute) if precision.mode == "cast" else Autocast(compute, device, precision.mode)
     return ForwardPrecision(model, mode, outputs, kept)
 
 

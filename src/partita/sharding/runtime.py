@@ -26,6 +26,7 @@ from partita.planner.full_precision import find_full_precision
 from partita.planner.memory import bytes_by_tier, model_state_bytes
 from partita.sharding import resting
 from partita.sharding.agreement import agree
+from partita.sharding.arguments import Arguments
 from partita.sharding.assemble import Assembly, Source, make_units
 from partita.sharding.bucket_layout import BucketLayout
 from partita.sharding.buckets import Bucket
@@ -93,6 +94,7 @@ class Runtime:
         agreement = agree(self.gradient_group, mesh, lambda: self.reducer.release_held_back())
         ahead = bytes_ahead(blueprint.units, config.zero.prefetch_bytes)
         self.written = Written(self.units, mesh.rank)
+        self.arguments = Arguments(model, dtype_of(ENCODINGS[blueprint.resolved.compute_dtype]))
         self.residency = Residency(sharded, self.executor, agreement, ahead, self.written)
         self._wait_in_threads()
         self._hooks: list[Any] = []
@@ -212,6 +214,7 @@ class Runtime:
             self.residency.begin_forward()
         self._refresh()
         self.buffers.before_forward()
+        self.arguments.note(args, kwargs)
         return args, kwargs
 
     def _graph_of_now(self) -> Callable[[], None]:

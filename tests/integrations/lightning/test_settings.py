@@ -41,6 +41,20 @@ def test_contradicting_precisions_are_both_shown(lightning: str, compute: str) -
         settings.with_precision(load_config({"precision": {"compute": compute}}), lightning)
 
 
+@pytest.mark.parametrize(
+    ("lightning", "given", "expected"),
+    [
+        ("bf16-mixed", {}, ("mixed", "fp32")),
+        ("16-mixed", {"mode": "autocast"}, ("autocast", "fp32")),
+        ("bf16-true", {}, ("cast", "compute")),
+        ("bf16-true", {"mode": "mixed"}, ("mixed", "fp32")),
+    ],
+)
+def test_a_true_precision_casts_the_model(lightning: str, given: dict[str, str], expected: tuple[str, str]) -> None:
+    precision = settings.with_precision(load_config({"precision": given}), lightning)[0].precision
+    assert (precision.mode, precision.outputs) == expected
+
+
 def test_an_unknown_precision() -> None:
     with pytest.raises(ConfigError, match="precision='64-true': expected one of '32-true'"):
         settings.with_precision(load_config(None), "64-true")

@@ -52,7 +52,10 @@ def with_precision(config: Config, precision: str) -> tuple[Config, bool]:
     compute, is_mixed = _PRECISIONS[precision]
     given = config.precision.compute
     if given == "auto":
-        return _changed(config, precision=config.precision.model_copy(update={"compute": compute})), False
+        found: dict[str, object] = {"compute": compute}
+        if compute != "fp32" and not is_mixed and "mode" not in config.precision.model_fields_set:
+            found |= {"mode": "cast", "outputs": "compute"}  # the model is cast, and returns what it computes
+        return _changed(config, precision=config.precision.model_copy(update=found)), False
     autocasts = is_mixed and compute == "bf16" and given == "fp32"
     if given != compute and precision != _DEFAULT_PRECISION and not autocasts:
         raise conflict(

@@ -91,7 +91,7 @@ def precision_of(config: Config, mixed: str) -> Precision:
         return Precision("fp32", autocast=True)
     if compute is not None and compute != _COMPUTE[mixed]:
         raise conflict(
-            f"precision.compute and the trainer's mixed precision differ (fp32 parameters under autocast "
+            "precision.compute and the trainer's mixed precision differ (fp32 parameters under autocast "
             "are precision.mode: autocast)",
             [Row("precision.compute", compute, "config"), Row("mixed_precision", mixed, "trainer")],
             "leave precision.compute out: the trainer's value is used",

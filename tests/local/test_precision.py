@@ -452,9 +452,9 @@ def arguments_and_outputs(zero: Mapping[str, Any], precision: Mapping[str, Any])
         engine.step()
 
 
-@matrix(gradients=["fp32", "bf16"], compute=HALF)
-def test_half_precision_as_stage_0(compute: str, gradients: str) -> None:
-    pool.run(2, as_stage_0, {"compute": compute, "gradients": gradients})
+@matrix(gradients=["fp32", "bf16"], compute=HALF, mode=["mixed", "autocast", "cast"])
+def test_half_precision_as_stage_0(compute: str, gradients: str, mode: str) -> None:
+    pool.run(2, as_stage_0, {"compute": compute, "gradients": gradients, "mode": mode})
 
 
 def test_half_precision_is_close_to_full() -> None:

@@ -1,0 +1,240 @@
+"""The gradients of a small model under fp32, autocast, the engine, accelerate and the Trainer, one beside the other."""
+
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import partita
+from benchmarks._zoo_plain import PLAIN, Case
+from partita.sharding.nested import map_tensors, tensors_in
+
+# How much farther from fp32 than autocast's gradients ours may be, in 1 - cosine.
+FACTOR, SLACK = 1.5, 1e-6
+Gradients = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Found:
+    """How far gradients are from those of fp32 (1 - cosine), or what went wrong."""
+
+    apart: float
+    problem: str = ""
+
+
+def models() -> dict[str, Callable[[], Case]]:
+    """All models, by name; those of transformers where it is installed."""
+    try:
+        from benchmarks._zoo_transformers import TRANSFORMERS  # not every machine has it
+    except ModuleNotFoundError:
+        return dict(PLAIN)
+    return {**PLAIN, **TRANSFORMERS}
+
+
+@cache
+def autocast_of(name: str, *, rounded: bool = False) -> Found:
+    """What ``torch.autocast`` with fp32 parameters comes to, its outputs cast to fp32 as accelerate does.
+
+    Args:
+        rounded: whether the parameters have values of bf16, as any parameters have that are stored in 16 bits.
+    """
+    case = _made(name)
+    if rounded:
+        with torch.no_grad():
+            for param in case.model.parameters():
+                param.copy_(param.bfloat16())
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return map_tensors(case.model(*args, **kwargs), lambda x: x.float() if x.is_floating_point() else x)
+
+    return _judged(name, lambda: _plain_gradients(case, forward), None)
+
+
+def engine_of(name: str, stage: int, **precision: str) -> Found:
+    """What the engine comes to on this rank and the others, all of which have the same batch."""
+    case = _made(name)
+
+    def gradients() -> Gradients:
+        config = {"zero": {"stage": stage}, "precision": {"compute": "bf16", **precision}}
+        with partita.initialize(case.model, config) as engine:
+            engine.backward(_loss_of(case, _run(case, engine)))
+            return {name: grad for name in _trained(case) if (grad := engine.gradient(name)) is not None}
+
+    watched = Probe(case) if precision.get("mode") != "cast" else None  # which casts arguments
+    return _judged(name, gradients, watched)
+
+
+def accelerate_of(name: str, stage: int) -> Found:
+    """The same through accelerate."""
+    from partita.integrations.huggingface import Accelerator  # not every machine has it
+
+    case = _made(name)
+
+    def gradients() -> Gradients:
+        accelerator = Accelerator(mixed_precision="bf16", cpu=True, partita_config={"zero": {"stage": stage}})
+        model, _ = accelerator.prepare(case.model, torch.optim.SGD(case.model.parameters(), lr=0.0))
+        accelerator.backward(_loss_of(case, _run(case, model)))
+        (engine,) = (held.engine for held in accelerator.engines)
+        found = {name: grad for name in _trained(case) if (grad := engine.gradient(name)) is not None}
+        engine.zero_grad()
+        accelerator.free_memory()
+        return found
+
+    return _judged(name, gradients, Probe(case))
+
+
+def trainer_of(name: str, stage: int) -> Found:
+    """The same through the Trainer, of models that return a loss."""
+    from transformers import TrainerCallback, TrainingArguments  # not every machine has it
+
+    from partita.integrations.huggingface import Trainer
+
+    case, gradients = _made(name), Gradients()
+
+    class Collect(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            (engine,) = (held.engine for held in trainer.accelerator.engines)
+            gradients.update({name: g for name in _trained(case) if (g := engine.gradient(name)) is not None})
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, max_steps=1, bf16=True, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
+            optim="sgd", learning_rate=0.0, logging_strategy="no", remove_unused_columns=False, max_grad_norm=0.0,
+            average_tokens_across_devices=False,
+        )  # fmt: skip
+
+        def collated(_: Any) -> dict[str, Any]:
+            return dict(case.kwargs)
+
+        trainer = Trainer(
+            model=case.model,
+            args=arguments,
+            train_dataset=[{"at": i} for i in range(64)],
+            data_collator=collated,
+            callbacks=[Collect()],
+            partita_config={"zero": {"stage": stage}},
+        )
+
+        def run() -> Gradients:
+            torch.manual_seed(1)
+            trainer.train()
+            return gradients
+
+        return _judged(name, run, Probe(case))
+
+
+def is_close(found: Found, autocast: Found) -> bool:
+    """Whether gradients are as close to those of fp32 as autocast's, wherever autocast trains."""
+    return bool(autocast.problem) or (not found.problem and found.apart <= FACTOR * autocast.apart + SLACK)
+
+
+def failures(names: Iterable[str], way: str, stage: int) -> list[str]:
+    """The models that do not train ``way`` (:data:`WAYS`) as close to fp32 as autocast, with parameters in fp32 or of
+    values in bf16.
+    """
+    found = []
+    for name in names:
+        mine = WAYS[way](name, stage)
+        if not (is_close(mine, autocast_of(name)) or is_close(mine, autocast_of(name, rounded=True))):
+            found.append(f"{name}: {mine.problem or f'1 - cosine {mine.apart:.1e}'}")
+    return found
+
+
+class Probe:
+    """Watches what the forward of a case's model gets and returns, inside whatever is put around it."""
+
+    def __init__(self, case: Case) -> None:
+        self._given = [tensor.clone() for tensor in tensors_in((case.args, case.kwargs))]
+        self.problem = ""
+        own = case.model.forward
+
+        @wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            got = list(tensors_in((args, {key: kwargs[key] for key in case.kwargs if key in kwargs})))
+            for mine, theirs in zip(got, self._given, strict=True):
+                if mine.dtype != theirs.dtype or not torch.equal(mine, theirs):
+                    self.problem = f"an argument in {theirs.dtype} was {mine.dtype} in forward, or of other values"
+            return own(*args, **kwargs)
+
+        case.model.forward = forward  # type: ignore[method-assign]
+
+
+def _made(name: str) -> Case:
+    torch.manual_seed(0)
+    return models()[name]()
+
+
+def _trained(case: Case) -> list[str]:
+    return [name for name, param in case.model.named_parameters() if param.requires_grad]
+
+
+def _run(case: Case, forward: Callable[..., Any]) -> Any:
+    torch.manual_seed(1)
+    output = forward(*case.args, **case.kwargs)
+    if narrow := {x.dtype for x in tensors_in(output) if x.is_floating_point()} - {torch.float32}:
+        raise TypeError(f"outputs are in {narrow}")
+    return output
+
+
+def _loss_of(case: Case, output: Any) -> Tensor:
+    if case.loss is not None:
+        return case.loss(output)
+    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
+    return loss
+
+
+def _plain_gradients(case: Case, forward: Callable[..., Any]) -> Gradients:
+    _loss_of(case, _run(case, forward)).backward()
+    params = case.model.named_parameters()
+    return {name: param.grad for name, param in params if param.requires_grad and param.grad is not None}
+
+
+@cache
+def _true_gradients(name: str) -> Gradients:
+    case = _made(name)
+    return _plain_gradients(case, case.model)
+
+
+def _judged(name: str, gradients: Callable[[], Gradients], probe: Probe | None) -> Found:
+    true = _true_gradients(name)
+    try:
+        with _quietly():
+            found = gradients()
+    except Exception as error:  # whatever the model's forward raises is the finding
+        return Found(2.0, f"{type(error).__name__}: {str(error).partition(chr(10))[0][:150]}")
+    mine, theirs = (torch.cat([grads[key].double().flatten() for key in sorted(true)]) for grads in (found, true))
+    apart = 1 - F.cosine_similarity(mine, theirs, 0).item()
+    if not bool(mine.isfinite().all()):
+        return Found(2.0, "gradients are not finite")
+    return Found(apart, probe.problem if probe is not None else "")
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in ("partita", "transformers")]
+    before = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, before, strict=True):
+                logger.setLevel(level)
+
+
+WAYS: dict[str, Callable[[str, int], Found]] = {
+    "the engine": engine_of,
+    "accelerate": accelerate_of,
+    "the Trainer": trainer_of,
+}

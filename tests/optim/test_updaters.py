@@ -63,6 +63,7 @@ def on_two(
             reducer=reducer,
             written=Written(parts.units, 0),
             buffers=SimpleNamespace(has_news=lambda: False),
+            arguments=SimpleNamespace(describe=lambda: ""),
             collectives=collectives,
             gradient_group=collectives.group(DATA),
             part_index=collectives.mesh.index(parts.units[0].segments[0].plan.part_axes),

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from partita.memory.accelerator import is_host
-from partita.memory.autocast import PRODUCTS, autocast_dtype
+from partita.memory.autocast import PRODUCTS, autocast_dtype, no_autocast
+from partita.sharding.nested import map_tensors
 from partita.sharding.placeholder import asked_for, is_access
 from partita.sharding.resting import is_resting
 from partita.sharding.unit import Member
@@ -38,9 +39,12 @@ class _ReadInFp32(Tensor):
     ) -> Any:
         kwargs, name = kwargs or {}, asked_for(func)
         with torch._C.DisableTorchFunctionSubclass():
-            if is_access(func) or name in PRODUCTS or name in _CASTS or _is_in_place(name):
+            if is_access(func) or (name in PRODUCTS and name != "lstm") or name in _CASTS or _is_in_place(name):
                 return func(*args, **kwargs)
-            device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _ReadInFp32))
+            half = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _ReadInFp32))
+            if name == "lstm":
+                return _run_lstm(func, args, kwargs, half)
+            device = half.device
             if autocast_dtype(device) is None:
                 return func(*args, **kwargs)
             if name in _VIEWS:
@@ -110,6 +114,19 @@ def _is_in_place(name: str) -> bool:
 
 def _as_view(value: Any) -> Any:
     return value.as_subclass(_HalfView) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _run_lstm(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], half: Tensor) -> Any:
+    """Call torch's LSTM, which under autocast takes a kernel that not every CPU has."""
+    kernels = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    if (
+        autocast_dtype(half.device) is None
+        or not is_host(half.device)
+        or getattr(torch.ops.mkldnn, kernels[half.dtype])()
+    ):
+        return func(*args, **kwargs)
+    with no_autocast(half.device):
+        return func(*map_tensors(args, lambda x: x.to(half.dtype) if x.is_floating_point() else x), **kwargs)
 
 
 def _run_in_fp32(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

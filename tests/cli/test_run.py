@@ -14,6 +14,7 @@ from partita.cli import launch, script
 from partita.cli.main import app
 from partita.errors import PartitaError
 
+CAST = {"compute": "bf16", "mode": "cast", "outputs": "compute"}  # what DeepSpeed's section for bf16 means
 SCRIPT = """
 import json, sys
 from pathlib import Path
@@ -129,7 +130,7 @@ def test_processes_are_not_started_under_a_launcher(
     file = tmp_path / "ds_config.json"
     file.write_text('{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}, "bf16": {"enabled": true}}')
     assert run("--deepspeed", file, written, tmp_path / "out.json") == (0, "")
-    assert activated == [{"zero": {"stage": 3, "hierarchical": True}, "precision": {"compute": "bf16"}}]
+    assert activated == [{"zero": {"stage": 3, "hierarchical": True}, "precision": CAST}]
 
 
 def test_several_processes_are_started_as_asked_or_as_accelerates_file_says(
@@ -208,13 +209,13 @@ def test_a_config_is_converted_with_its_notices_as_comments(tmp_path: Path) -> N
         '// comments are allowed\n "steps_per_print": 10, "max_grad_norm": 1.0}'
     )
     expected = f"""# Converted from {file}.
-# mapped: bf16.enabled: becomes precision.compute: 'bf16'
+# mapped: bf16.enabled: becomes precision.compute: 'bf16', precision.mode: 'cast', precision.outputs: 'compute'
 # mapped: zero_optimization.stage: becomes zero.stage: 3
 # mapped: train_batch_size: as the trainer's arguments say (auto)
 # ignored: steps_per_print: partita has reports of its own (engine.memory_report, engine.traffic_report)
 # warning: max_grad_norm: unknown key, without effect; did you mean gradient_clipping?
 zero: {{stage: 3}}
-precision: {{compute: bf16}}
+precision: {{compute: bf16, mode: cast, outputs: compute}}
 """
     assert convert(file) == (0, expected)
     code, said = convert(file, "-o", out)

@@ -1,12 +1,13 @@
 """The gradients of a small model under fp32, autocast, the engine, accelerate and the Trainer, one beside the other."""
 
 import logging
+import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -59,18 +60,24 @@ def autocast_of(name: str, *, rounded: bool = False) -> Found:
     return _judged(name, lambda: _plain_gradients(case, forward), None)
 
 
-def engine_of(name: str, stage: int, **precision: str) -> Found:
-    """What the engine comes to on this rank and the others, all of which have the same batch."""
+def engine_of(name: str, stage: int, mode: str = "mixed", axis: str = "data") -> Found:
+    """What the engine comes to on this rank and the others, all of which have the same batch.
+
+    Args:
+        axis: of the mesh, along which all ranks are.
+    """
     case = _made(name)
 
     def gradients() -> Gradients:
-        config = {"zero": {"stage": stage}, "precision": {"compute": "bf16", **precision}}
+        config: dict[str, Any] = {"zero": {"stage": stage}, "precision": {"compute": "bf16", "mode": mode}}
+        if axis != "data":
+            config["parallel"] = {axis: int(os.environ["WORLD_SIZE"])}
         with partita.initialize(case.model, config) as engine:
             engine.backward(_loss_of(case, _run(case, engine)))
             return {name: grad for name in _trained(case) if (grad := engine.gradient(name)) is not None}
 
-    watched = Probe(case) if precision.get("mode") != "cast" else None  # which casts arguments
-    return _judged(name, gradients, watched)
+    watches = mode != "cast" and axis == "data"  # others cast arguments, or give each rank a slice of them
+    return _judged(name, gradients, Probe(case) if watches else None)
 
 
 def accelerate_of(name: str, stage: int) -> Found:
@@ -132,9 +139,9 @@ def trainer_of(name: str, stage: int) -> Found:
         return _judged(name, run, Probe(case))
 
 
-def is_close(found: Found, autocast: Found) -> bool:
+def is_close(found: Found, autocast: Found, factor: float = FACTOR) -> bool:
     """Whether gradients are as close to those of fp32 as autocast's, wherever autocast trains."""
-    return bool(autocast.problem) or (not found.problem and found.apart <= FACTOR * autocast.apart + SLACK)
+    return bool(autocast.problem) or (not found.problem and found.apart <= factor * autocast.apart + SLACK)
 
 
 def failures(names: Iterable[str], way: str, stage: int) -> list[str]:
@@ -144,7 +151,9 @@ def failures(names: Iterable[str], way: str, stage: int) -> list[str]:
     found = []
     for name in names:
         mine = WAYS[way](name, stage)
-        if not (is_close(mine, autocast_of(name)) or is_close(mine, autocast_of(name, rounded=True))):
+        # Split over ranks, sums of products are rounded on each of them before they are added.
+        factor = 2 * FACTOR if way == "tensor" else FACTOR
+        if not any(is_close(mine, autocast_of(name, rounded=rounded), factor) for rounded in (False, True)):
             found.append(f"{name}: {mine.problem or f'1 - cosine {mine.apart:.1e}'}")
     return found
 
@@ -235,6 +244,8 @@ def _quietly() -> Iterator[None]:
 
 WAYS: dict[str, Callable[[str, int], Found]] = {
     "the engine": engine_of,
+    "tensor": partial(engine_of, axis="tensor"),
+    "sequence": partial(engine_of, axis="sequence"),
     "accelerate": accelerate_of,
     "the Trainer": trainer_of,
 }

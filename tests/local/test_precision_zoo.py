@@ -5,6 +5,7 @@ import pytest
 from benchmarks import _zoo
 from benchmarks._zoo_plain import PLAIN
 from tests.local import pool
+from tests.matrix import sampled
 
 NAMES = tuple(_zoo.models())
 OF_TRANSFORMERS = tuple(name for name in NAMES if name not in PLAIN)
@@ -25,6 +26,15 @@ def test_a_sample_trains_as_under_autocast(way: str) -> None:
 
 def test_a_sample_trains_in_the_trainer() -> None:
     assert pool.run(2, _zoo.failures, OF_TRANSFORMERS[::12], "the Trainer", 3, timeout=TIMEOUT_S) == [[]] * 2
+
+
+DECODERS = ["Llama GPT2", "Mistral Qwen2 Qwen3 Gemma2 Olmo2 GPTNeoX OPT"]
+
+
+@pytest.mark.parametrize("axis", ["tensor", "sequence"])
+@pytest.mark.parametrize("names", sampled(DECODERS, DECODERS[0]))
+def test_decoders_train_so_on_other_axes(names: str, axis: str) -> None:
+    assert pool.run(2, _zoo.failures, names.split(), axis, 3, timeout=TIMEOUT_S) == [[]] * 2
 
 
 @pytest.mark.thorough

@@ -70,6 +70,21 @@ def test_outside_autocast_it_is_a_plain_parameter() -> None:
     assert type(half.detach()) is Tensor
 
 
+def test_functions_of_the_tensor_itself_are_its_own() -> None:
+    half = nn.Parameter(torch.ones(SIZE, SIZE, dtype=torch.bfloat16))
+    address = half.data_ptr()
+    half.__class__ = HalfParameter
+    called = []
+    with torch.autocast("cpu", torch.bfloat16):
+        half.register_hook(lambda grad: called.append(grad.dtype))
+        half.register_post_accumulate_grad_hook(lambda param: called.append(param.grad.dtype))
+        assert (half.data_ptr(), half.element_size(), half.dtype) == (address, 2, torch.bfloat16)
+        assert half.untyped_storage().data_ptr() == address
+        F.linear(torch.ones(1, SIZE), half).sum().backward()
+    assert called == [torch.bfloat16] * 2
+    assert "bfloat16" in repr(half)
+
+
 def test_what_functions_write_lasts() -> None:
     values = torch.full((SIZE, SIZE), 2.0, dtype=torch.bfloat16)
     half = nn.Parameter(values.clone())

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from partita.memory.accelerator import is_host
 from partita.memory.autocast import PRODUCTS, autocast_dtype, no_autocast
 from partita.sharding.nested import map_tensors
-from partita.sharding.placeholder import asked_for, is_access
+from partita.sharding.placeholder import METADATA, asked_for, is_access
 from partita.sharding.resting import is_resting
 from partita.sharding.unit import Member
 from partita.transforms.modules import is_compiled
@@ -24,6 +24,14 @@ _VIEWS = frozenset(
     """.split()
 )
 _CASTS = frozenset("to type type_as float double half bfloat16 cpu cuda numpy tolist item".split())
+# Functions of the tensor itself, not of its values.
+_OF_ITSELF = METADATA | frozenset(
+    """
+    retain_grad backward data_ptr untyped_storage storage _typed_storage is_shared share_memory_ is_pinned is_set_to
+    is_inference get_device _is_view __repr__ __format__ __reduce_ex__
+    """.split()
+)
+_AS_IT_IS = (PRODUCTS - {"lstm"}) | _CASTS | _OF_ITSELF
 
 
 class _ReadInFp32(Tensor):
@@ -39,7 +47,7 @@ class _ReadInFp32(Tensor):
     ) -> Any:
         kwargs, name = kwargs or {}, asked_for(func)
         with torch._C.DisableTorchFunctionSubclass():
-            if is_access(func) or (name in PRODUCTS and name != "lstm") or name in _CASTS or _is_in_place(name):
+            if is_access(func) or name in _AS_IT_IS or _is_in_place(name):
                 return func(*args, **kwargs)
             half = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _ReadInFp32))
             if name == "lstm":

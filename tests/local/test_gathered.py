@@ -272,6 +272,22 @@ def copies() -> None:
         assert not torch.equal(average.module.first.weight, weights["first.weight"])
 
 
+def copies_in_16_bits(mode: str) -> None:
+    """Copies and pickles of a model in bf16 are plain models: without hooks, casts and classes of the engine's."""
+    for stage in (1, 3):
+        precision = {"compute": "bf16", "mode": mode}
+        with partita.initialize(Stack(), {"zero": {"stage": stage}, "precision": precision}) as engine:
+            engine.backward(square_loss(engine, rank(), 0))
+            engine.step()
+            with engine.gathered():
+                for other in (copy.deepcopy(engine.module), pickle.loads(pickle.dumps(engine.module))):
+                    pairs = zip(other.parameters(), engine.module.parameters(), strict=True)
+                    assert all(type(mine) is nn.Parameter and torch.equal(mine, theirs) for mine, theirs in pairs)
+                    other(inputs(0, 0).bfloat16()).sum().backward()
+            engine.backward(square_loss(engine, rank(), 1))
+            assert engine.step().stepped
+
+
 def averages() -> None:
     """An exponential moving average of the weights, kept by the user."""
     averages = []
@@ -340,6 +356,11 @@ def test_all_kinds_of_use_in_turn() -> None:
 def test_evaluation_allocates_nothing() -> None:
     pool.run(2, evaluates)
     pool.run(2, ragged_evaluation)
+
+
+@pytest.mark.parametrize("mode", ["mixed", "cast"])
+def test_copies_in_16_bits_are_plain_models(mode: str) -> None:
+    pool.run(2, copies_in_16_bits, mode)
 
 
 def test_deepcopy_says_why_not() -> None:

@@ -21,6 +21,8 @@ from partita.sharding.unit import Unit, UnitState
 class Hook:
     """A hook that copies of the module (``copy.deepcopy``, pickles) do without: they are not the engine's."""
 
+    __slots__ = ("__weakref__", "_call")  # torch copies a hook's __dict__ into what it wraps it in
+
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
 

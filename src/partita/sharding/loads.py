@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from partita.sharding.hooks import Hook
 from partita.sharding.unit import Member
 
 Store = Callable[[list[tuple[Member, Tensor]]], None]
@@ -29,8 +30,8 @@ class ExactLoads:
         self._loaded = dict[nn.Module, list[tuple[Member, Tensor]]]()
         self._handles = list[RemovableHandle]()
         for module in self._by_module:
-            self._handles.append(module.register_load_state_dict_pre_hook(self._before))
-            self._handles.append(module.register_load_state_dict_post_hook(self._after))
+            self._handles.append(module.register_load_state_dict_pre_hook(Hook(self._before)))
+            self._handles.append(module.register_load_state_dict_post_hook(Hook(self._after)))
 
     def remove(self) -> None:
         for handle in self._handles:

@@ -78,6 +78,15 @@ PARTITA_INLINE float mean_magnitude(const float* __restrict in) {
     return sum_of(shares);
 }
 
+// How much larger the mean is without the zeros at the end, which fill the last record of a parameter.
+template <Codec codec>
+PARTITA_INLINE float without_filling(const float* __restrict in) {
+    if constexpr (codec != Codec::two_bits) return 1.0f;
+    int count = BLOCK;
+    while (count > 1 && (bits_of(in[count - 1]) & ~SIGN) == 0u) --count;
+    return float(BLOCK) / float(count);
+}
+
 template <Codec codec>
 PARTITA_INLINE void pack(std::uint8_t* __restrict out, const std::uint8_t* __restrict codes) {
     constexpr int n = code_bytes<codec>;
@@ -131,7 +140,8 @@ PARTITA_INLINE void encode_levels(std::uint8_t* __restrict out, const float* __r
         return;
     }
     const bool cuts = Levels<codec>::width != 0.0f && !places;
-    const float scale = scale_of(cuts ? mean_magnitude(in) * Levels<codec>::width : largest);
+    const float scale =
+        scale_of(cuts ? mean_magnitude(in) * Levels<codec>::width * without_filling<codec>(in) : largest);
     const float inverse = (cuts ? 1.0f : center) / scale;
     alignas(64) std::int32_t wide[BLOCK];
     alignas(64) std::uint8_t codes[padded_codes<codec>];

@@ -130,6 +130,14 @@ def test_rounding_to_nearest_is_off_by_half_a_step(name: str) -> None:
     assert (error <= largest * NEAREST[name] * (1 + 1e-5)).all()
 
 
+@pytest.mark.parametrize("num", [1, 3, 200, BLOCK])
+def test_the_step_of_two_bits_does_not_depend_on_what_fills_the_record(num: int) -> None:
+    codec, values = CODECS["two_bits"], torch.zeros(BLOCK)
+    values[:num] = torch.randn(num).sign()
+    found = decoded(codec, coded(codec, values))
+    assert torch.equal(found[:num], values[:num] * 0.625)  # half a step of 1.25 mean magnitudes
+
+
 @CODEC
 def test_less_is_lost_than_was_there(codec: Codec) -> None:
     """Rounded to nearest, every codec is a contraction on ordinary values: what feedback needs to stay bounded."""

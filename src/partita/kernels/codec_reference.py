@@ -4,8 +4,9 @@
 levels, signs) and stands for (code - c) * step; a record is the step, in fp32, and the codes. A value x becomes
 floor(x / step + c + r). Rounded at random, r is one of 2^16 fractions below 1, and the step is the block's largest
 magnitude / c: what is decoded is x on average (to 2^-17 of a step), and what is zero stays it. Rounded to nearest,
-r is 1/2 and codes beyond the last level are cut; the step of 2 bits is 1.25 mean magnitudes, that of signs 2 (which is
-their mean), and three levels are told apart at 0.7 of it, their step being the mean of those that are not zero.
+r is 1/2 and codes beyond the last level are cut; the step of 2 bits is 1.25 mean magnitudes without the zeros at the
+block's end (which fill the last block of a parameter), that of signs 2 (which is their mean), and three levels are told
+apart at 0.7 of it, their step being the mean of those that are not zero.
 
 **top8.** The 8 largest magnitudes of a block, as they are, in the order of their places, then their places.
 
@@ -89,7 +90,12 @@ def _encode_levels(codec: Codec, blocks: Tensor, records: Tensor, fractions: Ten
     largest = blocks.abs().amax(1, keepdim=True)  # of what is not a number that
     regular = largest.isfinite() & (largest > 0)
     cuts = width != 0 and fractions is None
-    scale = (_sum(blocks.abs() * 2.0**-8) * width if cuts else largest).clamp_min(LEAST_SCALE)
+    widths = _sum(blocks.abs() * 2.0**-8) * width if cuts else largest
+    if cuts and codec.name == "two_bits":
+        places = torch.arange(1, BLOCK + 1, device=blocks.device)
+        count = torch.where(blocks != 0, places, 1).amax(1, keepdim=True)
+        widths = widths * torch.div(widths.new_full((), float(BLOCK)), count)
+    scale = widths.clamp_min(LEAST_SCALE)
     shifted = blocks * torch.div(scale.new_full((), 1.0 if cuts else center), scale) + center
     codes = (shifted + (0.5 if fractions is None else fractions)).clamp(0.0, 2 * center + 0.5)
     codes = torch.where(regular, codes, 0.0).int()

@@ -1,6 +1,7 @@
 """Wrappers around forwards and calls of plain modules: their order, and what remains when some are undone."""
 
 import copy
+import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -82,6 +83,14 @@ def test_a_forward_that_was_replaced_since_stays() -> None:
     assert module("x") == "user(c(x))"
     second.undo()
     assert module("x") == "user(x)"
+
+
+def test_libraries_see_the_forward_inside_the_wrappers() -> None:
+    """As Lightning asks whether a model has a forward, and the Trainer which arguments it takes."""
+    module = wrapped()[0]
+    forward: Any = module.forward
+    assert inspect.signature(forward) == inspect.signature(Says().forward)
+    assert forward.__code__ is Says.forward.__code__
 
 
 def test_removing_some_modules() -> None:

@@ -4,9 +4,11 @@ All wrappers of a module's forward are held by one object in ``module.forward``,
 hooks) by one in ``module._compiled_call_impl``, so a wrapper can be suspended or removed while later ones stay.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -48,6 +50,16 @@ class _Chain:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._outermost(*args, **kwargs)
+
+    # What libraries ask a model's forward for. ``__wrapped__`` would have some of them take the wrappers off.
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.own)
+
+    @property
+    def __code__(self) -> CodeType:
+        code: CodeType = self.own.__code__
+        return code
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.before is _ABSENT:

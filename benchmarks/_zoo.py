@@ -112,7 +112,7 @@ def trainer_of(name: str, stage: int) -> Found:
             (engine,) = (held.engine for held in trainer.accelerator.engines)
             gradients.update({name: g for name in _trained(case) if (g := engine.gradient(name)) is not None})
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _quietly():
         arguments = TrainingArguments(
             folder, max_steps=1, bf16=True, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
             optim="sgd", learning_rate=0.0, logging_strategy="no", remove_unused_columns=False, max_grad_norm=0.0,

@@ -18,7 +18,8 @@ from partita.comm.exchange import Work
 from partita.comm.group import Group
 from partita.comm.transport import write_out
 from partita.kernels import codec as kernels
-from partita.kernels.chunks import in_chunks
+from partita.kernels.chunks import chunks, in_chunks
+from partita.kernels.quantize import nearest_bf16
 from partita.plan.residence import BLOCK
 from partita.plan.wire import Codec, Wire, coded_sum_bytes
 
@@ -101,7 +102,9 @@ def gather_changes(
             decode(codes[rank], part, add=True)
         else:
             write(rank, change)
-            part.add_(change)
+            change.add_(part)
+            for at in chunks(change):  # rounded as the optimizer's kernels round masters
+                part[at].copy_(nearest_bf16(change[at]) if part.dtype == torch.bfloat16 else change[at])
         if told is not None:
             told(rank, partial(write, rank))
 

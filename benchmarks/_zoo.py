@@ -25,14 +25,14 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Found:
-    """How far gradients are from those of fp32 (1 - cosine), or what went wrong."""
+    """The distance of gradients from those of fp32, as 1 - cosine, and an error if there was one."""
 
     apart: float
     problem: str = ""
 
 
 def models() -> dict[str, Callable[[], Case]]:
-    """All models, by name; those of transformers where it is installed."""
+    """Return all models by name. Those of transformers are left out if it is not installed."""
     try:
         from benchmarks._zoo_transformers import TRANSFORMERS  # not every machine has it
     except ModuleNotFoundError:
@@ -42,10 +42,10 @@ def models() -> dict[str, Callable[[], Case]]:
 
 @cache
 def autocast_of(name: str, *, rounded: bool = False) -> Found:
-    """What ``torch.autocast`` with fp32 parameters comes to, its outputs cast to fp32 as accelerate does.
+    """Compute the gradients under ``torch.autocast`` with fp32 parameters. Outputs are cast to fp32.
 
     Args:
-        rounded: whether the parameters have values of bf16, as any parameters have that are stored in 16 bits.
+        rounded: if True, round the parameters to bf16 first, as storage in 16 bits does.
     """
     case = _made(name)
     if rounded:
@@ -61,10 +61,10 @@ def autocast_of(name: str, *, rounded: bool = False) -> Found:
 
 
 def engine_of(name: str, stage: int, mode: str = "mixed", axis: str = "data") -> Found:
-    """What the engine comes to on this rank and the others, all of which have the same batch.
+    """Compute the gradients by the engine. All ranks have the same batch.
 
     Args:
-        axis: of the mesh, along which all ranks are.
+        axis: the axis of the mesh that has all ranks.
     """
     case = _made(name)
 
@@ -140,13 +140,15 @@ def trainer_of(name: str, stage: int) -> Found:
 
 
 def is_close(found: Found, autocast: Found, factor: float = FACTOR) -> bool:
-    """Whether gradients are as close to those of fp32 as autocast's, wherever autocast trains."""
+    """Return True if gradients are as close to those of fp32 as autocast's, or if autocast fails."""
     return bool(autocast.problem) or (not found.problem and found.apart <= factor * autocast.apart + SLACK)
 
 
 def failures(names: Iterable[str], way: str, stage: int) -> list[str]:
-    """The models that do not train ``way`` (:data:`WAYS`) as close to fp32 as autocast, with parameters in fp32 or of
-    values in bf16.
+    """Return the models whose gradients are farther from fp32 than autocast's with and without rounding.
+
+    Args:
+        way: a key of :data:`WAYS`.
     """
     found = []
     for name in names:

@@ -1,4 +1,4 @@
-"""How close gradients in 16 bits are to those of fp32, for small models of many fields: autocast's and the engine's.
+"""Compare gradients in 16 bits with those of fp32, for small models of many fields, under autocast and the engine.
 
     python -m benchmarks.precision_zoo            # every model, in each mode: some minutes
     python -m benchmarks.precision_zoo --quick    # every 20th model

@@ -34,7 +34,7 @@ class LossScale:
         self._good_steps = 0
 
     def carry(self, loss: Tensor) -> None:
-        """Keep the scale at what the gradient of ``loss`` can hold: one in fp16 would be infinite from 2**16 on.
+        """Lower the scale to the largest that the gradient of ``loss`` can hold. In fp16, 2**16 is infinite.
 
         Raises:
             PartitaError: the scale is fixed, and larger.
@@ -86,7 +86,7 @@ class LossScale:
 
 
 def _narrowest(loss: Tensor) -> torch.dtype:
-    """The dtype of the smallest range in which a loss was a number, before it was cast, scaled or divided."""
+    """Return the dtype with the smallest range that a loss had before it was cast, scaled or divided."""
     found, (node, index) = loss.dtype, (loss.grad_fn, 0)
     while (metadata := getattr(node, "_input_metadata", None)) and not metadata[index].shape:
         found = min(found, metadata[index].dtype, key=lambda dtype: torch.finfo(dtype).max)

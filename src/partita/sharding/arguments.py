@@ -45,7 +45,7 @@ class Arguments:
         self._seen.clear()
 
     def describe(self) -> str:
-        """Return what is said of the first argument with such values; an empty text where there is none."""
+        """Return a message about the first argument with such values, or an empty text."""
         for name, to_tensor in self._seen:
             if (tensor := to_tensor()) is None:
                 continue

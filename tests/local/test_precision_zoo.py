@@ -38,6 +38,7 @@ def test_decoders_train_so_on_other_axes(names: str, axis: str) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_model_trains_as_under_autocast(stage: int, ranks: int) -> None:
@@ -45,6 +46,7 @@ def test_every_model_trains_as_under_autocast(stage: int, ranks: int) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize(("way", "names"), [("accelerate", NAMES), ("the Trainer", OF_TRANSFORMERS)])
 @pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (1, 2), (2, 2), (3, 2)])
 def test_every_model_trains_through_other_libraries(way: str, names: tuple[str, ...], stage: int, ranks: int) -> None:

@@ -20,6 +20,8 @@ from partita.sharding.nested import map_tensors, tensors_in
 
 # How much farther from fp32 than autocast's gradients ours may be, in 1 - cosine.
 FACTOR, SLACK = 1.5, 1e-6
+# Models and batches are made and run there.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Gradients = dict[str, Tensor]
 
 
@@ -54,7 +56,7 @@ def autocast_of(name: str, *, rounded: bool = False) -> Found:
                 param.copy_(param.bfloat16())
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
             return map_tensors(case.model(*args, **kwargs), lambda x: x.float() if x.is_floating_point() else x)
 
     return _judged(name, lambda: _plain_gradients(case, forward), None)
@@ -87,7 +89,9 @@ def accelerate_of(name: str, stage: int) -> Found:
     case = _made(name)
 
     def gradients() -> Gradients:
-        accelerator = Accelerator(mixed_precision="bf16", cpu=True, partita_config={"zero": {"stage": stage}})
+        accelerator = Accelerator(
+            mixed_precision="bf16", cpu=DEVICE.type == "cpu", partita_config={"zero": {"stage": stage}}
+        )
         model, _ = accelerator.prepare(case.model, torch.optim.SGD(case.model.parameters(), lr=0.0))
         accelerator.backward(_loss_of(case, _run(case, model)))
         (engine,) = (held.engine for held in accelerator.engines)
@@ -114,13 +118,13 @@ def trainer_of(name: str, stage: int) -> Found:
 
     with tempfile.TemporaryDirectory() as folder, _quietly():
         arguments = TrainingArguments(
-            folder, max_steps=1, bf16=True, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
-            optim="sgd", learning_rate=0.0, logging_strategy="no", remove_unused_columns=False, max_grad_norm=0.0,
-            average_tokens_across_devices=False,
+            folder, max_steps=1, bf16=True, use_cpu=DEVICE.type == "cpu", report_to=[], disable_tqdm=True,
+            save_strategy="no", optim="sgd", learning_rate=0.0, logging_strategy="no", remove_unused_columns=False,
+            max_grad_norm=0.0, average_tokens_across_devices=False,
         )  # fmt: skip
 
         def collated(_: Any) -> dict[str, Any]:
-            return dict(case.kwargs)
+            return map_tensors(case.kwargs, Tensor.cpu)
 
         trainer = Trainer(
             model=case.model,
@@ -181,7 +185,8 @@ class Probe:
 
 def _made(name: str) -> Case:
     torch.manual_seed(0)
-    return models()[name]()
+    with DEVICE:
+        return models()[name]()
 
 
 def _trained(case: Case) -> list[str]:
@@ -190,7 +195,8 @@ def _trained(case: Case) -> list[str]:
 
 def _run(case: Case, forward: Callable[..., Any]) -> Any:
     torch.manual_seed(1)
-    output = forward(*case.args, **case.kwargs)
+    with DEVICE:
+        output = forward(*case.args, **case.kwargs)
     if narrow := {x.dtype for x in tensors_in(output) if x.is_floating_point()} - {torch.float32}:
         raise TypeError(f"outputs are in {narrow}")
     return output
@@ -198,7 +204,8 @@ def _run(case: Case, forward: Callable[..., Any]) -> Any:
 
 def _loss_of(case: Case, output: Any) -> Tensor:
     if case.loss is not None:
-        return case.loss(output)
+        with DEVICE:
+            return case.loss(output)
     loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
     return loss
 

@@ -4,6 +4,8 @@
     python -m benchmarks.precision_zoo --quick    # every 20th model
     python -m benchmarks.precision_zoo --save     # into benchmarks/results/precision_zoo.md
 
+Models run on the GPU where there is one.
+
 It ends with status 1 where a model trains under autocast and not under the engine's default, or with gradients farther
 from those of fp32 than 1.5 times what autocast's are, of the same 16-bit parameters.
 """
@@ -15,7 +17,7 @@ import torch
 from benchmarks import _zoo
 from benchmarks._common import Report, parser
 
-TEXT = """One forward and backward in bf16 on the CPU; *1 - cosine* of all gradients with those of fp32. *autocast*:
+TEXT = """One forward and backward in bf16 {device}; *1 - cosine* of all gradients with those of fp32. *autocast*:
 `torch.autocast`, fp32 parameters; *rounded*: the same, of parameters with bf16 values, as any have that are stored in
 16 bits; *mixed* (the default), *cast*: `precision.mode`. Only models whose figures under `mixed` are above 1.5 times
 those of autocast plus 1e-6, or that do not train somewhere, have a row."""
@@ -28,7 +30,8 @@ def main() -> int:
     torch.set_num_threads(1)
     report = Report("Precision of many models")
     report.begin()
-    report.write(TEXT)
+    where = torch.cuda.get_device_name() if _zoo.DEVICE.type == "cuda" else "the CPU"
+    report.write(TEXT.format(device=f"on {where}, torch {torch.__version__}"))
     report.write()
     names = list(_zoo.models())[:: 20 if options.quick else 1]
     rows, trained = list[list[str]](), dict.fromkeys(("autocast", *MODES), 0)
@@ -47,7 +50,7 @@ def main() -> int:
     totals = ", ".join(f"{way}: {num}" for way, num in trained.items())
     report.write(f"Of {len(names)} models, so many train under {totals}.")
     report.write()
-    return report.end(options.save)
+    return report.end(options.save, "gpu_precision_zoo" if _zoo.DEVICE.type == "cuda" else None)
 
 
 def _shown(result: _zoo.Found) -> str:

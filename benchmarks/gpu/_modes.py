@@ -76,8 +76,8 @@ def plain(setting: Setting) -> TakeStep:
     return take_step
 
 
-def fsdp2(setting: Setting) -> TakeStep:
-    """``fully_shard`` with ``CPUOffloadPolicy``, bf16 compute on fp32 weights on the host."""
+def fsdp2(setting: Setting, *, offload: bool) -> TakeStep:
+    """``fully_shard``, bf16 compute on fp32 weights; with ``offload`` they are on the host (``CPUOffloadPolicy``)."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -85,12 +85,12 @@ def fsdp2(setting: Setting) -> TakeStep:
     mesh = init_device_mesh(setting.device.type, (1,))
     model = build(setting.shape, "meta")
     policies: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
-    if setting.device.type == "cuda":  # it pins memory
+    if offload and setting.device.type == "cuda":  # it pins memory
         policies["offload_policy"] = CPUOffloadPolicy()
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **policies)
     fully_shard(model, mesh=mesh, **policies)
-    model.to_empty(device="cpu")
+    model.to_empty(device="cpu" if offload else setting.device)
     for param in model.parameters():
         _fill(param.to_local() if hasattr(param, "to_local") else param, setting.device)
     return _with_optimizer(model)
@@ -199,9 +199,11 @@ def _partita(offload: dict[str, str], precision: dict[str, str], device: float, 
 
 MODES = {
     "plain PyTorch": Mode(plain, 18, 0),
-    "FSDP2, CPUOffloadPolicy": Mode(fsdp2, 0.2, 16),
+    "FSDP2": Mode(partial(fsdp2, offload=False), 18, 0),
+    "FSDP2, CPUOffloadPolicy": Mode(partial(fsdp2, offload=True), 0.2, 16),
     "DeepSpeed 2 + offload": Mode(partial(deepspeed, stage=2), 2.5, 16, needs="deepspeed"),
     "DeepSpeed 3 + offload": Mode(partial(deepspeed, stage=3), 0.2, 18, needs="deepspeed"),
+    "default": _partita({}, {"compute": "bf16"}, 18, 0),
     "none": _partita({}, BF16, 16, 0),
     "optimizer on host": _partita({"optimizer": "host"}, BF16, 2.1, 14),
     "everything on host": _partita(ALL_ON_HOST, BF16, 0.1, 16),

@@ -1,58 +1,112 @@
-"""Every GPU benchmark in one call, the most valuable figures first: python -m benchmarks.gpu.all --seconds 580
+"""Every GPU benchmark, in three calls that each fit into ten minutes:
 
-Correctness, then speed at 7B, the largest model of the leanest mode, the timeline, then everything else for as long as
-there is time. A script that misses a target does not keep the others from running. `--quick` runs each in its quick
-form, on the CPU where there is no GPU. On a machine where partita is not installed, `make kernels PYTHON=python3` and
-`PYTHONPATH=src` come first.
+    python -m benchmarks.gpu.all correct --seconds 300 --save    # is everything right? the scripts run side by side
+    python -m benchmarks.gpu.all speed --seconds 580 --save      # beside plain PyTorch and FSDP2, one at a time
+    python -m benchmarks.gpu.all offload --seconds 580 --save    # models beyond the card, one at a time
+
+Without a part it runs all three in turn. A script that fails or misses a target does not keep the others from running.
+`--logs FOLDER` keeps what each script prints. `--quick` runs each in its quick form, on the CPU where there is no GPU.
+On a machine where partita is not installed, `make kernels PYTHON=python3` and `PYTHONPATH=src` come first.
 """
 
 import argparse
 import subprocess
 import sys
+import tempfile
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 from benchmarks._common import ROOT
 
-# Script, arguments, and the share of the time that is left which it may take.
-PLAN: list[tuple[str, list[str], float]] = [
-    ("offload_check", [], 0.3),
-    ("model_tflops", ["--size", "7B", "--tokens", "16384"], 0.4),
-    ("largest_model", ["--mode", "lean, everything on host"], 0.5),
-    ("timeline", [], 0.4),
-    ("sparse_attention", [], 0.4),
-    ("longest_sequence", [], 0.4),
-    ("check", [], 0.4),
-    ("largest_model", [], 0.6),
-    ("model_tflops", [], 1.0),
-]
-LEAST_S = 45.0
+
+@dataclass(frozen=True)
+class Script:
+    """A benchmark: its module, its arguments, and the share of the remaining time that it may take."""
+
+    module: str
+    options: tuple[str, ...] = ()
+    share: float = 1.0
+    saves: bool = True
+    keeps_time: bool = True  # it has --seconds
+
+    def command(self, seconds: float, *, quick: bool, save: bool) -> list[str]:
+        options = ["--quick"] if quick else list(self.options)
+        if self.keeps_time:
+            options += ["--seconds", f"{seconds * self.share:.0f}"]
+        if self.saves and save:
+            options.append("--save")
+        return [sys.executable, "-m", f"benchmarks.{self.module}", *options]
+
+
+PARTS: dict[str, list[Script]] = {
+    "correct": [
+        Script("gpu.check", ("--only", "correct"), saves=False, keeps_time=False),
+        Script("gpu.offload_check", ("--quick",), keeps_time=False),
+        Script("gpu.sparse_attention", ("--quick",), keeps_time=False),
+        Script("precision_zoo", keeps_time=False),
+    ],
+    "speed": [
+        Script("gpu.check", ("--only", "speed"), saves=False, keeps_time=False),
+        Script("gpu.model_tflops", ("--size", "1B", "3B", "7B", "--tokens", "16384"), 0.7),
+        Script("gpu.sparse_attention", keeps_time=False),
+    ],
+    "offload": [
+        Script("gpu.model_tflops", ("--size", "7B", "--tokens", "16384", "--mode", "optimizer on host"), 0.25),
+        Script("gpu.largest_model", ("--mode", "lean, everything on host"), 0.5),
+        Script("gpu.timeline", share=0.5),
+        Script("gpu.longest_sequence", share=0.5),
+        Script("gpu.offload_check", keeps_time=False),
+    ],
+}
+LEAST_S = 30.0
+SHOWN_LINES = 60
 
 
 def main() -> int:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("part", nargs="*", choices=[[], *PARTS], help="the parts to run (all, if none is named)")
     made.add_argument("--quick", action="store_true", help="each script in its quick form")
     made.add_argument("--save", action="store_true", help="write the reports into benchmarks/results/")
     made.add_argument("--seconds", type=float, default=580.0)
+    made.add_argument("--logs", type=Path, default=None, help="folder for what each script prints")
     arguments = made.parse_args()
-    end, failed, seen = time.monotonic() + arguments.seconds, [], set[str]()
-    for script, options, share in PLAN:
-        left = end - time.monotonic()
-        if left < LEAST_S or (arguments.quick and script in seen):
-            continue
-        seen.add(script)
-        given = ["--quick"] if arguments.quick else options
-        flags = ["--save"] * arguments.save if script != "check" else []
-        budget = [] if script in ("check", "offload_check") else ["--seconds", f"{left * share:.0f}"]
-        command = [sys.executable, "-m", f"benchmarks.gpu.{script}", *given, *budget, *flags]
-        print(f"\n== {' '.join(command[1:])}", flush=True)
-        try:
-            status = subprocess.run(command, cwd=ROOT, timeout=left, check=False).returncode
-        except subprocess.TimeoutExpired:
-            status = 124
-        if status:
-            failed.append(f"{script} ({status})")
+    end, failed = time.monotonic() + arguments.seconds, list[str]()
+    with tempfile.TemporaryDirectory() as folder:
+        logs = arguments.logs or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        for part in arguments.part or PARTS:
+            # Figures of speed need the card to themselves; checks do not.
+            groups = [PARTS[part]] if part == "correct" and not arguments.quick else [[one] for one in PARTS[part]]
+            for group in groups:
+                if end - time.monotonic() > LEAST_S:
+                    failed += run(group, end, arguments.quick, arguments.save, logs / part)
     print(f"\nfailed: {', '.join(failed) or 'none'}")
     return 1 if failed else 0
+
+
+def run(scripts: list[Script], end: float, quick: bool, save: bool, logs: Path) -> list[str]:
+    """Run scripts side by side until the given time, and print the end of what each wrote; return what failed."""
+    logs.mkdir(exist_ok=True)
+    running, failed = [], []
+    for script in scripts:
+        command = script.command(end - time.monotonic(), quick=quick, save=save)
+        log = (logs / f"{script.module}.log").open("w+")
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        running.append((command, log, process, time.monotonic()))
+    for command, log, process, begin in running:
+        try:
+            status = process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            status = process.wait() and 124
+        with log:
+            log.seek(0)
+            lines = log.read().splitlines()[-SHOWN_LINES:]
+        print(f"\n== {' '.join(command[1:])}: {time.monotonic() - begin:.0f} s", *lines, sep="\n", flush=True)
+        if status:
+            failed.append(f"{command[2]} ({status})")
+    return failed
 
 
 if __name__ == "__main__":

@@ -27,10 +27,20 @@ from benchmarks.gpu._common import (
     parser,
     place,
 )
-from benchmarks.gpu._modes import PARTITA
+from benchmarks.gpu._modes import MODES
 from partita.train.decoder import DecoderShape
 
-MODES = ["none", "optimizer on host", "everything on host", "lean, everything on host", "lean, none"]
+CHOSEN = [
+    "plain PyTorch",
+    "FSDP2",
+    "default",
+    "none",
+    "lean, none",
+    "optimizer on host",
+    "everything on host",
+    "lean, everything on host",
+    "FSDP2, CPUOffloadPolicy",
+]
 TOKENS = (16384, 4096, 32768, 8192)  # what is asked about most comes first
 LENGTH = 4096
 # The most valuable first.
@@ -46,7 +56,7 @@ def main() -> int:
     host, clock = host_bytes(arguments), Clock(arguments.seconds)
     shapes = {"tiny": SMALL} if quick else {size: SIZES[size] for size in arguments.size or ORDER}
     tokens, length = ((128, 64), 64) if quick else (tuple(arguments.tokens), LENGTH)
-    modes = [mode for mode in chosen(arguments.mode, PARTITA) if arguments.mode or mode in MODES]
+    modes = chosen(arguments.mode, list(MODES)) if arguments.mode else CHOSEN
     report = Report("Model-TFLOP/s by size, mode and tokens a step")
     report.begin()
     report.write(place(device))
@@ -54,7 +64,7 @@ def main() -> int:
     sizes = ", ".join(f"{size} {num_params(shape) / 1e9:.3g}e9" for size, shape in shapes.items())
     report.write(f"Parameters: {sizes}")
     report.write()
-    header = ["size", "mode", "tokens", "model-TFLOP/s", "of no offload", "GiB device + host", "stopped by"]
+    header = ["size", "mode", "tokens", "model-TFLOP/s", "of the first mode", "GiB device + host", "stopped by"]
 
     def job(mode: str, shape: DecoderShape) -> Job:
         return Job(mode, shape, tokens, length, path=arguments.path)
@@ -77,12 +87,10 @@ def main() -> int:
 
 
 def of_attempt(outcome: Outcome, size: str, mode: str, base: dict[int, float]) -> Iterator[list[str]]:
-    """A row for each number of tokens; ``base`` are the rates without offload."""
+    """A row for each number of tokens; ``base`` are the rates of the first mode that ran."""
     for step in outcome.steps:
         num, rate = step["tokens"], step["tflops"]
-        if mode == "none":
-            base[num] = rate
-        ratio = f"{rate / base[num]:.2f}" if num in base else "-"
+        ratio = f"{rate / base.setdefault(num, rate):.2f}"
         peak = f"{step['device_peak'] / 2**30:.1f} + {outcome.host_peak / 2**30:.1f}"
         yield [size, mode, str(num), f"{rate:.4g}", ratio, peak, ""]
 

@@ -26,7 +26,7 @@ from tests.local.training import ADAMW, WIDTH, Stack, rank
 
 RANKS = 2
 OFFLOADS: tuple[dict[str, str], ...] = ({}, {"optimizer": "host"}, {"optimizer": "disk", "parameters": "disk"})
-# From when all ranks run until one is killed.
+# From when all ranks run (in the first run, from the first checkpoint) until one is killed.
 LONGEST_S = 0.5
 
 
@@ -86,8 +86,13 @@ def kill_once(folder: Path, number: int, expected: list[list[float]], chance: ra
         path.unlink(missing_ok=True)
 
     def kill() -> None:
-        end = time.monotonic() + 30
-        while not all(path.exists() and path.read_text() for path in running) and time.monotonic() < end:
+        def ready() -> bool:  # the first run is left alone until there is something that the others can resume from
+            return all(path.exists() and path.read_text() for path in running) and (
+                number > 0 or bool(complete(folder))
+            )
+
+        end = time.monotonic() + 60
+        while not ready() and time.monotonic() < end:
             time.sleep(0.005)
         time.sleep(delay_s)
         seen.append(any(path.name.endswith(".partial") for path in folder.iterdir()))

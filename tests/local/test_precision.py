@@ -433,7 +433,7 @@ class Takes(nn.Module):
 
     def forward(self, x: Tensor, *, options: dict[str, Any], index: Tensor) -> dict[str, Tensor]:
         self.seen = [x, options["y"], options["list"][0], index]
-        return {"hidden": self.encode(x)}
+        return {"hidden": self.encode(x), "fp16": x.half()}  # as cuDNN's recurrent networks do under any autocast
 
     def encode(self, x: Tensor) -> Tensor:
         return self.layer(x)
@@ -447,7 +447,7 @@ def arguments_and_outputs(zero: Mapping[str, Any], precision: Mapping[str, Any])
         output = engine(x, options={"y": x, "list": [x, "text"], "none": None}, index=torch.arange(3))
         assert [each.dtype for each in engine.module.seen] == [*[given or torch.float32] * 3, torch.int64]
         assert given or engine.module.seen[1] is x
-        assert output["hidden"].dtype == engine.module.encode(x).dtype == returned
+        assert output["hidden"].dtype == engine.module.encode(x).dtype == output["fp16"].dtype == returned
         engine.backward(output["hidden"].float().square().mean())
         engine.step()
 

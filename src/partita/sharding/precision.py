@@ -129,7 +129,7 @@ class ForwardPrecision:
     """Runs the forward of a model, and its other public methods, in a precision mode until it is removed.
 
     Args:
-        outputs: the dtype of floating-point outputs that are in the compute dtype.
+        outputs: the dtype of outputs that the model returns in 16 bits.
         kept: what stays in fp32.
     """
 
@@ -202,7 +202,8 @@ class ForwardPrecision:
         )
 
     def _widened(self, tensor: Tensor) -> Tensor:
-        if tensor.dtype != self._mode.compute or isinstance(tensor, nn.Parameter):
+        # Not in the compute dtype alone: under autocast in bf16, cuDNN's recurrent networks return fp16.
+        if tensor.dtype not in (torch.bfloat16, torch.float16) or isinstance(tensor, nn.Parameter):
             return tensor
         return tensor.to(self._outputs)
 

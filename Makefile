@@ -65,7 +65,12 @@ clean:
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	@touch $@
 
-$(INSTALLED): .venv/.torch pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+# Triton's interpreter, for tests of the kernels. It is apart from the other packages: some of them behave as on a GPU
+# where they find Triton.
+.venv/triton:
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ "triton==3.6.0"
+
+$(INSTALLED): .venv/.torch .venv/triton pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	@rm -f .venv/.installed-*
 	@touch $@

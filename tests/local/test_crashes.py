@@ -9,7 +9,7 @@ KILLS = 4
 
 
 def test_what_kills_leave_is_whole_and_goes_on(tmp_path: Path) -> None:
-    expected = pool.run(crashes.RANKS, crashes.uninterrupted, 1500)
+    expected = pool.run(crashes.RANKS, crashes.uninterrupted, 1500, timeout=240)
     chance = random.Random()
     found = [crashes.kill_once(tmp_path, number, expected, chance) for number in range(KILLS)]
     assert found[-1].newest > 0

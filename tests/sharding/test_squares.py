@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from partita.sharding.squares import square
+from partita.sharding.squares import square, sum_of_squares
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -27,3 +27,8 @@ def test_the_order_is_that_of_memory() -> None:
     grad = torch.randn(4, 6, 10, 10)
     last = grad.to(memory_format=torch.channels_last)
     assert square(last) == square(last.permute(0, 2, 3, 1).contiguous())
+
+
+def test_several_tensors_at_once() -> None:
+    grads = [torch.randn(shape) for shape in [(1000,), (0,), (256,), (7, 300), (3,)]]
+    assert sum_of_squares(grads).item() == pytest.approx(sum(square(grad).item() for grad in grads), rel=1e-14)

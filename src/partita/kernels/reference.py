@@ -12,13 +12,12 @@ from torch import Tensor
 from partita.kernels.chunks import chunks
 from partita.kernels.quantize import decode_signed, decode_unsigned, encode, join, nearest_bf16, split
 from partita.kernels.state import AdamRule, LionRule, Moments, SgdRule, Weights
-from partita.memory.accelerator import read
 from partita.plan.span import QUANTUM
 
 TINY = torch.finfo(torch.float32).tiny
 
 
-def adam_(weights: Weights, moments: Moments, grad: Tensor, rule: AdamRule, factor: float) -> bool:
+def adam_(weights: Weights, moments: Moments, grad: Tensor, rule: AdamRule, factor: float) -> Tensor:
     """See :func:`partita.kernels.update.adam_`."""
 
     def update(p: Tensor, g: Tensor, at: slice) -> Tensor:
@@ -36,7 +35,7 @@ def adam_(weights: Weights, moments: Moments, grad: Tensor, rule: AdamRule, fact
     return _step(weights, grad, factor, update)
 
 
-def sgd_(weights: Weights, momentum_buffer: Tensor | None, grad: Tensor, rule: SgdRule, factor: float) -> bool:
+def sgd_(weights: Weights, momentum_buffer: Tensor | None, grad: Tensor, rule: SgdRule, factor: float) -> Tensor:
     """See :func:`partita.kernels.update.sgd_`."""
 
     def update(p: Tensor, g: Tensor, at: slice) -> Tensor:
@@ -51,7 +50,7 @@ def sgd_(weights: Weights, momentum_buffer: Tensor | None, grad: Tensor, rule: S
     return _step(weights, grad, factor, update)
 
 
-def lion_(weights: Weights, exp_avg: Tensor, grad: Tensor, rule: LionRule, factor: float) -> bool:
+def lion_(weights: Weights, exp_avg: Tensor, grad: Tensor, rule: LionRule, factor: float) -> Tensor:
     """See :func:`partita.kernels.update.lion_`."""
 
     def update(p: Tensor, g: Tensor, at: slice) -> Tensor:
@@ -65,14 +64,14 @@ def lion_(weights: Weights, exp_avg: Tensor, grad: Tensor, rule: LionRule, facto
     return _step(weights, grad, factor, update)
 
 
-def _step(weights: Weights, grad: Tensor, factor: float, update: Callable[[Tensor, Tensor, slice], Tensor]) -> bool:
-    """Run an update over the weights in chunks; True if the gradient was finite."""
+def _step(weights: Weights, grad: Tensor, factor: float, update: Callable[[Tensor, Tensor, slice], Tensor]) -> Tensor:
+    """Run an update over the weights in chunks; a true tensor if the gradient was finite."""
     finite = torch.ones((), dtype=torch.bool, device=grad.device)
     for at in chunks(weights.like):
         g = grad[at].float() * factor
         finite &= g.isfinite().all()
         _put(weights, at, update(_master(weights, at), g, at))
-    return bool(read(finite))
+    return finite
 
 
 def _master(weights: Weights, at: slice) -> Tensor:

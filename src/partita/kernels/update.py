@@ -1,19 +1,24 @@
 """Optimizer updates in one pass: gradient times a factor, weights and moments in place, 16-bit parameter written.
 
-On CPU tensors these are the C++ kernels of csrc/, elsewhere and without a compiler :mod:`partita.kernels.reference`.
-Both give the same bits, for any number of threads, any instruction set, and any cut of a buffer at multiples of
-``QUANTUM``.
+On CPU tensors these are the C++ kernels of csrc/, on a GPU those of :mod:`partita.kernels.triton`, and where the one is
+not compiled or the other not installed :mod:`partita.kernels.reference`. All give the same bits, for any number of
+threads, any instruction set, and any cut of a buffer at multiples of ``QUANTUM``.
 All arithmetic is float32 with one rounding an operation (no fused multiply-add). A moment whose magnitude is below the
 smallest normal number becomes zero. Values change under autograd: version counters stay as they are.
 
-Each function returns whether every element of ``grad * factor`` was finite. It has updated the weights all the same.
+Each function returns whether every element of ``grad * factor`` was finite: a bool, or a bool tensor on the weights'
+device, so that nobody waits for it who does not ask. It has updated the weights all the same.
 """
+
+from types import ModuleType
+from typing import cast
 
 from torch import Tensor
 
 from partita.errors import PartitaError
 from partita.kernels import native, reference
 from partita.kernels.state import GRADIENTS, AdamRule, LionRule, Moments, SgdRule, Weights, check
+from partita.memory.accelerator import runs_triton
 
 
 def adam_(
@@ -24,7 +29,7 @@ def adam_(
     factor: float = 1.0,
     threads: int = 1,
     level: str | None = None,
-) -> bool:
+) -> bool | Tensor:
     """One step of Adam or AdamW.
 
     Args:
@@ -40,7 +45,7 @@ def adam_(
     check("exp_avg", moments.exp_avg, (moments.exp_avg.dtype,), weights.like)
     kernels = native.kernels_for(weights.like)
     if kernels is None:
-        return reference.adam_(weights, moments, grad, rule, factor)
+        return cast(Tensor, _elsewhere(weights.like).adam_(weights, moments, grad, rule, factor))
     exp_avg, exp_avg_sq, scale, scale_sq = (
         native.address(tensor)
         for tensor in (moments.exp_avg, moments.exp_avg_sq, moments.exp_avg_scale, moments.exp_avg_sq_scale)
@@ -68,7 +73,7 @@ def sgd_(
     factor: float = 1.0,
     threads: int = 1,
     level: str | None = None,
-) -> bool:
+) -> bool | Tensor:
     """One step of stochastic gradient descent. ``momentum_buffer`` (fp32, zeros at start) is there exactly if
     ``rule.momentum`` is not 0. The other arguments and errors are :func:`adam_`'s.
     """
@@ -80,7 +85,7 @@ def sgd_(
         check("momentum_buffer", momentum_buffer, GRADIENTS[:1], weights.like)
     kernels = native.kernels_for(weights.like)
     if kernels is None:
-        return reference.sgd_(weights, momentum_buffer, grad, rule, factor)
+        return cast(Tensor, _elsewhere(weights.like).sgd_(weights, momentum_buffer, grad, rule, factor))
     done: bool = kernels.sgd(
         native.launch(grad.numel(), threads, level),
         native.weights_of(weights),
@@ -99,13 +104,13 @@ def lion_(
     factor: float = 1.0,
     threads: int = 1,
     level: str | None = None,
-) -> bool:
+) -> bool | Tensor:
     """One step of Lion. ``exp_avg`` is fp32, zeros at start. The other arguments and errors are :func:`adam_`'s."""
     check("grad", grad, GRADIENTS, weights.like)
     check("exp_avg", exp_avg, GRADIENTS[:1], weights.like)
     kernels = native.kernels_for(weights.like)
     if kernels is None:
-        return reference.lion_(weights, exp_avg, grad, rule, factor)
+        return cast(Tensor, _elsewhere(weights.like).lion_(weights, exp_avg, grad, rule, factor))
     done: bool = kernels.lion(
         native.launch(grad.numel(), threads, level),
         native.weights_of(weights),
@@ -114,3 +119,12 @@ def lion_(
         [rule.lr, rule.beta1, 1.0 - rule.beta1, rule.beta2, 1.0 - rule.beta2, rule.keep],
     )
     return done
+
+
+def _elsewhere(like: Tensor) -> ModuleType:
+    """The module that works on a tensor which the compiled kernels do not work on."""
+    if not runs_triton(like.device):
+        return reference
+    from partita.kernels.triton import update  # not every machine has Triton
+
+    return update

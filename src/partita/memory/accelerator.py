@@ -10,10 +10,12 @@ torch's ``meta`` device. It has neither streams nor events, and a host that is s
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._triton import has_triton_package
 
 from partita.errors import ConfigError, PartitaError
 
@@ -23,6 +25,8 @@ SIMULATED = torch.device("meta")
 USUAL_KIND = "cuda"
 # Whose autocast, which torch itself leaves empty, a simulated host and a simulated accelerator use.
 WITHOUT_AUTOCAST = {HOST.type: "ipu", USUAL_KIND: "hpu"}
+# Kinds that Triton has a compiler for.
+TRITON_KINDS = (USUAL_KIND, "xpu")
 # What a simulated device is, in PyTorch's words.
 _simulated_kind = HOST.type
 
@@ -141,6 +145,16 @@ def read(tensor: torch.Tensor) -> torch.Tensor:
 def set_device(device: torch.device) -> None:
     """Have the calling thread use this accelerator where none is named."""
     torch.accelerator.set_device_index(device)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Have the calling thread use this device inside a block."""
+    return torch.accelerator.device_index(device.index) if has_streams(device) else nullcontext()
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Return True if Triton is installed and compiles for this device."""
+    return device.type in TRITON_KINDS and has_triton_package()
 
 
 def count() -> int:

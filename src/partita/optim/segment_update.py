@@ -92,7 +92,11 @@ class SegmentUpdate:
         views, is_in_place = self._context.views, self._bucket.in_place
         for member in members:
             param = member.param
-            if member.segment is self.segment and id(member) in used and param.requires_grad:
+            if member.segment is not self.segment or id(member) not in used:
+                continue
+            with torch._C.DisableTorchFunctionSubclass():
+                trains = param.requires_grad
+            if trains:
                 view = views.of(param)
                 grad = param.grad if is_in_place else None
                 dropped = is_in_place and grad is None  # by the user

@@ -23,7 +23,7 @@ from partita.optim.updater import StepResult, Updater, factor_of
 from partita.optim.zeroone_adam import RefreshedAdam
 from partita.plan.residence import Tier
 from partita.sharding.buckets import Bucket
-from partita.sharding.squares import square
+from partita.sharding.squares import sum_of_squares
 from partita.sharding.unit import Member
 
 
@@ -262,13 +262,14 @@ def _squares(bucket: Bucket, used: set[int]) -> list[Tensor]:
     """Sums of squares of the reduced gradients that this rank owns."""
     if bucket.plan.grad_step.tier is Tier.DISK:
         return bucket.squares
-    return [square(grad) for grad in _owned(bucket, used)]
+    owned = _owned(bucket, used)
+    return [sum_of_squares(owned)] if owned else []
 
 
 def _squares_in_fp64(bucket: Bucket, used: set[int]) -> list[Tensor]:
     """The same without an overflow of finite gradients."""
     owned = _owned(bucket, used) if bucket.shard is None else bucket.parts(bucket.shard.load(), used)
-    return [square(grad, dtype=torch.float64) for grad in owned]
+    return [sum_of_squares(owned, dtype=torch.float64)] if owned else []
 
 
 def _owned(bucket: Bucket, used: set[int]) -> list[Tensor]:

@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from partita.memory.accelerator import is_host
 from partita.memory.autocast import PRODUCTS, autocast_dtype, no_autocast
-from partita.sharding.nested import map_tensors
+from partita.sharding.nested import map_tensors, tensors_in
 from partita.sharding.placeholder import METADATA, asked_for, is_access
 from partita.sharding.resting import is_resting
 from partita.sharding.unit import Member
@@ -45,18 +44,18 @@ class _ReadInFp32(Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs, name = kwargs or {}, asked_for(func)
+        kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if is_access(func) or name in _AS_IT_IS or _is_in_place(name):
+            if is_access(func) or (name := asked_for(func)) in _AS_IT_IS or _is_in_place(name):
                 return func(*args, **kwargs)
-            half = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _ReadInFp32))
+            half = next(leaf for leaf in tensors_in((args, kwargs)) if isinstance(leaf, _ReadInFp32))
             if name == "lstm":
                 return _run_lstm(func, args, kwargs, half)
             device = half.device
             if autocast_dtype(device) is None:
                 return func(*args, **kwargs)
             if name in _VIEWS:
-                return tree_map(_as_view, func(*args, **kwargs))
+                return map_tensors(func(*args, **kwargs), _as_view)
             if name == "embedding" and not is_host(device):
                 return func(*args, **kwargs).float()  # the kernel adds up the gradients of a row in fp32
             return _run_in_fp32(func, args, kwargs)
@@ -120,8 +119,8 @@ def _is_in_place(name: str) -> bool:
     return name.startswith("__i") or name == "__setitem__" if name.endswith("__") else name.endswith("_")
 
 
-def _as_view(value: Any) -> Any:
-    return value.as_subclass(_HalfView) if isinstance(value, Tensor) and value.is_floating_point() else value
+def _as_view(value: Tensor) -> Tensor:
+    return value.as_subclass(_HalfView) if value.is_floating_point() else value
 
 
 def _run_lstm(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], half: Tensor) -> Any:
@@ -141,13 +140,13 @@ def _run_in_fp32(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str
     """Call a function on copies in fp32. What it writes into a copy, as ``max_norm`` does, the tensor takes."""
     copies = list[tuple[Tensor, Tensor]]()
 
-    def widened(value: Any) -> Any:
+    def widened(value: Tensor) -> Tensor:
         if not isinstance(value, _ReadInFp32):
             return value
         copies.append((value, value.float()))
         return copies[-1][1]
 
-    args, kwargs = tree_map(widened, (tuple(args), kwargs))
+    args, kwargs = map_tensors((tuple(args), kwargs), widened)
     result = func(*args, **kwargs)
     for tensor, copy in copies:
         if copy._version:

@@ -369,6 +369,7 @@ def _announce(member: Member, reducer: GradientReducer) -> Callable[[Tensor], No
     def arrived(param: Tensor) -> None:
         living, whose = to_reducer(), to_member()
         if living is not None and whose is not None:
-            living.arrived(whose)
+            with torch._C.DisableTorchFunctionSubclass():  # what is asked of the parameter is answered without a detour
+                living.arrived(whose)
 
     return arrived

@@ -1,6 +1,7 @@
 """Under 16-bit compute, master weights and frozen weights have the fp32 values that the engine was given."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +143,57 @@ def warns_of_writes() -> None:
 
 def test_a_write_that_is_rounded_is_reported() -> None:
     pool.run(2, warns_of_writes)
+
+
+def halfway() -> Frozen:
+    """A model whose values lie half-way between two bf16 numbers: each rule for rounding takes another of the two."""
+    model = built(1)
+    with torch.no_grad():
+        for param in model.parameters():
+            bits = (param.bfloat16().view(torch.int16).to(torch.int32) << 16) + 0x8000
+            param.copy_(bits.view(torch.float32))
+    return model
+
+
+def in_compute(engine: partita.Engine) -> dict[str, Tensor]:
+    with engine.gathered():
+        return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+
+
+UPDATES: dict[str, Mapping[str, Any]] = {
+    "by kernels": {},
+    "of split masters": {"master": "split"},
+    "of 8-bit moments": {"moments": "int8"},
+    "in backward": {"gradients": "in_backward"},
+    "by torch": {},
+}
+
+
+def rounds_alike(plan: str, updates: str, folder: Path) -> None:
+    """At a learning rate of 0 neither an update nor a checkpoint changes a parameter."""
+    config = {"zero": PLANS[plan], "precision": {"compute": "bf16", **UPDATES[updates]}, "optimizer": STEADY}
+    factory = None
+    if updates == "by torch":
+        factory = partial(torch.optim.AdamW, lr=0.0, weight_decay=0.0)
+        del config["optimizer"]
+    seeds.start(rank())
+    x = torch.randn(4, 19)
+    with partita.initialize(halfway(), config, optimizer=factory) as engine:
+        first = in_compute(engine)
+        for _ in range(2):
+            engine.backward(engine(x).square().mean())
+            engine.step()
+        stepped = in_compute(engine)
+        engine.save(folder)
+    with partita.initialize(built(2), config, optimizer=factory) as engine:
+        engine.load(folder)
+        loaded = in_compute(engine)
+    for name, param in first.items():
+        assert torch.equal(param, stepped[name]), f"{name} changed in an update"
+        assert torch.equal(param, loaded[name]), f"{name} changed in a checkpoint"
+
+
+@matrix(world=(1, 2), plan=tuple(PLANS), updates=tuple(UPDATES))
+def test_masters_are_rounded_by_one_rule(world: int, plan: str, updates: str, tmp_path: Path) -> None:
+    if (plan, updates) != ("0", "in backward"):  # which the config refuses
+        pool.run(world, rounds_alike, plan, updates, tmp_path)

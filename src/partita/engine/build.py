@@ -34,6 +34,7 @@ from partita.memory.shortage import Shortages
 from partita.memory.tiers import StateMemory
 from partita.optim.alike_check import AlikeCheck
 from partita.optim.build import Factory, build_optimizer, build_schedule, settings_of, wants_kernels
+from partita.optim.fused import FusedOptimizer
 from partita.optim.in_backward import BackwardUpdater
 from partita.optim.loss_scale import LossScale
 from partita.optim.outer import OuterOptimizer
@@ -162,7 +163,8 @@ def _build(
         source = open_weights(Weights(given.weights), model) if given.weights is not None else None
     try:
         with shortages.explained("initialize"):
-            runtime = Runtime(model, blueprint, collectives, memory, source)
+            by_kernels = isinstance(optimizer, FusedOptimizer)
+            runtime = Runtime(model, blueprint, collectives, memory, source, by_kernels=by_kernels)
         failed = ExitStack()
         failed.callback(runtime.give_back)
         with together(all_ranks, failed.close):

@@ -30,11 +30,14 @@ from partita.sharding.initialize import initialize_modules
 from partita.sharding.unit import Segment, Unit
 
 
-def make_units(model: nn.Module, planned: Sequence[PlannedUnit], rank: int) -> list[Unit]:
+def make_units(model: nn.Module, planned: Sequence[PlannedUnit], rank: int, *, by_kernels: bool) -> list[Unit]:
     """The units of a model as they are planned, with its modules and parameters."""
     modules = dict(model.named_modules())
     holdings = {holding.fqns[0]: holding for holding in find_holdings(model)}
-    return [Unit(unit, modules[unit.name], holdings, number, rank) for number, unit in enumerate(planned)]
+    return [
+        Unit(unit, modules[unit.name], holdings, number, rank, by_kernels=by_kernels)
+        for number, unit in enumerate(planned)
+    ]
 
 
 def check_alike(model: nn.Module, units: Sequence[PlannedUnit], group: Group, *, exact: bool) -> None:

@@ -1,6 +1,7 @@
 """Moves a unit's parameters between the residences of its row: gather, release, publish. Knows how, never when."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -207,8 +208,13 @@ class Executor:
         """
         if not exact and (step := self._step_of_changes(segment)) is not None:
             self._send_changes(segment, values, step)
-        else:
-            self._store(values, segment.rest, updated, segment.plan.param_rest)
+            return
+        if segment.by_kernels and values.dtype != segment.dtype:  # moved as it is, it would be rounded as torch does
+            values, updated = segment.rounded(values), replace(updated, encoding=segment.layout.encoding)
+            if not steps(updated, segment.plan.param_rest, self._mesh):
+                segment.rest.store(values)
+                return
+        self._store(values, segment.rest, updated, segment.plan.param_rest)
 
     def _step_of_changes(self, segment: Segment) -> AllGather | None:
         """How codes of a segment's changes travel in this step, where they do."""

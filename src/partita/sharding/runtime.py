@@ -59,6 +59,7 @@ class Runtime:
     Args:
         blueprint: of this model.
         source: brings values for the parameters instead of the model's own (see :class:`Assembly`).
+        by_kernels: the optimizer writes the parameters by :mod:`partita.kernels`.
     """
 
     def __init__(
@@ -68,6 +69,8 @@ class Runtime:
         collectives: Collectives,
         memory: StateMemory,
         source: Source | None = None,
+        *,
+        by_kernels: bool = False,
     ) -> None:
         self.model, self.memory, self.collectives = model, memory, collectives
         ledger, mesh, config = memory.ledger, collectives.mesh, blueprint.config
@@ -77,7 +80,7 @@ class Runtime:
         self.part_index = mesh.index(row.part_axes)
         self.spans_nodes = blueprint.resolved.spans_nodes
         kept = find_full_precision(model, blueprint.resolved)
-        self.units = make_units(model, blueprint.units, mesh.rank)
+        self.units = make_units(model, blueprint.units, mesh.rank, by_kernels=by_kernels)
         self._provide_disk(blueprint)
         sharded = [unit for unit in self.units if not unit.rests_whole]
         self.loan = Loan()

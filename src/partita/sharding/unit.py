@@ -13,6 +13,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from partita.kernels.chunks import chunks
 from partita.kernels.quantize import nearest_bf16
 from partita.memory.allocate import allocate, over
 from partita.memory.buffer_pool import Slot
@@ -20,7 +21,7 @@ from partita.memory.streams import Event
 from partita.memory.tiers import InMemory, Kept, StateMemory
 from partita.plan.flat_range import FlatRange, memory_order
 from partita.plan.planned import PlannedSegment, PlannedUnit
-from partita.plan.residence import SPLIT, Residence
+from partita.plan.residence import Residence
 from partita.plan.span import Span
 from partita.planner.dtypes import dtype_of
 from partita.planner.parameters import Holding
@@ -144,10 +145,15 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 class Segment:
-    """One flat buffer of a unit and what rests of it. ``plan`` is its row of the table."""
+    """One flat buffer of a unit and what rests of it. ``plan`` is its row of the table.
 
-    def __init__(self, planned: PlannedSegment, rank: int) -> None:
+    Args:
+        by_kernels: the optimizer writes the parameters by :mod:`partita.kernels`.
+    """
+
+    def __init__(self, planned: PlannedSegment, rank: int, *, by_kernels: bool) -> None:
         self.planned = planned
+        self.by_kernels = by_kernels
         self.layout = planned.layout
         self.plan = planned.row
         self.mesh = planned.mesh
@@ -222,10 +228,17 @@ class Segment:
         return self.master is not None and self.master_has_digits
 
     def rounded(self, values: Tensor) -> Tensor:
-        """Return parameters for ``values`` of :attr:`first_dtype`, in the dtype of ``full``."""
-        if self.plan.master.encoding == SPLIT and values.dtype != self.dtype:
-            return nearest_bf16(values)
-        return values.to(self.dtype)
+        """Return parameters for ``values`` of :attr:`first_dtype`, in the dtype of ``full``.
+
+        They are those that an update would write: torch rounds a value half-way between two bf16 numbers to the even
+        one, and the kernels of this package round it away from zero.
+        """
+        if not self.by_kernels or self.dtype != torch.bfloat16 or values.dtype == self.dtype:
+            return values.to(self.dtype)
+        rounded = torch.empty_like(values, dtype=self.dtype)
+        for at in chunks(values):
+            rounded.view(-1)[at] = nearest_bf16(values.reshape(-1)[at])
+        return rounded
 
     def keep_rest(self, memory: StateMemory, first: Tensor | None = None, *, is_part: bool = False) -> None:
         """Keep what rests, and the master weights.
@@ -304,12 +317,19 @@ class Unit:
     """
 
     def __init__(
-        self, planned: PlannedUnit, module: nn.Module, holdings: Mapping[str, Holding], number: int, rank: int
+        self,
+        planned: PlannedUnit,
+        module: nn.Module,
+        holdings: Mapping[str, Holding],
+        number: int,
+        rank: int,
+        *,
+        by_kernels: bool = False,
     ) -> None:
         self.planned = planned
         self.name = planned.name
         self.module = module
-        self.segments = [Segment(segment, rank) for segment in planned.segments]
+        self.segments = [Segment(segment, rank, by_kernels=by_kernels) for segment in planned.segments]
         self.number = number  # among all units of a mesh, once it is under one
         self.members = [
             Member(holdings[span.fqn], span, segment) for segment in self.segments for span in segment.layout.spans

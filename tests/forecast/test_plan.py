@@ -95,6 +95,7 @@ def test_offload_is_for_what_does_not_fit_without_it() -> None:
 LONG = "family=llama,layers=16,hidden=1024,heads=8,vocab=1000"
 
 
+@pytest.mark.thorough
 def test_long_samples_are_shared_by_the_ranks_of_a_node() -> None:
     """Where none fits on a rank. The config is what the real engine holds and sends, without values."""
     small = replace(machine_named("a100-40"), memory=20e9)
@@ -123,11 +124,13 @@ def test_short_samples_stay_whole() -> None:
     assert {choice.inputs for choice in choices} == {"none"}
 
 
+@pytest.mark.thorough
 def test_samples_too_few_for_the_ranks_are_cut() -> None:
     choices = [each.choice for each in partita.plan(SMALL, gpus=4, gpu="h100", samples=2).forecasts]
     assert {choice.mesh.sequence for choice in choices} >= {1, 2}
 
 
+@pytest.mark.thorough
 def test_inputs_go_to_the_host_where_nothing_fits_without() -> None:
     """On one GPU, whose sequence nobody shares."""
     sizes, tokens = "family=llama,layers=48,hidden=1024,heads=8,vocab=1000", 131072
@@ -177,6 +180,7 @@ def test_codes_are_weighed_where_they_are_asked_for(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_figures_of_nodes_and_codes_are_options() -> None:
     """In either way to write an option's value."""
     options = ["--network=1.25GB", "--disk", "2TB", "--host-memory", "64GiB", "--compress", "--json", "-"]
@@ -214,6 +218,7 @@ def test_batches_of_one_s_own_are_made_for_any_number_of_samples(tmp_path: Path)
     assert found.best is not None
 
 
+@pytest.mark.thorough
 def test_gathers_stay_within_nodes_where_that_is_faster() -> None:
     """Those of stage 3 for backward: it loses nothing, and takes memory."""
     slow = replace(machine_named("h100"), gpus=4, network=1e10, memory=2e10)

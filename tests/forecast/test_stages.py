@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from partita.plan.residence import Tier
 from partita.planner.machine import machine_named
 from partita.simulate.cluster import Cluster, simulate
 from partita.simulate.rank import RankReport, Subject
-from tests.matrix import matrix
+from tests.matrix import sampled
 
 MODELS = {
     "gpt": "layers=8,hidden=64,heads=4,vocab=256,context=64",  # its head is its embedding
@@ -43,7 +44,7 @@ PATTERNS: tuple[dict[str, Any], ...] = (
     {"pattern": "bigbird", "window": 16, "block": 8, "global": 1, "random": 1},
 )
 TOLERANCE, PADDING = 0.02, 0.05
-NUM_CASES, NUM_QUICK = 48, 6
+NUM_CASES, NUM_QUICK = 48, 3
 Case = tuple[str, int, dict[str, Any]]
 
 
@@ -133,7 +134,13 @@ def test_gradients_that_wait_for_their_bucket_are_counted(pipeline: int) -> None
     assert held["activations", "device"] == pytest.approx(report.activation_bytes, rel=0.002)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern["pattern"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        pytest.param(each, id=each["pattern"], marks=[pytest.mark.thorough] * number)
+        for number, each in enumerate(PATTERNS)
+    ],
+)
 def test_patterns_of_attention_are_traced(pattern: dict[str, Any]) -> None:
     source, config = read_source(MODELS["gpt"]), {"zero": {"stage": 1}, "batch": {"micro": 2}}
     (report,) = simulate(
@@ -145,7 +152,7 @@ def test_patterns_of_attention_are_traced(pattern: dict[str, Any]) -> None:
     assert held != pytest.approx(whole, rel=0.002)
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("tier", ["host", pytest.param("disk", marks=pytest.mark.thorough)])
 def test_received_inputs_leave_the_device_too(tier: str) -> None:
     source = read_source(MODELS["gpt"])
     config = {
@@ -246,7 +253,7 @@ def test_stages_are_cut_as_the_engine_cuts_them(name: str, cut: str | list[str],
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 
-@matrix(name=MODELS, pipeline=[2, 4])
+@pytest.mark.parametrize(("name", "pipeline"), sampled(product(MODELS, (2, 4)), ("wide", 2)))
 def test_a_pipeline_that_is_called_fitting_fits(name: str, pipeline: int) -> None:
     """What the search says of the fullest stage is no less than any rank takes."""
     source = read_source(MODELS[name])

@@ -42,7 +42,7 @@ def train_and_save(within_node: str, folder: Path) -> list[tuple[list[float], di
     return results
 
 
-@pytest.mark.parametrize("within_node", ["memory", "network"])
+@pytest.mark.parametrize("within_node", ["memory", pytest.param("network", marks=pytest.mark.thorough)])
 def test_two_hundred_blocks(within_node: str, tmp_path: Path) -> None:
     for results in pool.run(2, train_and_save, within_node, tmp_path):
         for losses, weights in results:

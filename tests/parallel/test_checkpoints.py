@@ -20,7 +20,7 @@ from tests import seeds
 from tests.local import pool
 from tests.parallel import stages
 
-NUM_PAIRS, NUM_QUICK, MOST_RANKS = 20, 2, 8
+NUM_PAIRS, NUM_QUICK, MOST_RANKS = 20, 1, 8
 MICROS, STEPS_BEFORE, STEPS_AFTER, SAMPLES = 2, 2, 2, 12
 NAMES, TIMEOUT_S = ("llama", "gpt2", "qwen3moe"), 300
 

@@ -52,7 +52,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 SAMPLE = next(iter(ARGUMENTS))
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_as_the_plain_trainer(world: int) -> None:
     arguments = ARGUMENTS[SAMPLE]
     plain, *others = on(world, Run(None, arguments), *(Run(at(stage), arguments) for stage in STAGES))

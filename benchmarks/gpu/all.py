@@ -43,10 +43,10 @@ PARTS: dict[str, list[Script]] = {
     "correct": [
         Script("gpu.check", ("--only", "correct"), saves=False, keeps_time=False),
         Script("gpu.offload_check", ("--quick",), keeps_time=False),
-        Script("gpu.sparse_attention", ("--quick",), keeps_time=False),
         Script("precision_zoo", keeps_time=False),
     ],
     "speed": [
+        Script("gpu.kernels", keeps_time=False),
         Script("gpu.check", ("--only", "speed"), saves=False, keeps_time=False),
         Script("gpu.model_tflops", ("--size", "1B", "3B", "7B", "--tokens", "16384"), 0.7),
         Script("gpu.sparse_attention", keeps_time=False),

@@ -151,7 +151,7 @@ class Segment:
         by_kernels: the optimizer writes the parameters by :mod:`partita.kernels`.
     """
 
-    def __init__(self, planned: PlannedSegment, rank: int, *, by_kernels: bool) -> None:
+    def __init__(self, planned: PlannedSegment, rank: int, *, by_kernels: bool = False) -> None:
         self.planned = planned
         self.by_kernels = by_kernels
         self.layout = planned.layout

@@ -275,6 +275,38 @@ class WithFunction(nn.Module):
         return loss
 
 
+class NormOf(torch.autograd.Function):
+    """The square of a weight's norm, with a gradient by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight.detach().clone())
+        return weight.detach().square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient * ctx.saved_tensors[0]
+
+
+def gives_a_function_a_copy() -> None:
+    """Of a parameter whose gradients the tensor ranks sum."""
+    torch.manual_seed(0)
+    config = {"parallel": {"tensor": 2}, "optimizer": {"name": "sgd", "lr": 0.0}}
+    with partita.initialize(Model(), config) as engine:
+        weight = engine.module.blocks[1].attention.q_norm.weight
+        with pytest.raises(PartitaError, match=r"autograd.Function 'NormOf' is given parameter.*q_norm.*clone"):
+            NormOf.apply(weight)
+        with torch.no_grad():
+            assert NormOf.apply(weight.clone()) == weight.square().sum()
+        engine.backward(NormOf.apply(weight.clone()) + 0 * engine(torch.arange(12).view(2, 6)).sum())
+        gradient = engine.gradient("blocks.1.attention.q_norm.weight")
+        torch.testing.assert_close(gradient, 2 * weight.detach().float().view_as(gradient))
+
+
+def test_a_function_that_is_given_a_copy_is_named() -> None:
+    pool.run(2, gives_a_function_a_copy)
+
+
 def gives_a_function_a_split_weight() -> None:
     tokens = torch.arange(12).view(2, 6)
     for rules, expected in (({"head": "vocabulary"}, PartitaError), ({"head": "whole"}, None)):

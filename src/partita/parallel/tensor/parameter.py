@@ -5,6 +5,7 @@ computes with that part (:class:`OwnParts`). Any other operation on the paramete
 tensor ranks, and is differentiable: this rank's part of the gradient arrives in its part of the parameter.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -149,8 +150,14 @@ class _Known:
     closed: bool = False
 
     def whole(self, param: Tensor, reader: str) -> Tensor:
-        """Raises PartitaError: the engine is closed, or not every rank reads it."""
+        """Raises PartitaError: the engine is closed, not every rank reads it, or an autograd.Function was given it."""
         if self.part.places is None:
+            if not torch.is_grad_enabled() and (function := _function_of(param)):
+                raise PartitaError(
+                    f"the autograd.Function '{function}' is given parameter '{self.name}', of which each of the "
+                    f"{self.part.group.size} tensor ranks has a copy: gradients of copies are summed, and this one "
+                    f"would count {self.part.group.size} times; give it the parameter's .clone()"
+                )
             return self.part.whole(param)
         if self.closed:
             raise PartitaError(
@@ -180,6 +187,17 @@ class _Known:
 
         return on_part
 
+
+def _function_of(param: Tensor) -> str:
+    """The name of the autograd.Function whose forward runs and has the parameter as an argument; empty if none has."""
+    frame = sys._getframe(1)
+    while frame := frame.f_back:
+        if frame.f_code is _APPLY and any(each is param for each in frame.f_locals["args"]):
+            return str(frame.f_locals["cls"].__name__)
+    return ""
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # of a class method
 
 # By the parameter: only a tensor is at hand when it is used.
 _known = WeakIdKeyDictionary()

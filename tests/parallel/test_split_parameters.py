@@ -325,3 +325,31 @@ def gives_a_function_a_split_weight() -> None:
 
 def test_a_function_that_is_given_a_split_weight_is_named() -> None:
     pool.run(2, gives_a_function_a_split_weight)
+
+
+def penalizes_inside_gathered(stage: int, whole: bool) -> None:
+    """A penalty on weights that are whole in a block, with its backward after it."""
+    config = {"parallel": {"tensor": 2}, "zero": {"stage": stage}, "optimizer": {"name": "sgd", "lr": 0.0}}
+    tokens = torch.arange(12).view(2, 6)
+    torch.manual_seed(0)
+    model = Model()
+    expected = {name: 2 * param.detach().clone() for name, param in model.named_parameters()}
+    with partita.initialize(model, config) as engine:
+        for _ in range(2):
+            loss = 0 * engine(tokens)
+            chosen = model if whole else model.blocks[0].up
+            with engine.gathered(chosen):
+                penalty = sum(param.square().sum() for param in chosen.parameters())
+                with pytest.raises(PartitaError, match=r"engine.backward inside engine.gathered.*after the block"):
+                    engine.backward(loss + penalty)
+            engine.backward(loss + penalty)
+            for name, _ in model.named_parameters():
+                share = 1.0 if whole or name.startswith("blocks.0.up") else 0.0
+                torch.testing.assert_close(engine.gradient(name), share * expected[name])
+            engine.step()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_penalty_inside_gathered(stage: int, whole: bool) -> None:
+    pool.run(2, penalizes_inside_gathered, stage, whole)

@@ -92,6 +92,7 @@ class MicroBatches:
 
     def _run(self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         parts = self._parts
+        parts.gathered.check_backward()
         if gradients == [None]:
             parts.runtime.reducer.watch(roots[0])
             scale = parts.updater.scale.value

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from partita.inspection.whole import Whole
 from partita.optim.updater import Updater
 from partita.plan.mesh_shape import STATE_AXES
 from partita.planner.parameters import Holding, find_quantized
+from partita.sharding.references import gradient_node
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member, Unit, replace_data
 from partita.sharding.written import checksum
@@ -28,6 +30,7 @@ class Gathered:
         self._quantized = {id(holding.param) for holding in find_quantized(runtime.model)}  # which are always whole
         self._made_whole = set[int]()  # ids of parameters, by the blocks that are open
         self._in_fp32 = set[int]()  # ids of those of them that have their master weights
+        self._nodes = dict[int, Any]()  # of those that tensor ranks split: kept, so that autograd knows them by a share
         self._kinds = {id(holding.param): type(holding.param) for holding in whole.holdings}
         self.num_open = 0
 
@@ -91,7 +94,11 @@ class Gathered:
             if modify and self._has_digits(holding):
                 self._in_fp32.add(id(holding.param))
             if self._is_apart(holding):
-                holding.param.__class__ = nn.Parameter
+                member = self._whole.member_of(holding)
+                kind = nn.Parameter if member is None else member.whole_kind
+                if kind is not nn.Parameter:
+                    self._nodes[id(holding.param)] = gradient_node(holding.param)
+                holding.param.__class__ = kind
                 replace_data(holding.param, weight)
                 self._runtime.structure.elsewhere.add(id(holding.param))
         self._made_whole |= asked
@@ -126,6 +133,7 @@ class Gathered:
             if not self._is_apart(holding):
                 continue
             self._in_fp32.discard(id(holding.param))
+            self._nodes.pop(id(holding.param), None)
             self._runtime.structure.elsewhere.discard(id(holding.param))
             if (member := self._whole.member_of(holding)) is not None:
                 holding.param.data = member.within(member.segment.full)
@@ -133,6 +141,18 @@ class Gathered:
             else:
                 replace_data(holding.param, torch.empty_like(holding.param.data, device="meta"))
                 holding.param.__class__ = self._kinds[id(holding.param)]
+
+    def check_backward(self) -> None:
+        """See that a backward finds every parameter in the shape of its gradient.
+
+        Raises:
+            PartitaError: the tensor ranks split one, which is whole now.
+        """
+        if self._nodes:
+            raise PartitaError(
+                "engine.backward inside engine.gathered(...), where parameters that parallel.tensor splits are whole, "
+                "and gradients are those of parts: call it after the block (a penalty may be computed inside)"
+            )
 
     def _parameters_of(self, items: tuple[nn.Module | nn.Parameter, ...]) -> set[int]:
         """Ids of the parameters that are asked for."""

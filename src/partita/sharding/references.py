@@ -18,7 +18,7 @@ class References:
         self._unit, self._version = unit, version
         # A graph that adds to a parameter's gradient refers to it, whether or not it has saved its values. With these
         # nodes there is one such reference throughout.
-        self._nodes = [node for member in unit.members if (node := _gradient_node(member.param)) is not None]
+        self._nodes = [node for member in unit.members if (node := gradient_node(member.param)) is not None]
         self._before = self._count()
 
     def begin_again(self, version: int) -> None:
@@ -45,11 +45,11 @@ class References:
         return torch._C._storage_Use_Count(self._unit.storage._cdata), params
 
 
-def _gradient_node(param: torch.Tensor) -> Any:
-    """The node of autograd's graphs that adds to this parameter's gradient."""
+def gradient_node(param: torch.Tensor) -> Any:
+    """The node of autograd's graphs that adds to the gradient; a new one has the parameter's shape of now."""
     if not param.requires_grad:
         return None
-    with torch.enable_grad():
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         view = param.view_as(param)
     assert view.grad_fn is not None
     return view.grad_fn.next_functions[0][0]

@@ -49,6 +49,7 @@ class Member:
     kind: type[nn.Parameter] = field(init=False)
     here_kind: type[nn.Parameter] = field(init=False)  # the parameter's class while its data is here
     resting_kind: type[resting.Resting] = resting.Resting
+    whole_kind: type[nn.Parameter] = nn.Parameter  # while it has whole values of a parameter that ranks hold in parts
     shape: torch.Size = field(init=False)
     stride: tuple[int, ...] = field(init=False)
     own_dtype: torch.dtype = field(init=False)  # before the unit adopted it

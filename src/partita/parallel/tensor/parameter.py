@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from partita.parallel.tensor.functions import PURPOSE, enter, leave
 from partita.plan.place import Place
 from partita.sharding import resting
 from partita.sharding.compiler import eager, eager_itself
-from partita.sharding.placeholder import METADATA, asked_for
+from partita.sharding.placeholder import METADATA, asked_for, is_access
 from partita.sharding.resting import Resting, is_resting
 from partita.sharding.unit import Member
 
@@ -106,6 +107,19 @@ class _Own(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return ctx.part.whole(gradients[0]), None
+
+
+class _MadeWhole(torch.autograd.Function):
+    """A parameter whose data is whole for a while. Autograd knows it by this rank's part, and its gradient is that."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, part: Part) -> Tensor:
+        ctx.part = part
+        return param.view_as(param)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.part.own(gradients[0]), None
 
 
 class _Copy(torch.autograd.Function):
@@ -190,8 +204,8 @@ class _Known:
 
 def _function_of(param: Tensor) -> str:
     """The name of the autograd.Function whose forward runs and has the parameter as an argument; empty if none has."""
-    frame = sys._getframe(1)
-    while frame := frame.f_back:
+    frame: FrameType | None = sys._getframe(1)
+    while frame := frame.f_back if frame is not None else None:
         if frame.f_code is _APPLY and any(each is param for each in frame.f_locals["args"]):
             return str(frame.f_locals["cls"].__name__)
     return ""
@@ -321,6 +335,34 @@ class RestingSplit(Resting):
         return super().__torch_function__(func, types, args, kwargs) if answer is NotImplemented else answer
 
 
+class WholeParameter(nn.Parameter):
+    """The class of a split parameter whose data is whole inside ``engine.gathered``: what is computed from it gives
+    gradients to this rank's part.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs, name = kwargs or {}, asked_for(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            writes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+            if not torch.is_grad_enabled() or writes or is_access(func) or name in METADATA or name in _MEMORY:
+                return func(*args, **kwargs)
+            wholes = {
+                id(leaf): _MadeWhole.apply(leaf, _known[leaf].part)  # type: ignore[no-untyped-call]
+                for leaf in tree_leaves((args, kwargs))
+                if isinstance(leaf, WholeParameter) and leaf.requires_grad
+            }
+        args, kwargs = tree_map(lambda leaf: wholes.get(id(leaf), leaf), (tuple(args), kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
 @cache
 def _split_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     """The class that a split parameter of the user's class ``kind`` has."""
@@ -346,6 +388,8 @@ class SplitParameters:
             param = member.param
             known = _known[param] = _Known(member.fqn, member.kind, parts[id(param)], mesh)
             member.here_kind, member.resting_kind = _split_class(member.kind), RestingSplit
+            if known.part.places is not None:
+                member.whole_kind = WholeParameter
             with torch._C.DisableTorchFunctionSubclass():
                 param.__class__ = RestingSplit if is_resting(param) else member.here_kind
                 hooks = param._backward_hooks or {}
@@ -357,7 +401,7 @@ class SplitParameters:
         while self._members:
             member = self._members.pop()
             del _known[member.param]
-            member.here_kind, member.resting_kind = member.kind, Resting
+            member.here_kind, member.resting_kind, member.whole_kind = member.kind, Resting, nn.Parameter
             with torch._C.DisableTorchFunctionSubclass():
                 member.param.__class__ = Resting if is_resting(member.param) else member.kind
 

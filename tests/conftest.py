@@ -24,6 +24,23 @@ seeds.chosen()
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
+# Tests that take seconds and stand beside others of their kind: `make test` leaves them to `make test-all`.
+SLOW = Path(__file__).with_name("slow.txt")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests that are named as slow as thorough."""
+    slow = set(SLOW.read_text().splitlines())
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.thorough)
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        missing = slow - {item.nodeid for item in items}
+        if missing:
+            raise pytest.UsageError(f"{SLOW.name} names tests that are not there: {', '.join(sorted(missing))}")
+
+
 def pytest_collection_finish() -> None:
     """What was imported until now stays: no collection of garbage need look at it again."""
     gc.freeze()

@@ -12,6 +12,7 @@ from torch import Tensor
 import partita
 from partita import ConfigError
 from partita.huggingface.weights import Weights
+from partita.kernels.quantize import nearest_bf16
 from partita.plan.box import Box
 from tests.huggingface.cases import CASES, build, logits
 from tests.local import pool
@@ -23,8 +24,10 @@ def exported(name: str, folder: Path, config: dict[str, Any]) -> None:
     """The model's own folder, and that of an engine of it."""
     model = build(name)
     if rank() == 0:
-        own = model.bfloat16() if "precision" in config else model
-        own.save_pretrained(folder / "own")
+        if "precision" in config:
+            nearest = {name: nearest_bf16(param.detach()) for name, param in model.named_parameters()}
+            model.bfloat16().load_state_dict(nearest, strict=False)
+        model.save_pretrained(folder / "own")
     with partita.initialize(build(name), config) as engine:
         engine.export(folder / "exported")
 

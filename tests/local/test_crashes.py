@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.local import crashes, pool
 
-KILLS = 4
+KILLS = 3
 
 
 def test_what_kills_leave_is_whole_and_goes_on(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 # make train    train a language model on the text of Python's standard library: two processes, ZeRO stage 3
 # make test     the tests; PYTEST_ARGS="-k name" to choose
-# make test-all the same with all of each matrix that `make test` takes a sample of
+# make test-all the same with all of each matrix that `make test` takes a sample of, and what tests/slow.txt names
 # make lint     style and types
 # make docs     the documentation's site, into build/site
 # make kernels  the C++ kernels into src/, for a checkout that is used without being installed; PYTHON for another Python
@@ -25,7 +25,7 @@ train: $(INSTALLED)
 	$(BIN)/partita train examples/train_stdlib.yaml --processes 2 --overwrite
 
 # On two cores: two work while ranks of the third wait for each other.
-test: $(INSTALLED)
+test: $(INSTALLED) .venv/triton
 	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal $(PYTEST_ARGS)
 
 test-all: override PYTEST_ARGS += -m "thorough or not thorough"
@@ -67,10 +67,10 @@ clean:
 
 # Triton's interpreter, for tests of the kernels. It is apart from the other packages: some of them behave as on a GPU
 # where they find Triton.
-.venv/triton:
+.venv/triton: | .venv/.torch
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ "triton==3.6.0"
 
-$(INSTALLED): .venv/.torch .venv/triton pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+$(INSTALLED): .venv/.torch pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	@rm -f .venv/.installed-*
 	@touch $@

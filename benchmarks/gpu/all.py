@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks._common import ROOT
+from benchmarks.gpu._common import chosen
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ SHOWN_LINES = 60
 
 def main() -> int:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("part", nargs="*", choices=[[], *PARTS], help="the parts to run (all, if none is named)")
+    made.add_argument("part", nargs="*", help=f"of {', '.join(PARTS)} (all, if none is named)")
     made.add_argument("--quick", action="store_true", help="each script in its quick form")
     made.add_argument("--save", action="store_true", help="write the reports into benchmarks/results/")
     made.add_argument("--seconds", type=float, default=580.0)
@@ -75,7 +76,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         logs = arguments.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
-        for part in arguments.part or PARTS:
+        for part in chosen(arguments.part, list(PARTS)):
             # Figures of speed need the card to themselves; checks do not.
             groups = [PARTS[part]] if part == "correct" and not arguments.quick else [[one] for one in PARTS[part]]
             for group in groups:
@@ -86,7 +87,7 @@ def main() -> int:
 
 
 def run(scripts: list[Script], end: float, quick: bool, save: bool, logs: Path) -> list[str]:
-    """Run scripts side by side until the given time, and print the end of what each wrote; return what failed."""
+    """Run scripts side by side until ``end``, print the last lines of each, and return those that failed."""
     logs.mkdir(exist_ok=True)
     running, failed = [], []
     for script in scripts:

@@ -16,7 +16,7 @@ TRITON = Path(sys.prefix) / "triton"
 
 def test_the_bits_of_the_reference() -> None:
     if not TRITON.exists():
-        reason = f"Triton is not in {TRITON} (make lint installs it)"
+        reason = f"Triton is not in {TRITON} (make test installs it)"
         if os.environ.get("PARTITA_REQUIRE_KERNELS") == "1":
             pytest.fail(reason)
         pytest.skip(reason)

@@ -270,8 +270,9 @@ class WithFunction(nn.Module):
     def get_output_embeddings(self) -> nn.Module:
         return self.head
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        loss: Tensor = SquareOf.apply(self.embedding(tokens), self.head.weight)
+    def forward(self, tokens: Tensor, *, clones: bool = False) -> Tensor:
+        weight = self.head.weight
+        loss: Tensor = SquareOf.apply(self.embedding(tokens), weight.clone() if clones else weight)
         return loss
 
 
@@ -317,10 +318,13 @@ def gives_a_function_a_split_weight() -> None:
             if expected is not None:
                 with pytest.raises(expected, match=r"autograd.Function 'SquareOf' computed the gradient of a whole"):
                     engine.backward(loss)
+                engine.zero_grad()
+                engine.backward(engine(tokens, clones=True))
+                cloned = engine.gradient("head.weight")
                 continue
             engine.backward(loss)
-            engine.step()
-            assert float(loss.detach()) > 0
+            torch.testing.assert_close(engine.gradient("head.weight"), cloned)
+            assert cloned.norm() > 0
 
 
 def test_a_function_that_is_given_a_split_weight_is_named() -> None:
@@ -347,6 +351,34 @@ def penalizes_inside_gathered(stage: int, whole: bool) -> None:
                 share = 1.0 if whole or name.startswith("blocks.0.up") else 0.0
                 torch.testing.assert_close(engine.gradient(name), share * expected[name])
             engine.step()
+
+
+def looks_inside_gathered(stage: int) -> None:
+    """At gradients, by a hook and by ``torch.autograd.grad``, and at copies, of a weight that is whole in a block."""
+    torch.manual_seed(0)
+    model, seen = Model(), list[Tensor]()
+    config = {"parallel": {"tensor": 2}, "zero": {"stage": stage}, "optimizer": {"name": "sgd", "lr": 0.0}}
+    weight = model.blocks[0].up.weight
+    expected = weight.detach().clone()
+    with partita.initialize(model, config) as engine:
+        loss = 0 * engine(torch.arange(12).view(2, 6))
+        with engine.gathered(model):
+            (gradient,) = torch.autograd.grad(weight.square().sum(), [weight])
+            copied = copy.deepcopy(model.blocks[0].up)
+            handle = weight.register_hook(seen.append)
+            penalty = weight.square().sum()
+        engine.backward(loss + penalty)
+        handle.remove()
+    assert type(copied.weight) is nn.Parameter
+    copied(torch.ones(1, WIDTH)).sum().backward()
+    assert copied.weight.grad.shape == expected.shape
+    assert torch.equal(copied.weight, expected)
+    torch.testing.assert_close([gradient, *seen], [2 * expected] * 2)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_and_copies_inside_gathered(stage: int) -> None:
+    pool.run(2, looks_inside_gathered, stage)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

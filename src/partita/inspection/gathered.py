@@ -30,7 +30,8 @@ class Gathered:
         self._quantized = {id(holding.param) for holding in find_quantized(runtime.model)}  # which are always whole
         self._made_whole = set[int]()  # ids of parameters, by the blocks that are open
         self._in_fp32 = set[int]()  # ids of those of them that have their master weights
-        self._nodes = dict[int, Any]()  # of those that tensor ranks split: kept, so that autograd knows them by a share
+        # Of split parameters that are whole now: autograd's nodes, kept alive because they have the shape of the part.
+        self._nodes = dict[int, Any]()
         self._kinds = {id(holding.param): type(holding.param) for holding in whole.holdings}
         self.num_open = 0
 
@@ -143,10 +144,10 @@ class Gathered:
                 holding.param.__class__ = self._kinds[id(holding.param)]
 
     def check_backward(self) -> None:
-        """See that a backward finds every parameter in the shape of its gradient.
+        """Refuse a backward while a parameter that the tensor ranks split is whole: its gradient has another shape.
 
         Raises:
-            PartitaError: the tensor ranks split one, which is whole now.
+            PartitaError: there is such a parameter.
         """
         if self._nodes:
             raise PartitaError(

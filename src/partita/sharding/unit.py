@@ -234,7 +234,7 @@ class Segment:
         They are those that an update would write: torch rounds a value half-way between two bf16 numbers to the even
         one, and the kernels of this package round it away from zero.
         """
-        if not self.by_kernels or self.dtype != torch.bfloat16 or values.dtype == self.dtype:
+        if not self.by_kernels or self.dtype != torch.bfloat16 or values.dtype != torch.float32:
             return values.to(self.dtype)
         rounded = torch.empty_like(values, dtype=self.dtype)
         for at in chunks(values):

@@ -1,8 +1,8 @@
 """The updates of :mod:`partita.kernels.update` in Triton: every state is read once and written once.
 
-The bits are those of :mod:`partita.kernels.reference`, except for moments in 8 bits that are not finite: each operation
-is rounded once in float32 (the compiler may not fuse products and sums), in the same order. A program works on a tile
-of blocks of ``QUANTUM`` elements, a block per row, because 8-bit moments have a scale for each block.
+The bits are those of :mod:`partita.kernels.reference`, except for 8-bit moments that are not finite. Each operation is
+rounded once in float32, in the same order; the compiler must not fuse products and sums. A program works on a tile of
+blocks of ``QUANTUM`` elements, one block per row, because 8-bit moments have one scale per block.
 
 Bytes moved per parameter by AdamW with a bf16 gradient: 26 with a split master (4 + 8 read and written, 2 read), 14
 with 8-bit moments too.
@@ -20,7 +20,7 @@ from partita.kernels.state import AdamRule, LionRule, Moments, SgdRule, Weights,
 from partita.memory.accelerator import on_device
 from partita.plan.span import QUANTUM
 
-# Blocks of one program, and its warps: 16 bytes for each thread in 16 bits.
+# Blocks and warps of one program. A thread reads and writes 16-bit values in 16 bytes.
 ROWS, WARPS = 4, 4
 
 # The constants of :mod:`partita.kernels.quantize`, as kernels read them.
@@ -92,7 +92,7 @@ def _launch(kernel: Any, grad: Tensor, *args: Any, **constants: Any) -> None:
 
 
 def _pointers(weights: Weights, grad: Tensor, finite: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that every kernel takes. Of those that the weights do not have it takes another, and leaves it."""
+    """Return the tensors that every kernel takes. In place of a missing one it takes ``grad`` and does not use it."""
     return _or(weights.param, grad), _or(weights.master, grad), _or(weights.low, grad), grad, finite
 
 

@@ -336,8 +336,9 @@ class RestingSplit(Resting):
 
 
 class WholeParameter(nn.Parameter):
-    """The class of a split parameter whose data is whole inside ``engine.gathered``: what is computed from it gives
-    gradients to this rank's part.
+    """The class of a split parameter whose data is whole inside ``engine.gathered``.
+
+    What is computed from it sends its gradient to this rank's part. ``torch.autograd.grad`` and hooks get whole ones.
     """
 
     @classmethod
@@ -350,6 +351,10 @@ class WholeParameter(nn.Parameter):
     ) -> Any:
         kwargs, name = kwargs or {}, asked_for(func)
         with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.autograd.grad:
+                return _grad(*args, **kwargs)
+            if name == "register_hook" and args[0] in _known:
+                return func(args[0], _known[args[0]].hooked(args[1] if len(args) > 1 else kwargs["hook"]))
             writes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
             if not torch.is_grad_enabled() or writes or is_access(func) or name in METADATA or name in _MEMORY:
                 return func(*args, **kwargs)
@@ -361,6 +366,11 @@ class WholeParameter(nn.Parameter):
         args, kwargs = tree_map(lambda leaf: wholes.get(id(leaf), leaf), (tuple(args), kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
 
 
 @cache

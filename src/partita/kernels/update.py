@@ -1,9 +1,9 @@
 """Optimizer updates in one pass: gradient times a factor, weights and moments in place, 16-bit parameter written.
 
 On CPU tensors these are the C++ kernels of csrc/, on a GPU those of :mod:`partita.kernels.triton`. Where they are not
-compiled, or Triton is not installed, :mod:`partita.kernels.reference` runs. All give the same bits, for any number of
-threads, any instruction set, and any cut of a buffer at multiples of ``QUANTUM`` (of 8-bit moments, where all values are
-finite).
+compiled, or Triton is not installed, :mod:`partita.kernels.reference` runs. All give the same bits (of 8-bit moments,
+where all values are finite), for any number of threads, any instruction set, and any cut of a buffer at multiples of
+``QUANTUM``.
 All arithmetic is float32 with one rounding an operation (no fused multiply-add). A moment whose magnitude is below the
 smallest normal number becomes zero. Values change under autograd: version counters stay as they are.
 

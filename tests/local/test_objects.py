@@ -137,6 +137,8 @@ RECIPES: dict[str, Recipe] = {
     "inner normal": Recipe(InnerPolicy, likelihood, config={"zero": {"units": ["Policy", "Block"]}}),
     "closures": Recipe(Closures, ignored="'buffer_pool' .* grows"),
     "views on modules": Recipe(lambda: KeepsViews()),
+    "views in containers": Recipe(lambda: KeepsViewsInContainers()),
+    "views in graphs": Recipe(lambda: nn.Sequential(*[UsesOwnLinear() for _ in range(3)])),
     # These hold the parameter itself.
     "multivariate normal": Recipe(
         lambda: Policy(lambda mean, scale: MultivariateNormal(mean, scale_tril=scale.diag())), likelihood
@@ -256,6 +258,31 @@ class KeepsViews(nn.Module):
         return self.last(x) + 0.1 * kept.square().mean()
 
 
+class KeepsViewsInContainers(KeepsViews):
+    """The same in lists and dicts, which stay the same objects."""
+
+    class Inner(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.views: list[Any] = []
+            self.by_name: dict[str, Any] = {"all": self.views}
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.by_name["all"] is self.views
+            weight = self.up.weight.t()
+            self.views[:] = [weight, (weight, [self.down.weight[0]])]
+            return super().forward(x)
+
+        @property
+        def kept(self) -> Tensor:  # type: ignore[override]
+            assert self.views[0] is self.views[1][0]
+            return self.views[0] + self.views[1][1][0].sum()  # type: ignore[no-any-return]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([KeepsViewsInContainers.Inner() for _ in range(3)])
+
+
 class Leaks(nn.Module):
     """The root returns a view that a unit inside has kept on itself."""
 
@@ -264,17 +291,51 @@ class Leaks(nn.Module):
         self.inner, self.last = Leaks.Inner(), nn.Linear(WIDTH, WIDTH)
 
     class Inner(nn.Linear):
-        kept: list[Tensor]
+        kept: State
 
         def __init__(self) -> None:
             super().__init__(WIDTH, WIDTH)
 
         def forward(self, x: Tensor) -> Tensor:
-            self.kept = [self.weight.t()]
+            self.kept = State(self.weight.t(), x)
             return super().forward(x)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.last(self.inner(x)), self.inner.kept[0]
+        return self.last(self.inner(x)), self.inner.kept.h
+
+
+def kept_elsewhere() -> None:
+    """A view that the library cannot replace: one warning, after the first forward."""
+    views, seen = list[Tensor](), list[str]()
+    with partita.initialize(States(OwnWeights), {"zero": {"stage": 3}}) as engine:
+        block = module_of(engine).blocks[1]
+        block.register_forward_pre_hook(lambda module, _: views.append(module.up.t()))
+        for step in range(2):
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                engine.backward(state_loss(engine, rank(), step))
+            seen += [str(each.message) for each in said]
+            engine.step()
+    (message,) = seen
+    assert f"a view, of shape {(WIDTH, WIDTH)}, of a parameter of 'blocks.1' is held by a list after" in message
+
+
+class OwnLinear(torch.autograd.Function):
+    """Keeps a view of a weight for backward, as an attribute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight, ctx.x = weight.t(), x
+        return x @ ctx.weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad @ ctx.weight.t(), grad.flatten(0, -2).t() @ ctx.x.flatten(0, -2)
+
+
+class UsesOwnLinear(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + OwnLinear.apply(x, self.up.weight)[..., :WIDTH]  # type: ignore[no-untyped-call]
 
 
 def leaked() -> None:
@@ -297,6 +358,10 @@ def test_an_output_outlives_a_step() -> None:
 
 def test_an_object_that_holds_a_parameter() -> None:
     pool.run(2, keeps_whole_once)
+
+
+def test_views_that_others_hold() -> None:
+    pool.run(2, kept_elsewhere)
 
 
 def test_what_cannot_be_replaced_is_refused_by_name() -> None:

@@ -21,6 +21,7 @@ _CLOSED = (
     *(type, nn.Module, logging.Logger),
     *(types.ModuleType, types.CodeType, types.FrameType, types.TracebackType, types.BuiltinFunctionType),
 )
+_CONTAINERS = (list, deque, dict)  # that can be written
 _SLOTS = types.MemberDescriptorType
 LIMIT = 20_000  # objects that are searched
 
@@ -61,6 +62,24 @@ def replace_held(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
                 with contextlib.suppress(AttributeError, TypeError):  # read only
                     write(new)
     return value
+
+
+def replace_in_containers(value: object, change: Callable[[Tensor], Tensor]) -> None:
+    """Replace tensors in a list, deque or dict, and in those that it holds, by what ``change`` returns for them.
+
+    The containers stay the same objects. Tuples in them are made anew; objects of other classes are not searched.
+    """
+    pending, seen = [value], set[int]()
+    while pending:
+        holder: Any = pending.pop()
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        for key, item in list(holder.items() if _is(holder, dict) else enumerate(holder)):
+            if _is(item, _CONTAINERS):
+                pending.append(item)
+            elif _is(item, Tensor | tuple) and (new := map_tensors(item, change)) is not item:
+                holder[key] = new
 
 
 def _is(item: object, kinds: Any) -> bool:

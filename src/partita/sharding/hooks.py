@@ -12,10 +12,12 @@ from torch.utils.hooks import RemovableHandle
 from partita.errors import PartitaError
 from partita.sharding.compiler import eager
 from partita.sharding.events import Backwards, FollowedUnit, Subscriber, Visit
-from partita.sharding.held import held_tensors, replace_held
+from partita.sharding.held import held_tensors, replace_held, replace_in_containers
 from partita.sharding.places import Inputs, on_gradient
 from partita.sharding.resting import is_resting
 from partita.sharding.unit import Unit, UnitState
+
+_OWN_ATTRIBUTES = frozenset(vars(nn.Module()))  # of every module
 
 
 class Hook:
@@ -167,14 +169,27 @@ class UnitHooks:
         return [tensor for tensor in strided if tensor.untyped_storage()._cdata in self._units]
 
     def _copy_views_on(self, modules: Iterable[nn.Module]) -> None:
-        """Replace views of the unit's parameters that these modules have kept as attributes by copies."""
+        """Replace views of the unit's parameters that these modules keep as attributes, or in lists and dicts, by
+        copies.
+        """
         if not self._units:
             return
+        copies = dict[int, Tensor]()  # by the ids of the views
+
+        def copied(tensor: Tensor) -> Tensor:
+            if id(tensor) not in copies:
+                loses_data = type(tensor) is Tensor and self._is_whole_view(tensor)
+                copies[id(tensor)] = tensor.clone() if loses_data else tensor
+            return copies[id(tensor)]
+
         for attributes in map(vars, modules):
-            tensors = [(name, value) for name, value in attributes.items() if type(value) is Tensor]
-            for view in self._views(value for _, value in tensors):
-                if self._unit_of(view).state is UnitState.WHOLE:
-                    attributes.update({name: view.clone() for name, value in tensors if value is view})
+            kept = {name: value for name, value in attributes.items() if name not in _OWN_ATTRIBUTES}
+            values = dict(kept)
+            replace_in_containers(values, copied)
+            attributes.update((name, value) for name, value in values.items() if value is not kept[name])
+
+    def _is_whole_view(self, tensor: Tensor) -> bool:
+        return bool(self._views([tensor])) and self._unit_of(tensor).state is UnitState.WHOLE
 
     def _unit_of(self, view: Tensor) -> Unit:
         return self._units[view.untyped_storage()._cdata]

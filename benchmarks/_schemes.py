@@ -48,7 +48,6 @@ def schemes(steps: int) -> dict[str, Scheme]:
         "int4 both ways": both("int4"),
         "onebit_adam, signs after 15 %": onebit(0, "onebit", 0.15),
         "local steps, 8, ternary, momentum 0.5": apart("ternary", 8, 0.5),
-        "local steps, 4 and more, ternary, momentum 0.5": apart("ternary", 4, 0.5, lengthen=True),
         "control, full, frozen and capped after 5 %": carrier(0.0, "full", 0.05, "full"),
         "int8 both ways": both("int8"),
         "low rank 4 after 5 %": low_rank(4, 0.05),

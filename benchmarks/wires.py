@@ -33,7 +33,6 @@ IN_LONGER = (
     "ternary + carrier after 5 %, 8-bit start",
     "control, no carrier: ternary after 5 %, 8-bit start",
     "local steps, 8, ternary, momentum 0.5",
-    "local steps, 4 and more, ternary, momentum 0.5",
     "control, full, frozen and capped after 5 %",
     "control, no feedback: ternary after 5 %, 8-bit start",
 )

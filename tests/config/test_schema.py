@@ -43,7 +43,7 @@ attention:
 loss: {tiled: none, head: auto}
 tiled: {mlp: []}
 communication:
-  {gradients: full, parameters: full, warmup_steps: auto, every: null, lengthen: false, replicas: auto,
+  {gradients: full, parameters: full, warmup_steps: auto, every: null, replicas: auto,
    outer_lr: 0.7, low_rank: 4, warmup: full, carrier: null, outer_momentum: 0.9, outer_nesterov: true,
    check_every: auto, buffers: broadcast, within_node: auto, timeout_s: 600}
 checkpoint: {dir: null, every_steps: null, keep: 3, background: true}

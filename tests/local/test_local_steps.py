@@ -74,38 +74,6 @@ def follows(plans: tuple[str, ...], **asked: Any) -> None:
         assert all(torch.equal(weight, first[name]) for name, weight in weights.items()), plan
 
 
-RISE_AND_FALL = {"name": "linear", "warmup_steps": 2, "total_steps": 10}
-
-
-def lengthening(folder: Path) -> None:
-    """Rounds are as long as the rate is low, and the last ends with the training; a run that goes on keeps to it."""
-    asked = config("2", every=2, lengthen=True) | {"schedule": RISE_AND_FALL}
-    with partita.initialize(Recipe(lambda: Stack(2)).built(), asked) as engine:
-        met, rates = list[int](), list[float]()
-        for step in range(RISE_AND_FALL["total_steps"]):
-            rates.append(engine.optimizer.param_groups[0]["lr"])
-            before = engine.traffic_report()
-            go(engine, step, step + 1)
-            begins, ends = step in {0, *met}, alike(flat(engine))
-            expected = step_traffic(engine.units, StepShape(ends_round=ends, agrees_length=begins))
-            assert engine.traffic_report().since(before) == expected, step
-            met += [step + 1] if ends else []
-            if step == 7:
-                engine.save(folder)  # within a round, which it ends
-                assert not ends
-                met.append(step + 1)
-        continued = whole_weights(engine)
-    begun = [0, *met[:-1]]
-    lengths = [round(2 * max(rates[: at + 1]) / rates[at]) for at in begun]
-    assert met == [2, 4, 7, 8, 10]
-    assert lengths == [2, 2, 3, 5, 8]
-    with partita.initialize(Stack(2), asked) as engine:
-        engine.load(folder)
-        go(engine, 8, 10)
-        for name, weight in whole_weights(engine).items():
-            assert torch.equal(weight, continued[name]), name
-
-
 def averages() -> None:
     """Of every step, by an outer optimizer that takes the mean as it is: the mean of the replicas' parameters."""
     own = Recipe(lambda: Stack(2)).built()
@@ -137,11 +105,14 @@ def flat(engine: partita.Engine) -> Tensor:
 
 
 def counted(plan: str, codec: str, compute: str) -> None:
-    """Bytes are the plan's, a round's too; replicas differ inside a round and are alike, bit by bit, at its end."""
-    asked = config(plan, gradients=codec) | {"precision": {"compute": compute}}
+    """Bytes are the plan's, a round's too; replicas differ inside a round and are alike, bit by bit, at its end. The
+    last step of the training ends a round.
+    """
+    num_steps = 2 * LOCAL["every"] + 1
+    asked = config(plan, gradients=codec) | {"precision": {"compute": compute}, "schedule": {"total_steps": num_steps}}
     with partita.initialize(Stack(2), asked) as engine:
-        for step in range(2 * LOCAL["every"]):
-            ends = (step + 1) % LOCAL["every"] == 0
+        for step in range(num_steps):
+            ends = (step + 1) % LOCAL["every"] == 0 or step + 1 == num_steps
             before = engine.traffic_report()
             go(engine, step, step + 1)
             found = engine.traffic_report().since(before)
@@ -228,10 +199,6 @@ def test_of_every_step_it_is_the_mean_of_the_parameters() -> None:
     pool.run(2, averages)
 
 
-def test_rounds_get_longer_as_the_rate_falls(tmp_path: Path) -> None:
-    pool.run(4, lengthening, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("plan", "codec", "compute"),
     [("0", "full", "fp32"), ("1", "int8", "bf16"), ("2", "ternary", "fp32"), ("3", "onebit", "bf16")],
@@ -266,7 +233,6 @@ def test_a_step_is_left_out_by_all() -> None:
     ("asked", "said"),
     [
         ({"communication": {"outer_lr": 0.5}}, "is of replicas that train apart"),
-        ({"communication": {"lengthen": True}}, "is of replicas that train apart"),
         ({"communication": {"every": 2, "parameters": "int8"}, "zero": {"stage": 3}}, "stand for the parameters"),
         ({"communication": {"every": 2}, "precision": {"gradients": "in_backward"}}, "before it is known whether all"),
         ({"communication": {"every": 2}, "zero": {"offload": {"optimizer": "disk"}}}, "on the device or on the host"),

@@ -108,7 +108,7 @@ class Heard(Watcher):
 
 
 def test_watchers_come_and_go_in_any_order() -> None:
-    """A profile that begins while the first steps are measured (``communication.gradients: auto``) ends after them."""
+    """A watcher that begins while another watches may end after it."""
     first, second = Heard(), Heard()
     one, other = ExitStack(), ExitStack()
     key = TrafficKey("all_reduce", ("data",), "gradients")

@@ -196,7 +196,7 @@ def _resolve_mesh(config: Config, num_ranks: int, ranks_per_node: int | None) ->
         rows = [*rows, Row("ranks on a node", ranks_per_node, "launcher")]
         problem = "zero.replicate: nodes splits the states over the data ranks of a node, and each node has one"
         raise conflict(problem, rows, "leave zero.replicate out, or set zero.stage: 0")
-    if key is None and config.communication.gradients not in ("full", "auto"):
+    if key is None and config.communication.gradients != "full":
         node = _even_nodes(data, inner // parallel.pipeline, ranks_per_node)
     return MeshShape(parallel.pipeline, data, parallel.sequence, parallel.tensor, node), rows
 

@@ -43,7 +43,7 @@ TensorRules = Annotated[
 ]
 Gradients = Literal["fp32", "bf16", "fp16", "in_backward"]
 Compute = Literal["auto", "fp32", "bf16", "fp16"]
-GradientCodec = Literal["full", "int8", "int4", "2bit", "ternary", "onebit", "topk", "low_rank", "auto"]
+GradientCodec = Literal["full", "int8", "int4", "2bit", "ternary", "onebit", "topk", "low_rank"]
 ParameterCodec = Literal["full", "int8", "int4", "2bit", "ternary", "onebit", "topk"]
 
 
@@ -279,7 +279,7 @@ class Communication(Section):
         description="encoding of gradients as they travel; full: precision.gradients; int8, int4: codes in blocks, "
         "rounded at random, and summed in fp32; 2bit, ternary, onebit, topk: coarser ones, to nearest, and low_rank: "
         "matrices as two thin factors (PowerSGD), whose error is held back and sent later; sums that go back do so as "
-        "int8, or held back, too; auto: full, and the first steps say which would be faster",
+        "int8, or held back, too",
     )
     low_rank: Count = Field(4, description="columns of each factor of gradients: low_rank")
     parameters: ParameterCodec = Field(
@@ -308,11 +308,6 @@ class Communication(Section):
         None,
         description="replicas train apart, and exchange how far they have come every so many optimizer steps (DiLoCo); "
         "gradients is then the encoding of that; null: they exchange every gradient",
-    )
-    lengthen: Flag = Field(
-        False,
-        description="every: rounds get longer as the learning rate falls: every, times the highest rate so far, "
-        "divided by the present one",
     )
     replicas: Auto | Count = Field("auto", description="every: groups of data ranks that train apart; auto: the nodes")
     outer_lr: Positive = Field(0.7, description="every: learning rate of the outer optimizer, which the replicas share")

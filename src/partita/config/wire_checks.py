@@ -51,7 +51,7 @@ def _apart(config: Config) -> Iterator[Contradiction]:
     """Of replicas that train apart."""
     asked, default = config.communication, Config().communication
     if asked.every is None:
-        for key in ("lengthen", "replicas", "outer_lr", "outer_momentum", "outer_nesterov"):
+        for key in ("replicas", "outer_lr", "outer_momentum", "outer_nesterov"):
             if getattr(asked, key) != getattr(default, key):
                 yield (
                     (f"communication.{key}", "communication.every"),

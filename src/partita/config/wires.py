@@ -29,7 +29,7 @@ def check_every(config: Config) -> int:
 
 def gradient_codec(config: Config) -> str:
     """The codec of gradients, or of the running average that travels in their place."""
-    asked = "full" if config.communication.gradients == "auto" else config.communication.gradients
+    asked = config.communication.gradients
     carries = config.optimizer.name in SENDS_MOMENTUM and config.communication.carrier is None
     return "onebit" if asked == "full" and carries else asked
 

@@ -21,7 +21,6 @@ from partita.config.resolve import Resolved
 from partita.config.schema import Config
 from partita.config.wires import check_every, travels_in_full
 from partita.engine.budget import agreed_budget
-from partita.engine.wire_choice import WireChoice
 from partita.huggingface.conversion import open_weights
 from partita.huggingface.weights import Weights
 from partita.inspection.gathered import Gathered
@@ -94,14 +93,11 @@ class Parts:
     parallel: Parallel
     samples: SameSamples
     pipeline: Pipeline
-    wire_choice: WireChoice | None
     alike: AlikeCheck
     changes: ExitStack
 
     def leave_modules(self) -> None:
         """Undo the changes to the model's modules, the latest first."""
-        if self.wire_choice is not None:
-            self.wire_choice.close()
         self.changes.close()
 
 
@@ -208,7 +204,6 @@ def _build(
         parallel,
         samples,
         pipeline,
-        WireChoice(blueprint, collectives) if _measures_wires(settings, runtime) else None,
         alike,
         changes.pop_all(),
     )
@@ -252,8 +247,3 @@ def _make_updater(runtime: Runtime, optimizer: Optimizer, resolved: Resolved, co
         last_step = settings.schedule.total_steps
         updater.outer = OuterOptimizer(runtime, optimizer, updater.views, settings.communication, last_step)
     return updater
-
-
-def _measures_wires(settings: Config, runtime: Runtime) -> bool:
-    """Whether the first steps are to say which wire would be faster."""
-    return settings.communication.gradients == "auto" and runtime.gradient_group.size > 1

@@ -132,8 +132,6 @@ class MicroBatches:
             if result.stepped:
                 parts.runtime.updated()
                 parts.activations.updated()
-                if parts.wire_choice is not None:
-                    parts.wire_choice.after_update()
                 parts.alike.after_update()
                 self._schedule.step()
             result = parts.checkpoints.after_update(result)

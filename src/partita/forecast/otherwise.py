@@ -6,7 +6,6 @@ from heapq import nsmallest
 
 from partita.config.resolve import resolve
 from partita.config.schema import Config
-from partita.engine.wire_choice import WORTH
 from partita.errors import ConfigError
 from partita.forecast.choice import Choice, Resting
 from partita.forecast.search import Forecast, Search
@@ -17,6 +16,8 @@ from partita.planner.timeline import StepTime
 
 # Of each way for states to rest, so many of the fastest plans, and of those that compute fastest, are weighed.
 MOST = 3
+# Codes that save less than this share of a step are not worth what they lose.
+WORTH = 0.1
 
 
 def sent_otherwise(search: Search, found: Sequence[Forecast], *, compress: bool = False) -> list[Forecast]:

@@ -4,9 +4,7 @@ Each replica takes ``every`` local steps from the same weights; how far it has c
 over the replicas the outer optimizer, SGD with Nesterov momentum, takes for a gradient of the weights that the round
 began with. Moments stay each replica's own.
 
-Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, algorithm 1. Rounds
-that get longer: Gu et al., "A Quadratic Synchronization Rule for Distributed Deep Learning", 2024, here in inverse
-proportion to the learning rate, not to its square.
+Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, algorithm 1.
 """
 
 from collections.abc import Iterator
@@ -22,9 +20,6 @@ from partita.sharding.coded import seed_of
 from partita.sharding.movement import Movement, finish_all
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Segment
-
-# Steps of a round, where the learning rate has fallen to next to nothing.
-_LONGEST = 1 << 31
 
 
 class OuterState:
@@ -70,8 +65,6 @@ class OuterState:
 class OuterOptimizer:
     """Counts local steps, and ends rounds. Every method but :meth:`of` is a collective between two steps.
 
-    Attributes: ``highest_rate``: the learning rate of the rounds that began so far, the largest of them.
-
     Args:
         last_step: the training's last, which ends a round; None: not known.
     """
@@ -83,8 +76,7 @@ class OuterOptimizer:
         self._replicas, self._movement = runtime.apart_group, Movement(runtime.collectives)
         self._states = dict[int, OuterState]()
         self._taken = 0  # local steps of this round
-        self._length, self._last_step = section.every, last_step
-        self.highest_rate = 0.0
+        self._last_step = last_step
         for segment in self._segments():
             self._state_of(segment)
 
@@ -110,8 +102,6 @@ class OuterOptimizer:
     def before_update(self) -> None:
         """A local step comes; the weights before the first of a round are those that it began with."""
         if not self.in_round:
-            if self._section.lengthen:
-                self._length = self._next_length()
             for segment in self._segments():
                 assert segment.master is not None
                 state = self._state_of(segment)
@@ -120,17 +110,8 @@ class OuterOptimizer:
     def after_update(self, step: int, *, in_full: bool) -> None:
         """A local step is done; the last of a round ends it."""
         self._taken += 1
-        if self._taken == self._length or step == self._last_step:
+        if self._taken == self._section.every or step == self._last_step:
             self.end_round(step, in_full=in_full)
-
-    def _next_length(self) -> int:
-        """Local steps of a round that begins now: of the replicas', whose learning rates may differ, the least."""
-        assert self._section.every is not None
-        rate = max(float(group["lr"]) for group in self._optimizer.param_groups)
-        self.highest_rate = max(self.highest_rate, rate)
-        fallen = self.highest_rate / rate if rate else 1.0
-        own = torch.tensor([round(min(self._section.every * fallen, _LONGEST))], device="cpu")
-        return int(self._runtime.collectives.all_ranks.exchange(own, "engine.step").wait().min())
 
     def end_round(self, step: int, *, in_full: bool) -> None:
         """Bring the replicas together: ``in_full``: before codes begin to travel."""
@@ -185,7 +166,7 @@ class OuterOptimizer:
 
     def clear(self) -> None:
         """As at the start."""
-        self._taken, self.highest_rate = 0, 0.0
+        self._taken = 0
         for state in self._states.values():
             state.clear()
 

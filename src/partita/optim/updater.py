@@ -219,16 +219,13 @@ class Updater(ABC):
     def counters(self) -> dict[str, Any]:
         """What a run goes on from, beside states and settings."""
         counted = {"optimizer": copies(self.optimizer.__dict__, self._counted)} if self._counted else {}
-        outer = {} if self.outer is None else {"outer_highest_rate": self.outer.highest_rate}
-        return {"steps": self.steps, "skipped": self.skipped, **self.scale.counters(), **counted, **outer}
+        return {"steps": self.steps, "skipped": self.skipped, **self.scale.counters(), **counted}
 
     def restore_counters(self, counters: dict[str, Any]) -> None:
         """Go on from what :meth:`counters` was."""
         self.steps = int(counters["steps"])
         self.skipped = int(counters.get("skipped", 0))  # checkpoints of earlier versions have none
         self.scale.restore(counters)
-        if self.outer is not None:
-            self.outer.highest_rate = float(counters.get("outer_highest_rate", 0.0))
         found = counters.get("optimizer", {})
         self.optimizer.__dict__.update({name: found[name] for name in self._counted if name in found})
 

@@ -33,8 +33,7 @@ class StepShape:
     mean loss over the ranks is asked for, as ``train_batch`` does (which also has the ranks tell each other what they
     have drawn).
     ``announced``: a unit's number is exchanged beside each gather, as it is on accelerators. ``ends_round``: replicas
-    that train apart meet. ``agrees_length``: they agree on how long the round that begins is
-    (``communication.lengthen``). ``is_first``: codes do not travel yet, or those of ``communication.warmup`` do.
+    that train apart meet. ``is_first``: codes do not travel yet, or those of ``communication.warmup`` do.
     """
 
     accumulate: int = 1
@@ -42,7 +41,6 @@ class StepShape:
     returns_loss: bool = False
     announced: bool = False
     ends_round: bool = False
-    agrees_length: bool = False
     is_first: bool = False
     chunks: int = 1
 
@@ -93,8 +91,6 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
         sent.messages(summed_axes, numbers * WORD_BYTES * num_members)
     if all(segment.row.gradients_rest for segment in segments):
         sent.messages(AXES, 3 * WORD_BYTES)  # the norm, the gradients' scale, whether something was written
-    if shape.agrees_length:
-        sent.messages(AXES, WORD_BYTES)
     if shape.returns_loss:
         sent.messages(AXES, WORD_BYTES)  # what was drawn
         sent.messages(PIPELINE_AXES, LOSS_BYTES)

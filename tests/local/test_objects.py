@@ -304,22 +304,6 @@ class Leaks(nn.Module):
         return self.last(self.inner(x)), self.inner.kept.h
 
 
-def kept_elsewhere() -> None:
-    """A view that the library cannot replace: one warning, after the first forward."""
-    views, seen = list[Tensor](), list[str]()
-    with partita.initialize(States(OwnWeights), {"zero": {"stage": 3}}) as engine:
-        block = module_of(engine).blocks[1]
-        block.register_forward_pre_hook(lambda module, _: views.append(module.up.t()))
-        for step in range(2):
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always")
-                engine.backward(state_loss(engine, rank(), step))
-            seen += [str(each.message) for each in said]
-            engine.step()
-    (message,) = seen
-    assert f"a view, of shape {(WIDTH, WIDTH)}, of a parameter of 'blocks.1' is held by a list after" in message
-
-
 class OwnLinear(torch.autograd.Function):
     """Keeps a view of a weight for backward, as an attribute."""
 
@@ -358,10 +342,6 @@ def test_an_output_outlives_a_step() -> None:
 
 def test_an_object_that_holds_a_parameter() -> None:
     pool.run(2, keeps_whole_once)
-
-
-def test_views_that_others_hold() -> None:
-    pool.run(2, kept_elsewhere)
 
 
 def test_what_cannot_be_replaced_is_refused_by_name() -> None:

@@ -1,7 +1,6 @@
 """A model under a plan: its units, how they move, and the hooks that make it happen."""
 
 import logging
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -35,8 +34,7 @@ from partita.sharding.buffers import BufferSync
 from partita.sharding.events import Subscriber
 from partita.sharding.executor import Executor
 from partita.sharding.gradient_hook import LastHook
-from partita.sharding.hooks import ForwardEndedError, ForwardHooks, UnitEvents
-from partita.sharding.kept_views import warn_of_kept_views
+from partita.sharding.hooks import ForwardHooks, UnitEvents
 from partita.sharding.loads import ExactLoads
 from partita.sharding.precision import cast_buffers, forward_precision
 from partita.sharding.reducer import GradientReducer
@@ -103,7 +101,6 @@ class Runtime:
         self.residency = Residency(sharded, self.executor, agreement, ahead, self.written)
         self._wait_in_threads()
         self._hooks: list[Any] = []
-        self._has_looked_for_views = False
         self._slices_sequences = mesh.shape.size("sequence") > 1
         self._accumulate = blueprint.resolved.batch.accumulate
         self._members = dict[int, tuple[Unit, Member]]()  # by the id of the parameter
@@ -226,10 +223,6 @@ class Runtime:
     def _graph_of_now(self) -> Callable[[], None]:
         """What to do when a backward reaches the output of the forward that ends now."""
         version, to_runtime = self.residency.version, weakref.ref(self)
-        has_run = isinstance(sys.exception(), ForwardEndedError | None)
-        if has_run and not self._has_looked_for_views:
-            self._has_looked_for_views = True
-            warn_of_kept_views(self.residency.units)
 
         def began() -> None:
             if (runtime := to_runtime()) is not None:

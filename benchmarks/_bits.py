@@ -102,12 +102,14 @@ PLANS: dict[str, Plan] = {
         _sent(1, gradients="ternary", parameters="ternary", warmup="int8", warmup_steps=2)
     ),
     "3 int8 gathers": Plan(_sent(3, parameters="int8")),
-    "2 carrier": Plan(
-        {**_sent(2, gradients="ternary", parameters="ternary", carrier=0.9, warmup_steps=1), "optimizer": ONEBIT}
+    "2 1-bit Adam, gradients": Plan(
+        {
+            **_sent(2, gradients="ternary", parameters="ternary", warmup_steps=1),
+            "optimizer": {**ONEBIT, "sends": "gradients"},
+        }
     ),
     "0 1-bit Adam": Plan({**_sent(0, warmup_steps=1), "optimizer": ONEBIT}),
     "1 1-bit Adam": Plan({**_sent(1, warmup_steps=1), "optimizer": ONEBIT}),
-    "0 0/1 Adam": Plan({**_zero(0), "optimizer": {"name": "zeroone_adam", "lr": 2e-3}}),
     "0 low rank": Plan(_sent(0, gradients="low_rank", warmup_steps=1)),
     "2 low rank": Plan(_sent(2, gradients="low_rank", warmup_steps=1)),
     "1 DiLoCo": Plan(_sent(1, every=2), nodes=2, worlds=(2, 4)),

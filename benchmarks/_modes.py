@@ -5,9 +5,10 @@ A mode imports what it needs before it calls ``build``, so that the memory of im
 
 import importlib.util
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -104,14 +105,14 @@ def partita(
     *,
     device: str = "cpu",
     from_files: bool = False,
-    optimizer: str = "adamw",
+    optimizer: Mapping[str, Any] = MappingProxyType({"name": "adamw"}),
     **communication: Any,
 ) -> Trainer:
     """``from_files``: with the values of the safetensors files in the folder for temporary files."""
     import partita
 
     weights = tempfile.gettempdir() if from_files else None
-    config = {"zero": zero, "optimizer": {**OPTIMIZER, "name": optimizer}, "communication": communication}
+    config = {"zero": zero, "optimizer": {**OPTIMIZER, **optimizer}, "communication": communication}
     engine = partita.initialize(build(device), config, weights=weights)
 
     def take_step(tokens: Tensor, targets: Tensor) -> float:
@@ -173,18 +174,17 @@ LOSSY: dict[str, Callable[[Build], Trainer]] = {
     "DDP, bf16 hook": partial(ddp_with_hook, hook="bf16"),
     "partita 1, int4": partial(partita, zero={"stage": 1}, gradients="int4", parameters="int4"),
     "partita 1, ternary": partial(partita, zero={"stage": 1}, gradients="ternary", parameters="ternary"),
-    "partita 1, ternary with a carrier": partial(
+    "partita 1, ternary, onebit_adam": partial(
         partita,
         zero={"stage": 1},
-        optimizer="onebit_adam",
+        optimizer={"name": "onebit_adam", "sends": "gradients"},
         gradients="ternary",
         parameters="ternary",
-        carrier=0.9,
         warmup_steps=1,
     ),
     "partita 1, low rank": partial(partita, zero={"stage": 1}, gradients="low_rank", parameters="int4", warmup_steps=1),
     "partita 0, low rank": partial(partita, zero={"stage": 0}, gradients="low_rank", warmup_steps=1),
-    "partita 0, 1-bit Adam": partial(partita, zero={"stage": 0}, optimizer="onebit_adam", warmup_steps=1),
+    "partita 0, 1-bit Adam": partial(partita, zero={"stage": 0}, optimizer={"name": "onebit_adam"}, warmup_steps=1),
 }
 DEEPSPEED = {f"DeepSpeed {stage}": partial(deepspeed, stage=stage) for stage in (1, 2, 3)}
 

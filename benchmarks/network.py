@@ -67,7 +67,7 @@ WITHIN_HOST = {"partita 1": 1.00, "partita 2": 1.00, "partita 3, kept": 1.00, "p
 
 # What has DDP's held-out loss to 1 % with the fewest bytes (results/wires.md), beside torch's own way, on the slowest
 # line.
-AT_EQUAL_LOSS, TORCHS_OWN, OF_DDP = "partita 1, ternary with a carrier", "DDP + PowerSGD", 0.20
+AT_EQUAL_LOSS, TORCHS_OWN, OF_DDP = "partita 1, ternary, onebit_adam", "DDP + PowerSGD", 0.20
 
 
 def main() -> int:

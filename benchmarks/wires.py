@@ -30,8 +30,7 @@ STEPS = {"text": 1200, "digits": 600}
 LONGER_STEPS = 3000
 IN_LONGER = (
     FULL,
-    "ternary + carrier after 5 %, 8-bit start",
-    "control, no carrier: ternary after 5 %, 8-bit start",
+    "onebit_adam sends gradients, ternary after 5 %, 8-bit start",
     "local steps, 8, ternary, momentum 0.5",
     "control, full, frozen and capped after 5 %",
     "control, no feedback: ternary after 5 %, 8-bit start",
@@ -174,10 +173,9 @@ _TEXTS = {
     "text": """The model of `make train`, {steps} steps of 8 samples of 128 bytes on {ranks} ranks. Nats per byte on 512
 samples of text that is held out. AdamW (or what the scheme's name says), cosine schedule, clipped to 1, fp32. *MB
 sent*: what a rank sends in the whole run. *x full*: over the seeds that both have. *local steps, 8*: each rank by
-itself, exchanging every 8 steps (*and more*: longer rounds as the learning rate falls); an outer momentum of 0.9 where
-none is named. Controls say what makes the difference:
-*no carrier*; *full, frozen and capped*: the same optimizer with nothing coded after the warm-up; *no feedback*: no
-carrier, and what codes of gradients lose is thrown away.""",
+itself, exchanging every 8 steps; an outer momentum of 0.9 where none is named. Controls say what makes the difference:
+*full, frozen and capped*: onebit_adam that sends gradients, with nothing coded after the warm-up; *no feedback*: what
+codes of its gradients lose is thrown away.""",
     LONGER: """The same for {steps} steps, with three seeds: the schemes that the targets are about, and controls.""",
     "digits": """scikit-learn's 1,797 images of 8 x 8 pixels, 360 of them held out: two convolutions and two linear
 layers, {steps} steps of 16 images on each of {ranks} ranks, shifted by up to a pixel. Nats per image; 98 to 99 % are

@@ -31,7 +31,7 @@ precision:
    frozen: fp32}
 batch:     {micro: auto, accumulate: auto, total: auto}
 optimizer: {name: adamw, lr: 1.0e-3, betas: [0.9, 0.999], eps: 1.0e-8, weight_decay: 0.01, momentum: 0.0,
-   refresh: 16}
+   sends: averages}
 schedule:
   {name: constant, warmup_steps: 0, warmup: linear, max_lr: null, initial_lr: null, initial_steps: 0,
    total_steps: null, decay_steps: null, min_lr: 0.0, min_ratio: 0.0}
@@ -44,7 +44,7 @@ loss: {tiled: none, head: auto}
 tiled: {mlp: []}
 communication:
   {gradients: full, parameters: full, warmup_steps: auto, every: null, replicas: auto,
-   outer_lr: 0.7, low_rank: 4, warmup: full, carrier: null, outer_momentum: 0.9, outer_nesterov: true,
+   outer_lr: 0.7, low_rank: 4, warmup: full, outer_momentum: 0.9, outer_nesterov: true,
    check_every: auto, buffers: broadcast, within_node: auto, timeout_s: 600}
 checkpoint: {dir: null, every_steps: null, keep: 3, background: true}
 seed: null

@@ -85,7 +85,7 @@ VALUES = [
     Wrong({"batch": {"total": -8}}, ("batch.total: expected auto or a whole number of at least 1", "got -8")),
     Wrong(
         {"optimizer": {"name": "AdamW"}},
-        ("optimizer.name: expected one of adamw, adam, sgd, lion, onebit_adam, zeroone_adam, onebit_lamb; got",),
+        ("optimizer.name: expected one of adamw, adam, sgd, lion, onebit_adam; got",),
     ),
     Wrong({"optimizer": {"lr": -0.1}}, ("optimizer.lr: expected a number of at least 0; got -0.1", "default 0.001")),
     Wrong({"optimizer": {"lr": math.inf}}, ("optimizer.lr: expected a number of at least 0; got inf",)),
@@ -94,10 +94,6 @@ VALUES = [
     Wrong({"optimizer": {"betas": [0.9]}}, ("optimizer.betas: expected a list of 2 values", "below 1; got [0.9]")),
     Wrong({"optimizer": {"betas": 0.9}}, ("optimizer.betas: expected a list of 2 values", "got 0.9")),
     Wrong({"optimizer": {"eps": 0}}, ("optimizer.eps: expected a number above 0; got 0",)),
-    Wrong(
-        {"communication": {"carrier": 1.0}},
-        ("communication.carrier: expected a number of at least 0 and below 1 or null; got 1.0",),
-    ),
     Wrong({"communication": {"warmup": "int4"}}, ("communication.warmup: expected one of full, int8; got 'int4'",)),
     Wrong({"optimizer": {"momentum": 1}}, ("optimizer.momentum: expected a number of at least 0 and below 1; got 1",)),
     Wrong({"schedule": {"name": "wsd"}}, ("schedule.name: expected one of constant, linear, cosine; got 'wsd'",)),
@@ -138,7 +134,6 @@ KEYS = [
 ]
 
 ONEBIT = {"name": "onebit_adam"}
-CARRIER = {"gradients": "ternary", "parameters": "ternary", "carrier": 0.9, "warmup_steps": 5}
 CROSS_FIELD = [
     Wrong(
         {"optimizer": ONEBIT},
@@ -153,27 +148,14 @@ CROSS_FIELD = [
         ("has its running average travel", "Fix: set communication.gradients to onebit, ternary, 2bit or topk"),
     ),
     Wrong(
-        {"communication": {"gradients": "ternary", "parameters": "ternary", "carrier": 0.9, "warmup_steps": 5}},
-        ("communication.carrier follows from changes of an optimizer", "Fix: set optimizer.name to onebit_adam"),
+        {"optimizer": {"sends": "gradients"}},
+        (
+            "optimizer.sends belongs to onebit_adam; with adamw ranks send gradients",
+            "Fix: leave optimizer.sends out",
+        ),
     ),
     Wrong(
-        {"optimizer": {"name": "onebit_lamb"}, "communication": {"warmup_steps": 5}, "parallel": {"tensor": 2}},
-        ("onebit_lamb takes norms of whole parameters", "Fix: set parallel.tensor to 1, or optimizer.name to onebit"),
-    ),
-    Wrong(
-        {"optimizer": ONEBIT, "communication": CARRIER | {"parameters": "full"}},
-        ("communication.carrier: 0.9 follows from changes of parameters, and these travel whole", "Fix: set commun"),
-    ),
-    Wrong(
-        {"optimizer": ONEBIT, "communication": {**CARRIER, "parameters": "int8"}, "zero": {"stage": 3}},
-        ("communication.carrier: 0.9 follows from changes", "at stages 1 and 2", "Fix: set zero.stage to 1 or 2"),
-    ),
-    Wrong(
-        {"optimizer": ONEBIT, "communication": CARRIER | {"gradients": "full"}},
-        ("communication.carrier: 0.9 is part of codes that hold back", "Fix: set communication.gradients to ternary"),
-    ),
-    Wrong(
-        {"optimizer": ONEBIT, "communication": CARRIER, "precision": {"gradients": "in_backward"}},
+        {"optimizer": ONEBIT, "communication": {"warmup_steps": 5}, "precision": {"gradients": "in_backward"}},
         ("under precision.gradients: in_backward codes travel", "Fix: leave communication.warmup_steps out"),
     ),
     Wrong(
@@ -248,11 +230,7 @@ CROSS_FIELD = [
         for sections, fragments in (
             (
                 {"optimizer": {"name": "onebit_adam"}, "schedule": {"total_steps": 100}},
-                ("has its running average go back to all ranks at once", "or communication.carrier to 0."),
-            ),
-            (
-                {"optimizer": {"name": "onebit_lamb"}, "schedule": {"total_steps": 100}},
-                ("has its running average go back to all ranks at once", "set communication.parameters to full."),
+                ("has its running average go back to all ranks at once", "or optimizer.sends to gradients."),
             ),
             (
                 {"precision": {"gradients": "in_backward"}},
@@ -270,14 +248,6 @@ CROSS_FIELD = [
             "zero": {"stage": 3, "hierarchical": True, "offload": {"parameters": "host"}},
         },
         ("changes in codes are added to parameters on the device", "leave zero.offload.parameters out"),
-    ),
-    Wrong(
-        {
-            "communication": {"gradients": "ternary", "parameters": "ternary", "carrier": 0.9, "warmup_steps": 5},
-            "optimizer": {"name": "onebit_adam"},
-            "zero": {"stage": 3, "hierarchical": True},
-        },
-        ("which ranks tell each other at stages 1 and 2", "set zero.stage to 1 or 2"),
     ),
     Wrong(
         {"communication": {"parameters": "int4"}, "precision": {"compute": "bf16", "master": "split"}},

@@ -217,20 +217,6 @@ def test_first_steps_of_changes_between_nodes(gradients: str, warmup: str) -> No
     check(4, Run(hierarchical, communication=communication, ranks_per_node=2, is_first=True))
 
 
-@pytest.mark.parametrize("row", sampled(ROWS, "0", "2"))
-def test_numbers_of_trust_ratios(row: str) -> None:
-    lamb: dict[str, Any] = {"optimizer": {"name": "onebit_lamb"}, "num_moments": 3}
-    check(2, Run(ROWS[row], **lamb, communication={"warmup_steps": 1}))
-    check(2, Run(ROWS[row], **lamb, communication={"warmup_steps": 4}, is_first=True))
-
-
-@matrix(row=["1", "2"], precision=["fp32", "bf16-gradients"])
-def test_codes_with_a_carrier(row: str, precision: str) -> None:
-    codes = {"gradients": "ternary", "parameters": "ternary", "carrier": 0.9, "warmup_steps": 1}
-    onebit = {"name": "onebit_adam"}
-    check(2, Run(ROWS[row], PRECISIONS[precision], accumulate=2, optimizer=onebit, communication=codes))
-
-
 @matrix(row=ROWS, gradients=["int4", "ternary", "low_rank", "onebit_adam"], warmup=["full", "int8"], world=[2, 4])
 def test_first_steps(row: str, gradients: str, warmup: str, world: int) -> None:
     """What travels before the codes: all in full, or 8-bit codes of what travels as codes later."""

@@ -1,8 +1,6 @@
 """Stage 3 with a copy of the parameters on each node, of which changes pass between the nodes as codes."""
 
 import contextlib
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,22 +109,11 @@ def alike(codec: str, per_node: int, config: dict[str, Any]) -> tuple[list[float
 
 
 def telescopes(codec: str, compute: str, accumulate: int) -> None:
-    """All changes that were told, and how far what rests is still behind, are what the optimizer was given."""
+    """Master weights have all that the optimizer was given; what rests is behind them by less than an update or so."""
     precision = {"compute": compute, **({"initial_loss_scale": 2.0**10} if compute == "fp16" else {})}
     config = {"zero": HIERARCHICAL, "communication": {"parameters": codec}, "batch": {"accumulate": accumulate}}
     given = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     with on_nodes_of(2), partita.initialize(Bag(), config | {"precision": precision}, optimizer=sgd) as engine:
-        changes = dict[int, Tensor]()
-
-        def told(key: int, number: int, write_change: Callable[[Tensor], None]) -> None:
-            change = torch.empty_like(changes[key][number])
-            write_change(change)
-            changes[key][number] += change
-
-        segments = [segment for unit in engine._parts.runtime.units for segment in unit.trained]
-        for segment in segments:
-            changes[id(segment)] = segment.rest.load().float().view(2, -1).clone()
-            segment.told = partial(told, id(segment))
         for number in range(5 * accumulate):
             engine.backward(engine(factors(number, rank())))
             engine.step()
@@ -134,10 +121,7 @@ def telescopes(codec: str, compute: str, accumulate: int) -> None:
                 for name, factor in factors(number, other).items():
                     seen = factor if compute == "fp32" else factor.half().float()
                     given[name] += seen / (world() * accumulate)
-        rest, master = rests(engine), masters(engine)
-        rounding = {"fp32": 1e-6, "fp16": 1e-3}[compute]
-        sums = torch.cat([changes[id(segment)].view(-1) for segment in segments])
-        torch.testing.assert_close(sums, rest, rtol=rounding, atol=10 * rounding)
+        master = masters(engine)
         behind = (master - own_rests(engine)).abs().max()
         assert 0.01 * LR < float(behind) < 5 * LR, "an update is of about LR"
         for name, weight in engine.state_dict().items():
@@ -355,7 +339,10 @@ def test_every_codec_trains_and_nodes_stay_alike(codec: str) -> None:
         {"precision": {"compute": "bf16"}, **CODED_SUMS},
         {"precision": {"compute": "bf16", "gradients": "bf16"}, **CODED_SUMS},
         {"communication": {"gradients": "low_rank", "low_rank": 2}},
-        {"communication": {"carrier": 0, "warmup_steps": 3}, "optimizer": {"name": "onebit_adam", "lr": 5e-3}},
+        {
+            "communication": {"warmup_steps": 3},
+            "optimizer": {"name": "onebit_adam", "sends": "gradients", "lr": 5e-3},
+        },
     ],
     ids=str,
 )
@@ -367,7 +354,7 @@ def test_nodes_stay_alike(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("codec", "compute", "accumulate"), [("ternary", "fp32", 2), ("onebit", "fp32", 1), ("int4", "fp16", 1)]
 )
-def test_what_was_told_and_what_is_behind_is_what_was_given(codec: str, compute: str, accumulate: int) -> None:
+def test_master_weights_have_what_was_given_and_parameters_follow(codec: str, compute: str, accumulate: int) -> None:
     pool.run(4, telescopes, codec, compute, accumulate)
 
 

@@ -22,18 +22,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "offloaded": {"zero": {"stage": 3, "offload": {"optimizer": "disk"}}},
     "low rank": {"communication": {"gradients": "low_rank"}},
     "local steps": {"communication": {"every": 2, "replicas": 2}},
-    **{
-        name: {
-            "optimizer": {"name": name},
-            "communication": {"gradients": "onebit", "warmup_steps": 1},
-        }
-        for name in ("onebit_adam", "onebit_lamb")
-    },
-    "carrier": {
+    "onebit_adam": {
         "optimizer": {"name": "onebit_adam"},
-        "communication": {"gradients": "onebit", "parameters": "int8", "carrier": 0.9, "warmup_steps": 1},
+        "communication": {"gradients": "onebit", "warmup_steps": 1},
     },
-    "zeroone_adam": {"optimizer": {"name": "zeroone_adam"}, "communication": {"gradients": "onebit"}},
+    "onebit_adam, gradients": {
+        "optimizer": {"name": "onebit_adam", "sends": "gradients"},
+        "communication": {"gradients": "onebit", "parameters": "int8", "warmup_steps": 1},
+    },
 }
 
 

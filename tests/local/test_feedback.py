@@ -43,7 +43,6 @@ def factors(number: int, rank: int) -> dict[str, Tensor]:
 
 
 def feedbacks(engine: partita.Engine) -> list[Feedback]:
-    engine._parts.updater.wait_for_updates()  # carriers follow them
     return [b.feedback for b in engine._parts.runtime.reducer.buckets if b.feedback is not None]
 
 

@@ -283,7 +283,6 @@ FIRST = {"warmup_steps": 5, "warmup": "int8"}
         [
             ({"communication": FIRST | {"gradients": "ternary", "parameters": "ternary"}}, 3),
             ({"zero": {"stage": 0}, "communication": FIRST, "optimizer": {"name": "onebit_adam"}}, 6),
-            ({"zero": {"stage": 2}, "communication": {"warmup": "int8"}, "optimizer": {"name": "zeroone_adam"}}, 5),
             ({"communication": FIRST | {"gradients": "low_rank"}}, 3),
             ({"communication": FIRST | {"gradients": "ternary", "every": 2, "replicas": 2}}, 3),
         ],

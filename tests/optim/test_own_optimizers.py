@@ -9,8 +9,6 @@ from torch.optim import Optimizer
 
 from partita.optim.fused import FusedAdam, FusedLion, FusedSGD
 from partita.optim.onebit_adam import OnebitAdam
-from partita.optim.onebit_lamb import OnebitLamb
-from partita.optim.zeroone_adam import RefreshedAdam
 
 ADAM = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
 MAKES: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
@@ -18,8 +16,6 @@ MAKES: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "sgd": lambda params: FusedSGD(params, lr=0.1, momentum=0.9, weight_decay=0.0),
     "lion": lambda params: FusedLion(params, lr=0.1, betas=(0.9, 0.99), weight_decay=0.0),
     "onebit_adam": lambda params: OnebitAdam(params, lr=0.1),
-    "zeroone_adam": lambda params: RefreshedAdam(params, lr=0.1),
-    "onebit_lamb": lambda params: OnebitLamb(params, lr=0.1),
 }
 
 

@@ -9,7 +9,6 @@ from torch.optim import SGD, Adam, Optimizer
 
 from partita.errors import ConfigError
 from partita.optim import traits as module
-from partita.optim.onebit_lamb import OnebitLamb
 from partita.optim.traits import check_closure, check_elementwise, elementwise
 
 
@@ -208,15 +207,10 @@ def test_known_classes(kind: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", sorted(module._ELEMENTWISE - {OnebitLamb}, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__
+    "kind", sorted(module._ELEMENTWISE, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__
 )
 def test_known_classes_are_elementwise(kind: Any) -> None:
     assert module._trial(made(kind)) is None
-
-
-def test_a_trust_ratio_is_elementwise_only_once_it_is_told() -> None:
-    """By itself it measures what it has; on slices the ranks add up what they have (optim/trust)."""
-    assert module._trial(made(OnebitLamb)) == f"{DIFFERS}elements"
 
 
 @pytest.mark.parametrize(

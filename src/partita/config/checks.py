@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from partita.config.messages import Contradiction, Row, conflict, row, setting
 from partita.config.schema import Config
 from partita.config.wire_checks import contradicting_wires
-from partita.config.wires import MEASURES_MOMENT, SENDS_MOMENTUM, gradient_codec
+from partita.config.wires import gradient_codec
 from partita.plan.wire import LOW_RANK
 
-_ADAMS = ("adam", "adamw", *SENDS_MOMENTUM)
+_ADAMS = ("adam", "adamw", "onebit_adam")
 # A key that means something only where another one has certain values: those, also in words, and what is so elsewhere.
 _BELONGS: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ("zero.keep_gathered", "zero.stage", (3,), "stage 3; at stages 0 to 2 parameters are always whole"),
@@ -32,7 +32,7 @@ _BELONGS: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ("precision.loss_scale_window", "precision.loss_scale", ("dynamic",), "a dynamic loss scale; {0} stays as it is"),
     ("communication.low_rank", "communication.gradients", (LOW_RANK,), "gradients: low_rank; {0} has no factors"),
     ("optimizer.eps", "optimizer.name", _ADAMS, "adam and adamw; {0} divides by nothing"),
-    ("optimizer.refresh", "optimizer.name", ("zeroone_adam",), "zeroone_adam; {0} has a second moment of every step"),
+    ("optimizer.sends", "optimizer.name", ("onebit_adam",), "onebit_adam; with {0} ranks send gradients"),
     ("optimizer.momentum", "optimizer.name", ("sgd",), "sgd; the momentum of {0} is betas[0]"),
 )
 
@@ -241,7 +241,7 @@ def idle_settings(config: Config, compute: str) -> Iterator[str]:
     """One line ``ignored: key (reason)`` for each setting without effect."""
     wires = {gradient_codec(config), config.communication.parameters}
     if wires == {"full"}:
-        if config.communication.warmup_steps != "auto" and config.communication.carrier is None:
+        if config.communication.warmup_steps != "auto" and config.optimizer.name != "onebit_adam":
             yield "ignored: communication.warmup_steps (no codes travel)"
         if config.communication.warmup != "full":
             yield "ignored: communication.warmup (no codes travel)"
@@ -267,7 +267,7 @@ def idle_settings(config: Config, compute: str) -> Iterator[str]:
     for key in ("keep_fp32", "mode", "outputs"):
         if compute == "fp32" and getattr(precision, key) != getattr(Config().precision, key):
             yield f"ignored: precision.{key} (all modules compute in fp32)"
-    is_share = config.optimizer.name in MEASURES_MOMENT and config.communication.warmup_steps == "auto"
+    is_share = config.optimizer.name == "onebit_adam" and config.communication.warmup_steps == "auto"
     ends = schedule.name != "constant" or is_share or config.communication.every is not None
     if schedule.total_steps is not None and not ends:
         yield "ignored: schedule.total_steps (a constant schedule has no end)"

@@ -20,7 +20,7 @@ _SCHEDULED = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_s
 _TIERS = {"none": "none", "cpu": "host", "nvme": "disk"}
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "lion": "lion"}
 # Whose settings are others here: partita's config names them.
-_COMPRESSED = {"onebitadam": "onebit_adam", "zerooneadam": "zeroone_adam", "onebitlamb": "onebit_lamb"}
+_COMPRESSED = ("onebitadam", "zerooneadam", "onebitlamb")
 _CURVES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _DTYPES = {
     name: short
@@ -287,8 +287,8 @@ def _optimizer(conversion: Conversion, *, by_trainer: bool) -> None:
         return conversion.leave("optimizer.", "no type is given: the optimizer is yours")
     if name is None:
         fix = "use AdamW, SGD or Lion, or build it and pass it: partita.initialize(model, config, optimizer=...)"
-        if (own := _COMPRESSED.get(kind.lower())) is not None:
-            fix = f"set optimizer.name: {own} in a config of partita's (docs/wires.md)"
+        if kind.lower() in _COMPRESSED:
+            fix = "set optimizer.name: onebit_adam in a config of partita's (docs/wires.md)"
         conversion.leave("optimizer.", "it belongs to the optimizer")
         return conversion.refuse(key, f"{shown(kind)} is not available", fix)
     mode = f"{OPTIMIZER_PARAMS}adam_w_mode"

@@ -155,18 +155,20 @@ class Batch(Section):
 class Optimizer(Section):
     """The optimizer that is built where ``initialize`` is given none."""
 
-    name: Literal["adamw", "adam", "sgd", "lion", "onebit_adam", "zeroone_adam", "onebit_lamb"] = Field(
+    name: Literal["adamw", "adam", "sgd", "lion", "onebit_adam"] = Field(
         "adamw",
-        description="adamw, adam, sgd, lion; onebit_adam, zeroone_adam, onebit_lamb: their running average travels, as "
-        "codes",
+        description="adamw, adam, sgd, lion; onebit_adam: Adam whose second moment is frozen after a warm-up "
+        "(communication.warmup_steps)",
     )
     lr: NotNegative = Field(1.0e-3, description="learning rate (the highest of the schedule)")
     betas: SharePair = Field((0.9, 0.999), description="decay of the two running averages (not of sgd's one)")
     eps: Positive = Field(1.0e-8, description="added to the divisor (not of sgd and lion)")
     weight_decay: NotNegative = Field(0.01, description="decay of the weights: decoupled in adamw, L2 elsewhere")
     momentum: Share = Field(0.0, description="decay of the running average (sgd only)")
-    refresh: Count = Field(
-        16, description="zeroone_adam: refreshes of the second moment after which they are twice as many steps apart"
+    sends: Literal["averages", "gradients"] = Field(
+        "averages",
+        description="onebit_adam: what ranks send after the warm-up: running averages of gradients, as codes, or "
+        "gradients (of communication.gradients)",
     )
 
 
@@ -290,19 +292,11 @@ class Communication(Section):
     )
     warmup_steps: Auto | CountOrZero = Field(
         "auto",
-        description="optimizer steps before codes travel; auto: none, of onebit_adam and onebit_lamb 15 % of "
-        "schedule.total_steps, of zeroone_adam optimizer.refresh",
+        description="optimizer steps before codes travel; auto: none, of onebit_adam 15 % of schedule.total_steps",
     )
     warmup: Literal["full", "int8"] = Field(
         "full",
-        description="encoding, in the steps before codes travel (and refreshes of zeroone_adam), of what travels as "
-        "codes later: full, or int8",
-    )
-    carrier: Share | None = Field(
-        None,
-        description="onebit_adam at stages 1 and 2: gradients travel as codes of so much of a running average that "
-        "follows from the last changes of parameters, and the rest of the gradient (0: of gradients alone), in place "
-        "of averages both ways; null: averages",
+        description="encoding, in the steps before codes travel, of what travels as codes later: full, or int8",
     )
     every: Count | None = Field(
         None,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from partita.config.messages import Contradiction, setting
 from partita.config.schema import Config
-from partita.config.wires import SENDS_MOMENTUM, gradient_codec, sends_changes, warmup_steps
+from partita.config.wires import gradient_codec, sends_averages, sends_changes, warmup_steps
 from partita.plan.wire import AT_RANDOM, HELD_BACK, LOW_RANK
 
 
@@ -19,7 +19,6 @@ def _feedback(config: Config) -> Iterator[Contradiction]:
     """Of codes that hold back what they lose."""
     codec, offload = gradient_codec(config), config.zero.offload
     yield from _warm_up(config)
-    yield from _carrier(config)
     if codec not in (*HELD_BACK, LOW_RANK):
         return
     yield from _factors(config)
@@ -71,7 +70,7 @@ def _apart(config: Config) -> Iterator[Contradiction]:
         value = setting(config, key)
         refused = {
             "precision.gradients": value == "in_backward",
-            "optimizer.name": value in SENDS_MOMENTUM,
+            "optimizer.name": value == "onebit_adam",
         }
         if refused.get(key, value != setting(Config(), key)):
             yield (
@@ -94,7 +93,7 @@ def _factors(config: Config) -> Iterator[Contradiction]:
     for key, is_set, why in (
         ("zero.replicate", config.zero.replicate != "none", "has sums go from node to node as parts of matrices"),
         ("communication.every", config.communication.every is not None, "exchanges parts, which are no matrices"),
-        ("optimizer.name", config.optimizer.name in SENDS_MOMENTUM, "sends averages back as codes of parts"),
+        ("optimizer.sends", sends_averages(config), "sends averages back as codes of parts"),
     ):
         if is_set:
             yield (
@@ -126,13 +125,13 @@ def _warm_up(config: Config) -> Iterator[Contradiction]:
             "under precision.gradients: in_backward codes travel from the first step on",
             "leave communication.warmup_steps out",
         )
-    if (name := config.optimizer.name) not in SENDS_MOMENTUM:
+    if (name := config.optimizer.name) != "onebit_adam":
         return
-    if config.communication.gradients in AT_RANDOM:
+    if sends_averages(config) and config.communication.gradients in AT_RANDOM:
         yield (
-            ("optimizer.name", "communication.gradients"),
+            ("optimizer.name", "optimizer.sends", "communication.gradients"),
             f"optimizer.name: {name} has its running average travel, in codes that hold back what they lose",
-            "set communication.gradients to onebit, ternary, 2bit or topk",
+            "set communication.gradients to onebit, ternary, 2bit or topk, or optimizer.sends to gradients",
         )
     if not num:
         yield (
@@ -140,59 +139,17 @@ def _warm_up(config: Config) -> Iterator[Contradiction]:
             f"optimizer.name: {name} measures its second moment in a warm-up",
             "set communication.warmup_steps, or schedule.total_steps, of which it is 15 %",
         )
-    if config.zero.replicate != "none":
+    if sends_averages(config) and config.zero.replicate != "none":
         yield (
-            ("optimizer.name", "zero.replicate"),
+            ("optimizer.name", "optimizer.sends", "zero.replicate"),
             f"optimizer.name: {name} has all ranks know one running average; zero.replicate has one a node",
-            "leave zero.replicate out",
+            "leave zero.replicate out, or set optimizer.sends to gradients",
         )
-    for axis in ("tensor", "pipeline") if name == "onebit_lamb" else ():
-        if getattr(config.parallel, axis) > 1:
-            yield (
-                ("optimizer.name", f"parallel.{axis}"),
-                f"optimizer.name: onebit_lamb takes norms of whole parameters over the ranks that sum their gradients; "
-                f"parallel.{axis} has others hold parts of them, or copies",
-                f"set parallel.{axis} to 1, or optimizer.name to onebit_adam",
-            )
     if config.precision.master == "split":
         yield (
             ("optimizer.name", "precision.master"),
             "precision.master: split belongs to adamw, adam, sgd and lion",
             "set precision.master to fp32",
-        )
-
-
-def _carrier(config: Config) -> Iterator[Contradiction]:
-    """Of an average that follows from changes of parameters."""
-    carrier, asked = config.communication.carrier, config.communication
-    if carrier is None:
-        return
-    if config.optimizer.name != "onebit_adam":
-        yield (
-            ("communication.carrier", "optimizer.name"),
-            "communication.carrier follows from changes of an optimizer whose second moment stands still: onebit_adam",
-            "set optimizer.name to onebit_adam, or leave communication.carrier out",
-        )
-    if carrier == 0:
-        return
-    if config.zero.stage not in (1, 2):
-        yield (
-            ("communication.carrier", "zero.stage"),
-            f"communication.carrier: {carrier:g} follows from changes of parameters, which ranks tell each other at "
-            "stages 1 and 2",
-            "set zero.stage to 1 or 2, or leave communication.carrier out",
-        )
-    elif asked.parameters == "full":
-        yield (
-            ("communication.carrier", "communication.parameters"),
-            f"communication.carrier: {carrier:g} follows from changes of parameters, and these travel whole",
-            "set communication.parameters to ternary",
-        )
-    if asked.gradients not in HELD_BACK:
-        yield (
-            ("communication.carrier", "communication.gradients"),
-            f"communication.carrier: {carrier:g} is part of codes that hold back what they lose",
-            "set communication.gradients to ternary, or communication.carrier to 0",
         )
 
 
@@ -229,14 +186,14 @@ def _changes(config: Config, compute: str) -> Iterator[Contradiction]:
 
 def _changes_between_nodes(config: Config) -> Iterator[Contradiction]:
     """Of those that pass from node to node, each of which has all parameters."""
-    name, asked = config.optimizer.name, config.communication
-    if name in SENDS_MOMENTUM and asked.carrier is None:
+    asked = config.communication
+    if sends_averages(config):
         yield (
-            ("optimizer.name", "zero.hierarchical", "communication.parameters"),
-            f"optimizer.name: {name} has its running average go back to all ranks at once; where "
+            ("optimizer.name", "optimizer.sends", "zero.hierarchical", "communication.parameters"),
+            "optimizer.name: onebit_adam has its running average go back to all ranks at once; where "
             f"communication.parameters: {asked.parameters} has changes pass between the nodes of zero.hierarchical, "
             "what comes back goes from node to node first",
-            "set communication.parameters to full" + ", or communication.carrier to 0" * (name == "onebit_adam"),
+            "set communication.parameters to full, or optimizer.sends to gradients",
         )
     if config.precision.gradients == "in_backward":
         yield (

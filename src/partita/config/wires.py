@@ -6,9 +6,11 @@ from partita.config.schema import Config
 # 20 %).
 WARM_UP = 0.15
 CHECKED_EVERY = 100
-# Optimizers whose running average travels in place of gradients.
-SENDS_MOMENTUM = ("onebit_adam", "zeroone_adam", "onebit_lamb")
-MEASURES_MOMENT = ("onebit_adam", "onebit_lamb")  # in a warm-up
+
+
+def sends_averages(config: Config) -> bool:
+    """Whether the optimizer's running average travels in place of gradients."""
+    return config.optimizer.name == "onebit_adam" and config.optimizer.sends == "averages"
 
 
 def sends_changes(config: Config) -> bool:
@@ -30,31 +32,12 @@ def check_every(config: Config) -> int:
 def gradient_codec(config: Config) -> str:
     """The codec of gradients, or of the running average that travels in their place."""
     asked = config.communication.gradients
-    carries = config.optimizer.name in SENDS_MOMENTUM and config.communication.carrier is None
-    return "onebit" if asked == "full" and carries else asked
+    return "onebit" if asked == "full" and sends_averages(config) else asked
 
 
 def warmup_steps(config: Config) -> int:
     """Optimizer steps before codes begin to travel."""
-    asked, optimizer = config.communication.warmup_steps, config.optimizer
+    asked = config.communication.warmup_steps
     if asked != "auto":
         return asked
-    if optimizer.name == "zeroone_adam":
-        return optimizer.refresh
-    return int(WARM_UP * (config.schedule.total_steps or 0)) if optimizer.name in MEASURES_MOMENT else 0
-
-
-def travels_in_full(config: Config, step: int) -> bool:
-    """Whether no codes travel in the step after so many: before they begin to, and where 0/1 Adam's second moment is
-    refreshed.
-    """
-    refreshes = config.optimizer.name == "zeroone_adam" and is_refresh(step, config.optimizer.refresh)
-    return refreshes or step < warmup_steps(config)
-
-
-def is_refresh(step: int, num: int) -> bool:
-    """Whether the step after so many refreshes the second moment: of each ``num`` refreshes, one and the next are twice
-    as many steps apart as of the ``num`` before (Lu et al., "0/1 Adam", 2022, section 6).
-    """
-    apart = 1 << (step // num + 1).bit_length() - 1
-    return (step - num * (apart - 1)) % apart == 0
+    return int(WARM_UP * (config.schedule.total_steps or 0)) if config.optimizer.name == "onebit_adam" else 0

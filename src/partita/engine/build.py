@@ -19,7 +19,7 @@ from partita.comm.mesh import Mesh
 from partita.comm.together import check_settings_alike, together
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
-from partita.config.wires import check_every, travels_in_full
+from partita.config.wires import check_every, warmup_steps
 from partita.engine.budget import agreed_budget
 from partita.huggingface.conversion import open_weights
 from partita.huggingface.weights import Weights
@@ -241,8 +241,7 @@ def _make_updater(runtime: Runtime, optimizer: Optimizer, resolved: Resolved, co
     settings = resolved.config
     scale = LossScale(settings.precision, resolved.compute_dtype == "fp16")
     kind = BackwardUpdater if settings.precision.gradients == "in_backward" else StepUpdater
-    in_full = partial(travels_in_full, settings)
-    updater = kind(runtime, optimizer, scale, settings.clip_grad_norm, counted, in_full)
+    updater = kind(runtime, optimizer, scale, settings.clip_grad_norm, counted, warmup_steps(settings))
     if runtime.apart_group.size > 1:
         last_step = settings.schedule.total_steps
         updater.outer = OuterOptimizer(runtime, optimizer, updater.views, settings.communication, last_step)

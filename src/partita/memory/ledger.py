@@ -11,7 +11,7 @@ from partita.memory import accelerator
 from partita.memory.disk import DiskReport
 from partita.plan.residence import Tier
 
-STATES = ("parameters", "gradients", "feedback", "momentum", "carrier", "outer", "master", "moments")
+STATES = ("parameters", "gradients", "feedback", "momentum", "outer", "master", "moments")
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class MemoryReport:
     """Bytes of this rank, by state and tier, now and at their peak.
 
     ``held`` and ``peak`` are keyed by (state, tier): the model states ``parameters``, ``gradients``, ``feedback`` (what
-    codes of gradients hold back), ``momentum`` and ``carrier`` (what of averages all ranks have), ``outer`` (of the
+    codes of gradients hold back), ``momentum`` (the average that all ranks have), ``outer`` (of the
     optimizer that brings replicas together), ``master`` (only where it is not the parameter itself) and ``moments``,
     the ``buffer_pool`` that lends memory to gathered parameters, the ``buckets`` that gradients travel in, the
     ``codes`` that parameters come in, the ``activations`` that rest elsewhere or in parts, what the forwards under way

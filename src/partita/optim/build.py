@@ -9,16 +9,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from partita.config import schema
-from partita.config.wires import SENDS_MOMENTUM
 from partita.errors import ConfigError
 from partita.memory.accelerator import is_host
 from partita.optim.fused import FusedAdam, FusedLion, FusedSGD
 from partita.optim.onebit_adam import OnebitAdam
-from partita.optim.onebit_lamb import OnebitLamb
 from partita.optim.schedule import Schedule
-from partita.optim.zeroone_adam import RefreshedAdam
-
-_SENDING = {"onebit_adam": OnebitAdam, "zeroone_adam": RefreshedAdam, "onebit_lamb": OnebitLamb}
 
 Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
 Scheduling = Callable[[Optimizer], LRScheduler]
@@ -38,10 +33,10 @@ def build_optimizer(
     """
     if given is not None:
         _check_states(config)
-        if config.optimizer.name in SENDS_MOMENTUM:
+        if config.optimizer.name == "onebit_adam":
             raise ConfigError(
-                f"optimizer.name: {config.optimizer.name} has running averages travel, and an optimizer was passed to "
-                "partita.initialize: leave one of the two out"
+                "optimizer.name: onebit_adam has a warm-up, after which other values travel, and an optimizer was "
+                "passed to partita.initialize: leave one of the two out"
             )
     if isinstance(given, Optimizer):
         return given
@@ -97,11 +92,10 @@ def _configured(params: list[nn.Parameter], config: schema.Config, kernels: bool
     betas = tuple(section.betas)
     if section.name == "lion":
         return FusedLion(params, lr=section.lr, betas=betas, weight_decay=section.weight_decay)
-    if section.name in SENDS_MOMENTUM:
-        made: type[OnebitAdam] = _SENDING[section.name]
-        return made(params, lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay)
-    decoupled = section.name == "adamw"
     adam = {"lr": section.lr, "betas": betas, "eps": section.eps, "weight_decay": section.weight_decay}
+    if section.name == "onebit_adam":
+        return OnebitAdam(params, **adam)  # type: ignore[arg-type]
+    decoupled = section.name == "adamw"
     if kernels:
         return FusedAdam(params, **adam, decoupled=decoupled, int8=config.precision.moments == "int8")
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam

@@ -45,17 +45,6 @@ class OnebitAdam(Optimizer):
                     self._update(param, param.grad, group)
         return loss
 
-    def divisors(self) -> dict[Tensor, Tensor | None]:
-        """What a frozen group divides running averages by, by parameter; 0 where it moves nothing."""
-        found = dict[Tensor, Tensor | None]()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if state := self.state.get(param):
-                    second, num = state["exp_avg_sq"], max(float(state["step"]), 1.0)
-                    deviation = (second / (1 - group["betas"][1] ** num)).sqrt() + group["eps"]
-                    found[param] = torch.where(second > 0, deviation, 0)
-        return found
-
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[param], group["betas"]
         if not state:

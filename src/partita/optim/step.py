@@ -17,10 +17,7 @@ from torch import Tensor
 from partita.errors import PartitaError
 from partita.memory.streams import Event
 from partita.optim.onebit_adam import OnebitAdam
-from partita.optim.onebit_lamb import OnebitLamb
-from partita.optim.trust import TrustRatios
 from partita.optim.updater import StepResult, Updater, factor_of
-from partita.optim.zeroone_adam import RefreshedAdam
 from partita.plan.residence import Tier
 from partita.sharding.buckets import Bucket
 from partita.sharding.squares import sum_of_squares
@@ -48,13 +45,6 @@ class StepUpdater(Updater):
     def _with_moments(self) -> set[str]:
         """Names of parameters that were looked at after a warm-up."""
         return set()
-
-    @cached_property
-    def _trust(self) -> TrustRatios | None:
-        """Where updates depend on norms of whole parameters."""
-        if not isinstance(self.optimizer, OnebitLamb):
-            return None
-        return TrustRatios(self._runtime, self.optimizer, self.views)
 
     def begin(self) -> None:
         """Nothing may be under way.
@@ -152,18 +142,7 @@ class StepUpdater(Updater):
         if not self.in_full:
             self.wait_for_updates()
             averages = {param: state.get("exp_avg") for param, state in self.optimizer.state.items()}
-            average_of = partial(self._flat_of, averages)
-            self._reducer.held_back.take_averages(average_of)
-            if self._reducer.held_back.has_carriers:
-                assert isinstance(self.optimizer, OnebitAdam)
-                divisor_of = partial(self._flat_of, self.optimizer.divisors())
-                self._reducer.held_back.take_carriers(average_of, divisor_of)
-
-    def settle(self) -> None:
-        """As :meth:`Updater.settle`: carriers, which nothing saves, become the averages that are saved."""
-        super().settle()
-        if self._reducer.held_back.has_carriers:
-            self.loaded()
+            self._reducer.held_back.take_averages(partial(self._flat_of, averages))
 
     def _flat_of(self, values: Mapping[Tensor, Tensor | None], member: Member) -> Tensor | None:
         """What this rank has of a parameter, of ``values`` by the optimizer's tensors."""
@@ -173,26 +152,21 @@ class StepUpdater(Updater):
 
     def _run(self, used: set[int], factor: float, *, in_full: bool) -> None:
         self._runtime.executor.in_full = in_full
-        if not in_full and isinstance(self.optimizer, OnebitAdam | OnebitLamb):
+        if not in_full and isinstance(self.optimizer, OnebitAdam):
             self._warn_of_untrained(used)
         for group in self.optimizer.param_groups:
             if "frozen" in group:  # of optimizers whose average travels
                 group["frozen"] = not in_full
                 group["averaged"] = not in_full and self._reducer.held_back.has_averages
         # What is held back of sums that travel is of sums as the optimizer gets them.
-        scales_all = bool(self._reducer.held_back) or self._trust is not None
+        scales_all = bool(self._reducer.held_back)
         at_once = self._reducer.buckets if scales_all else self._updates.inline_buckets
         if factor != 1.0:
             for grad in (grad for bucket in at_once for grad in _owned(bucket, used)):
                 grad.mul_(factor)
-        if self._reducer.held_back.has_carriers and not in_full:
-            rates = {name: float(group["lr"]) for group in self.groups_by_name() for name in group["params"]}
-            self._reducer.held_back.take_out_carriers(lambda member: rates.get(member.fqn, 0.0))
         self._reducer.spread(used, factor, in_full=in_full)
         if scales_all:
             factor = 1.0
-        if self._trust is not None:
-            self._trust.agree(used)
         self._reducer.held_back.commit(used)
         self._updates.run(used, factor, self._guard)
 
@@ -205,13 +179,6 @@ class StepUpdater(Updater):
             self._with_moments.add(member.fqn)
             state, kind = self.optimizer.state.get(view.tensor, {}), type(self.optimizer).__name__
             if not float(state.get("step", 0.0)):
-                if isinstance(self.optimizer, RefreshedAdam):
-                    warnings.warn(
-                        f"step {self.steps}: '{member.fqn}' has its first gradient between two refreshes of {kind}: "
-                        "its second moment is zero, and it does not train until the next refresh (optimizer.refresh)",
-                        stacklevel=5,
-                    )
-                    continue
                 warnings.warn(
                     f"step {self.steps}: '{member.fqn}' had no update in the warm-up of {kind}, so "
                     "its second moment is zero and it does not train; unfreeze it before the warm-up ends, or raise "

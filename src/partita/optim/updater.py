@@ -5,7 +5,7 @@ are known, or in backward (:mod:`partita.optim.in_backward`), where none of them
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +61,7 @@ class Updater(ABC):
     Args:
         clip_norm: the largest norm of what is clipped together; None leaves gradients as they are.
         counted: attributes that the optimizer counts in.
-        in_full: whether no codes travel in the step after so many.
+        warmup_steps: updates before codes begin to travel.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Updater(ABC):
         scale: LossScale,
         clip_norm: float | None,
         counted: Sequence[str] = (),
-        in_full: Callable[[int], bool] = lambda step: False,
+        warmup_steps: int = 0,
     ) -> None:
         self.optimizer = optimizer
         self.scale = scale
@@ -89,7 +89,7 @@ class Updater(ABC):
         self._updates = Updates(runtime, context, counted)
         self._consensus = Consensus(runtime, scale)
         self._counted = counted
-        self._in_full = in_full
+        self._warmup_steps = warmup_steps
         self.outer: OuterOptimizer | None = None  # where replicas train apart
         self._clip_norm = clip_norm
         self._runtime = runtime
@@ -194,7 +194,7 @@ class Updater(ABC):
     @property
     def in_full(self) -> bool:
         """True while nothing is compressed: in the warm-up, which counts the updates that were made."""
-        return self._in_full(self.steps - self.skipped)
+        return self.steps - self.skipped < self._warmup_steps
 
     def settle(self) -> None:
         """Make what is saved of this run all there is to go on from, in this run, too. A collective."""

@@ -130,18 +130,13 @@ class PlannedSegment:
 
     @property
     def first_wires(self) -> Wires:
-        """What travels in the first steps, and where a second moment is refreshed."""
+        """What travels in the first steps."""
         return self.row.wires.first or AS_THEY_ARE
 
     @property
     def carries(self) -> bool:
         """Whether all ranks have the optimizer's running average, of which what they send is made."""
         return self.row.wires.momentum > 0 and bool(self.gradient_reductions)
-
-    @property
-    def has_carrier(self) -> bool:
-        """Whether what ranks send is made of an average that follows from the changes that all are told."""
-        return self.row.wires.carrier > 0 and self.sends_changes and bool(self.gradient_reductions)
 
     def carriage(self, wire: Wire) -> tuple[Step, ...]:
         """From the sums, which a rank measures its part of, to those that all ranks have, in fp32 on the device."""

@@ -102,17 +102,11 @@ class Wires:
     optimizer works on more than a rank has summed up, ``parameters`` that rest split to where they are computed with,
     and ``changes`` of them from where they are updated to all that have them at rest: what travels of one is how far
     the updated value is from what these have alike, which so is the wire's feedback. ``first``: what travels in their
-    place in the first steps, and where a second moment is refreshed; None: there are no such steps.
+    place in the first steps; None: there are no such steps.
 
     ``momentum``: what ranks send is the optimizer's running average as it would be by their own gradients: so much of
     the last one, which all of them have, and the rest of the gradient (Tang et al., "1-bit Adam", 2021). The average
     of these is the next running average, which goes back to all. 0: they send gradients.
-
-    ``numbers``: of each parameter, which the ranks tell each other before an update, in float64.
-
-    ``carrier``: the codes of gradients are of so much of a running average that all ranks derive from the last changes
-    of parameters that they were told, and the rest of the gradient; the rank that sums up takes that average's share
-    out again. 0: there is none.
 
     ``outer`` and ``outer_sums``: of the outer gradients of replicas that train apart, how far each has come in a round,
     to where they are summed up, and back. ``factor_rank``: sums of matrices are low-rank factors of so many columns,
@@ -126,9 +120,7 @@ class Wires:
     outer: Wire = FULL
     outer_sums: Wire = FULL
     first: "Wires | None" = None
-    numbers: int = 0
     momentum: float = 0.0
-    carrier: float = 0.0
     factor_rank: int = 0
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
-from partita.config.wires import SENDS_MOMENTUM, gradient_codec, warmup_steps
+from partita.config.wires import gradient_codec, sends_averages, warmup_steps
 from partita.errors import ConfigError
 from partita.plan.place import Place
 from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
@@ -34,9 +34,6 @@ from partita.planner.placement import Placement, chosen_tiers
 from partita.planner.working import working_bytes
 
 ON_DEVICE = Tiers()
-
-# Of each parameter, for its trust ratio: squares of weights and updates, and how its second moment has changed.
-NUMBERS = 3
 
 
 @dataclass(frozen=True)
@@ -111,9 +108,7 @@ def wires_of(config: Config, row: StatePlan) -> Wires:
         first = _wires_of_gradients(config.communication.warmup, row)
     if row.apart_axes:
         wires, first = (Wires(outer=each.gradients, outer_sums=each.sums) for each in (wires, first))
-    if config.communication.carrier is not None:
-        wires = replace(wires, carrier=config.communication.carrier)
-    elif config.optimizer.name in SENDS_MOMENTUM:
+    if sends_averages(config):
         wires = replace(wires, momentum=config.optimizer.betas[0])
     gathered = CODECS.get(HELD_BACK.get(name, name)) if row.param_compute.encoding.name in ENCODINGS else None
     if row.param_rest.shard_axes and row.param_rest.shard_axes == row.master.shard_axes:
@@ -123,8 +118,6 @@ def wires_of(config: Config, row: StatePlan) -> Wires:
         wires = replace(wires, changes=Wire(FP32, gathered))
         if gathered is not None and config.communication.warmup != "full":
             first = replace(first, changes=Wire(FP32, CODECS[config.communication.warmup]))
-    if config.optimizer.name == "onebit_lamb":
-        wires, first = (replace(each, numbers=NUMBERS) for each in (wires, first))
     return replace(wires, first=first if warmup_steps(config) > 0 else None)
 
 

@@ -16,8 +16,6 @@ ADAM_MOMENTS = 2
 HELD_COPIES = 2
 # The weights with which a round began, and the outer optimizer's momentum.
 OUTER_STATES = 2
-# The average that follows from changes, and the divisors of the optimizer's changes.
-CARRIER_STATES = 2
 
 
 def model_state_bytes(
@@ -28,11 +26,10 @@ def model_state_bytes(
     Without a ``rank``: the most that any of them may hold, so that what follows from it is the same on all.
 
     The states are ``parameters``, ``gradients``, ``feedback`` (of codes that hold back what they lose), ``momentum``
-    (the running average that all ranks have, where what they send is made of it), ``carrier`` (the one that follows
-    from changes that all are told, and the divisors by which it does), ``outer`` (of the outer optimizer, where
-    replicas train apart), ``master`` (only where it has memory of its own) and ``moments``, of which the optimizer
-    keeps ``num_moments`` for each element. Padding is included. Gradients that rest nowhere else are counted where
-    autograd leaves them, as large as their parameters, from backward to the step.
+    (the running average that all ranks have, where what they send is made of it), ``outer`` (of the outer optimizer,
+    where replicas train apart), ``master`` (only where it has memory of its own) and ``moments``, of which the
+    optimizer keeps ``num_moments`` for each element. Padding is included. Gradients that rest nowhere else are counted
+    where autograd leaves them, as large as their parameters, from backward to the step.
     """
     held = Counter[tuple[str, str]]()
     for unit in units:
@@ -74,8 +71,6 @@ def _states(segment: PlannedSegment, rank: int | None, num_moments: int) -> Iter
         yield "feedback", row.feedback, HELD_COPIES * sum(map(row.feedback.encoding.num_bytes, sizes))
     if segment.carries:
         yield "momentum", row.feedback, FP32.num_bytes(segment.layout.padded)
-    if segment.has_carrier:
-        yield "carrier", row.feedback, CARRIER_STATES * FP32.num_bytes(segment.layout.padded)
     if row.apart_axes:
         outer = OUTER_STATES * segment.layout.part_elements + sum(segment.outer_held_sizes)
         yield "outer", row.feedback, FP32.num_bytes(outer)

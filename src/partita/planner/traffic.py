@@ -87,8 +87,6 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
     # Waves, what was written, the gradients' scale; what was used, and what is left to reduce.
     summed_axes = units[0].row.summed_axes
     sent.messages(summed_axes, 3 * WORD_BYTES + len(buckets) + num_members)
-    if numbers := units[0].row.wires.numbers:
-        sent.messages(summed_axes, numbers * WORD_BYTES * num_members)
     if all(segment.row.gradients_rest for segment in segments):
         sent.messages(AXES, 3 * WORD_BYTES)  # the norm, the gradients' scale, whether something was written
     if shape.returns_loss:

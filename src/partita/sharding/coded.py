@@ -7,7 +7,7 @@ Where the mesh tells nodes apart, the sums are made inside each node first, and 
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -65,22 +65,12 @@ def begin_gather(
     return Gather(codec, codes, target, group.all_gather(codes, own, purpose, tag))
 
 
-def gather_changes(
-    group: Group,
-    wire: Wire,
-    updated: Tensor,
-    whole: Tensor,
-    scratch: Tensor,
-    *,
-    told: Callable[[int, Callable[[Tensor], None]], None] | None = None,
-) -> None:
+def gather_changes(group: Group, wire: Wire, updated: Tensor, whole: Tensor, scratch: Tensor) -> None:
     """Bring ``whole`` ``[size * n]``, which all ranks have alike, nearer to what each has ``updated`` ``[n]``. What is
     lost of the changes is in the next ones.
 
     Args:
         scratch: memory for the codes of ``whole``, and for ``n`` values in fp32.
-        told: is given each rank's number, and what writes the change of its part, as all ranks decode it, into a tensor
-            in fp32, on any device.
     """
     assert wire.codec is not None
     decode = partial(kernels.decode, wire.codec, threads=torch.get_num_threads())
@@ -91,22 +81,14 @@ def gather_changes(
     torch.sub(updated, parts[group.index], out=change)
     kernels.encode(wire.codec, change, codes[group.index], threads=torch.get_num_threads())
     group.all_gather(codes.view(-1), codes[group.index], "parameters").wait()
-
-    def write(rank: int, out: Tensor) -> None:
-        decode(codes[rank], out if out.device == change.device else change)
-        if out.device != change.device:
-            out.copy_(change)
-
     for rank, part in enumerate(parts):
         if part.dtype == torch.float32:
             decode(codes[rank], part, add=True)
         else:
-            write(rank, change)
+            decode(codes[rank], change)
             change.add_(part)
             for at in chunks(change):  # rounded as the optimizer's kernels round masters
                 part[at].copy_(nearest_bf16(change[at]) if part.dtype == torch.bfloat16 else change[at])
-        if told is not None:
-            told(rank, partial(write, rank))
 
 
 def reduce_scatter(

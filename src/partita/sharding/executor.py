@@ -225,8 +225,7 @@ class Executor:
     def _send_changes(self, segment: Segment, values: Tensor, step: AllGather) -> None:
         assert self._codes is not None
         group, rest = self._movement.group(step.axes), segment.rest.lend()
-        told = None if self.in_full else segment.told
-        gather_changes(group, step.wire, values.to(self.device), rest.wait(), self._codes, told=told)
+        gather_changes(group, step.wire, values.to(self.device), rest.wait(), self._codes)
         rest.end(changed=True)
 
     def _store(self, source: Tensor, target: Kept, src: Residence, dst: Residence) -> None:

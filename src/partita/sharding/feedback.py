@@ -22,7 +22,6 @@ from partita.plan.planned import PlannedSegment
 from partita.plan.wire import FULL
 from partita.planner.memory import HELD_COPIES
 from partita.sharding.bucket_layout import BucketLayout, Piece
-from partita.sharding.carrier import Carrier
 from partita.sharding.factors import Factors
 from partita.sharding.movement import Movement, finish_all
 from partita.sharding.unit import Member, Segment
@@ -50,33 +49,19 @@ class Feedback:
         self._sums_in_turn = len(planned.gradient_reductions) > 1
         # The optimizer's running average that all ranks have, of which what they send is made.
         self.average: Tensor | None = None
-        self.carrier: Carrier | None = None
         self.factors = Factors(layout, planned.row.wires.factor_rank) if planned.sums_factors else None
-        self._momentum, wires = planned.row.wires.momentum, planned.row.wires
+        self._momentum = planned.row.wires.momentum
         size, copies = planned.mesh.group_size, planned.row.copies
         # How often what all ranks have would count in the sum, over the copies too.
         self._num_added = size(planned.row.summed_axes) * size(copies.axes) * planned.copy_factor
-        self._carriage, self._full_carriage = planned.carriage(wires.sums), planned.carriage(FULL)
-
-        def whole(state: str) -> Tensor:
-            return memory.keep(state, layout.num_elements, torch.float32, self._tier).lend().tensor
-
+        self._carriage, self._full_carriage = planned.carriage(planned.row.wires.sums), planned.carriage(FULL)
         if planned.carries:
-            self.average = whole("momentum")
-        if planned.has_carrier:
-            self.carrier = Carrier(layout, wires.carrier, whole("carrier"), whole("carrier"))
-
-    @property
-    def _common(self) -> tuple[Tensor, float] | None:
-        """What all ranks have of what they send, and how much it counts."""
-        if self.average is not None:
-            return self.average, self._momentum
-        return None if self.carrier is None else (self.carrier.values.view(-1), self.carrier.share)
+            self.average = memory.keep("momentum", layout.num_elements, torch.float32, self._tier).lend().tensor
 
     def weigh(self, sent: Tensor) -> None:
         """Where a running average travels: gradients count in it for what the last average does not."""
-        if (common := self._common) is not None:
-            sent.mul_(1.0 - common[1])
+        if self.average is not None:
+            sent.mul_(1.0 - self._momentum)
 
     @contextmanager
     def lent(self, scale: float, device: torch.device) -> Iterator[list[Tensor]]:
@@ -86,9 +71,8 @@ class Feedback:
         values = self._next
         if not self._is_open:
             (held, *further), (first, *others) = self._levels(self._held), self._levels(values)
-            if (common := self._common) is not None:
-                average, share = common
-                torch.add(held, average, alpha=share / self._num_added, out=first)
+            if self.average is not None:
+                torch.add(held, self.average, alpha=self._momentum / self._num_added, out=first)
             else:
                 first.copy_(held)
             for kept, level in zip(further, others, strict=True):
@@ -152,42 +136,16 @@ class Feedback:
         self, members: Iterable[Member], average_of: Callable[[Member], Tensor | None], movement: Movement
     ) -> None:
         """See :meth:`~partita.sharding.held_back.HeldBack.take_averages`."""
-        if self.average is not None:
-            self._take(members, average_of, movement, self.average)
+        if self.average is None:
+            return
 
-    def take_carrier(
-        self,
-        members: Sequence[Member],
-        average_of: Callable[[Member], Tensor | None],
-        divisor_of: Callable[[Member], Tensor | None],
-        movement: Movement,
-    ) -> None:
-        """See :meth:`~partita.sharding.held_back.HeldBack.take_carriers`."""
-        if self.carrier is not None:
-            self._take(members, average_of, movement, self.carrier.values.view(-1))
-            self._take(members, divisor_of, movement, self.carrier.divisors.view(-1))
-
-    def _take(
-        self,
-        members: Iterable[Member],
-        average_of: Callable[[Member], Tensor | None],
-        movement: Movement,
-        target: Tensor,
-    ) -> None:
-        """Have all ranks' ``target`` be what the ranks that own parts have of the members."""
         row = torch.zeros(self._layout.num_columns, dtype=torch.float32, device=movement.device)
         for member in members:
             if (values := average_of(member)) is not None:
                 for piece in (piece for piece in self._layout.pieces[id(member)] if piece.row == self._row):
                     begin = piece.start if values.numel() == member.span.num_elements else 0
                     piece.of(row).copy_(values[begin : begin + piece.stop - piece.start])
-        finish_all(movement.begin(self._full_carriage, row, target, purpose="gradients"))
-
-    def take_out(self, summed: Tensor, rate_of: Callable[[Member], float]) -> None:
-        """See :meth:`~partita.sharding.held_back.HeldBack.take_out_carriers`. ``summed``: this rank's row."""
-        if self.carrier is not None:
-            self.carrier.note_rates(rate_of)
-            self.carrier.take_out(summed, self._row)
+        finish_all(movement.begin(self._full_carriage, row, self.average, purpose="gradients"))
 
     def commit(self, unused: Iterable[Sequence[Piece]]) -> None:
         """The step ends in an update, of all but ``unused`` gradients: what was held of those still is."""

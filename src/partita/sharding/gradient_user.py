@@ -21,9 +21,6 @@ class GradientUser(Protocol):
     def begin(self) -> None:
         """A backward is about to bring its first gradient."""
 
-    def wait_for_updates(self) -> None:
-        """Wait until the updates that run beside the caller are done."""
-
     def use(self, bucket: Bucket) -> Event:
         """The reduction of gradients that rest nowhere is queued. The event passes when the sums are used up."""
 

@@ -62,34 +62,6 @@ class HeldBack:
         for bucket, feedback in self._held():
             feedback.take_averages(bucket.members, average_of, self._movement)
 
-    @property
-    def has_carriers(self) -> bool:
-        """Whether what travels is made of averages that follow from changes."""
-        return any(feedback.carrier is not None for _, feedback in self._held())
-
-    def take_carriers(
-        self, average_of: Callable[[Member], Tensor | None], divisor_of: Callable[[Member], Tensor | None]
-    ) -> None:
-        """Have the carriers of all ranks be the optimizer's running averages, and have all know by what it divides
-        them. A collective, between two steps.
-
-        Args:
-            average_of: what this rank has of a member's, flat, from its first element on.
-            divisor_of: the same of the divisors.
-        """
-        for bucket, feedback in self._held():
-            feedback.take_carrier(bucket.members, average_of, divisor_of, self._movement)
-
-    def take_out_carriers(self, rate_of: Callable[[Member], float]) -> None:
-        """Make gradients of the sums, once these are measured and clipped.
-
-        Args:
-            rate_of: a member's learning rate in the update that comes.
-        """
-        for bucket, feedback in self._held():
-            if bucket.shard is not None:
-                feedback.take_out(bucket.shard.lend().tensor, rate_of)
-
     def clear(self) -> None:
         """Hold nothing any more."""
         for _, feedback in self._held():

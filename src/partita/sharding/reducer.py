@@ -259,9 +259,6 @@ class GradientReducer:
 
     def _launch(self, bucket: Bucket) -> None:
         """Queue a bucket's reduction, with zeros for what did not come."""
-        if bucket.feedback is not None and bucket.feedback.carrier is not None:
-            assert self._user is not None
-            self._user.wait_for_updates()  # of which the carrier follows
         if bucket.rests_whole:
             bucket.reopen()
         else:

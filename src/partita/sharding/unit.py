@@ -6,7 +6,7 @@ this rank's part); ``second`` is the part kept beside it between forward and bac
 the values that the optimizer updates, and is ``rest``, or a part of it, wherever their encodings are the same.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -163,9 +163,6 @@ class Segment:
         self.rest: Kept
         self.master: MasterWeights | None = None
         self.second: Kept | None = None
-        # Is given the number of each part, and what writes its change, which all ranks are told, into a tensor
-        # ``[part_elements]`` in fp32.
-        self.told: Callable[[int, Callable[[Tensor], None]], None] | None = None
         self.trains = planned.trains
 
     @property

@@ -162,6 +162,18 @@ def parameter_budget(source: Source) -> Iterator[str]:
             yield source.at(node, f"{node.name} has {count} parameters, at most {MAX_PARAMETERS}")
 
 
+def one_attribute_a_line(source: Source) -> Iterator[str]:
+    """Swaps, whose values read the targets, are no packing."""
+    for node in ast.walk(source.tree):
+        if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)):
+            continue
+        targets = [each for target in node.targets if isinstance(target, ast.Tuple) for each in target.elts]
+        attributes = {ast.unparse(each) for each in targets if isinstance(each, ast.Attribute)}
+        read = {ast.unparse(each) for each in ast.walk(node.value) if isinstance(each, ast.Attribute)}
+        if len(attributes) > 1 and not attributes & read:
+            yield source.at(node, f"packs {', '.join(sorted(attributes))} into one line")
+
+
 def _functions(tree: ast.Module) -> Iterator[tuple[Function, bool]]:
     """Each function, and whether it stands directly in a class."""
     for parent in ast.walk(tree):
@@ -267,6 +279,7 @@ Check = Callable[[Source], Iterator[str]]
 CHECKS: tuple[Check, ...] = (
     layering,
     parameter_budget,
+    one_attribute_a_line,
     collectives_in_one_file,
     environment_read_in_few_places,
     stage_compared_in_few_places,
@@ -315,6 +328,7 @@ BAD = [
     (parameter_budget, "engine.py", f"def f({MANY_PARAMETERS}, **i): ..."),
     (parameter_budget, "engine.py", f"def f(self, {MANY_PARAMETERS}): ..."),
     (parameter_budget, "engine.py", f"class A:\n    def f(self, {MANY_PARAMETERS}, i): ..."),
+    (one_attribute_a_line, "engine.py", "a.b, a.c = 1, 2"),
     (collectives_in_one_file, "engine.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
     (collectives_in_one_file, "engine.py", "import torch\ntorch.distributed.all_gather_into_tensor(x, y)"),
     (collectives_in_one_file, "engine.py", "import torch.distributed\ntorch.distributed.barrier()"),
@@ -360,6 +374,8 @@ GOOD = [
     (layering, "cli/main.py", "import partita\nfrom partita import initialize"),
     (parameter_budget, "engine.py", f"def f({MANY_PARAMETERS}): ..."),
     (parameter_budget, "engine.py", f"class A:\n    def f(self, {MANY_PARAMETERS}): ..."),
+    (one_attribute_a_line, "engine.py", "a.b, a.c = a.c, a.b"),
+    (one_attribute_a_line, "engine.py", "a, b.c = 1, 2"),
     (collectives_in_one_file, "comm/transport.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
     (collectives_in_one_file, "engine.py", "import torch.distributed as dist\ndist.get_rank()\ndist.ReduceOp.SUM"),
     (collectives_in_one_file, "engine.py", "from partita.comm import collectives\ncollectives.all_reduce(x)"),

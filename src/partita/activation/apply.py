@@ -67,7 +67,8 @@ class Activations:
         under_way: int,
     ) -> None:
         settings, device = config.activations, collectives.mesh.device
-        self._device, self._all_ranks = device, collectives.all_ranks
+        self._device = device
+        self._all_ranks = collectives.all_ranks
         self._inputs: RestingInputs | None = None
         self._kept: KeptWhole | None = None
         tier = inputs_tier(settings, device)

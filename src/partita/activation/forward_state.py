@@ -59,7 +59,8 @@ class ForwardState:
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        self.name, self.module = name, module
+        self.name = name
+        self.module = module
         self._places: list[_Place] | None = None  # what a forward may change; None before the first one
 
     @property

@@ -39,7 +39,8 @@ class RestingInputs:
     """
 
     def __init__(self, memory: StateMemory, device: torch.device, tier: Tier, partition: Partition) -> None:
-        self.device, self._partition = device, partition
+        self.device = device
+        self._partition = partition
         self.rooms = Rooms(memory, tier, device, self._finish)
         self.stream = Stream(device, STATE, waits=tier is Tier.DISK)
         self._calls = dict[int, weakref.ref[Call]]()  # whose graph is there, in their order
@@ -133,9 +134,12 @@ class Call:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> None:
-        self._inputs, self._forward = inputs, forward
+        self._inputs = inputs
+        self._forward = forward
         self._names = tuple(kwargs)
-        self.moved, self.others, self._given = list[Moved](), list[Tensor](), list[Any]()
+        self.moved = list[Moved]()
+        self.others = list[Tensor]()
+        self._given = list[Any]()
         for place, value in enumerate((*args, *kwargs.values())):
             if not isinstance(value, Tensor):
                 self._given.append(value)
@@ -188,7 +192,8 @@ class Moved:
     """A tensor that is moved: here, away, or on its way back."""
 
     def __init__(self, inputs: RestingInputs, tensor: Tensor, parts: Parts) -> None:
-        self._inputs, self._parts = inputs, parts
+        self._inputs = inputs
+        self._parts = parts
         self.source = weakref.ref(tensor)
         self._here: Tensor | None = tensor
         self._version = tensor._version
@@ -201,7 +206,8 @@ class Moved:
 
     def stay(self, tensor: Tensor) -> None:
         """Others need the tensor, too."""
-        self._here, self._stays = tensor, True
+        self._here = tensor
+        self._stays = True
 
     def leave(self) -> None:
         """Begin to copy the tensor into the tier; it is here, too, until :meth:`has_left`."""

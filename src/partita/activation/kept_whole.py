@@ -41,11 +41,15 @@ class KeptWhole:
     """
 
     def __init__(self, limit: int | None, under_way: int, alike: tuple[Group, Group], ledger: Ledger) -> None:
-        self._limit, self._under_way, self._alike, self._ledger = limit, under_way, alike, ledger
+        self._limit = limit
+        self._under_way = under_way
+        self._alike = alike
+        self._ledger = ledger
         self._place = 0  # of the next call in its forward
         self._inside = False  # a call: those inside it are part of it
         self._there: Sequence[Tensor] | None = None  # what is in memory anyway, where the call is to be measured
-        self._measures, self._largest = False, 0
+        self._measures = False
+        self._largest = 0
         self._sizes = list[int]()  # bytes that each call of a forward keeps
         self._whole = range(0)  # places of calls that are kept
         self._forward = 0  # its number
@@ -54,7 +58,8 @@ class KeptWhole:
 
     def begin_forward(self) -> None:
         """The calls that follow are of another forward of the model."""
-        self._place, self._inside = 0, False
+        self._place = 0
+        self._inside = False
 
     def end_step(self, device: torch.device, all_ranks: Group) -> None:
         """Set the limit, if there is none, by what no rank needed so far. Called on all ranks, after a whole step."""
@@ -110,7 +115,8 @@ class KeptWhole:
     def _begin_calls(self, num_elements: int) -> None:
         with_other_positions, with_others = self._alike
         self._forward += 1
-        self._is_followed, self._is_too_many = False, len(self._awaited) >= self._under_way
+        self._is_followed = False
+        self._is_too_many = len(self._awaited) >= self._under_way
         if self._is_too_many:
             self._under_way = len(self._awaited) + 1
             self._choose()
@@ -121,7 +127,8 @@ class KeptWhole:
             self._choose()
         num_elements = int(with_other_positions.exchange(torch.tensor([num_elements], device="cpu"), KEY).wait().amax())
         if num_elements > self._largest:
-            self._largest, self._measures = num_elements, True
+            self._largest = num_elements
+            self._measures = True
             self._sizes.clear()
 
     def _choose(self) -> None:

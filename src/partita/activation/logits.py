@@ -94,7 +94,9 @@ class Logits(Deferred):
         like = torch.empty(0, dtype=origin.dtype, device=origin.hidden.device)
         anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)  # the layer alone may train
         made = cls.place(origin.shape, origin.strides, like, partial(_backward, origin), origin.hidden, anchor)
-        made.origin, made._computed, made._is_related = origin, None, False
+        made.origin = origin
+        made._computed = None
+        made._is_related = False
         return made
 
     def compute(self, reader: str) -> Tensor:

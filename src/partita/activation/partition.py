@@ -53,7 +53,9 @@ class Partition:
     """
 
     def __init__(self, group: Group, alone: Group) -> None:
-        self._group, self._split, self._whole = group, Parts(group), Parts(alone)
+        self._group = group
+        self._split = Parts(group)
+        self._whole = Parts(alone)
         self._alike = dict[tuple[str, int], bool]()
 
     def parts(self, module: str, place: int, flat: Tensor) -> Parts:

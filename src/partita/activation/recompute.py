@@ -144,8 +144,12 @@ class Recomputed:
         inputs: RestingInputs | None = None,
         kept: KeptWhole | None = None,
     ) -> None:
-        self._name, self._module, self._repeats = name, module, partial(repeats, name)
-        self._selective, self._inputs, self._kept = selective, inputs, kept
+        self._name = name
+        self._module = module
+        self._repeats = partial(repeats, name)
+        self._selective = selective
+        self._inputs = inputs
+        self._kept = kept
         self._state = ForwardState(name, module)
 
     def __call__(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -213,7 +217,9 @@ class Repeating:
     def __init__(
         self, call: ForwardCall, keeping: AbstractContextManager[Any], begun: Sequence[Callable[[], None]]
     ) -> None:
-        self._call, self._keeping, self._begun = call, keeping, begun
+        self._call = call
+        self._keeping = keeping
+        self._begun = begun
         self._entered = ExitStack()
 
     def __enter__(self) -> None:

@@ -26,7 +26,10 @@ class Rooms:
     """
 
     def __init__(self, memory: StateMemory, tier: Tier, device: torch.device, finish: Callable[[], object]) -> None:
-        self._memory, self.tier, self._device, self._finish = memory, tier, device, finish
+        self._memory = memory
+        self.tier = tier
+        self._device = device
+        self._finish = finish
         self._free = list[Kept]()
         self._returned = deque[Kept]()  # by whichever thread drops a graph
         self._problem: PartitaError | None = None

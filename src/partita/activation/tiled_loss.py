@@ -118,7 +118,9 @@ class TiledHead:
     """
 
     def __init__(self, name: str, module: nn.Linear, tile_bytes: int | None) -> None:
-        self._name, self._module, self._tile_bytes = name, module, tile_bytes
+        self._name = name
+        self._module = module
+        self._tile_bytes = tile_bytes
         self._warned = False
         self._loss: Callable[[Tensor], Tensor] | None = None
 
@@ -257,7 +259,9 @@ class Call:
         hidden: Tensor,
         around: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        self._head, self._own, self._hidden = head, own, hidden
+        self._head = head
+        self._own = own
+        self._hidden = hidden
         self._versions = head.versions(hidden)
         self._around = around
 

@@ -33,7 +33,8 @@ class InTiles:
     """
 
     def __init__(self, name: str, run: Callable[..., Any]) -> None:
-        self._name, self._run = name, run
+        self._name = name
+        self._run = run
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         inputs = [*args, *kwargs.values()]

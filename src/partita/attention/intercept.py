@@ -33,7 +33,8 @@ class Interception:
     def __init__(self, name: str, layouts: Layouts, causal: bool | None) -> None:
         self.name = name
         self.met = False
-        self._layouts, self._causal = layouts, causal
+        self._layouts = layouts
+        self._causal = causal
 
     def refuse(self, what: str) -> PartitaError:
         return PartitaError(
@@ -89,8 +90,11 @@ class Intercepting:
     """
 
     def __init__(self, module: nn.Module, name: str, layouts: Layouts, causal: bool | None, dot_products: bool) -> None:
-        self._kind, self._name = type(module).__name__, name
-        self._layouts, self._causal, self._dot_products = layouts, causal, dot_products
+        self._kind = type(module).__name__
+        self._name = name
+        self._layouts = layouts
+        self._causal = causal
+        self._dot_products = dot_products
 
     @eager_itself
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

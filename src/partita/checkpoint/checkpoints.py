@@ -29,7 +29,9 @@ class Checkpoints:
     """Saves and loads one engine. Every method is a collective, called between two steps."""
 
     def __init__(self, model: nn.Module, runtime: Runtime, updater: Updater, scheduler: LRScheduler, config: Config):
-        self._updater, self._config, self._mesh = updater, config, runtime.collectives.mesh
+        self._updater = updater
+        self._config = config
+        self._mesh = runtime.collectives.mesh
         self._backend = FileBackend(self._mesh)
         self._content = Content(runtime, updater)
         self._training = TrainingState(model, updater, scheduler, self._mesh)
@@ -38,7 +40,8 @@ class Checkpoints:
         # One folder for the whole run, wherever the process goes meanwhile.
         self._dir = Path(config.checkpoint.dir).absolute() if config.checkpoint.dir is not None else None
         # The furthest step that was not finite, and how often training went back from there or before.
-        self._furthest, self._rewinds = -1, 0
+        self._furthest = -1
+        self._rewinds = 0
 
     def after_update(self, result: StepResult) -> StepResult:
         """Save where it is due; where an update was left out, do what ``precision.nonfinite`` says.
@@ -59,7 +62,8 @@ class Checkpoints:
     def _rewind(self, said: str) -> int:
         """Go back to the newest checkpoint because of what is ``said``; returns its step."""
         if self._updater.steps > self._furthest:
-            self._furthest, self._rewinds = self._updater.steps, 0
+            self._furthest = self._updater.steps
+            self._rewinds = 0
         if self._rewinds == MOST_REWINDS:
             raise PartitaError(
                 f"{said}; training went back {MOST_REWINDS} times (precision.nonfinite: rewind) and did not get past "
@@ -93,7 +97,8 @@ class Checkpoints:
 
     def load(self, folder: str | Path | None, wanted: Wanted) -> Restored:
         """See :meth:`Engine.load`."""
-        self._furthest, self._rewinds = -1, 0
+        self._furthest = -1
+        self._rewinds = 0
         return self._load(folder, wanted)
 
     def _load(self, folder: str | Path | None, wanted: Wanted) -> Restored:

@@ -98,7 +98,8 @@ class Content:
     """The model states of a running engine, segment by segment."""
 
     def __init__(self, runtime: Runtime, updater: Updater) -> None:
-        self.runtime, self.updater = runtime, updater
+        self.runtime = runtime
+        self.updater = updater
         self._index = runtime.part_index
         self._known = dict[int, SegmentContent]()
 

@@ -134,8 +134,11 @@ class Loading:
     """One checkpoint on its way into an engine's states."""
 
     def __init__(self, content: Content, training: TrainingState, stored: Stored, wanted: Wanted) -> None:
-        self._runtime, self._updater, self._training = content.runtime, content.updater, training
-        self._stored, self._wanted = stored, wanted
+        self._runtime = content.runtime
+        self._updater = content.updater
+        self._training = training
+        self._stored = stored
+        self._wanted = wanted
         self._members = [member for _, member in self._runtime.members()]
         self._buffers = list(persistent_buffers(self._runtime.model))
         self._modules = list(extra_states(self._runtime.model))

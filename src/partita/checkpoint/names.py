@@ -136,7 +136,8 @@ class Names:
     """
 
     def __init__(self, stored: Stored, names: Iterable[str], prefix: str | None = None) -> None:
-        self.known, self._stored = set(names), stored
+        self.known = set(names)
+        self._stored = stored
         keys = _without_optimizers(stored, [*stored.tensors, *filter(is_extra_state, stored.values)])
         copies = self._copies(keys)
         chosen = _choose(stored, copies, prefix)

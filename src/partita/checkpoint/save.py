@@ -24,10 +24,13 @@ class Saver:
     """Makes checkpoints of one engine, one at a time. Its methods but the thread's are collectives."""
 
     def __init__(self, content: Content, training: TrainingState, backend: Backend) -> None:
-        self._content, self._training, self._backend = content, training, backend
+        self._content = content
+        self._training = training
+        self._backend = backend
         self._all_ranks = content.runtime.collectives.all_ranks
         self._is_first = content.runtime.collectives.mesh.is_first_replica()
-        self._run, self._num_saves = "", 0
+        self._run = ""
+        self._num_saves = 0
         self._draft: Draft | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None

@@ -12,7 +12,8 @@ class Collectives:
     """Groups by their axes; ``all_ranks`` is that of all, in rank order. ``meter`` counts what all of them send."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self.mesh, self.meter = mesh, TrafficMeter()
+        self.mesh = mesh
+        self.meter = TrafficMeter()
         self._groups: dict[tuple[str, ...], Group] = {}
         self.all_ranks = self.group(mesh.shape.all_axes)
 

@@ -48,7 +48,9 @@ class Processes(Connections):
     has_store = True
 
     def __init__(self, device: torch.device, rendezvous: Rendezvous) -> None:
-        self._device, self.timeout_s, self._within_node = device, rendezvous.timeout_s, rendezvous.within_node
+        self._device = device
+        self.timeout_s = rendezvous.timeout_s
+        self._within_node = rendezvous.within_node
         self._groups: list[dist.ProcessGroup] = []
         self._world = world.join(rendezvous, device)
         self.rank, self.num_ranks = world.running() or (rendezvous.rank, 1)
@@ -98,4 +100,5 @@ class Processes(Connections):
         it.
         """
         world.leave(self._world, self._groups)
-        self._world, self._groups = None, []
+        self._world = None
+        self._groups = []

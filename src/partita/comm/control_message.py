@@ -46,7 +46,10 @@ class ControlMessage(Generic[T]):
         read: Callable[[list[Tensor]], T],
         explained: Explained,
     ) -> None:
-        self._payload, self._gather, self._read, self._explained = payload, gather, read, explained
+        self._payload = payload
+        self._gather = gather
+        self._read = read
+        self._explained = explained
         self._call = call
         if gather is not None:
             row = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device="cpu")

@@ -36,7 +36,9 @@ class Receive:
     """
 
     def __init__(self, post: Callable[[Tensor], Work], buffer: Tensor, num_elements: int, piece: int) -> None:
-        self._post, self._num_elements, self._piece = post, num_elements, piece
+        self._post = post
+        self._num_elements = num_elements
+        self._piece = piece
         self._places = buffer.split(piece)
         self._posted = 0
         self._awaited = deque[tuple[Tensor, Work]]()
@@ -64,8 +66,11 @@ class Exchange:
     """
 
     def __init__(self, arriving: Sequence[Arriving], leaving: Sequence[Work], num_elements: int, piece: int) -> None:
-        self._arriving, self._leaving = arriving, leaving
-        self._starts, self._num_elements, self._piece = range(0, num_elements, piece), num_elements, piece
+        self._arriving = arriving
+        self._leaving = leaving
+        self._starts = range(0, num_elements, piece)
+        self._num_elements = num_elements
+        self._piece = piece
 
     def pieces(self) -> Iterator[tuple[slice, list[Tensor]]]:
         """Each range of elements, when it has arrived from all other ranks, with its values by rank. What left is with

@@ -28,7 +28,8 @@ class Handle:
     """A collective under way. :meth:`wait` returns when its result may be used (by the current stream)."""
 
     def __init__(self, work: Work, explained: Explained) -> None:
-        self._work, self._explained = work, explained
+        self._work = work
+        self._explained = explained
 
     def wait(self) -> None:
         with self._explained():
@@ -53,8 +54,11 @@ class Group:
     """
 
     def __init__(self, axes: tuple[str, ...], mesh: Mesh, meter: TrafficMeter) -> None:
-        self.axes, self._mesh, self._meter = axes, mesh, meter
-        self.size, self.index = mesh.shape.group_size(axes), mesh.index(axes)
+        self.axes = axes
+        self._mesh = mesh
+        self._meter = meter
+        self.size = mesh.shape.group_size(axes)
+        self.index = mesh.index(axes)
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -98,7 +98,9 @@ class Handshake:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout_s, self._listener, problem = timeout_s, None, ""
+        self._timeout_s = timeout_s
+        self._listener = None
+        problem = ""
         self._admitted: list[int] = []
         self._token = torch.frombuffer(bytearray(secrets.token_bytes(TOKEN_BYTES)), dtype=torch.uint8)
         name = f"\0partita-{secrets.token_hex(16)}"  # in no folder

@@ -29,8 +29,12 @@ class Mesh:
     """
 
     def __init__(self, shape: MeshShape, device: torch.device, connections: Connections) -> None:
-        self.shape, self.device, self._connections = shape, device, connections
-        self.rank, self.timeout_s, self.has_store = connections.rank, connections.timeout_s, connections.has_store
+        self.shape = shape
+        self.device = device
+        self._connections = connections
+        self.rank = connections.rank
+        self.timeout_s = connections.timeout_s
+        self.has_store = connections.has_store
         self._alone = connections.alone()
         self.transports: dict[tuple[str, ...], Transport] = {(): self._alone}
         self._opened: set[tuple[str, ...]] = {()}
@@ -116,7 +120,9 @@ class Mesh:
         """Let go of the connections."""
         if self._closed:
             return
-        transports, self.transports, self._closed = self.transports, {(): self._alone}, True
+        transports = self.transports
+        self.transports = {(): self._alone}
+        self._closed = True
         for stream in self._streams.values():
             stream.close()
         for transport in transports.values():

@@ -72,8 +72,10 @@ class Channel:
         self._socket = connection
         keep_from_children(connection.fileno())  # or it would not end with this process
         self._received: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(deque)
-        self._listening, self._changed = False, threading.Condition()  # one thread listens, for all
-        self._unsent, self._sending = deque[bytes](), threading.Lock()
+        self._listening = False  # one thread does, for all
+        self._changed = threading.Condition()
+        self._unsent = deque[bytes]()
+        self._sending = threading.Lock()
         self._sender: threading.Thread | None = None  # runs while there are unsent messages
         self._failure: OSError | None = None  # of that thread
 
@@ -111,7 +113,8 @@ class Channel:
                 self._socket.sendall(message)
             except OSError as error:
                 with self._sending:
-                    self._failure, self._sender = error, None
+                    self._failure = error
+                    self._sender = None
                     self._unsent.clear()
                 return
 
@@ -187,7 +190,9 @@ class Offer:
     """Memory that a peer reads. It stays as it is until :meth:`wait` returns."""
 
     def __init__(self, values: Tensor, channel: Channel, tag: int) -> None:
-        self._values, self._channel, self._tag = values, channel, tag
+        self._values = values
+        self._channel = channel
+        self._tag = tag
         channel.send(OFFERED, tag, values.data_ptr(), values.nbytes)
 
     def wait(self) -> None:
@@ -201,8 +206,11 @@ class Fetch:
     """
 
     def __init__(self, buffer: Tensor, num_elements: int, process: int, channel: Channel, tag: int) -> None:
-        self._buffer, self._num_elements = buffer, num_elements
-        self._process, self._channel, self._tag = process, channel, tag
+        self._buffer = buffer
+        self._num_elements = num_elements
+        self._process = process
+        self._channel = channel
+        self._tag = tag
         self._address: int | None = None
 
     def piece(self, start: int, stop: int) -> Tensor:

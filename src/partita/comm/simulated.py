@@ -45,7 +45,9 @@ class SimulatedRanks(Connections):
     timeout_s = 0.0
 
     def __init__(self, rank: int, num_ranks: int, requests: Requests) -> None:
-        self.rank, self.num_ranks, self._requests = rank, num_ranks, requests
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self._requests = requests
 
     def alone(self) -> Transport:
         return self._transport(0, 1)
@@ -83,7 +85,9 @@ class SimulatedTransport(Transport):
     """
 
     def __init__(self, index: int, size: int, like: Transport, requests: Requests) -> None:
-        self._index, self._size, self._requests = index, size, requests
+        self._index = index
+        self._size = size
+        self._requests = requests
         self.keeps_tags_apart = like.keeps_tags_apart
 
     def handshake(self, exchange: Callable[[object], list[Any]]) -> None:

@@ -29,9 +29,12 @@ class Stall:
     """
 
     def __init__(self, mesh: Mesh, ranks: Sequence[int]) -> None:
-        self._mesh, self._watchdog, self._ranks = mesh, mesh.watchdog, ranks
+        self._mesh = mesh
+        self._watchdog = mesh.watchdog
+        self._ranks = ranks
         self._began = time.monotonic()
-        self._next_s, self._question = FIRST_S, 0
+        self._next_s = FIRST_S
+        self._question = 0
         self._stuck: dict[int, Position] = {}
 
     def check(self) -> None:

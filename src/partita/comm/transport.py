@@ -117,7 +117,9 @@ class _Backed(Transport):
     """What all process groups have in common. ``groups``: a process group for each purpose (:func:`purposes_over`)."""
 
     def __init__(self, index: int, size: int, groups: Mapping[str, dist.ProcessGroup]) -> None:
-        self._index, self._size, self._groups = index, size, groups
+        self._index = index
+        self._size = size
+        self._groups = groups
 
     def all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self._groups["gradients"])
@@ -197,7 +199,8 @@ class HostTransport(_Backed):
         self, index: int, size: int, groups: Mapping[str, dist.ProcessGroup], within_node: str, timeout_s: float
     ) -> None:
         super().__init__(index, size, groups)
-        self._within_node, self._timeout_s = within_node, timeout_s
+        self._within_node = within_node
+        self._timeout_s = timeout_s
         self.peers: dict[int, NodePeer] | None = None  # by index; None until they are looked for
 
     def handshake(self, exchange: Callable[[object], list[Any]]) -> None:
@@ -329,7 +332,8 @@ class _Whole:
     """A flat tensor that arrives at once."""
 
     def __init__(self, arriving: Arriving, tensor: Tensor) -> None:
-        self._arriving, self._num_elements = arriving, tensor.numel()
+        self._arriving = arriving
+        self._num_elements = tensor.numel()
 
     def wait(self) -> None:
         self._arriving.piece(0, self._num_elements)

@@ -60,13 +60,18 @@ class Watchdog:
     """
 
     def __init__(self, topic: str, rank: int, num_ranks: int, log: CollectiveLog) -> None:
-        self._rank, self._num_ranks, self._log = rank, num_ranks, log
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._log = log
         with connections_kept_from_children():
             self._store = _get_default_store().clone()  # type: ignore[attr-defined]  # torch's stubs do not know it
         self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
         self._prefix = f"partita/{topic}"
-        self._process, self._watched = os.getpid(), threading.get_ident()
-        self._closed, self._lock, self._asking = threading.Event(), threading.Lock(), threading.Lock()
+        self._process = os.getpid()
+        self._watched = threading.get_ident()
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._asking = threading.Lock()
         self._ended = self._attends = ""
         self._description: str | None = None
         self.endings: list[str] = []  # of the ranks that left with an error, known with the description

@@ -107,7 +107,8 @@ def _start(backend: str, rendezvous: Rendezvous) -> None:
         with connections_kept_from_children():
             if _here.store is None or _here.url != rendezvous.url:
                 _here.store, _, _ = next(find_store(rendezvous.url, rank, num_ranks, timeout=timeout))
-                _here.url, _here.times = rendezvous.url, 0
+                _here.url = rendezvous.url
+                _here.times = 0
             _here.store.set_timeout(timeout)
             part = f"partita/restart-{rendezvous.restarts}-{num_ranks}/start-{_here.times}"
             _here.times += 1
@@ -119,7 +120,8 @@ def _start(backend: str, rendezvous: Rendezvous) -> None:
             f"{rendezvous.timeout_s:g} s): one of them did not start, rank 0 is on another host than MASTER_ADDR says, "
             f"or another process has the port there (MASTER_PORT). Backend: {error}"
         ) from error
-    _here.group, _here.num_users = dist.group.WORLD, 0
+    _here.group = dist.group.WORLD
+    _here.num_users = 0
 
 
 def _in_child() -> None:

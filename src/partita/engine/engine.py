@@ -41,10 +41,15 @@ class Engine:
     """
 
     def __init__(self, model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given, owns_mesh: bool) -> None:
-        self.module, self.config, self.mesh = model, resolved.config, mesh
-        self._owns_mesh, self._closed, self._closed_by = owns_mesh, False, ""
+        self.module = model
+        self.config = resolved.config
+        self.mesh = mesh
+        self._owns_mesh = owns_mesh
+        self._closed = False
+        self._closed_by = ""
         self._parts = parts = build(model, resolved, mesh, given)
-        self.optimizer, self.scheduler = parts.optimizer, parts.scheduler
+        self.optimizer = parts.optimizer
+        self.scheduler = parts.scheduler
         self.blueprint = parts.blueprint
         self.units = list(parts.blueprint.units)
         self.plan: dict[str, StatePlan] = {unit.name: unit.row for unit in self.units}

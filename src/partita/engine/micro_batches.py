@@ -31,7 +31,9 @@ class MicroBatches:
     """
 
     def __init__(self, parts: Parts, module: nn.Module, num: int, loss_fn: LossFn) -> None:
-        self._parts, self._module, self._loss_fn = parts, module, loss_fn
+        self._parts = parts
+        self._module = module
+        self._loss_fn = loss_fn
         self.num = num
         self._num_backwards = num * parts.pipeline.schedule.shape.chunks
         self._has_failed = False  # the batch of the last call of `train`

@@ -72,7 +72,10 @@ class Profile(Watcher):
     """
 
     def __init__(self, path: Path, device: torch.device, rank: int, steps: Callable[[], int]) -> None:
-        self._path, self._device, self._rank, self._steps = path, device, rank, steps
+        self._path = path
+        self._device = device
+        self._rank = rank
+        self._steps = steps
         self._spans = list[Span]()
         self._sent = Counter[str]()
         self._stalls = list[tuple[str, Any, Any]]()
@@ -94,7 +97,8 @@ class Profile(Watcher):
         except RuntimeError as error:
             raise PartitaError(f"engine.profile: another profile is running ({error}): end it first") from error
         self._entered.enter_context(watched_by(self))
-        self._first_step, self._start_ns = self._steps(), time.time_ns()
+        self._first_step = self._steps()
+        self._start_ns = time.time_ns()
         return self
 
     def __exit__(
@@ -104,7 +108,8 @@ class Profile(Watcher):
             self.abandon()
             return
         accelerator.wait_for_all(self._device)
-        self._num_steps, self._stop_ns = self._steps() - self._first_step, time.time_ns()
+        self._num_steps = self._steps() - self._first_step
+        self._stop_ns = time.time_ns()
         self._entered.close()
         self._write()
 

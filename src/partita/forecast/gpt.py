@@ -23,7 +23,8 @@ class Attention(nn.Module):
 
     def __init__(self, shape: GptShape) -> None:
         super().__init__()
-        self.heads, self.head_dim = shape.heads, shape.hidden // shape.heads
+        self.heads = shape.heads
+        self.head_dim = shape.hidden // shape.heads
         self.qkv = nn.Linear(shape.hidden, 3 * shape.hidden)
         self.out = nn.Linear(shape.hidden, shape.hidden)
 

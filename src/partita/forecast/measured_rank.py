@@ -87,7 +87,8 @@ class _Clock:
     """Times jobs, of which every rank does as many at the same time."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
-        self._group, self._device = group, device
+        self._group = group
+        self._device = device
 
     def curve(self, sizes: Iterator[tuple[float, Jobs]]) -> Points:
         found: Points = []

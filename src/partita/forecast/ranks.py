@@ -31,7 +31,8 @@ class Sent:
     """What the groups have sent since they were asked last, by axes (``sequence``; those that go together are one)."""
 
     def __init__(self, collectives: Collectives) -> None:
-        self._meter, self._seen = collectives.meter, collectives.meter.report()
+        self._meter = collectives.meter
+        self._seen = collectives.meter.report()
 
     def since(self) -> tuple[Counter[str], Counter[str]]:
         """Bytes, and calls."""

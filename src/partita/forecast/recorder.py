@@ -55,15 +55,22 @@ class Recorder(TorchDispatchMode):
         entrance: Entrance | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._blocks, self._sent, self._storages, self._left_apart = blocks, sent, storages, left
+        self._blocks = blocks
+        self._sent = sent
+        self._storages = storages
+        self._left_apart = left
         self._entrance = entrance
         self._at: Place = ("forward", -1)
-        self._peaks, self._growing = (defaultdict[Place, Peaks](Peaks) for _ in range(2))
-        self._ended, self._grown = (defaultdict[Place, int](int) for _ in range(2))
+        self._peaks = defaultdict[Place, Peaks](Peaks)
+        self._growing = defaultdict[Place, Peaks](Peaks)
+        self._ended = defaultdict[Place, int](int)
+        self._grown = defaultdict[Place, int](int)
         self._work = defaultdict[Place, Work](Work)
         self._gradients = defaultdict[Place, dict[str, int]](dict)
-        self._entered, self._left = (dict[int, Size]() for _ in range(2))
-        self._received, self._inputs = (dict[int, int]() for _ in range(2))
+        self._entered = dict[int, Size]()
+        self._left = dict[int, Size]()
+        self._received = dict[int, int]()
+        self._inputs = dict[int, int]()
         self._given = dict[int, Mark]()
         self._consumed = defaultdict[int, Size](Size)
         self._settled = dict[int, int]()  # by a block's number: what its backward and all later ones have left
@@ -88,7 +95,9 @@ class Recorder(TorchDispatchMode):
     def forward_ended(self) -> None:
         """The loss is there, and nothing else but what autograd keeps."""
         self._forget()
-        self._before, self._around, self._end = self._storages.early, self._storages.early_apart, self._later
+        self._before = self._storages.early
+        self._around = self._storages.early_apart
+        self._end = self._later
         for number, mark in self._given.items():
             if not self._storages.is_there(mark):
                 self._consumed[number] = self._storages.size_of(mark)

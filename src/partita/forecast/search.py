@@ -276,7 +276,8 @@ class Search:
         """The same under a config with the same units: what was traced of the model is shared."""
         search = Search(self.source, self.machine, self.num_gpus, self.samples, config, self.num_moments, self.dtype)
         search.only = self.only
-        search._sized, search._cuts = self._sized, self._cuts
+        search._sized = self._sized
+        search._cuts = self._cuts
         return search
 
     def _worst(self, choice: Choice, fixed: Mapping[Stage, Fixed]) -> Forecast:

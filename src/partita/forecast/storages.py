@@ -42,7 +42,8 @@ class Storages:
     def __init__(self, params: Iterable[torch.UntypedStorage], samples: int = 1) -> None:
         self.live = self.early = self.early_apart = NOTHING
         self.missed = 0
-        self._samples, self._num = samples, 0
+        self._samples = samples
+        self._num = 0
         self._is_early = True
         self._params = {storage._cdata for storage in params}
         self._alive = dict[int, _Alive]()
@@ -85,7 +86,8 @@ class Storages:
 
     def watch(self, marks: Iterable[Mark | None]) -> None:
         """From now on ``missed`` is of these."""
-        self.missed, self._watched = 0, set()
+        self.missed = 0
+        self._watched = set()
         for mark in {mark for mark in marks if mark is not None}:
             if self.is_there(mark):
                 self._watched.add(mark)

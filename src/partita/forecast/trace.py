@@ -127,7 +127,8 @@ class Paper:
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], rank: Rank) -> None:
-        self._model, self._rank = model, rank
+        self._model = model
+        self._rank = rank
         self._within = {id(inner): id(block) for block in blocks for inner in block.modules()}
         self._before = list[tuple[dict[str, Any], dict[str, Any]]]()
         self._recorder: Recorder | None = None
@@ -136,7 +137,8 @@ class Paper:
 
     def follow(self, recorder: Recorder, left: Left | None = None) -> None:
         """Tell ``recorder`` of gradients; ``left`` gets those that come in the backward before that of the weights."""
-        self._recorder, self._left = recorder, left
+        self._recorder = recorder
+        self._left = left
 
     def __enter__(self) -> Self:
         names = {id(param): name for name, param in self._model.named_parameters()}

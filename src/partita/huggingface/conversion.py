@@ -97,7 +97,9 @@ class ConvertedWeights:
     """
 
     def __init__(self, weights: Weights, model: nn.Module, library: tuple[Any, Any]) -> None:
-        self.title, self.folder, self._weights = weights.title, weights.folder, weights
+        self.title = weights.title
+        self.folder = weights.folder
+        self._weights = weights
         mapping, loading = library
         own: dict[str, Tensor] = {**dict(model.named_parameters(remove_duplicate=False))}
         own.update(model.named_buffers(remove_duplicate=False))

@@ -145,7 +145,8 @@ class WeightsWriter:
     """
 
     def __init__(self, folder: Path, file_bytes: int = FILE_BYTES) -> None:
-        self._folder, self._file_bytes = folder, file_bytes
+        self._folder = folder
+        self._file_bytes = file_bytes
         self._pending: dict[str, Tensor] = {}
         self._files: list[tuple[Path, list[str]]] = []
         self._total = self._num_bytes = 0
@@ -196,7 +197,8 @@ class WeightsWriter:
                     os.fsync(file.fileno())
         self._files.append((path, list(self._pending)))
         self._total += self._num_bytes
-        self._pending, self._num_bytes = {}, 0
+        self._pending = {}
+        self._num_bytes = 0
 
     def finish(self, beside: Path | None = None, configs: Sequence[Any] = ()) -> None:
         """Write what is left and what stands beside weights, and give the files their names."""

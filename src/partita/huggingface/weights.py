@@ -26,7 +26,8 @@ class Weights:
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
-        self.title, self.folder = f"weights '{path}'", path if path.is_dir() else None
+        self.title = f"weights '{path}'"
+        self.folder = path if path.is_dir() else None
         where = read_index(path)
         files = [path / name for name in sorted(set(where.values()))] or [_only_file(path)]
         self._found = {

@@ -26,7 +26,10 @@ class Gathered:
     """
 
     def __init__(self, runtime: Runtime, updater: Updater, whole: Whole, changes: ModuleTransforms) -> None:
-        self._runtime, self._updater, self._whole, self._changes = runtime, updater, whole, changes
+        self._runtime = runtime
+        self._updater = updater
+        self._whole = whole
+        self._changes = changes
         self._quantized = {id(holding.param) for holding in find_quantized(runtime.model)}  # which are always whole
         self._made_whole = set[int]()  # ids of parameters, by the blocks that are open
         self._in_fp32 = set[int]()  # ids of those of them that have their master weights

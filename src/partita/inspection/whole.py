@@ -36,9 +36,11 @@ class Whole:
     """
 
     def __init__(self, runtime: Runtime, updater: Updater) -> None:
-        self._runtime, self._updater = runtime, updater
+        self._runtime = runtime
+        self._updater = updater
         self._collectives: Collectives = runtime.collectives
-        self._group, self._all_ranks = runtime.gradient_group, runtime.collectives.all_ranks
+        self._group = runtime.gradient_group
+        self._all_ranks = runtime.collectives.all_ranks
         self.shares = self._all_ranks.size > runtime.collectives.group(STATE_AXES).size
         self.is_first = runtime.collectives.mesh.is_first_replica()
         self.holdings = find_everywhere(runtime.model)

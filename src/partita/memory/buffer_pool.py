@@ -49,7 +49,11 @@ class BufferPool:
         tier: Tier = Tier.DEVICE,
         backed: bool = True,
     ) -> None:
-        self._name, self._device, self._ledger, self._tier, self._backed = name, device, ledger, tier, backed
+        self._name = name
+        self._device = device
+        self._ledger = ledger
+        self._tier = tier
+        self._backed = backed
         self._warned = False
         self._free = {size: [self._new(size) for _ in range(num)] for size, num in planned.slots().items()}
 

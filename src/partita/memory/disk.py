@@ -107,7 +107,9 @@ class Disk:
         self._close = weakref.finalize(self, os.close, self._file)
         self._close.atexit = False  # threads may be writing, and the number must not come to mean another file
         self._workers = Workers("disk", threads)
-        self._num_bytes, self._lent_bytes, self._sparse = 0, 0, False  # of the file, and of its regions
+        self._num_bytes = 0  # of the file
+        self._lent_bytes = 0  # of its regions
+        self._sparse = False
         self._free: dict[int, list[Region]] = defaultdict(list)
         self._meter = _Meter()
 
@@ -215,8 +217,11 @@ class _Meter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._bytes_read, self._bytes_written, self._busy_s = 0, 0, 0.0
-        self._num_busy, self._since = 0, 0.0
+        self._bytes_read = 0
+        self._bytes_written = 0
+        self._busy_s = 0.0
+        self._num_busy = 0
+        self._since = 0.0
 
     def report(self) -> DiskReport:
         with self._lock:

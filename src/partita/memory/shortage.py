@@ -24,7 +24,10 @@ class Shortages:
     """Explains the errors of one engine that come from a lack of memory. ``rank`` is named in messages."""
 
     def __init__(self, blueprint: Blueprint, ledger: Ledger, device: torch.device, rank: int) -> None:
-        self._blueprint, self._ledger, self._device, self._rank = blueprint, ledger, device, rank
+        self._blueprint = blueprint
+        self._ledger = ledger
+        self._device = device
+        self._rank = rank
         self._process_bytes = process_memory()[0]
 
     @contextmanager

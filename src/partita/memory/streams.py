@@ -39,7 +39,9 @@ class Event:
         wait_for: Callable[[float], bool] | None = None,
         keeps: object = None,
     ) -> None:
-        self._wait, self._wait_for, self._keeps = wait, wait_for, keeps
+        self._wait = wait
+        self._wait_for = wait_for
+        self._keeps = keeps
 
     def wait(self) -> None:
         if self._wait is not None:
@@ -142,7 +144,8 @@ class Workers:
     """
 
     def __init__(self, name: str, num_threads: int) -> None:
-        self._name, self._num_threads = f"partita {name}", num_threads
+        self._name = f"partita {name}"
+        self._num_threads = num_threads
         self.ready: SimpleQueue[_Job | None] = SimpleQueue()
         self._last: dict[Hashable, _Job] = {}
         self._lock = threading.Lock()
@@ -223,7 +226,8 @@ class _Job:
         self._num_left = len(self._pieces)
         assert self._num_left, "a job without pieces would never end"
         self._workers: Workers | None = workers  # whose threads stay until the job is done
-        self._lock, self._running = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._running = threading.Lock()
         self._running.acquire()  # until it is done: whoever waits takes it then, and lets go at once
         self._following = list[Callable[[Exception | None], object]]()
         self._error: Exception | None = None
@@ -260,7 +264,9 @@ class _Job:
             if self._num_left:
                 return
             self._running.release()
-            following, self._following, self._workers = self._following, [], None
+            following = self._following
+            self._following = []
+            self._workers = None
         for call in following:
             call(self._error)
 

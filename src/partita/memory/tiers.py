@@ -85,8 +85,10 @@ class InMemory(Kept):
     """A state that is always there: on the device, or on the host."""
 
     def __init__(self, tensor: Tensor, tier: Tier) -> None:
-        self.tensor, self.tier = tensor, tier
-        self.num_elements, self.dtype = tensor.numel(), tensor.dtype
+        self.tensor = tensor
+        self.tier = tier
+        self.num_elements = tensor.numel()
+        self.dtype = tensor.dtype
 
     def lend(self, *, read: bool = True) -> Lease:
         return Lease(self.tensor)
@@ -98,8 +100,10 @@ class OnDisk(Kept):
     tier = Tier.DISK
 
     def __init__(self, num_elements: int, dtype: torch.dtype, disk: Scratch, staging: "Staging") -> None:
-        self.num_elements, self.dtype = num_elements, dtype
-        self._disk, self._staging = disk, staging
+        self.num_elements = num_elements
+        self.dtype = dtype
+        self._disk = disk
+        self._staging = staging
         self.region: Region = disk.reserve(self.num_bytes)
 
     @property
@@ -138,8 +142,10 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, ledger: Ledger) -> None:
-        self._device, self._ledger = device, ledger
-        self._free, self._lock = list[Slot](), threading.Lock()
+        self._device = device
+        self._ledger = ledger
+        self._free = list[Slot]()
+        self._lock = threading.Lock()
 
     def borrow(self, num_bytes: int) -> Slot:
         """A slot of at least ``num_bytes``, when what was written out of it is on the disk."""
@@ -170,7 +176,9 @@ class StateMemory:
     """
 
     def __init__(self, device: torch.device, ledger: Ledger, disk: Callable[[], Scratch]) -> None:
-        self._device, self.ledger, self._open_disk = device, ledger, disk
+        self._device = device
+        self.ledger = ledger
+        self._open_disk = disk
         self._staging = Staging(device, ledger)
         self._disk: Scratch | None = None
 

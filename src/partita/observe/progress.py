@@ -27,7 +27,8 @@ class TrainingProgress:
     """
 
     def __init__(self, console: Console, num_steps: int) -> None:
-        self._console, self._num_steps = console, num_steps
+        self._console = console
+        self._num_steps = num_steps
         self._live = console.is_terminal and not console.quiet
         self._last_row: TrainRow | None = None
         self._first_step = 0
@@ -48,7 +49,8 @@ class TrainingProgress:
 
     def go_on(self, step: int) -> None:
         """``step`` optimizer steps were done by an earlier run."""
-        self._first_step, self._started_s = step, time.monotonic()
+        self._first_step = step
+        self._started_s = time.monotonic()
 
     def step(self, step: int) -> None:
         """``step`` optimizer steps are done."""

@@ -26,7 +26,8 @@ class AlikeCheck:
     """
 
     def __init__(self, runtime: Runtime, updater: Updater, every: int) -> None:
-        self._units, self._updater = runtime.units, updater
+        self._units = runtime.units
+        self._updater = updater
         self._all_ranks = runtime.collectives.all_ranks
         self._group = runtime.collectives.group(runtime.units[0].planned.row.rest_alike_axes)
         self._every = every if self._group.size > 1 else 0

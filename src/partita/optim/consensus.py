@@ -60,10 +60,13 @@ class Consensus:
     def __init__(self, runtime: Runtime, loss_scale: LossScale) -> None:
         self._group = runtime.gradient_group
         self._collectives = runtime.collectives
-        self._all_ranks, self._alike = runtime.collectives.all_ranks, self._group.ranks
+        self._all_ranks = runtime.collectives.all_ranks
+        self._alike = self._group.ranks
         self._device = runtime.executor.device
         self._reducer: GradientReducer = runtime.reducer
-        self._written, self._buffers, self._arguments = runtime.written, runtime.buffers, runtime.arguments
+        self._written = runtime.written
+        self._buffers = runtime.buffers
+        self._arguments = runtime.arguments
         self._loss_scale = loss_scale
         self._told_unscaled = False
         shape, row = runtime.collectives.mesh.shape, runtime.units[0].planned.row

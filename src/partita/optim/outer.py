@@ -30,13 +30,15 @@ class OuterState:
     """
 
     def __init__(self, segment: Segment, runtime: Runtime) -> None:
-        self._segment, self._index = segment, runtime.part_index
+        self._segment = segment
+        self._index = runtime.part_index
         planned, tier = segment.planned, segment.plan.feedback.tier
 
         def kept(num_elements: int) -> Tensor:
             return runtime.memory.keep("outer", num_elements, torch.float32, tier).lend().tensor
 
-        self.begin, self.momentum = (kept(segment.layout.part_elements) for _ in range(2))
+        self.begin = kept(segment.layout.part_elements)
+        self.momentum = kept(segment.layout.part_elements)
         self.levels = [kept(size) for size in planned.outer_held_sizes]
 
     @property
@@ -72,8 +74,12 @@ class OuterOptimizer:
     def __init__(
         self, runtime: Runtime, optimizer: Optimizer, views: Views, section: Communication, last_step: int | None
     ) -> None:
-        self._runtime, self._optimizer, self._views, self._section = runtime, optimizer, views, section
-        self._replicas, self._movement = runtime.apart_group, Movement(runtime.collectives)
+        self._runtime = runtime
+        self._optimizer = optimizer
+        self._views = views
+        self._section = section
+        self._replicas = runtime.apart_group
+        self._movement = Movement(runtime.collectives)
         self._states = dict[int, OuterState]()
         self._taken = 0  # local steps of this round
         self._last_step = last_step

@@ -60,9 +60,11 @@ class Schedule(LRScheduler):
     def __init__(self, optimizer: Optimizer, section: schema.Schedule) -> None:
         self._section = section
         self._peak_step = section.initial_steps + section.warmup_steps
-        self._begin, self._decay_steps = self._peak_step, max(1, (section.total_steps or 0) - self._peak_step)
+        self._begin = self._peak_step
+        self._decay_steps = max(1, (section.total_steps or 0) - self._peak_step)
         if section.total_steps and section.decay_steps:
-            self._begin, self._decay_steps = section.total_steps - section.decay_steps, section.decay_steps
+            self._begin = section.total_steps - section.decay_steps
+            self._decay_steps = section.decay_steps
         # Another scheduler's may be below the group's own rate already.
         self._keeps_first = self._peak_step == 0 and section.max_lr is None
         super().__init__(optimizer)

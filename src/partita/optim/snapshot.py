@@ -60,7 +60,8 @@ def clone_of(optimizer: Optimizer, groups: Groups, state: dict[Tensor, Any]) -> 
     clone = object.__new__(type(optimizer))
     clone.__dict__.update(optimizer.__dict__)
     clone.__dict__.pop("step", None)  # a scheduler's wrapper around the other object's
-    clone.param_groups, clone.state = groups, state  # type: ignore[assignment]
+    clone.param_groups = groups
+    clone.state = state  # type: ignore[assignment]
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(clone, hooks, OrderedDict())
     return clone

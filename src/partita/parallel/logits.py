@@ -198,8 +198,11 @@ def split_logits(local: Tensor, split: Split, changed_by: list[str] | None = Non
     made = SplitLogits.place(
         shape, strides, local, partial(_gradient_of_part, split, local.shape[:-1], changed_by), local
     )
-    made.split_as, made.part, made.sources = split, local, (local,)
-    made.changed_by, made._memory = changed_by, None
+    made.split_as = split
+    made.part = local
+    made.sources = (local,)
+    made.changed_by = changed_by
+    made._memory = None
     return made
 
 

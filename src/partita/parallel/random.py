@@ -42,11 +42,14 @@ class RandomStreams:
     """
 
     def __init__(self, model: nn.Module, seed: int, data: int, device: torch.device, part: str = "") -> None:
-        self._seed, self._data, self._device = seed, data, device
+        self._seed = seed
+        self._data = data
+        self._device = device
         self._step = self._micro_batch = self._forwards = 0
         self._calls = Counter[tuple[int, str]]()  # of modules, in the stream of a number
         self._task = -1  # the backward in which the calls are repeated ones
-        self._root, self._repeated = 0, set[str]()  # the model's stream; what is called in it several times
+        self._root = 0  # the model's stream
+        self._repeated = set[str]()  # what is called in it several times
         self._before = list[tuple[nn.Module, States]]()  # of what runs
         self._handles = list[RemovableHandle]()
         blocks = dict(find_blocks(model))
@@ -57,7 +60,9 @@ class RandomStreams:
     def begin_micro_batch(self, step: int, number: int) -> None:
         """The forwards that follow are of the micro-batch ``number`` in the batch of a ``step``."""
         if (step, number) != (self._step, self._micro_batch):
-            self._step, self._micro_batch, self._forwards = step, number, 0
+            self._step = step
+            self._micro_batch = number
+            self._forwards = 0
 
     def remove(self) -> None:
         """Have the modules draw from torch's generators as these are."""

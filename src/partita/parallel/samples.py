@@ -25,7 +25,9 @@ class SameSamples:
     """Compares what the ranks of ``group`` are fed. ``data``: their coordinate on the data axis."""
 
     def __init__(self, group: Group, data: int) -> None:
-        self._group, self._data, self._number = group, data, 0
+        self._group = group
+        self._data = data
+        self._number = 0
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Compare a forward's arguments.

@@ -69,8 +69,10 @@ class _Clocks:
     """When each resource is free; what the device waited for. ``jobs``: what it did, told as it is found."""
 
     def __init__(self, ranks: str = RANKS, jobs: list[Job] | None = None) -> None:
-        self.ranks, self._jobs = ranks, jobs
-        self.free, self.waits = defaultdict[str, float](float), defaultdict[str, float](float)
+        self.ranks = ranks
+        self._jobs = jobs
+        self.free = defaultdict[str, float](float)
+        self.waits = defaultdict[str, float](float)
         self.busy = 0.0
 
     def run(self, job: tuple[str, int], resource: str, seconds: float, after: float = 0.0) -> float:

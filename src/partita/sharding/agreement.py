@@ -51,7 +51,10 @@ class ComparedLogs:
     """
 
     def __init__(self, group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> None:
-        self._group, self._mesh, self._log, self._on_stall = group, mesh, mesh.log, on_stall
+        self._group = group
+        self._mesh = mesh
+        self._log = mesh.log
+        self._on_stall = on_stall
         if self._log.board is None:
             self._log.board = group.board()
 
@@ -98,7 +101,10 @@ class Announcements:
     """
 
     def __init__(self, group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> None:
-        self._group, self._mesh, self._log, self._on_stall = group, mesh, mesh.log, on_stall
+        self._group = group
+        self._mesh = mesh
+        self._log = mesh.log
+        self._on_stall = on_stall
         self._pending: deque[ControlMessage[torch.Tensor]] = deque()
 
     def gathers(self, number: int) -> None:

@@ -131,7 +131,10 @@ class Assembly:
         source: Source | None,
         undo: Callable[[], None],
     ) -> None:
-        self._model, self._collectives, self._memory, self._source = model, collectives, memory, source
+        self._model = model
+        self._collectives = collectives
+        self._memory = memory
+        self._source = source
         self._undo = undo
         self._device = collectives.mesh.device
         self._paths = {id(module): path for path, module in model.named_modules()}

@@ -30,7 +30,8 @@ class BucketLayout:
     """
 
     def __init__(self, segments: Sequence[Segment], members: Sequence[Member]) -> None:
-        self.segments, self.members = segments, members
+        self.segments = segments
+        self.members = members
         self.num_rows = segments[0].layout.num_parts
         self.num_columns = 0
         first_column = dict[int, int]()

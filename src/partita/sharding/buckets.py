@@ -48,14 +48,17 @@ class Bucket:
     """
 
     def __init__(self, layout: BucketLayout, accumulate: int, ledger: Ledger) -> None:
-        self.layout, self.segments, self.members = layout, layout.segments, layout.members
+        self.layout = layout
+        self.segments = layout.segments
+        self.members = layout.members
         self.planned = [segment.planned for segment in layout.segments]
         planned = self.planned[0]
         self.plan = planned.row
         self.dtype = dtype_of(self.plan.grad_step.encoding)
         self.num_bytes = layout.num_elements * self.dtype.itemsize
         self.shard_bytes = layout.num_columns * self.dtype.itemsize
-        self.in_place, self.rests_whole = planned.gradient_in_place, planned.gradient_rests_whole
+        self.in_place = planned.gradient_in_place
+        self.rests_whole = planned.gradient_rests_whole
         self.passes = planned.gradient_passes
         self.moves = self.passes or bool(planned.gradient_reductions)
         self.sums_pass = planned.sums_pass
@@ -70,9 +73,12 @@ class Bucket:
         self.feedback: Feedback | None = None
         self.divisor = planned.mesh.group_size(self.plan.summed_axes) * accumulate
         self._reduces_twice = len(planned.gradient_reductions) > 1
-        self._row, self._sees_whole = 0, planned.num_shards(self.plan.grad_step) == 1
-        self._ledger, self._bytes_in_place = ledger, 0
-        self._state, self._reduced = BucketState.OPEN, Event()
+        self._row = 0
+        self._sees_whole = planned.num_shards(self.plan.grad_step) == 1
+        self._ledger = ledger
+        self._bytes_in_place = 0
+        self._state = BucketState.OPEN
+        self._reduced = Event()
         self._whole: Tensor | None = None
         self._slot: Slot | None = None  # whose memory ``whole`` is, where it is borrowed
         self._shard: Kept | None = None
@@ -293,7 +299,8 @@ class Bucket:
             self._expected = self._fresh | self._previously or self._expected
         self._previously = set(self._fresh)
         self._arrived.clear()
-        self._reduced, self._state = reduced, BucketState.REDUCED
+        self._reduced = reduced
+        self._state = BucketState.REDUCED
         return self._let_go()
 
     def end_wave(self) -> None:

@@ -62,7 +62,9 @@ class BufferSync:
     """
 
     def __init__(self, structure: Structure, collectives: Collectives, enabled: bool) -> None:
-        self._structure, self._mesh, self._group = structure, collectives.mesh, collectives.group(MODULE_AXES)
+        self._structure = structure
+        self._mesh = collectives.mesh
+        self._group = collectives.group(MODULE_AXES)
         self._enabled = enabled and self._group.size > 1
         names, found = self._names(), self._found()
         running = {id(module) for module in structure.modules if RUNNING in module._buffers}

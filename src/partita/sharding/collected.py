@@ -29,7 +29,8 @@ class Collected(Tensor):
         made: Collected = Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )
-        made.fqn, made.added = fqn, None
+        made.fqn = fqn
+        made.added = None
         return made
 
     @classmethod

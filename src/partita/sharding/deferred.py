@@ -49,7 +49,9 @@ class Deferred(Tensor):
             return made
 
         placed: Self = _Place.apply(make, back, *inputs)  # type: ignore[no-untyped-call]
-        placed.sources, placed.is_watched, placed.is_used = (), False, False
+        placed.sources = ()
+        placed.is_watched = False
+        placed.is_used = False
         return placed
 
     @abstractmethod

@@ -33,7 +33,10 @@ class Executor:
     """
 
     def __init__(self, collectives: Collectives, pool: BufferPool, loan: Loan, codes: Tensor | None = None) -> None:
-        self._movement, self._pool, self._loan, self._codes = Movement(collectives), pool, loan, codes
+        self._movement = Movement(collectives)
+        self._pool = pool
+        self._loan = loan
+        self._codes = codes
         self._mesh = collectives.mesh.shape
         self._stream = collectives.mesh.stream("parameters")
         self.device = collectives.mesh.device

@@ -27,15 +27,18 @@ class Factors:
     """
 
     def __init__(self, layout: BucketLayout, rank: int) -> None:
-        self._layout, self._rank = layout, rank
+        self._layout = layout
+        self._rank = rank
         matrices = {fqn: found for segment in layout.segments for fqn, found in segment.planned.matrices.items()}
         self._matrices: list[tuple[Member, Matrix]] = [
             (m, matrices[m.fqn]) for m in layout.members if m.fqn in matrices
         ]
         self._others = [member for member in layout.members if member.fqn not in matrices]
-        self._rights, self._next = list[Tensor](), list[Tensor]()
+        self._rights = list[Tensor]()
+        self._next = list[Tensor]()
         self._starts = dict[int, Tensor]()  # by member: drawn once
-        self._has_copies, self._num_sums = bool(layout.segments[0].planned.copy_steps), 0
+        self._has_copies = bool(layout.segments[0].planned.copy_steps)
+        self._num_sums = 0
 
     @property
     def are_whole(self) -> bool:
@@ -64,15 +67,20 @@ class Factors:
 
     def commit(self) -> None:
         """The step ends in an update."""
-        self._rights, self._next, self._num_sums = self._next or self._rights, [], 0
+        self._rights = self._next or self._rights
+        self._next = []
+        self._num_sums = 0
 
     def forget(self) -> None:
         """The step ends without an update."""
-        self._next, self._num_sums = [], 0
+        self._next = []
+        self._num_sums = 0
 
     def clear(self) -> None:
         """As at the start."""
-        self._rights, self._next, self._num_sums = [], [], 0
+        self._rights = []
+        self._next = []
+        self._num_sums = 0
 
     def _start(self, member: Member, matrix: Matrix) -> Tensor:
         if id(member) not in self._starts:

@@ -37,8 +37,11 @@ class Feedback:
 
     def __init__(self, layout: BucketLayout, row: int, memory: StateMemory) -> None:
         planned: PlannedSegment = layout.segments[0].planned
-        self._layout, self._row, self._tier = layout, row, planned.row.feedback.tier
-        self._full_sums, self._is_first_copy = planned.full_sums, layout.segments[0].is_first_copy
+        self._layout = layout
+        self._row = row
+        self._tier = planned.row.feedback.tier
+        self._full_sums = planned.full_sums
+        self._is_first_copy = layout.segments[0].is_first_copy
         per_segment = [segment.planned.held_sizes for segment in layout.segments]
         self._sizes = [sum(sizes) for sizes in zip(*per_segment, strict=True)]
         self._held, self._next = (
@@ -54,7 +57,8 @@ class Feedback:
         size, copies = planned.mesh.group_size, planned.row.copies
         # How often what all ranks have would count in the sum, over the copies too.
         self._num_added = size(planned.row.summed_axes) * size(copies.axes) * planned.copy_factor
-        self._carriage, self._full_carriage = planned.carriage(planned.row.wires.sums), planned.carriage(FULL)
+        self._carriage = planned.carriage(planned.row.wires.sums)
+        self._full_carriage = planned.carriage(FULL)
         if planned.carries:
             self.average = memory.keep("momentum", layout.num_elements, torch.float32, self._tier).lend().tensor
 

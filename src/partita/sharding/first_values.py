@@ -30,7 +30,9 @@ class FirstValues:
     def __init__(
         self, model: nn.Module, units: Sequence[Unit], collectives: Collectives, has: Callable[..., bool]
     ) -> None:
-        self._model, self._all_ranks, self._has = model, collectives.all_ranks, has
+        self._model = model
+        self._all_ranks = collectives.all_ranks
+        self._has = has
         self._device = collectives.mesh.device
         self.needed = self._all_ranks.size > collectives.group(STATE_AXES).size
         self._paths = {id(module): path for path, module in model.named_modules()}

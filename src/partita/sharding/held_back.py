@@ -15,7 +15,8 @@ class HeldBack:
     """The feedback of all ``buckets``, of which more may come."""
 
     def __init__(self, buckets: list[Bucket], movement: Movement) -> None:
-        self._buckets, self._movement = buckets, movement
+        self._buckets = buckets
+        self._movement = movement
 
     def _held(self) -> Iterator[tuple[Bucket, Feedback]]:
         """The buckets whose codes hold back what they lose."""

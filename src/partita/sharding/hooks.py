@@ -251,7 +251,9 @@ class ForwardHooks:
         depth_changed: Callable[[int], None],
         graph_ended: Callable[[], Callable[[], None]],
     ) -> None:
-        self._prepare, self._depth_changed, self._graph_ended = prepare, depth_changed, graph_ended
+        self._prepare = prepare
+        self._depth_changed = depth_changed
+        self._graph_ended = graph_ended
         self._depth = 0
         self._handles = [
             model.register_forward_pre_hook(Hook(self._enter), prepend=True, with_kwargs=True),

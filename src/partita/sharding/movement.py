@@ -26,7 +26,9 @@ class Movement:
     """
 
     def __init__(self, collectives: Collectives, seed: int = 0, held: Sequence[Tensor] = ()) -> None:
-        self._collectives, self._seed, self._held = collectives, seed, held
+        self._collectives = collectives
+        self._seed = seed
+        self._held = held
         self.device = collectives.mesh.device
 
     def seeded(self, seed: int) -> "Movement":

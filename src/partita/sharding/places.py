@@ -42,7 +42,9 @@ class Inputs:
 
     def clear(self) -> None:
         """Forget the tensors: the forward has ended."""
-        self._inputs, self._bases, self._nodes = [], [], {}
+        self._inputs = []
+        self._bases = []
+        self._nodes = {}
 
     def has(self, tensor: Tensor) -> bool:
         """True if this tensor was given to the forward (or is the base of an input) and has not been changed since."""

@@ -75,7 +75,8 @@ class Autocast(Mode):
 
     def __init__(self, compute: torch.dtype, device: torch.device, name: str) -> None:
         super().__init__(compute)
-        self._device, self.name = device, name
+        self._device = device
+        self.name = name
         self.remedy = "set precision.mode: autocast (fp32 parameters)," if name == "mixed" else "compute in fp32,"
 
     def around(self) -> AbstractContextManager[Any]:
@@ -134,7 +135,8 @@ class ForwardPrecision:
     """
 
     def __init__(self, model: nn.Module, mode: Mode, outputs: torch.dtype, kept: FullPrecision) -> None:
-        self._mode, self._outputs = mode, outputs
+        self._mode = mode
+        self._outputs = outputs
         self._names = {id(module): name for name, module in model.named_modules()}
         self._runs = False
         self._half: HalfParameters | None = None

@@ -54,7 +54,8 @@ class GradientReducer:
             return BufferPool("buckets", planned, ledger, self._device, tier=tier)
 
         planned = bucket_pools([bucket.planned for bucket in buckets], in_pieces=accelerator.is_host(self._device))
-        self._sending, self._receiving = pool(planned.sending), pool(planned.receiving)
+        self._sending = pool(planned.sending)
+        self._receiving = pool(planned.receiving)
         self._summed = {tier: pool(of_tier, tier) for tier, of_tier in planned.summed.items()}
         self._stream = collectives.mesh.stream("gradients")
         self._launched = Event()  # passes when everything launched so far is reduced

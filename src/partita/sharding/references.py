@@ -15,7 +15,8 @@ class References:
     """
 
     def __init__(self, unit: Unit, version: int) -> None:
-        self._unit, self._version = unit, version
+        self._unit = unit
+        self._version = version
         # A graph that adds to a parameter's gradient refers to it, whether or not it has saved its values. With these
         # nodes there is one such reference throughout.
         self._nodes = [node for member in unit.members if (node := gradient_node(member.param)) is not None]

@@ -38,7 +38,10 @@ class Residency:
     def __init__(
         self, units: Sequence[Unit], executor: Executor, agreement: Agreement, prefetch_bytes: int, written: Written
     ) -> None:
-        self.units, self._executor, self._agreement, self._written = units, executor, agreement, written
+        self.units = units
+        self._executor = executor
+        self._agreement = agreement
+        self._written = written
         self._owner = {id(member.param): unit for unit in units for member in unit.members}
         self._prefetch_bytes = prefetch_bytes
         self._order: list[tuple[Unit, bool]] = []  # of the last step: each unit opened, and whether by a backward
@@ -220,7 +223,8 @@ class Residency:
         if self.within_batch:
             return
         if self._recorded:
-            self._order, self._recorded = self._recorded, []
+            self._order = self._recorded
+            self._recorded = []
         self._position = 0
 
     def updated(self) -> None:

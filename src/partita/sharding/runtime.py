@@ -72,7 +72,9 @@ class Runtime:
         *,
         by_kernels: bool = False,
     ) -> None:
-        self.model, self.memory, self.collectives = model, memory, collectives
+        self.model = model
+        self.memory = memory
+        self.collectives = collectives
         ledger, mesh, config = memory.ledger, collectives.mesh, blueprint.config
         row = row_of(blueprint.resolved)
         self.apart_group = collectives.group(row.apart_axes)

@@ -19,7 +19,8 @@ class Structure:
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
-        self.model, self.elsewhere = model, set[int]()
+        self.model = model
+        self.elsewhere = set[int]()
         self.modules = list[nn.Module]()  # all of the model's, as of the last check, in its order
         self._held = [(unit, [_held(member) for member in unit.members]) for unit in units]
         self._names = {id(member.param): member.fqn for unit in units for member in unit.members}

@@ -101,7 +101,8 @@ class Member:
         """Leave in ``.grad`` only what autograd has put there."""
         grad = self.param.grad
         if isinstance(grad, Collected):
-            self.param.grad, grad.added = grad.added, None
+            self.param.grad = grad.added
+            grad.added = None
 
     def leave(self, values: Tensor) -> None:
         """Make the parameter one of no unit: its own class, with ``values`` of its shape, wherever the unit is."""

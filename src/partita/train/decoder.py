@@ -68,7 +68,9 @@ class Attention(nn.Module):
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        self.heads = shape.heads
+        self.kv_heads = shape.kv_heads
+        self.head_dim = shape.head_dim
         self.qkv = Projection(shape.width, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.init_std)
         self.out = Projection(shape.heads * shape.head_dim, shape.width, shape.residual_std)
 

@@ -18,7 +18,8 @@ class WatchedSteps:
     """``num`` steps of those after ``start``, up to ``last``. Each rank writes its trace into the folder ``out``."""
 
     def __init__(self, engine: Engine, out: Path, num: int, start: int, last: int) -> None:
-        self._engine, self._path = engine, trace_of(out, engine.mesh.rank)
+        self._engine = engine
+        self._path = trace_of(out, engine.mesh.rank)
         self._first = start + max(0, min(WARM_UP, last - start - num)) + 1
         self._last = min(self._first + num - 1, last)
         self._profile: Profile | None = None

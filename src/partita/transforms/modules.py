@@ -41,7 +41,8 @@ class _Chain:
     """
 
     def __init__(self, module: nn.Module, name: str, own: Callable[..., Any]) -> None:
-        self.module, self.name = module, name
+        self.module = module
+        self.name = name
         self.before = vars(module).get(name, _ABSENT)
         self.own = own
         self.links = list[_Link]()  # innermost first
@@ -229,7 +230,8 @@ class _Wrapped(_Change):
 
     def __init__(self, chain: _Chain, wrapper: Wrapper) -> None:
         self.module = chain.module
-        self._chain, self._link = chain, _Link(wrapper)
+        self._chain = chain
+        self._link = _Link(wrapper)
         chain.add(self._link)
 
     def undo(self) -> None:
@@ -247,7 +249,8 @@ class _Attribute(_Change):
 
     def __init__(self, module: nn.Module, name: str, value: object) -> None:
         self.module: nn.Module = module
-        self._name, self._value = name, value
+        self._name = name
+        self._value = value
         self._before = vars(module).get(name, _ABSENT)
         self._num_suspended = 0
         self._is_undone = False

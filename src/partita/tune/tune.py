@@ -159,7 +159,11 @@ class _Tuning:
     """Goes from plan to plan. What was measured before counts as tried, but takes no time."""
 
     def __init__(self, space: Space, trials: Trials, kept: Results, most: int, tell: Callable[[Trial], None]) -> None:
-        self._space, self._trials, self._kept, self._most, self._tell = space, trials, kept, most, tell
+        self._space = space
+        self._trials = trials
+        self._kept = kept
+        self._most = most
+        self._tell = tell
         self._done = dict[str, Trial]()
 
     def run(self) -> tuple[tuple[Trial, ...], bool]:

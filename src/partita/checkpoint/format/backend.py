@@ -77,7 +77,8 @@ class FileBackend(Backend):
     """The checkpoints that some processes write, of which one at a time is made."""
 
     def __init__(self, writers: Writers) -> None:
-        self.writers, self.snapshots = writers, Snapshots(writers.device)
+        self.writers = writers
+        self.snapshots = Snapshots(writers.device)
         self._boxes = BoxLayout([])
         self.noticed = False  # that others use the folder, too
 
@@ -101,8 +102,10 @@ class FileDraft(Draft):
     """A hidden folder, with a lock file of each rank that writes."""
 
     def __init__(self, backend: FileBackend, request: Request, token: str) -> None:
-        self._backend, self._request = backend, request
-        self._rank, self._num_ranks = backend.writers.rank, backend.writers.num_ranks
+        self._backend = backend
+        self._request = request
+        self._rank = backend.writers.rank
+        self._num_ranks = backend.writers.num_ranks
         self._partial = partial_of(request.folder, request.step, token)
         self._layout: FileLayout
         self._memory: Tensor

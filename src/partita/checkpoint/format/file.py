@@ -34,7 +34,8 @@ class Snapshots:
     """The memory that a file is laid out in before it is written; kept from one checkpoint to the next."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._memory = device, torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._device = device
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._boxes: BoxLayout | None = None  # whose frames stand in the memory
         self._places = list[Tensor]()  # where the values are
 
@@ -50,12 +51,14 @@ class Snapshots:
             batches: the values of each box, flat, some at a time.
         """
         if self._memory.numel() < layout.num_bytes:
-            self._memory, self._places = self._memory.new_empty(0), []  # given back before more is asked for
+            self._memory = self._memory.new_empty(0)  # given back before more is asked for
+            self._places = []
             self._memory = allocate_host(layout.num_bytes + SPARE_BYTES, torch.uint8, self._device)
             self._boxes = None
         memory = self._memory[: layout.num_bytes]
         if layout.boxes is not self._boxes:
-            self._boxes, self._places = None, [_place(memory, record) for record in layout.boxes.records]
+            self._boxes = None
+            self._places = [_place(memory, record) for record in layout.boxes.records]
             _put(memory, layout.around())
         num_copied = 0
         for tensors in filter(None, batches):
@@ -121,7 +124,9 @@ class _Sums:
     """Checksums of records, from the file's bytes as they come."""
 
     def __init__(self, records: Sequence[Record]) -> None:
-        self._records, self._number, self._hash = records, 0, xxhash.xxh3_64()
+        self._records = records
+        self._number = 0
+        self._hash = xxhash.xxh3_64()
         self.digests = list[str]()
 
     def feed(self, start: int, block: Tensor) -> None:
@@ -143,8 +148,10 @@ class _Writer:
     """
 
     def __init__(self, path: Path, layout: FileLayout) -> None:
-        self._path, self._num_bytes = path, layout.num_bytes
-        self._offset, self.sums = 0, _Sums(layout.records)
+        self._path = path
+        self._num_bytes = layout.num_bytes
+        self._offset = 0
+        self.sums = _Sums(layout.records)
         with explained(path):
             self._file, self._direct = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:

@@ -75,8 +75,11 @@ class Reading:
         check: Callable[[Chunk, memoryview], None],
         decode: Callable[[Chunk, memoryview], Tensor],
     ) -> None:
-        self._folder, self._check, self._decode = folder, check, decode
-        self._files, self._lock = dict[Path, int](), threading.Lock()
+        self._folder = folder
+        self._check = check
+        self._decode = decode
+        self._files = dict[Path, int]()
+        self._lock = threading.Lock()
         self._memory = list[Tensor]()  # that nobody reads into or from
         self._pool = ThreadPoolExecutor(NUM_THREADS, "partita load")
         self._tensors = self._ahead(_runs(chunks))

@@ -40,7 +40,8 @@ class _Recorder:
     """A file that keeps what is written but not the values at an address."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
-        self.parts, self._at = [io.BytesIO()], (address, num_bytes)
+        self.parts = [io.BytesIO()]
+        self._at = (address, num_bytes)
 
     def write(self, data: memoryview) -> int:
         if len(data) == self._at[1] and numpy.frombuffer(data, numpy.uint8).ctypes.data == self._at[0]:
@@ -103,7 +104,9 @@ class BoxLayout:
 
     @collector_paused()
     def __init__(self, values: Sequence[Value]) -> None:
-        self.values, self.records, self.num_bytes = list(values), list[Record](), 0
+        self.values = list(values)
+        self.records = list[Record]()
+        self.num_bytes = 0
         for value in values:
             assert value.box is not None
             frame = frame_of(value.dtype, value.box.sizes)
@@ -116,7 +119,9 @@ class FileLayout:
     """A whole file: boxes, and after them any other values."""
 
     def __init__(self, boxes: BoxLayout, others: Sequence[Value]) -> None:
-        self.boxes, self.records, self.num_bytes = boxes, list(boxes.records), boxes.num_bytes
+        self.boxes = boxes
+        self.records = list(boxes.records)
+        self.num_bytes = boxes.num_bytes
         self.others = list[Part]()  # what comes after the boxes
         for value in others:
             content = object_bytes(value.value)

@@ -42,10 +42,13 @@ class DeepSpeedEngine:
         self.lr_scheduler = engine.scheduler if has["scheduler"] else None
         self.training_dataloader = loader
         self.global_steps = self.skipped_steps = self.global_samples = self.micro_steps = 0
-        self.device, self.local_rank = engine.mesh.device, local_rank
-        self.global_rank, self.world_size = engine.mesh.rank, engine.mesh.num_ranks
+        self.device = engine.mesh.device
+        self.local_rank = local_rank
+        self.global_rank = engine.mesh.rank
+        self.world_size = engine.mesh.num_ranks
         self.dp_world_size = engine.mesh.size("data")
-        self._engine, self._resolved = engine, resolved
+        self._engine = engine
+        self._resolved = resolved
         self._iterator: Iterator[Any] | None = None
         self._grad_norm: float | None = None
         self._stepped = False
@@ -312,8 +315,10 @@ class DeepSpeedEngine:
         if before is not None:
             self._engine.scheduler.load_state_dict(before)
         if not only_model:
-            self.global_steps, self.global_samples = kept.global_steps, kept.global_samples
-            self.skipped_steps, self.micro_steps = kept.skipped_steps, 0
+            self.global_steps = kept.global_steps
+            self.global_samples = kept.global_samples
+            self.skipped_steps = kept.skipped_steps
+            self.micro_steps = 0
         return str(path), kept.client_state
 
     def save_16bit_model(

@@ -76,7 +76,8 @@ class Accelerator(accelerate.Accelerator):
             check_alike(config, [Argument("batch.accumulate", "gradient_accumulation_steps", steps)])
         precision = precision_of(config, self.mixed_precision)
         # The engine casts, and scales the loss: accelerate does so only where it is to autocast.
-        self.native_amp, self.scaler = precision.autocast, None
+        self.native_amp = precision.autocast
+        self.scaler = None
         batch = {"batch.accumulate": steps} if steps > 1 else {}
         settings = merged(config, batch | dict(partita_values or {}))
         mesh = resolve(settings, self.num_processes, self.device.type).mesh  # what contradicts the batch is found here
@@ -296,8 +297,10 @@ class Accelerator(accelerate.Accelerator):
         try:
             yield
         finally:
-            self._models, self._optimizers = models, optimizers
-            self._save_model_state_pre_hook, self._load_model_state_pre_hook = saving, loading
+            self._models = models
+            self._optimizers = optimizers
+            self._save_model_state_pre_hook = saving
+            self._load_model_state_pre_hook = loading
 
     def _before_saving(
         self,

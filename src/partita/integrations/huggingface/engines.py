@@ -41,7 +41,9 @@ class Engines:
     """
 
     def __init__(self, config: Config, compute: str | None, device: torch.device) -> None:
-        self._config, self._compute, self._device = config, compute, device
+        self._config = config
+        self._compute = compute
+        self._device = device
         self._prepared = dict[int, Prepared]()
 
     def __iter__(self) -> Iterator[Prepared]:

@@ -33,7 +33,9 @@ class Generation:
     """
 
     def __init__(self, engine: Engine, generate: Callable[..., Any], num_bytes: int) -> None:
-        self._engine, self._generate, self._num_bytes = engine, generate, num_bytes
+        self._engine = engine
+        self._generate = generate
+        self._num_bytes = num_bytes
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy of the model has its own
         return getattr, (self._engine.module, "generate")

@@ -38,7 +38,9 @@ class EngineOptimizer(AcceleratedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         if self.gradient_state.sync_gradients:
             result = self._ahead or self._engine.step()
-            self._is_overflow, self._holds_gradients, self._ahead = result.skipped, False, None
+            self._is_overflow = result.skipped
+            self._holds_gradients = False
+            self._ahead = None
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop the gradients of a batch that is not stepped; after a step there are none."""

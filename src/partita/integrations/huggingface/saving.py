@@ -41,7 +41,8 @@ class SavePretrained:
     """
 
     def __init__(self, prepared: Prepared, module: nn.Module) -> None:
-        self._prepared, self._module = prepared, module
+        self._prepared = prepared
+        self._module = module
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy of the module has its own
         return getattr, (self._module, _NAME)

@@ -51,7 +51,8 @@ class Trainer(transformers.Trainer):
         self.optimizer: Optimizer | None
         self.lr_scheduler: Any  # None until it is made
         optimizer, scheduler = kwargs.get("optimizers", (None, None))
-        self._makes_optimizer, self._makes_scheduler = optimizer is None, scheduler is None
+        self._makes_optimizer = optimizer is None
+        self._makes_scheduler = scheduler is None
         super().__init__(*args, **kwargs)
 
     @property

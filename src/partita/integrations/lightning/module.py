@@ -26,7 +26,8 @@ class EngineModule(nn.Module):
 
     def __init__(self, engine: Engine, trains: bool) -> None:
         super().__init__()
-        self.engine, self.trains = engine, trains
+        self.engine = engine
+        self.trains = trains
         self.module = engine.module
         self._has_gradients = False
         self._optimizer_class = type(engine.optimizer)

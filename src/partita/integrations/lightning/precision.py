@@ -36,7 +36,8 @@ class EnginePrecision(Precision):
 
     def __init__(self, given: FabricPrecision, config: Config, held: Callable[[], EngineModule]) -> None:
         self.precision = given.precision
-        self._given, self._held = given, held
+        self._given = given
+        self._held = held
         self.config, autocasts = with_precision(config, given.precision)
         self._enters = autocasts or not given.precision.endswith("-mixed")
 

@@ -30,7 +30,8 @@ class Ranks:
     """The places of ``processes`` in the mesh of a ``config``."""
 
     def __init__(self, processes: Processes, config: Config) -> None:
-        self._processes, self._config = processes, config
+        self._processes = processes
+        self._config = config
 
     @property
     def _mesh(self) -> MeshShape:

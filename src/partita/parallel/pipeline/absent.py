@@ -54,7 +54,10 @@ class Absent(Tensor):
         absent: Absent = Tensor._make_wrapper_subclass(
             cls, form.shape, strides=form.stride(), dtype=form.dtype, device=device
         )
-        absent._form, absent.origin, absent.value, absent.trial = form, origin, None, trial
+        absent._form = form
+        absent.origin = origin
+        absent.value = None
+        absent.trial = trial
         return absent
 
     def __init__(self, form: Tensor, device: torch.device, origin: str, trial: "Trial | None" = None) -> None:
@@ -193,7 +196,11 @@ class _Known:
     def __init__(
         self, kind: type[nn.Parameter], name: str, device: torch.device, dtype: torch.dtype, *, is_half: bool
     ) -> None:
-        self.kind, self.name, self.device, self.dtype, self.is_half = kind, name, device, dtype, is_half
+        self.kind = kind
+        self.name = name
+        self.device = device
+        self.dtype = dtype
+        self.is_half = is_half
         self.note: Callable[[Tensor], None] = lambda param: None
 
     @property

@@ -145,7 +145,8 @@ class _Passed:
     """A block that is passed by, and noted."""
 
     def __init__(self, module: nn.Module, name: str, order: list[str], device: torch.device) -> None:
-        self._name, self._order = name, order
+        self._name = name
+        self._order = order
         self._stand_in = StandIn(module, name, device, lambda _: nullcontext())
         self.runs = False
         self._call = ModuleTransforms()

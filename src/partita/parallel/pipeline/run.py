@@ -41,7 +41,10 @@ class Pipeline:
     """
 
     def __init__(self, model: nn.Module, parallel: Parallel, schedule: Schedule, collectives: Collectives) -> None:
-        self._model, self._cut, self.schedule, self._ending = model, parallel.cut, schedule, parallel.ending
+        self._model = model
+        self._cut = parallel.cut
+        self.schedule = schedule
+        self._ending = parallel.ending
         self._group = collectives.group(PIPELINE_AXES)
         shape, device = schedule.shape, collectives.mesh.device
         self._kept = dict[tuple[int, int], _Kept]()

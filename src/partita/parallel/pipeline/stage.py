@@ -122,7 +122,11 @@ class _Call:
     """Stands between a module and who calls it, before the module's hooks. ``index``: of a block."""
 
     def __init__(self, index: int | None, stages: Stages, module: nn.Module, stand_in: StandsIn, name: str) -> None:
-        self._index, self._stages, self._module, self._stand_in, self._name = index, stages, module, stand_in, name
+        self._index = index
+        self._stages = stages
+        self._module = module
+        self._stand_in = stand_in
+        self._name = name
 
     def __call__(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         passage, index = self._stages.passage, self._index

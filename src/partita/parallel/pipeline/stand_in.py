@@ -25,7 +25,10 @@ class StandIn:
     """
 
     def __init__(self, module: nn.Module, name: str, device: torch.device, plain: Plain) -> None:
-        self._module, self._name, self._device, self._plain = module, name, device, plain
+        self._module = module
+        self._name = name
+        self._device = device
+        self._plain = plain
         self._forms = dict[Any, Any]()
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

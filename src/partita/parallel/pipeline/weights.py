@@ -91,7 +91,9 @@ class _OwnGraph:
     """
 
     def __init__(self, weights: WeightGradients, params: Sequence[nn.Parameter], product: Product, x: Tensor) -> None:
-        self._weights, self._params, self._x = weights, params, x
+        self._weights = weights
+        self._params = params
+        self._x = x
         inner, self._entrance = x.detach(), None
         if x.requires_grad:
             inner = _Enter.apply(_anchor(), [inner])  # type: ignore[no-untyped-call]
@@ -157,7 +159,8 @@ class Apart:
     """Runs the product of a module's input with its parameters, whose gradients are computed apart."""
 
     def __init__(self, module: nn.Module, weights: WeightGradients) -> None:
-        self._module, self._weights = module, weights
+        self._module = module
+        self._weights = weights
 
     def __call__(self, product: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         params = [param for param in self._module.parameters(recurse=False) if param.requires_grad]

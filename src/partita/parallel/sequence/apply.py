@@ -35,7 +35,8 @@ class SequenceParallel:
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, group: Group, changes: ModuleTransforms) -> None:
-        self.model, self.group = model, group
+        self.model = model
+        self.group = group
         stacks = _stacks(model)
         if not stacks:
             raise ConfigError(

@@ -42,7 +42,8 @@ class WholeBias:
     """What runs in place of a module's ``compute_bias(queries, keys)``: on slices it is of all positions."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self._own = module, getattr(module, _COMPUTES)
+        self._module = module
+        self._own = getattr(module, _COMPUTES)
 
     def __call__(self, num_queries: int, num_keys: int, *args: Any, **kwargs: Any) -> Tensor:
         if (slices := running()) is not None:

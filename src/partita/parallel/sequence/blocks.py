@@ -44,9 +44,12 @@ class Blocks:
     def __init__(
         self, blocks: Mapping[str, nn.Module], mesh: Mesh, group: Group, changes: ModuleTransforms, *, intercept: bool
     ) -> None:
-        self.blocks, self.group, self.mesh = blocks, group, mesh
+        self.blocks = blocks
+        self.group = group
+        self.mesh = mesh
         self._names = {id(block): name for name, block in blocks.items()}
-        self._first, self._last = (list(blocks.values())[at] for at in (0, -1))
+        self._first, *_ = blocks.values()
+        *_, self._last = blocks.values()
         self.slices: Slices | None = None  # of the last forward
         self.before_first: BeforeFirst | None = None
         self._called = set[int]()  # blocks, by id
@@ -211,7 +214,8 @@ class SlicedForward:
     """Runs a block's forward on slices."""
 
     def __init__(self, block: nn.Module, *, intercept: bool) -> None:
-        self._block, self._intercept = block, intercept
+        self._block = block
+        self._intercept = intercept
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         run = partial(self._seen, kwargs.pop(_KEYWORD, None))

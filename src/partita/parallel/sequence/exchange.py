@@ -137,7 +137,9 @@ def sum_of_parts(part: Tensor, slices: Slices) -> Tensor:
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, dim: int, slices: Slices) -> Tensor:
-        ctx.shape, ctx.dim, ctx.slices = whole.shape, dim, slices
+        ctx.shape = whole.shape
+        ctx.dim = dim
+        ctx.slices = slices
         return slices.take(whole, dim).contiguous()
 
     @staticmethod
@@ -151,7 +153,8 @@ class _Enter(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, dim: int, slices: Slices) -> Tensor:
-        ctx.dim, ctx.slices = dim, slices
+        ctx.dim = dim
+        ctx.slices = slices
         return torch.cat(slices.group.gather(own, slices.shapes(own, dim), PURPOSE), dim)
 
     @staticmethod
@@ -162,7 +165,9 @@ class _Gather(torch.autograd.Function):
 class _HeadsForPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, heads: Heads, slices: Slices) -> Tensor:
-        ctx.heads, ctx.slices, ctx.num_heads = heads, slices, x.shape[1]
+        ctx.heads = heads
+        ctx.slices = slices
+        ctx.num_heads = x.shape[1]
         own = x[:, list(heads[slices.group.index])]
         received = slices.group.all_to_all([x[:, list(taken)] for taken in heads], slices.shapes(own, 2), PURPOSE)
         return torch.cat(received, 2)
@@ -186,7 +191,8 @@ class _HeadsForPositions(torch.autograd.Function):
 class _PositionsForHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, heads: Heads, slices: Slices) -> Tensor:
-        ctx.heads, ctx.slices = heads, slices
+        ctx.heads = heads
+        ctx.slices = slices
         batch, _, _, size = x.shape
         shapes = [[batch, len(taken), slices.num_own, size] for taken in heads]
         return torch.cat(slices.group.all_to_all(slices.cut(x, 2), shapes, PURPOSE), 1)
@@ -206,7 +212,10 @@ class _Read(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, sent: Sequence[Tensor], places: Sequence[Tensor], num_read: int, slices: Slices
     ) -> Tensor:
-        ctx.sent, ctx.places, ctx.slices, ctx.num_rows = sent, places, slices, len(x)
+        ctx.sent = sent
+        ctx.places = places
+        ctx.slices = slices
+        ctx.num_rows = len(x)
         shapes = [[len(place), *x.shape[1:]] for place in places]
         received = slices.group.all_to_all([x.index_select(0, rows) for rows in sent], shapes, PURPOSE)
         read = x.new_zeros(num_read, *x.shape[1:])

@@ -228,7 +228,8 @@ class _Moved:
     """
 
     def __init__(self, block: nn.Module, scale: float) -> None:
-        self._block, self._scale = block, scale
+        self._block = block
+        self._scale = scale
         self._numbers = {id(tensor): at for at, tensor in enumerate([*block.parameters(), *block.buffers()])}
         self._copies = dict[int, Tensor]()  # by the id of the original
         self._undo = list[Callable[[], object]]()

@@ -50,7 +50,8 @@ class _Ring(torch.autograd.Function):
                 log_sum = merged
         result = _merged(total, query)
         ctx.save_for_backward(query, key, value, mask, result, log_sum)
-        ctx.slices, ctx.scale = slices, scale
+        ctx.slices = slices
+        ctx.scale = scale
         return result
 
     @staticmethod

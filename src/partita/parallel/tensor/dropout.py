@@ -27,7 +27,10 @@ class DropsParts:
     """
 
     def __init__(self, module: nn.Module, entrance: Entrance, own: Ranges, num: int, *, heads: bool) -> None:
-        self._module, self._entrance, self._num, self._heads = module, entrance, num, heads
+        self._module = module
+        self._entrance = entrance
+        self._num = num
+        self._heads = heads
         ((self._start, self._stop),) = own
         self._shares = [(inner, name) for inner in module.modules() for name in _shares_of(inner)]
 

@@ -52,7 +52,8 @@ class Experts:
     """Sums the parts of the output of ``forward(hidden, chosen experts, their shares)``."""
 
     def __init__(self, entrance: Entrance, own: OwnParts) -> None:
-        self._group, self._own = entrance.group, own
+        self._group = entrance.group
+        self._own = own
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         args = tuple(self._entered(value) for value in args)

@@ -45,7 +45,8 @@ class _Leave(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
-        ctx.group, ctx.sizes = group, sizes
+        ctx.group = group
+        ctx.sizes = sizes
         return _gathered(x, group, sizes)
 
     @staticmethod
@@ -59,7 +60,8 @@ class _Gather(torch.autograd.Function):
 class _Slice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
-        ctx.group, ctx.sizes = group, sizes
+        ctx.group = group
+        ctx.sizes = sizes
         own: Tensor = x.split(sizes, -1)[group.index].contiguous()
         return own
 
@@ -108,7 +110,8 @@ class Entrance:
     """
 
     def __init__(self, group: Group) -> None:
-        self.group, self.in_part = group, False
+        self.group = group
+        self.in_part = False
         self._last: weakref.ref[Tensor] | None = None
         self._entered: tuple[int, Tensor] | None = None  # the input's version, and what f made of it
 
@@ -121,7 +124,8 @@ class Entrance:
             if version == x._version:
                 return entered
         entered = enter(x, self.group)
-        self._last, self._entered = weakref.ref(x, self._forget), (x._version, entered)
+        self._last = weakref.ref(x, self._forget)
+        self._entered = (x._version, entered)
         return entered
 
     def forget(self) -> None:

@@ -57,7 +57,10 @@ class Product:
     """
 
     def __init__(self, module: nn.Module, own: OwnParts, chosen: Tensor | None = None, *, biased: bool = True) -> None:
-        self._module, self._own, self._chosen, self._biased = module, own, chosen, biased
+        self._module = module
+        self._own = own
+        self._chosen = chosen
+        self._biased = biased
 
     def __call__(self, x: Tensor) -> Tensor:
         y: Tensor = self._own(self._times_weight, x)
@@ -78,7 +81,8 @@ class LinearForward:
     """
 
     def __init__(self, module: nn.Module, own: OwnParts, product: Product) -> None:
-        self.module, self.own = module, own
+        self.module = module
+        self.own = own
         self.product: Callable[[Tensor], Tensor] = product
 
 
@@ -96,7 +100,8 @@ class Column(LinearForward):
         chosen: Tensor | None = None,
     ) -> None:
         super().__init__(module, own, Product(module, own, chosen))
-        self._entrance, self._sizes = entrance, sizes
+        self._entrance = entrance
+        self._sizes = sizes
 
     def __call__(self, forward: Forward, x: Tensor) -> Tensor:
         y = self.product(self._entrance(x))
@@ -113,7 +118,9 @@ class Row(LinearForward):
         self, module: nn.Module, entrance: Entrance, own: OwnParts, sizes: tuple[int, ...], *, splits: bool
     ) -> None:
         super().__init__(module, own, Product(module, own, biased=False))
-        self._entrance, self._sizes, self._splits = entrance, sizes, splits
+        self._entrance = entrance
+        self._sizes = sizes
+        self._splits = splits
 
     def __call__(self, forward: Forward, x: Tensor) -> Tensor:
         group, self._entrance.in_part = self._entrance.group, False

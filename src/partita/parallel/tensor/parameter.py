@@ -397,7 +397,8 @@ class SplitParameters:
         for member in self._members:
             param = member.param
             known = _known[param] = _Known(member.fqn, member.kind, parts[id(param)], mesh)
-            member.here_kind, member.resting_kind = _split_class(member.kind), RestingSplit
+            member.here_kind = _split_class(member.kind)
+            member.resting_kind = RestingSplit
             if known.part.places is not None:
                 member.whole_kind = WholeParameter
             with torch._C.DisableTorchFunctionSubclass():
@@ -411,7 +412,9 @@ class SplitParameters:
         while self._members:
             member = self._members.pop()
             del _known[member.param]
-            member.here_kind, member.resting_kind, member.whole_kind = member.kind, Resting, nn.Parameter
+            member.here_kind = member.kind
+            member.resting_kind = Resting
+            member.whole_kind = nn.Parameter
             with torch._C.DisableTorchFunctionSubclass():
                 member.param.__class__ = Resting if is_resting(member.param) else member.kind
 
@@ -431,7 +434,8 @@ class OwnParts(AbstractContextManager[None]):
     """
 
     def __init__(self, module: nn.Module, parts: Mapping[str, Part]) -> None:
-        self._params, self._parts = module._parameters, parts
+        self._params = module._parameters
+        self._parts = parts
         self._replaced = list[list[tuple[str, Tensor, type]]]()
 
     def __enter__(self) -> None:

@@ -27,7 +27,8 @@ class _Ranks:
     """A group whose ranks compute one after the other: what they sum is whole when the last one does."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.index = size, 0
+        self.size = size
+        self.index = 0
         self._total: Tensor | None = None
 
     def sum(self, part: Tensor, purpose: str) -> Tensor:

@@ -32,8 +32,11 @@ class Splitter:
     """
 
     def __init__(self, model: nn.Module, entrance: Entrance, parallel: Parallel) -> None:
-        self.model, self.entrance, self.parallel = model, entrance, parallel
-        self.size, self.rank = entrance.group.size, entrance.group.index
+        self.model = model
+        self.entrance = entrance
+        self.parallel = parallel
+        self.size = entrance.group.size
+        self.rank = entrance.group.index
         self.names = {id(module): name for name, module in model.named_modules()}
         self.decisions = dict[str, Decision]()
         self._num_owners = _owners(model)

@@ -90,7 +90,10 @@ class Embedding:
     """
 
     def __init__(self, entrance: Entrance, own: OwnParts, rows: tuple[int, int], num: int) -> None:
-        self._group, self._own, (self._start, self._stop), self._num = entrance.group, own, rows, num
+        self._group = entrance.group
+        self._own = own
+        (self._start, self._stop) = rows
+        self._num = num
 
     def __call__(self, forward: Forward, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         before = (tokens >= 0) & (tokens < self._start)
@@ -104,7 +107,8 @@ class Head(LinearForward):
 
     def __init__(self, module: nn.Module, entrance: Entrance, own: OwnParts, vocabulary: Vocabulary) -> None:
         super().__init__(module, own, Product(module, own))
-        self._entrance, self.split = entrance, Split(vocabulary)
+        self._entrance = entrance
+        self.split = Split(vocabulary)
 
     def __call__(self, forward: Forward, x: Tensor) -> SplitLogits:
         return split_logits(self.product(self._entrance(x)), self.split)

@@ -6,6 +6,7 @@ nothing is ever called on one.
 """
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +17,9 @@ from partita.comm.watchdog import Watchdog
 from partita.errors import PartitaError
 from partita.memory.streams import Stream
 from partita.plan.mesh_shape import MeshShape
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Mesh:
@@ -42,6 +46,7 @@ class Mesh:
         self._streams = {purpose: Stream(device, purpose) for purpose in BULK_PURPOSES}
         self.log = CollectiveLog()
         self.watchdog: Watchdog | None = None
+        self._device_mesh: DeviceMesh | None = None
         self._closed = False
         try:
             if connections.num_ranks != shape.num_ranks:
@@ -83,6 +88,21 @@ class Mesh:
     @property
     def num_ranks(self) -> int:
         return self.shape.num_ranks
+
+    @property
+    def device_mesh(self) -> "DeviceMesh":
+        """The mesh as a :class:`torch.distributed.device_mesh.DeviceMesh` with the dims ``pipeline``, ``data``,
+        ``sequence`` and ``tensor``, for DTensor, ``torch.distributed.checkpoint`` and collectives of one's own:
+        ``engine.mesh.device_mesh["data"].get_group()``. Its process groups are those of nothing else. The first use
+        makes them: use it on all ranks.
+
+        Raises:
+            PartitaError: the mesh is closed, or simulated.
+        """
+        self.check_open()
+        if self._device_mesh is None:
+            self._device_mesh = self._connections.device_mesh(self.shape)
+        return self._device_mesh
 
     def size(self, axis: str) -> int:
         """Number of ranks along ``axis``: pipeline, data, sequence or tensor (or node, local)."""
@@ -129,4 +149,5 @@ class Mesh:
             transport.close()
         if self.watchdog is not None:
             self.watchdog.close()
+        self._device_mesh = None
         self._connections.close()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -62,6 +62,9 @@ class SimulatedRanks(Connections):
         if accelerator.is_host(accelerator.SIMULATED):
             like = HostTransport(index, size, {}, "network", self.timeout_s)
         return SimulatedTransport(index, size, like, self._requests)
+
+    def device_mesh(self, shape: MeshShape) -> NoReturn:
+        raise PartitaError("engine.mesh.device_mesh: a simulated rank has no process groups")
 
     def close(self) -> None:
         pass

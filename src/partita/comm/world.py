@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as find_store
 
@@ -91,6 +92,29 @@ def leave(world: dist.ProcessGroup | None, groups: Iterable[dist.ProcessGroup]) 
             return
     for group in groups:
         dist.destroy_process_group(group)
+
+
+def num_groups() -> int:
+    """How many groups this process has. Torch makes the name of one that its members make from that number."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def is_bound_to_device() -> bool:
+    """Whether the default group was given a device. Groups are then split from it, which takes all of its ranks."""
+    return dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
+
+
+def start_alone(timeout_s: float) -> dist.ProcessGroup:
+    """The default group of one process, started if there is none; to be left with :func:`leave`."""
+    if not dist.is_initialized():
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        _here.group = dist.group.WORLD
+        _here.num_users = 0
+    if dist.group.WORLD is _here.group:
+        _here.num_users += 1
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def _start(backend: str, rendezvous: Rendezvous) -> None:

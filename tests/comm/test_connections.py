@@ -1,0 +1,129 @@
+"""Process groups: how many are made, by whom, and torch's own description of the mesh."""
+
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import partita
+from partita import PartitaError
+from partita.comm.connections import Processes, neighbours
+from partita.comm.simulated import Requests, SimulatedRanks
+from partita.memory.accelerator import HOST
+from partita.plan.mesh_shape import AXES, MeshShape
+from partita.plan.state_plan import preset
+from tests.local import pool
+from tests.local.models import CASES
+from tests.local.training import PLANS, Stack, rank, square_loss, whole_weights, world
+
+
+class Counting(Processes):
+    """Makes no groups, and counts them."""
+
+    def __init__(self, rank: int, num_ranks: int, *, alike: bool = True) -> None:
+        self.rank, self.num_ranks, self.timeout_s = rank, num_ranks, 1.0
+        self._device, self._within_node, self._alike = HOST, "network", alike
+        self.num_made, self._world = 0, None
+
+    def _members_can_make_groups(self) -> bool:
+        return self._alike
+
+    def _new_group(self, ranks: list[int], backend: str, *, by_members: bool) -> Any:
+        self.num_made += 1
+        return object()
+
+
+def connected(num_data: int, rank: int, *, alike: bool = True) -> int:
+    shape = MeshShape(pipeline=4, data=num_data, tensor=4)
+    counting = Counting(rank, shape.num_ranks, alike=alike)
+    axes = [(axis,) for axis in AXES if shape.size(axis) > 1]
+    for each in dict.fromkeys([*axes, *preset("zero1", mesh=shape).groups(shape)]):
+        counting.connect(shape, shape.named(each))
+    return counting.num_made
+
+
+def test_calls_do_not_grow_with_the_number_of_ranks() -> None:
+    few, many = connected(2, 0), connected(32, 0)
+    assert few == many <= 20
+    assert {connected(32, rank) for rank in (0, 5, 511)} == {many}
+    assert connected(32, 0, alike=False) > 500
+
+
+@pytest.mark.parametrize("size", range(2, 10))
+def test_pairs_of_neighbours(size: int) -> None:
+    rounds = neighbours(size)
+    assert len(rounds) <= 3
+    for pairs in rounds:
+        members = [rank for pair in pairs for rank in pair]
+        assert len(members) == len(set(members))
+    found = {frozenset(pair) for pairs in rounds for pair in pairs}
+    assert found == {frozenset((at, (at + 1) % size)) for at in range(size)}
+
+
+def uses_device_mesh(folder: Path) -> None:
+    parallel = {"tensor": 2} if world() > 1 else {}
+    model = CASES["llama"].build()
+    with partita.initialize(model, {"zero": {"stage": 1}, "parallel": parallel}) as engine:
+        mesh = engine.mesh.device_mesh
+        assert mesh is engine.mesh.device_mesh
+        assert mesh.mesh_dim_names == AXES
+        assert mesh.shape == tuple(engine.mesh.size(axis) for axis in AXES)
+        assert list(mesh.get_coordinate() or ()) == [engine.mesh.coordinate(axis) for axis in AXES]
+        whole = torch.arange(16.0).view(8, 2)
+        both = mesh["data", "tensor"]
+        placed = distribute_tensor(whole, both, [Shard(0), Replicate()])
+        assert placed.to_local().equal(whole.chunk(engine.mesh.size("data"))[engine.mesh.coordinate("data")])
+        summed = DTensor.from_local(torch.full((2,), float(rank())), both, [Partial(), Partial()]).full_tensor()
+        assert summed.tolist() == [sum(range(world()))] * 2
+        for batch in islice(CASES["llama"].batches(2), 2):  # the streams' groups are others
+            engine.backward(CASES["llama"].loss(engine(**batch)))
+            total = torch.ones(1)
+            dist.all_reduce(total, group=mesh["data"].get_group())
+            assert total.item() == engine.mesh.size("data")
+            engine.step()
+        checkpoint.save({"placed": placed, "step": 3}, checkpoint_id=folder)
+        state = {"placed": distribute_tensor(torch.zeros_like(whole), both, [Shard(0), Replicate()]), "step": 0}
+        checkpoint.load(state, checkpoint_id=folder)
+        assert cast(DTensor, state["placed"]).full_tensor().equal(whole)
+        assert state["step"] == 3
+    with pytest.raises(PartitaError, match="the mesh is closed"):
+        _ = engine.mesh.device_mesh
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_mesh_as_torch_describes_it(ranks: int, tmp_path: Path) -> None:
+    pool.run(ranks, uses_device_mesh, tmp_path)
+
+
+def test_one_process_has_it_too(tmp_path: Path) -> None:
+    assert not dist.is_initialized()
+    uses_device_mesh(tmp_path)
+    assert not dist.is_initialized()
+
+
+def after_groups_of_some_ranks() -> list[Any]:
+    """A script has made groups on some ranks alone: torch would name those that come later differently."""
+    if rank() < 2:
+        own = dist.new_group([0, 1], timeout=timedelta(seconds=20), use_local_synchronization=True)
+        dist.barrier(group=own)
+    with partita.initialize(Stack(1), {"zero": PLANS["3"], "communication": {"timeout_s": 20.0}}) as engine:
+        engine.backward(square_loss(engine, rank(), 0))
+        assert engine.step().stepped
+        assert engine.mesh.device_mesh["data"].size() == world()
+        return [value.sum().item() for value in whole_weights(engine).values()]
+
+
+def test_groups_of_the_script_on_some_ranks() -> None:
+    first, *others = pool.run(4, after_groups_of_some_ranks)
+    assert all(other == first for other in others)
+
+
+def test_a_simulated_rank_has_none() -> None:
+    with pytest.raises(PartitaError, match="a simulated rank has no process groups"):
+        SimulatedRanks(0, 2, Requests()).device_mesh(MeshShape(data=2))

@@ -88,7 +88,7 @@ def main() -> None:
             engine.backward(engine(**draw(step)))
             engine.step()
             if described["forgets"]:
-                engine._parts.runtime.reducer.held_back.clear()
+                engine._parts.runtime.reducer.sync_states.clear()
         sent = engine.traffic_report().sent_bytes()
         with torch.no_grad():
             losses = [engine(**batch).item() for batch in held_out]

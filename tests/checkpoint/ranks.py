@@ -25,7 +25,7 @@ from partita.plan.share import Share
 from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import Encodings, Tiers, preset
 from partita.planner.parameters import Holding
-from partita.sharding.held_back import HeldBack
+from partita.sharding.sync_states import SyncStates
 from partita.sharding.unit import Member, Segment
 
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ def rank_of(number: int, mesh: MeshShape, cut: Cut, values: Mapping[str, Tensor]
     runtime.gradient_group.size = mesh.data
     runtime.part_index, runtime.runs_all = runtime.gradient_group.index, True
     runtime.members = lambda: [(unit, member) for member in members]
-    runtime.reducer = SimpleNamespace(held_back=HeldBack([], None))
+    runtime.reducer = SimpleNamespace(sync_states=SyncStates([], None))
     runtime.executor = SimpleNamespace(deliver=lambda *_, **__: None)  # nothing looks at what rests
     updater: Any = SimpleNamespace(views=views, optimizer=optimizer, states=OptimizerStates(optimizer, views, memory))
     updater.outer = None

@@ -14,7 +14,7 @@ from partita.planner.memory import model_state_bytes
 from tests import seeds
 from tests.local import pool
 from tests.local.lossless import lossless
-from tests.local.test_feedback import LR, SHAPES, Bag, factors, held_sums, sgd
+from tests.local.test_feedback import LR, SHAPES, Bag, factors, held, held_sums, sgd
 from tests.local.test_wires import on_nodes_of
 from tests.local.training import PLANS, Recipe, Stack, rank, same, square_loss, train, whole_weights, world
 from tests.matrix import sampled
@@ -148,8 +148,7 @@ def left_out(compute: str) -> None:
 
 
 def held_back(engine: partita.Engine) -> Tensor:
-    feedback = [bucket.feedback for bucket in engine._parts.runtime.reducer.buckets]
-    return torch.cat([each._held for each in feedback if each is not None]).clone()
+    return held(engine).clone()
 
 
 def with_offload(tier: str) -> dict[str, Tensor]:
@@ -204,7 +203,7 @@ def gradients_telescope(accumulate: int) -> None:
 
 def sums_held(engine: partita.Engine) -> dict[str, Tensor]:
     """What all ranks together hold back of gradients, if they do."""
-    has = bool(engine._parts.runtime.reducer.held_back)
+    has = bool(engine._parts.runtime.reducer.sync_states)
     return {f"held of {name}": total for name, total in held_sums(engine).items()} if has else {}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import partita
 from partita.planner.memory import model_state_bytes
-from partita.sharding.feedback import Feedback
+from partita.sharding.error_feedback import ErrorFeedbackSync
 from tests import seeds
 from tests.local import pool
 from tests.local.test_wires import on_nodes_of
@@ -42,22 +42,23 @@ def factors(number: int, rank: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def feedbacks(engine: partita.Engine) -> list[Feedback]:
-    return [b.feedback for b in engine._parts.runtime.reducer.buckets if b.feedback is not None]
+def syncs(engine: partita.Engine) -> list[ErrorFeedbackSync]:
+    found = [bucket.syncs[-1] for bucket in engine._parts.runtime.reducer.buckets]
+    return [sync for sync in found if isinstance(sync, ErrorFeedbackSync)]
 
 
 def held(engine: partita.Engine) -> Tensor:
     """Every value that this rank holds back."""
-    return torch.cat([feedback._held for feedback in feedbacks(engine)])
+    return torch.cat([sync.errors for sync in syncs(engine)])
 
 
 def held_sums(engine: partita.Engine) -> dict[str, Tensor]:
     """What all ranks together hold back of each parameter, flat."""
     runtime = engine._parts.runtime
-    runtime.reducer.held_back.flush()
+    runtime.reducer.sync_states.settle()
     sums = {m.fqn: torch.zeros(m.span.num_elements) for _, m in runtime.members()}
     for segment in (segment for unit in runtime.units for segment in unit.trained if segment.is_first_copy):
-        own = runtime.reducer.held_back.of(segment)
+        own = runtime.reducer.sync_states.saved(segment)
         assert own is not None
         for span in segment.layout.part(runtime.part_index):
             sums[span.fqn][span.start : span.stop] += own[span.offset : span.offset + span.num_elements]

@@ -11,7 +11,9 @@ import partita
 from partita.config.resolve import resolve
 from partita.kernels.low_rank import left_factor, orthogonal, product, right_factor
 from partita.plan.wire import Matrix
+from partita.sharding.low_rank_sync import LowRankSync
 from tests.local import pool
+from tests.local.test_feedback import syncs
 from tests.local.training import PLANS, Recipe, Stack, rank, same, square_loss, train, whole_weights, world
 
 RANK, STEPS = 2, 6
@@ -47,9 +49,8 @@ def reference(starts: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def starts(engine: partita.Engine) -> dict[str, Tensor]:
     """The right factors that matrices begin with."""
-    feedbacks = [bucket.feedback for bucket in engine._parts.runtime.reducer.buckets]
-    every = [feedback.factors for feedback in feedbacks if feedback is not None]
-    return {member.fqn: f._start(member, matrix) for f in every if f is not None for member, matrix in f._matrices}
+    every = [sync.factors for sync in syncs(engine) if isinstance(sync, LowRankSync)]
+    return {member.fqn: f._start(member, matrix) for f in every for member, matrix in f._matrices}
 
 
 def follows() -> None:

@@ -241,7 +241,7 @@ def assert_idle(engine: partita.Engine) -> None:
     assert _free_bytes(engine._parts.runtime.pool) == held.get(("buffer_pool", "device"), 0)
     pools = (reducer._sending, reducer._receiving, *reducer._summed.values())
     assert sum(map(_free_bytes, pools)) == sum(held.get(("buckets", tier), 0) for tier in ("device", "host"))
-    assert all(bucket.lacks_memory == bucket.passes for bucket in reducer.buckets if not bucket.in_place)
+    assert all((bucket.buffer.full is None) == bucket.passes for bucket in reducer.buckets if bucket.buffer.collects)
 
 
 def _free_bytes(pool: Any) -> int:

@@ -60,7 +60,6 @@ class User:
     """Uses no gradients: notes when they would be used."""
 
     steps = 0
-    in_full = False
 
     def __init__(self) -> None:
         self.began, self.used = 0, list[str]()

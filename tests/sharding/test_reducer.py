@@ -85,7 +85,7 @@ def test_what_the_optimizer_sees(name: str) -> None:
             brings(reducer, member, rank)
         reducer.end_wave()
         reducer.drain()
-        reducer.spread({id(member.param) for member in parts.members}, 1.0, in_full=False)
+        reducer.gather({id(member.param) for member in parts.members}, 1.0)
         for member in parts.members:
             bucket = reducer.bucket_of(member)
             assert bucket is not None

@@ -154,7 +154,7 @@ class Content:
         part of the segment, in memory.
         """
         outer = None if self.updater.outer is None else self.updater.outer.of(segment)
-        found = {FEEDBACK: self.runtime.reducer.held_back.of(segment)}
+        found = {FEEDBACK: self.runtime.reducer.sync_states.saved(segment)}
         if outer is not None:
             found |= {MOMENTUM: outer.momentum, OUTER_FEEDBACK: outer.held}
         return {key: values for key, values in found.items() if values is not None}

@@ -84,7 +84,7 @@ def load(content: Content, training: TrainingState, backend: Backend, folder: Pa
         loading = Loading(content, training, backend.open(folder), wanted)
         loading.check()
         plan = loading.plan()
-    content.runtime.reducer.held_back.clear()
+    content.runtime.reducer.sync_states.clear()
     if content.updater.outer is not None:
         content.updater.outer.clear()
     error = loading.fill_segments(plan)
@@ -367,7 +367,7 @@ class Loading:
     def _tell_of_others(self) -> None:
         """What only one of the two runs has is nothing that a run can go on from."""
         for prefix, (what, key, is_here) in {
-            FEEDBACK: ("what codes of gradients held back", "gradients", bool(self._runtime.reducer.held_back)),
+            FEEDBACK: ("what codes of gradients held back", "gradients", bool(self._runtime.reducer.sync_states)),
             MOMENTUM: ("the outer optimizer's momentum", "every", self._updater.outer is not None),
         }.items():
             is_there = any(stored.startswith(prefix) for stored in self._stored.tensors)

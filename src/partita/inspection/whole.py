@@ -74,7 +74,7 @@ class Whole:
             reducer.drain()
             row = self._runtime.part_index if self._is_first_part(member) else None
             held = bucket.held_of(member, row, self._collectives.mesh.device)
-            flat = self._group.all_reduce(torch.cat([held, held.new_tensor([id(member) in bucket.used])]))
+            flat = self._group.all_reduce(torch.cat([held, held.new_tensor([id(member) in bucket.arrivals.used])]))
             factor = 1.0 if bucket.has_all_copies else bucket.copies.factor
             if flat[-1] > 0:
                 local = self._shaped(member, flat[:-1].div_(scale).mul_(factor))

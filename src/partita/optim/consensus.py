@@ -84,7 +84,7 @@ class Consensus:
         ranks that reduce together; with those that have copies, which of these were used.
         """
         reducer, members = self._reducer, self.members
-        used = [id(member) in bucket.used for bucket in reducer.buckets for member in bucket.members]
+        used = [id(member) in bucket.arrivals.used for bucket in reducer.buckets for member in bucket.members]
         changes = self._written.digest | (NEWS if self._buffers.has_news() else 0)
         header = struct.pack(HEADER, reducer.waves, changes, self._own_scale)
         message = header + bytes([*reducer.leftovers(), *used])

@@ -119,7 +119,7 @@ class BackwardUpdater(Updater):
         queued = _Queued(bucket, self._updates.of_bucket(bucket))
         self._queued = (*self._queued, queued)
         assert bucket.shard is not None
-        judge = partial(self._judge, queued, bucket.shard.lend().tensor, frozenset(bucket.used))
+        judge = partial(self._judge, queued, bucket.shard.lend().tensor, frozenset(bucket.arrivals.used))
         queued.judged = self._runtime.collectives.mesh.stream("gradients").run(judge)
         self._updates.queue(queued.updates, queued.judged)
         if len(self._queued) == len(self._reducer.buckets):  # backward needs no parameter any more

@@ -89,7 +89,7 @@ class SegmentUpdate:
             factor: what their gradients are multiplied by.
         """
         self._factor = factor
-        views, is_in_place = self._context.views, self._bucket.in_place
+        views, is_in_place = self._context.views, not self._bucket.buffer.collects
         for member in members:
             param = member.param
             if member.segment is not self.segment or id(member) not in used:

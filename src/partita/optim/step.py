@@ -117,7 +117,7 @@ class StepUpdater(Updater):
             self._reducer.launch(agreed.leftovers)
         self._reducer.drain()
         self._reducer.complete_unreduced()
-        self._reducer.held_back.leave_out_unused(agreed.used)
+        self._reducer.sync_states.drop_unused(agreed.used)
         self._reducer.add_copies()
         measured = [bucket for bucket in self._reducer.buckets if bucket.is_measured]
         squares = [part for bucket in measured for part in _squares(bucket, agreed.used)]
@@ -138,11 +138,14 @@ class StepUpdater(Updater):
             )
 
     def loaded(self) -> None:
-        """Running averages that travel are those of all ranks: have all know them."""
+        """Counters or states changed: sum gradients as the step that comes does; what travels may be the optimizer's
+        averages.
+        """
+        self._reducer.warm_up(self.in_full)
         if not self.in_full:
             self.wait_for_updates()
             averages = {param: state.get("exp_avg") for param, state in self.optimizer.state.items()}
-            self._reducer.held_back.take_averages(partial(self._flat_of, averages))
+            self._reducer.sync_states.start(partial(self._flat_of, averages))
 
     def _flat_of(self, values: Mapping[Tensor, Tensor | None], member: Member) -> Tensor | None:
         """What this rank has of a parameter, of ``values`` by the optimizer's tensors."""
@@ -157,17 +160,17 @@ class StepUpdater(Updater):
         for group in self.optimizer.param_groups:
             if "frozen" in group:  # of optimizers whose average travels
                 group["frozen"] = not in_full
-                group["averaged"] = not in_full and self._reducer.held_back.has_averages
+                group["averaged"] = not in_full and self._reducer.sync_states.has_averages
         # What is held back of sums that travel is of sums as the optimizer gets them.
-        scales_all = bool(self._reducer.held_back)
+        scales_all = bool(self._reducer.sync_states)
         at_once = self._reducer.buckets if scales_all else self._updates.inline_buckets
         if factor != 1.0:
             for grad in (grad for bucket in at_once for grad in _owned(bucket, used)):
                 grad.mul_(factor)
-        self._reducer.spread(used, factor, in_full=in_full)
+        self._reducer.gather(used, factor)
         if scales_all:
             factor = 1.0
-        self._reducer.held_back.commit(used)
+        self._reducer.sync_states.commit(used)
         self._updates.run(used, factor, self._guard)
 
     def _warn_of_untrained(self, used: set[int]) -> None:

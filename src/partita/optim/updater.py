@@ -95,6 +95,7 @@ class Updater(ABC):
         self._runtime = runtime
         self._reducer = runtime.reducer
         self._reducer.connect(self)
+        self._reducer.warm_up(self.in_full)
         if scale.dynamic:
             self._reducer.trace()
         self._guard = Guard(optimizer, lambda: self._reducer.holds_batch, self._writes)

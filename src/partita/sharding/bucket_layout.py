@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from partita.plan.planned import PlannedSegment
 from partita.sharding.unit import Member, Segment
 
 
@@ -41,6 +42,10 @@ class BucketLayout:
         self.num_elements = self.num_rows * self.num_columns
         self.pieces = {id(member): _pieces(member, first_column[id(member.segment)]) for member in members}
         self.gaps = self._gaps()
+
+    @property
+    def planned(self) -> list[PlannedSegment]:
+        return [segment.planned for segment in self.segments]
 
     def pieces_of_unused(self, used: AbstractSet[int]) -> list[tuple[Piece, ...]]:
         """Where those members lie that are not ``used`` (by id)."""

@@ -8,15 +8,12 @@ from partita.sharding.unit import Segment
 
 
 class GradientUser(Protocol):
-    """``steps``: so far; ``loss_scale``: what losses are multiplied by; ``in_full``: codes do not travel yet."""
+    """``steps``: so far; ``loss_scale``: what losses are multiplied by."""
 
     steps: int
 
     @property
     def loss_scale(self) -> float: ...
-
-    @property
-    def in_full(self) -> bool: ...
 
     def begin(self) -> None:
         """A backward is about to bring its first gradient."""

@@ -26,10 +26,12 @@ from partita.plan.residence import Tier
 from partita.plan.slots import RECEIVING, SENDING, SUMMED, PlannedPool, bucket_pools, received_bytes
 from partita.sharding.buckets import Bucket
 from partita.sharding.coded import seed_of
+from partita.sharding.gradient_buffer import PooledBuffer
+from partita.sharding.gradient_sync import SyncCall
 from partita.sharding.gradient_user import GradientUser
-from partita.sharding.held_back import HeldBack
 from partita.sharding.movement import Movement
 from partita.sharding.scaled import factor_under_way
+from partita.sharding.sync_states import SyncStates
 from partita.sharding.unit import Member
 
 
@@ -38,13 +40,14 @@ class GradientReducer:
 
     Attributes: ``scales``: what the losses of this rank's gradients since the last update were multiplied by;
     ``covered``: members whose gradients of a complete batch were collected; ``waves``: how many have ended;
-    ``held_back``: what codes have, of all buckets.
+    ``sync_states``: what is kept of all buckets between steps.
     """
 
     def __init__(self, buckets: list[Bucket], collectives: Collectives, ledger: Ledger) -> None:
         self.buckets = buckets
         self._movement = Movement(collectives)
-        self.held_back = HeldBack(buckets, self._movement)
+        self.sync_states = SyncStates(buckets, self._movement)
+        self._is_warming_up = False
         self._device = collectives.mesh.device
         self._bucket_of = {id(member): bucket for bucket in buckets for member in bucket.members}
         self._order = [bucket for bucket in buckets if bucket.moves]
@@ -53,7 +56,9 @@ class GradientReducer:
         def pool(planned: PlannedPool, tier: Tier = Tier.DEVICE) -> BufferPool:
             return BufferPool("buckets", planned, ledger, self._device, tier=tier)
 
-        planned = bucket_pools([bucket.planned for bucket in buckets], in_pieces=accelerator.is_host(self._device))
+        planned = bucket_pools(
+            [bucket.layout.planned for bucket in buckets], in_pieces=accelerator.is_host(self._device)
+        )
         self._sending = pool(planned.sending)
         self._receiving = pool(planned.receiving)
         self._summed = {tier: pool(of_tier, tier) for tier, of_tier in planned.summed.items()}
@@ -80,6 +85,7 @@ class GradientReducer:
     def add(self, bucket: Bucket) -> None:
         """Take up the bucket of a segment that begins to train; it is reduced last."""
         self.buckets.append(bucket)
+        bucket.warm_up(self._is_warming_up)
         self._bucket_of.update((id(member), bucket) for member in bucket.members)
         received = self._received_bytes[id(bucket)] = self._bytes_to_receive(bucket)
         if bucket.moves:
@@ -94,12 +100,18 @@ class GradientReducer:
         for segment in bucket.segments:
             self._user.unfreeze(segment)
 
+    def warm_up(self, is_warming_up: bool) -> None:
+        """From the next step on gradients are summed as in the warm-up, or as later."""
+        self._is_warming_up = is_warming_up
+        for bucket in self.buckets:
+            bucket.warm_up(is_warming_up)
+
     def bucket_of(self, member: Member) -> Bucket | None:
         """The bucket of a member that trains."""
         return self._bucket_of.get(id(member))
 
     def _bytes_to_receive(self, bucket: Bucket) -> int:
-        return received_bytes(bucket.planned, in_pieces=accelerator.is_host(self._device))
+        return received_bytes(bucket.layout.planned, in_pieces=accelerator.is_host(self._device))
 
     # -------------------------------------------------------------- what a wave does
 
@@ -110,7 +122,7 @@ class GradientReducer:
     @property
     def holds_batch(self) -> bool:
         """Whether this rank has gradients of a step's last micro-batch."""
-        return self._is_last_micro_batch and any(bucket.used for bucket in self.buckets)
+        return self._is_last_micro_batch and any(bucket.arrivals.used for bucket in self.buckets)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -168,19 +180,19 @@ class GradientReducer:
                 "module with sparse=False"
             )
         bucket = self._bucket_of[id(member)]
-        if self.aside is not None and grad is not None and not bucket.in_place:
+        if self.aside is not None and grad is not None and bucket.buffer.collects:
             member.param.grad = None
             self.aside(member.param, grad)
             return
         self._took_part = True
         self.scales.add(factor_under_way())
-        in_wave = not bucket.in_place and (self._synchronizes or bucket.rests_whole)
+        in_wave = bucket.buffer.collects and (self._synchronizes or bucket.buffer.keeps_full)
         if in_wave:
             self.backward_began()
         bucket.note(member, in_wave=in_wave)
         if not in_wave:
             return
-        if bucket.rests_whole:
+        if bucket.buffer.keeps_full:
             bucket.reopen()
             bucket.collect(member)
         elif self._order[self._next :][:1] == [bucket]:
@@ -191,11 +203,11 @@ class GradientReducer:
 
     def _end_backward(self) -> None:
         self._task = None
-        if any(bucket.is_fresh for bucket in self.buckets):
+        if any(bucket.arrivals.fresh for bucket in self.buckets):
             self.end_wave()
 
     def _launch_complete(self) -> None:
-        while self._next < len(self._order) and self._order[self._next].is_complete:
+        while self._next < len(self._order) and self._order[self._next].arrivals.is_complete:
             self._launch(self._order[self._next])
             self._next += 1
 
@@ -206,7 +218,7 @@ class GradientReducer:
         A sign of that is a later bucket that is complete. What still comes is reduced at the step.
         """
         later = self._order[self._next + 1 :]
-        if self._task is not None and any(bucket.is_complete and self._reducing(bucket) for bucket in later):
+        if self._task is not None and any(bucket.arrivals.is_complete and self._reducing(bucket) for bucket in later):
             self._launch(self._order[self._next])
             self._next += 1
             self._launch_complete()
@@ -235,12 +247,12 @@ class GradientReducer:
 
     def _begin_wave(self) -> None:
         for bucket in self.buckets:
-            bucket.end_wave()
+            bucket.arrivals.end_wave()
         self._next = 0
 
     def _cover(self) -> None:
         """A batch's gradients were collected: say so where the user may look for them."""
-        self.covered = [m for b in self.buckets if not b.in_place for m in b.members if id(m) in b.used]
+        self.covered = [m for b in self.buckets if b.buffer.collects for m in b.members if id(m) in b.arrivals.used]
         with torch._C.DisableTorchFunctionSubclass():
             for member in self.covered:
                 member.cover()
@@ -255,22 +267,22 @@ class GradientReducer:
 
     def _lend(self, bucket: Bucket) -> None:
         """Give a bucket memory to collect in, where it has none."""
-        if bucket.lacks_memory:
-            bucket.borrow(self._sending.borrow(bucket.num_bytes))
+        if isinstance(bucket.buffer, PooledBuffer) and bucket.buffer.full is None:
+            bucket.buffer.borrow(self._sending.borrow(bucket.num_bytes))
 
     def _launch(self, bucket: Bucket) -> None:
         """Queue a bucket's reduction, with zeros for what did not come."""
-        if bucket.rests_whole:
+        if bucket.buffer.keeps_full:
             bucket.reopen()
         else:
             self._lend(bucket)
         bucket.fill_up()
         if self._traces:
-            self.watch(bucket.total())
+            self.watch(bucket.buffer.total())
         receiving, received = self._room_to_receive(bucket)
         sums = None if bucket.sums_pass is None else self._summed[bucket.sums_pass]
         summed = None if sums is None else sums.borrow(bucket.shard_bytes)
-        reduce = bucket.launch(self._seeded(), received, summed, self._scale_of(bucket))
+        reduce = bucket.launch(SyncCall(self._seeded(), received), summed, self._scale_of(bucket))
         awaited = [record(self._device), *(slot.last_use for slot in (receiving, summed) if slot is not None)]
 
         self._launched = self._stream.run(told(partial(after, awaited, reduce), "reduce", bucket.members[0].fqn))
@@ -288,14 +300,12 @@ class GradientReducer:
         self._num_seeds += 1
         return self._movement.seeded(seed_of(self._user.steps, self._num_seeds))
 
-    def _scale_of(self, bucket: Bucket) -> float | None:
-        """What the bucket's gradients are multiplied by; None where they travel in full for now. A rank that has none
-        sends what it has held back all the same. (Where there are several factors, the step is an error.)
+    def _scale_of(self, bucket: Bucket) -> float:
+        """What the bucket's gradients are multiplied by. A rank that has none sends the errors that it keeps all the
+        same. (Where there are several factors, the step is an error.)
         """
         assert self._user is not None
-        if self._user.in_full:
-            return None
-        if bucket.feedback is not None and not self.scales:
+        if bucket.sync.keeps_errors and not self.scales:
             self.scales.add(self._user.loss_scale)
         return next(iter(self.scales), 1.0)
 
@@ -331,7 +341,7 @@ class GradientReducer:
             PartitaError: one was changed since backward.
         """
         for bucket in self.buckets:
-            if bucket.in_place:
+            if not bucket.buffer.collects:
                 bucket.divide()
             elif not bucket.moves:
                 bucket.fill_up()
@@ -351,27 +361,26 @@ class GradientReducer:
                 self._receiving.give_back(slot, self._launched)
         self.drain()
 
-    def spread(self, used: AbstractSet[int], factor: float, *, in_full: bool) -> None:
+    def gather(self, used: AbstractSet[int], factor: float) -> None:
         """Gather sums where the optimizer works on whole gradients, and running averages where all ranks have them, of
-        what any rank has ``used``; ``factor``: what sums were multiplied by; ``in_full``: codes did not travel in this
-        step yet.
+        what any rank has ``used``; ``factor``: what sums were multiplied by.
         """
-        chosen = [b for b in self.buckets if b.spreading or (b.carriage and not in_full)]
+        chosen = [bucket for bucket in self.buckets if bucket.sync.gathers]
         room = max((self._received_bytes[id(bucket)] for bucket in chosen), default=0)
         slot = self._receiving.borrow(room) if room else None
         awaited = [record(self._device)] + ([] if slot is None else [slot.last_use])
 
-        def gather() -> None:
+        def run() -> None:
             for bucket in chosen:
                 received = None if slot is None else over(slot.storage, torch.uint8, room)
-                bucket.spread(self._seeded(), received, used, factor, in_full)
+                bucket.gather(SyncCall(self._seeded(), received), used, factor)
 
         if chosen:
-            spread = self._stream.run(partial(after, awaited, gather))
+            gathered = self._stream.run(partial(after, awaited, run))
             if slot is not None:
-                self._receiving.give_back(slot, spread)
+                self._receiving.give_back(slot, gathered)
             with span("wait for reduce"):
-                spread.wait()
+                gathered.wait()
 
     def zero(self) -> None:
         """Forget all gradients; their memory is kept for the next step where the table says that it rests."""

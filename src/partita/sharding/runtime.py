@@ -305,7 +305,7 @@ class Runtime:
         """Bring what codes have not told yet to where it belongs, in full: so a run goes on from what is saved of it. A
         collective, between two steps.
         """
-        self.reducer.held_back.flush()
+        self.reducer.sync_states.settle()
         self._deliver([s for unit in self.units for s in unit.trained if s.planned.sends_changes])
 
     def publish(self) -> None:

@@ -1,0 +1,58 @@
+"""Which members of a bucket have brought a gradient: in this wave, since the last reduction, since the last update."""
+
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+
+from partita.sharding.unit import Member
+
+
+class Arrivals:
+    """By the members' ids.
+
+    Attributes: ``used``: those that brought one since the last update; ``collected``: whose gradients lie in the
+    buffer; ``fresh``: that brought one in this wave.
+    """
+
+    def __init__(self, members: Iterable[Member]) -> None:
+        self.used = set[int]()
+        self.collected = set[int]()
+        self.fresh = set[int]()
+        self._previous = set[int]()  # in the last wave
+        self._expected: AbstractSet[int] = {id(member) for member in members}  # learned from the last two waves
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this wave has brought all that is expected."""
+        return self._expected <= self.fresh
+
+    def has_collected(self, member: Member) -> bool:
+        """Whether the buffer has a gradient of the member."""
+        return id(member) in self.collected
+
+    def note(self, member: Member, *, in_wave: bool) -> None:
+        """A gradient has come; ``in_wave``: to be reduced with this backward's."""
+        self.used.add(id(member))
+        if in_wave:
+            self.fresh.add(id(member))
+
+    def collect(self, member: Member) -> None:
+        """A gradient was moved into the buffer."""
+        self.collected.add(id(member))
+        self.used.add(id(member))
+
+    def launched(self, *, learns: bool) -> None:
+        """What was collected is being reduced. ``learns``: expect the same from the next waves."""
+        if learns:
+            self._expected = self.fresh | self._previous or self._expected
+        self._previous = set(self.fresh)
+        self.collected.clear()
+
+    def end_wave(self) -> None:
+        """What comes from now on is of another backward."""
+        self.fresh.clear()
+
+    def clear(self) -> None:
+        """All gradients are dropped, or used up."""
+        self.collected.clear()
+        self.fresh.clear()
+        self.used.clear()

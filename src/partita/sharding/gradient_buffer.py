@@ -1,0 +1,171 @@
+"""Where the gradients of one bucket are collected, and where their sum is.
+
+``full`` is ``[num_rows, num_columns]``, a row for each rank that will own its sum; ``shard`` is this rank's row of the
+sum, ``[num_columns]``, in the table's tier.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from partita.errors import PartitaError
+from partita.memory.allocate import over
+from partita.memory.buffer_pool import Slot
+from partita.memory.ledger import Ledger
+from partita.memory.streams import Event
+from partita.memory.tiers import InMemory, Kept, StateMemory
+from partita.plan.planned import PlannedSegment
+from partita.planner.dtypes import dtype_of
+from partita.sharding.bucket_layout import BucketLayout
+from partita.sharding.unit import Member
+
+
+class GradientBuffer:
+    """Of one bucket; a subclass says where.
+
+    Attributes: ``full`` and ``shard``, where there are any; ``put_aside``: this rank's row of earlier sums, while
+    more is collected in their place.
+    """
+
+    collects = True  # whether gradients leave their parameters' ``.grad``
+    keeps_full = False  # whether they stay whole until the last micro-batch
+    full: Tensor | None = None
+    shard: Kept | None = None
+    put_aside: Tensor | None = None
+
+    def __init__(self, layout: BucketLayout, ledger: Ledger) -> None:
+        self._layout = layout
+        self._ledger = ledger
+        self._row = layout.segments[0].plan
+        self._dtype = dtype_of(self._row.grad_step.encoding)
+
+    def allocate(self, row: int, memory: StateMemory) -> None:
+        """Take the memory that stays, once. ``row`` is this rank's."""
+
+    def note(self, member: Member) -> None:
+        """A member's gradient is in its ``.grad``."""
+
+    def reopen(self, reduced: Event) -> None:
+        """More is collected, though ``shard`` has a sum once ``reduced`` has passed."""
+
+    def release(self) -> Slot | None:
+        """What was collected is used up. Returns the slot that is free now."""
+        return None
+
+    def clear(self) -> None:
+        """All gradients are dropped."""
+
+    def total(self) -> Tensor:
+        """The sum of all that was collected: not finite where an element is not."""
+        assert self.full is not None
+        return self.full.sum(dtype=torch.float32)
+
+
+class InPlaceBuffer(GradientBuffer):
+    """None: there is one rank, and autograd leaves gradients as the optimizer takes them."""
+
+    collects = False
+
+    def __init__(self, layout: BucketLayout, ledger: Ledger) -> None:
+        super().__init__(layout, ledger)
+        self._num_bytes = 0
+        self._versions = dict[int, int]()  # of the gradients as backward left them
+
+    def note(self, member: Member) -> None:
+        if (grad := member.grad) is not None:
+            if id(member) not in self._versions:
+                self._num_bytes += grad.nbytes
+                self._ledger.add("gradients", grad.nbytes)
+            self._versions[id(member)] = grad._version
+
+    def divide(self, members: Iterable[Member], divisor: int) -> None:
+        """Sums over micro-batches become means.
+
+        Raises:
+            PartitaError: a gradient was changed since backward.
+        """
+        for member in members:
+            grad = member.param.grad
+            assert grad is not None
+            if self._versions.get(id(member), grad._version) != grad._version:
+                raise PartitaError(
+                    f"the .grad of '{member.fqn}' was changed between backward and step (by "
+                    "torch.nn.utils.clip_grad_norm_?): on several ranks, and in other precisions, there is none to "
+                    "change. Set clip_grad_norm in the config, or call engine.clip_grad_norm(max_norm) before "
+                    "engine.step()"
+                )
+            if divisor != 1:
+                grad.mul_(1.0 / divisor)
+
+    def clear(self) -> None:
+        self._ledger.remove("gradients", self._num_bytes)
+        self._num_bytes = 0
+        self._versions.clear()
+
+
+class ResidentBuffer(GradientBuffer):
+    """All of it stays on the device between micro-batches; the sum is in this rank's row of it."""
+
+    keeps_full = True
+
+    def allocate(self, row: int, memory: StateMemory) -> None:
+        if self.shard is None:
+            tier = self._row.grad_between.tier
+            room = memory.keep("gradients", self._layout.num_elements, self._dtype, tier)
+            self.full = room.lend().tensor.view(self._layout.num_rows, -1)
+            self.shard = InMemory(self.full[row], tier)
+
+    def reopen(self, reduced: Event) -> None:
+        assert self.shard is not None
+        reduced.wait()
+        self.put_aside = self.shard.load()
+        self._ledger.add("gradients", self.put_aside.nbytes)
+
+    def release(self) -> Slot | None:
+        if self.put_aside is not None:
+            self._ledger.remove("gradients", self.put_aside.nbytes)
+            self.put_aside = None
+        return None
+
+
+class PooledBuffer(GradientBuffer):
+    """A slot of a pool while one backward fills and sends it. The sum has memory of its own, where it rests, or passes
+    through a slot, too.
+    """
+
+    _slot: Slot | None = None
+
+    def allocate(self, row: int, memory: StateMemory) -> None:
+        if self.shard is None and self._row.gradients_rest:
+            tier = self._row.grad_between.tier
+            self.shard = memory.keep("gradients", self._layout.num_columns, self._dtype, tier)
+
+    def borrow(self, slot: Slot) -> None:
+        """Collect in a slot until :meth:`release`."""
+        slot.last_use.wait()
+        self._slot = slot
+        self.full = over(slot.storage, self._dtype, self._layout.num_elements).view(self._layout.num_rows, -1)
+        self._layout.clear_gaps(self.full)
+
+    def borrow_for_sum(self, slot: Slot) -> None:
+        """The sum passes through this slot."""
+        self.shard = InMemory(over(slot.storage, self._dtype, self._layout.num_columns), self._row.grad_step.tier)
+
+    def release(self) -> Slot | None:
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            self.full = None
+        return slot
+
+
+def make_buffer(layout: BucketLayout, ledger: Ledger) -> GradientBuffer:
+    """As the plan says."""
+    planned: PlannedSegment = layout.segments[0].planned
+    kinds: dict[type[GradientBuffer], bool] = {
+        InPlaceBuffer: planned.gradient_in_place,
+        ResidentBuffer: planned.gradient_rests_whole,
+        PooledBuffer: planned.gradient_passes,
+    }
+    (kind,) = (kind for kind, is_planned in kinds.items() if is_planned)
+    return kind(layout, ledger)

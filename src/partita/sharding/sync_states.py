@@ -1,0 +1,70 @@
+"""What the gradient syncs of all buckets keep between steps, for those who end steps, save and load."""
+
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+
+from torch import Tensor
+
+from partita.sharding.average_sync import AverageSync
+from partita.sharding.buckets import Bucket
+from partita.sharding.gradient_sync import AverageOf, GradientSync
+from partita.sharding.movement import Movement
+from partita.sharding.unit import Segment
+
+
+class SyncStates:
+    """Of all ``buckets``, of which more may come."""
+
+    def __init__(self, buckets: list[Bucket], movement: Movement) -> None:
+        self._buckets = buckets
+        self._movement = movement
+
+    def _kept(self) -> Iterator[tuple[Bucket, GradientSync]]:
+        """The buckets whose sync, once the warm-up is over, keeps errors."""
+        return ((bucket, bucket.syncs[-1]) for bucket in self._buckets if bucket.syncs[-1].keeps_errors)
+
+    def __bool__(self) -> bool:
+        """Whether any is kept. Sums are then scaled where they lie, also in the warm-up."""
+        return any(True for _ in self._kept())
+
+    @property
+    def has_averages(self) -> bool:
+        """Whether the optimizer is given running averages once the warm-up is over."""
+        return any(isinstance(sync, AverageSync) for _, sync in self._kept())
+
+    def drop_unused(self, used: AbstractSet[int]) -> None:
+        """All is reduced: gradients of members that are not ``used`` (by id) on any rank are zeros."""
+        for bucket, sync in self._kept():
+            if bucket.shard is not None:
+                sync.drop_unused(bucket.shard.lend().tensor, bucket.layout.pieces_of_unused(used))
+
+    def commit(self, used: AbstractSet[int]) -> None:
+        """The step ends in an update of those that are ``used``."""
+        for bucket, sync in self._kept():
+            sync.commit(bucket.layout.pieces_of_unused(used))
+
+    def settle(self) -> None:
+        """Make what is saved all that there is. A collective, between two steps."""
+        for _, sync in self._kept():
+            sync.settle(self._movement)
+
+    def saved(self, segment: Segment) -> Tensor | None:
+        """What is saved of this rank's part of a segment, ``[part_elements]``, once all is settled."""
+        for bucket, sync in self._kept():
+            if any(each is segment for each in bucket.segments):
+                return sync.saved(segment)
+        return None
+
+    def start(self, average_of: AverageOf) -> None:
+        """The warm-up is over, or states were loaded. A collective, between two steps.
+
+        Args:
+            average_of: what this rank has of the optimizer's running average of a member, flat.
+        """
+        for bucket, sync in self._kept():
+            sync.start(bucket.members, average_of, self._movement)
+
+    def clear(self) -> None:
+        """Forget all, before other values are loaded."""
+        for _, sync in self._kept():
+            sync.clear()

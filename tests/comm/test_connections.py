@@ -13,57 +13,48 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import partita
 from partita import PartitaError
-from partita.comm.connections import Processes, neighbours
+from partita.comm.connections import Processes
 from partita.comm.simulated import Requests, SimulatedRanks
+from partita.comm.transport import Transport
 from partita.memory.accelerator import HOST
 from partita.plan.mesh_shape import AXES, MeshShape
 from partita.plan.state_plan import preset
 from tests.local import pool
 from tests.local.models import CASES
-from tests.local.training import PLANS, Stack, rank, square_loss, whole_weights, world
+from tests.local.training import PLANS, rank, whole_weights, world
 
 
 class Counting(Processes):
     """Makes no groups, and counts them."""
 
-    def __init__(self, rank: int, num_ranks: int, *, alike: bool = True) -> None:
+    def __init__(self, rank: int, num_ranks: int, *, by_members: bool = True) -> None:
         self.rank, self.num_ranks, self.timeout_s = rank, num_ranks, 1.0
-        self._device, self._within_node, self._alike = HOST, "network", alike
-        self.num_made, self._world = 0, None
+        self._device, self._within_node, self._names = HOST, "network", "name" if by_members else ""
+        self.names, self._num_made, self._world = list[str](), 0, None
 
-    def _members_can_make_groups(self) -> bool:
-        return self._alike
+    def _agreed_names(self, all_ranks: Transport) -> str:
+        return self._names
 
-    def _new_group(self, ranks: list[int], backend: str, *, by_members: bool) -> Any:
-        self.num_made += 1
+    def _new_group(self, ranks: list[int], backend: str, name: str) -> Any:
+        self.names.append(name)
         return object()
 
 
-def connected(num_data: int, rank: int, *, alike: bool = True) -> int:
+def connected(num_data: int, rank: int, *, by_members: bool = True) -> int:
     shape = MeshShape(pipeline=4, data=num_data, tensor=4)
-    counting = Counting(rank, shape.num_ranks, alike=alike)
+    counting = Counting(rank, shape.num_ranks, by_members=by_members)
     axes = [(axis,) for axis in AXES if shape.size(axis) > 1]
     for each in dict.fromkeys([*axes, *preset("zero1", mesh=shape).groups(shape)]):
         counting.connect(shape, shape.named(each))
-    return counting.num_made
+    assert not by_members or len(set(counting.names)) == len(counting.names)
+    return len(counting.names)
 
 
 def test_calls_do_not_grow_with_the_number_of_ranks() -> None:
     few, many = connected(2, 0), connected(32, 0)
     assert few == many <= 20
     assert {connected(32, rank) for rank in (0, 5, 511)} == {many}
-    assert connected(32, 0, alike=False) > 500
-
-
-@pytest.mark.parametrize("size", range(2, 10))
-def test_pairs_of_neighbours(size: int) -> None:
-    rounds = neighbours(size)
-    assert len(rounds) <= 3
-    for pairs in rounds:
-        members = [rank for pair in pairs for rank in pair]
-        assert len(members) == len(set(members))
-    found = {frozenset(pair) for pairs in rounds for pair in pairs}
-    assert found == {frozenset((at, (at + 1) % size)) for at in range(size)}
+    assert connected(32, 0, by_members=False) > 500
 
 
 def uses_device_mesh(folder: Path) -> None:
@@ -107,20 +98,28 @@ def test_one_process_has_it_too(tmp_path: Path) -> None:
     assert not dist.is_initialized()
 
 
-def after_groups_of_some_ranks() -> list[Any]:
-    """A script has made groups on some ranks alone: torch would name those that come later differently."""
+def engines_in_turn() -> list[list[float]]:
+    """Of all ranks and of two: groups of the same ranks as those of an engine that is closed. The script has groups of
+    its own on some ranks alone.
+    """
     if rank() < 2:
         own = dist.new_group([0, 1], timeout=timedelta(seconds=20), use_local_synchronization=True)
         dist.barrier(group=own)
-    with partita.initialize(Stack(1), {"zero": PLANS["3"], "communication": {"timeout_s": 20.0}}) as engine:
-        engine.backward(square_loss(engine, rank(), 0))
-        assert engine.step().stepped
-        assert engine.mesh.device_mesh["data"].size() == world()
-        return [value.sum().item() for value in whole_weights(engine).values()]
+    found = []
+    for plan in ("3", "1", "3"):
+        config = {"zero": PLANS[plan], "parallel": {"tensor": 2}, "communication": {"timeout_s": 20.0}}
+        with partita.initialize(CASES["llama"].build(), config) as engine:
+            batch = next(iter(CASES["llama"].batches(2)))
+            engine.backward(CASES["llama"].loss(engine(**batch)))
+            assert engine.step().stepped
+            assert engine.mesh.device_mesh["data"].size() == 2
+            found.append([value.sum().item() for value in whole_weights(engine).values()])
+    assert found[0] == found[2]
+    return found
 
 
-def test_groups_of_the_script_on_some_ranks() -> None:
-    first, *others = pool.run(4, after_groups_of_some_ranks)
+def test_engines_in_turn_and_groups_of_some_ranks() -> None:
+    first, *others = pool.run(4, engines_in_turn)
     assert all(other == first for other in others)
 
 

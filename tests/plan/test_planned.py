@@ -63,27 +63,28 @@ def test_gradients(name: str) -> None:
     for mesh in (TWO, NODES):
         for tiers, encodings in ((ON_DEVICE, PLAIN), (Tiers(gradients=Tier.HOST), PLAIN), (ON_DEVICE, MIXED)):
             segment = planned(2048, mesh, name, encodings, tiers)
-            assert (segment.gradient_in_place, segment.gradient_rests_whole) == (False, rests_whole)
+            assert (segment.gradients.in_place, segment.gradients.rest_whole) == (False, rests_whole)
             num_reductions = 2 if name in ("hsdp", "hierarchical-changes") and mesh is NODES else 1
-            assert (segment.gradient_passes, len(segment.gradient_reductions)) == (not rests_whole, num_reductions)
-            assert isinstance(segment.gradient_phases[0][0], ReduceScatter), "they are collected in fp32"
-            assert bool(segment.gradient_phases[1]) == (name == "ddp")
-            num_ranks = mesh.group_size(segment.gradient_reductions[0].axes)
-            part = segment.gradient_bytes // num_ranks
+            assert segment.gradients.pass_through != rests_whole
+            assert len(segment.gradients.reductions) == num_reductions
+            assert isinstance(segment.gradients.phases[0][0], ReduceScatter), "they are collected in fp32"
+            assert bool(segment.gradients.phases[1]) == (name == "ddp")
+            num_ranks = mesh.group_size(segment.gradients.reductions[0].axes)
+            part = segment.gradients.num_bytes // num_ranks
             assert received_bytes([segment], in_pieces=True) == (num_ranks - 1) * part
             assert received_bytes([segment], in_pieces=False) == part
         nowhere = planned(2048, mesh, name, tiers=Tiers(gradients=None))
-        assert (nowhere.gradient_rests_whole, nowhere.gradient_passes) == (False, True)
+        assert (nowhere.gradients.rest_whole, nowhere.gradients.pass_through) == (False, True)
     alone = planned(2048, MeshShape(), name)
-    assert (alone.gradient_moves, alone.gradient_in_place, alone.gradient_passes) == (False, True, False)
-    assert (alone.gradient_rests_whole, alone.gradient_reductions) == (False, ())
+    assert (alone.gradients.move, alone.gradients.in_place, alone.gradients.pass_through) == (False, True, False)
+    assert (alone.gradients.rest_whole, alone.gradients.reductions) == (False, ())
     encoded = planned(2048, MeshShape(), name, MIXED)
-    assert (encoded.gradient_moves, encoded.gradient_in_place, encoded.gradient_rests_whole) == (True, False, True)
-    assert encoded.gradient_phases == ((), ())
+    assert (encoded.gradients.move, encoded.gradients.in_place, encoded.gradients.rest_whole) == (True, False, True)
+    assert encoded.gradients.phases == ((), ())
     away = planned(2048, MeshShape(), name, tiers=Tiers(gradients=Tier.HOST))
-    assert (away.gradient_passes, away.gradient_phases) == (True, ((Copy(Tier.HOST),), ()))
+    assert (away.gradients.pass_through, away.gradients.phases) == (True, ((Copy(Tier.HOST),), ()))
     nowhere = planned(2048, MeshShape(), name, tiers=Tiers(gradients=None))
-    assert (nowhere.gradient_in_place, nowhere.gradient_passes) == (False, True)
+    assert (nowhere.gradients.in_place, nowhere.gradients.pass_through) == (False, True)
 
 
 @given(st.lists(st.tuples(st.integers(1, 900), st.sampled_from([FP32, BF16])), min_size=1), st.integers(1, 5))

@@ -165,7 +165,7 @@ def test_what_rests(name: str) -> None:
         assert (bucket.buffer.collects, bucket.buffer.keeps_full) == (True, name in WHOLE)
         two_sums = mesh.node > 1  # within the node, and over the nodes
         further = {"hsdp": [ReduceScatter, AllGather], "hierarchical-changes": [ReduceScatter]}.get(name, [])
-        sums, gathers = bucket.layout.planned[0].gradient_phases
+        sums, gathers = bucket.layout.planned[0].gradients.phases
         assert [type(op) for op in sums] == [ReduceScatter, *further * two_sums]
         assert [type(op) for op in gathers] == ([AllGather] if name == "ddp" else [])
         num_bytes = allocated(bucket, 1)
@@ -179,10 +179,10 @@ def test_what_rests(name: str) -> None:
         assert allocated(bucket, 1) == 0, "only once"
     alone = bucket_of(shapes, MeshShape(), name)
     assert isinstance(alone.buffer, InPlaceBuffer)
-    assert (alone.moves, alone.layout.planned[0].gradient_phases[0], allocated(alone, 0)) == (False, (), 0)
+    assert (alone.moves, alone.layout.planned[0].gradients.phases[0], allocated(alone, 0)) == (False, (), 0)
     encoded = bucket_of(shapes, MeshShape(), name, mixed)
     assert isinstance(encoded.buffer, ResidentBuffer)
-    assert (encoded.moves, encoded.layout.planned[0].gradient_phases[0]) == (False, ())
+    assert (encoded.moves, encoded.layout.planned[0].gradients.phases[0]) == (False, ())
     assert allocated(encoded, 0) == encoded.num_bytes
 
 
@@ -196,7 +196,7 @@ def test_what_leaves_the_device(name: str) -> None:
     alone = bucket_of([[(300,)]], MeshShape(), name, tiers=tiers)
     assert isinstance(alone.buffer, PooledBuffer)
     assert alone.moves
-    assert alone.layout.planned[0].gradient_phases[0] == (Copy(Tier.HOST),)
+    assert alone.layout.planned[0].gradients.phases[0] == (Copy(Tier.HOST),)
     memory = state_memory()
     alone.allocate(0, memory)
     assert memory.ledger.report(CPU).held == {("gradients", "host"): alone.num_bytes}

@@ -1,7 +1,9 @@
 """How a rank reaches the others of its mesh: through process groups of ``torch.distributed``."""
 
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from itertools import product
 from typing import TYPE_CHECKING
@@ -51,10 +53,8 @@ class Processes(Connections):
     """Between processes, whose default group is started if none is running.
 
     The first group, of all ranks, is made as torch makes groups by default: every rank takes part. Each further one is
-    made by its members alone, so that the number of calls does not grow with the number of ranks. Torch names such a
-    group by its ranks and by how many groups a process has, so all ranks make the same number of them: one that is in
-    none makes a group of its own in its place. Where that number differs all the same (a script has made groups on some
-    ranks alone), or where the default group is bound to a device, every rank takes part in all.
+    made by its members alone, so that the number of calls does not grow with the number of ranks. Where the default
+    group is bound to a device, from which others are then split, every rank takes part in all.
 
     Args:
         device: where tensors live; decides the backend (gloo on the host). Control messages always use gloo.
@@ -67,7 +67,8 @@ class Processes(Connections):
         self.timeout_s = rendezvous.timeout_s
         self._within_node = rendezvous.within_node
         self._groups: list[dist.ProcessGroup] = []
-        self._all_ranks: Transport | None = None
+        self._names = ""  # of all groups that members make, how they begin; empty: every rank makes all
+        self._num_made = 0  # groups, whether this rank is in them or not
         self._world = world.join(rendezvous, device)
         self.rank, self.num_ranks = world.running() or (rendezvous.rank, 1)
 
@@ -76,13 +77,12 @@ class Processes(Connections):
 
     def connect(self, shape: MeshShape, axes: tuple[str, ...]) -> Transport | None:
         own = dict[str, dist.ProcessGroup]()
-        by_members = self._members_can_make_groups()
         with connections_kept_from_children():
             for purpose in purposes_over(axes):
                 backend = accelerator.backend(accelerator.HOST if purpose == "control" else self._device)
-                if (group := self._make_group(shape.groups(axes), backend, by_members=by_members)) is not None:
+                if (group := self._make_group(shape.groups(axes), backend)) is not None:
                     own[purpose] = group
-            edges = self._connect_edges(shape, axes, by_members=by_members)
+            edges = self._connect_edges(shape, axes)
         if not own:
             return None
         index, size = shape.group_index(self.rank, axes), shape.group_size(axes)
@@ -90,58 +90,57 @@ class Processes(Connections):
         if accelerator.is_host(self._device):
             transport = HostTransport(index, size, own, self._within_node, self.timeout_s)
         if axes == shape.all_axes:
-            self._all_ranks = transport
+            self._names = self._agreed_names(transport)
         return transport
 
-    def _connect_edges(
-        self, shape: MeshShape, axes: tuple[str, ...], *, by_members: bool
-    ) -> dict[tuple[int, int, str], dist.ProcessGroup]:
+    def _agreed_names(self, all_ranks: Transport) -> str:
+        """What no group of this process, nor of an earlier one under the same store, is called."""
+        if world.is_bound_to_device():
+            return ""
+        row = torch.frombuffer(bytearray(secrets.token_bytes(8)), dtype=torch.uint8)
+        rows = row.new_empty((self.num_ranks, row.numel()))
+        all_ranks.gather_messages(rows, row).wait()
+        return f"partita/{bytes(rows[0].tolist()).hex()}"
+
+    def _connect_edges(self, shape: MeshShape, axes: tuple[str, ...]) -> dict[tuple[int, int, str], dist.ProcessGroup]:
         """Along the pipeline of accelerators, between each two neighbours: on each of its groups a backend sends in one
         order.
         """
         own = dict[tuple[int, int, str], dist.ProcessGroup]()
         if axes != PIPELINE_AXES or accelerator.is_host(self._device):
             return own
-        backend = accelerator.backend(self._device)
-        lists, index = shape.groups(axes), shape.group_index(self.rank, axes)
-        for pairs, lane in product(neighbours(shape.group_size(axes)), LANES):
-            of_pairs = [[ranks[one], ranks[other]] for ranks in lists for one, other in pairs]
-            for source_is_first in (True, False):
-                group = self._make_group(list(map(sorted, of_pairs)), backend, by_members=by_members)
-                if group is not None:
-                    source, target = next(pair for pair in pairs if index in pair)
-                    own[(source, target, lane) if source_is_first else (target, source, lane)] = group
+        lists, size, backend = shape.groups(axes), shape.group_size(axes), accelerator.backend(self._device)
+        neighbours = {(at, (at + step) % size) for at in range(size) for step in (1, -1)}
+        for (source, target), lane in product(sorted(neighbours), LANES):
+            group = self._make_group([sorted((ranks[source], ranks[target])) for ranks in lists], backend)
+            if group is not None:
+                own[source, target, lane] = group
         return own
 
-    def _members_can_make_groups(self) -> bool:
-        """Whether all ranks have equally many groups, from which torch makes the names of those that members make."""
-        if self._all_ranks is None or world.is_bound_to_device():
-            return False
-        row = torch.tensor([world.num_groups()], device="cpu").view(torch.uint8)
-        rows = row.new_empty((self.num_ranks, row.numel()))
-        self._all_ranks.gather_messages(rows, row).wait()
-        return bool((rows == row).all())
-
-    def _make_group(self, lists: Sequence[list[int]], backend: str, *, by_members: bool) -> dist.ProcessGroup | None:
+    def _make_group(self, lists: Sequence[list[int]], backend: str) -> dist.ProcessGroup | None:
         """Make a group of each of these lists of ranks, none of which is in two. Called on all ranks.
 
         Returns: this rank's; None if it is in none of the lists.
         """
         found = None
+        self._num_made += 1
         for ranks in lists:
             assert ranks == sorted(ranks), f"not in the order in which torch numbers ranks: {ranks}"
-            if self.rank in ranks or not by_members:
-                group = self._new_group(ranks, backend, by_members=by_members)
+            if self.rank in ranks or not self._names:
+                name = f"{self._names}/{self._num_made}/{ranks[0]}" if self._names else ""
+                group = self._new_group(ranks, backend, name)
                 found = group if self.rank in ranks else found
-        if found is None and by_members:
-            self._new_group([self.rank], backend, by_members=True)
         return found
 
-    def _new_group(self, ranks: list[int], backend: str, *, by_members: bool) -> dist.ProcessGroup:
+    def _new_group(self, ranks: list[int], backend: str, name: str) -> dist.ProcessGroup:
+        """Args:
+        name: of a group that its members make; empty: every rank takes part.
+        """
         timeout = timedelta(seconds=self.timeout_s)
-        group: dist.ProcessGroup = dist.new_group(
-            ranks, timeout=timeout, backend=backend, use_local_synchronization=by_members
-        )
+        with world.named(name) if name else nullcontext():
+            group: dist.ProcessGroup = dist.new_group(
+                ranks, timeout=timeout, backend=backend, use_local_synchronization=bool(name)
+            )
         if self.rank in ranks:
             self._groups.append(group)
         return group
@@ -151,12 +150,11 @@ class Processes(Connections):
 
         if self._world is None:
             self._world = world.start_alone(self.timeout_s)
-        by_members = self._members_can_make_groups()
         backend = accelerator.backend(self._device)
         with connections_kept_from_children():
             made = dict[str, dist.ProcessGroup]()
             for axis in ("", *(axis for axis in AXES if shape.size(axis) > 1)):  # each rank alone, and those along axes
-                group = self._make_group(shape.groups((axis,) if axis else ()), backend, by_members=by_members)
+                group = self._make_group(shape.groups((axis,) if axis else ()), backend)
                 assert group is not None
                 made[axis] = group
         ranks = torch.arange(self.num_ranks, device="cpu").view([shape.size(axis) for axis in AXES])
@@ -170,11 +168,3 @@ class Processes(Connections):
         world.leave(self._world, self._groups)
         self._world = None
         self._groups = []
-
-
-def neighbours(size: int) -> list[list[tuple[int, int]]]:
-    """The pairs of neighbours on a ring, in rounds: in each, no rank is in two pairs."""
-    ring = [(at, (at + 1) % size) for at in range(size)] if size > 2 else [(0, 1)]
-    last = ring[-1:] if size % 2 else []
-    pairs = ring[: len(ring) - len(last)]
-    return [pairs_of_round for pairs_of_round in (pairs[::2], pairs[1::2], last) if pairs_of_round]

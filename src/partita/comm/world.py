@@ -3,13 +3,15 @@ process share and the last of them ends.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as find_store
 
@@ -94,9 +96,20 @@ def leave(world: dist.ProcessGroup | None, groups: Iterable[dist.ProcessGroup]) 
         dist.destroy_process_group(group)
 
 
-def num_groups() -> int:
-    """How many groups this process has. Torch makes the name of one that its members make from that number."""
-    return len(dist.distributed_c10d._world.pg_names)
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """Have torch call a group that its members make in this block so.
+
+    By itself it makes the name of the ranks and of how many groups the process has at the time. Where some were
+    destroyed, another group had that name, and its ranks' old addresses are still in the store; where processes have
+    unequally many, they wait for each other under different names.
+    """
+    own = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = own
 
 
 def is_bound_to_device() -> bool:

@@ -9,7 +9,7 @@ from partita.forecast.sized import Sized
 from partita.forecast.stages import Stage
 from partita.parallel.tensor.splitter import TENSOR
 from partita.plan.mesh_shape import MeshShape
-from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
+from partita.plan.planned import PlannedSegment, PlannedUnit, factor_elements, reduction_order, share_buckets
 from partita.plan.residence import FP32, Residence, Tier
 from partita.plan.steps import AllGather, ReduceScatter, Step, on_wires, steps
 from partita.planner.curve import Curve
@@ -141,10 +141,9 @@ class Rates:
     def _summed(self, bucket: Sequence[PlannedSegment]) -> float:
         """Seconds of gradients to where the optimizer works on them."""
         row, mesh, padded = bucket[0].row, bucket[0].mesh, sum(segment.layout.padded for segment in bucket)
-        if bucket[0].sums_factors:
+        if bucket[0].gradients.factors is not None:
             num, axes = mesh.group_size(row.summed_axes), mesh.named(row.summed_axes)
-            values = (sum(each) for each in zip(*(segment.factor_elements for segment in bucket), strict=True))
-            sizes = [FP32.num_bytes(each) for each in values if each]
+            sizes = [FP32.num_bytes(num_elements) for num_elements in factor_elements(bucket) if num_elements]
             return sum(self.collective("all_reduce", axes, mesh, 2 * (num - 1) * size // num) for size in sizes)
         moved = on_wires(steps(row.grad_arrival, row.grad_step, mesh), row.wires.gradients, row.wires.sums)
         return self._sent(padded, mesh, moved, row.grad_arrival)
@@ -156,8 +155,8 @@ class Rates:
         found = 0.0
         for segment in (segment for unit in units for segment in unit.segments if segment.trains):
             row, part = segment.row, replace(segment.row.master, shard_axes=segment.row.part_axes)
-            found += self._of_segment(segment, segment.outer_steps(), row.outer_gradient)
-            found += self._of_segment(segment, segment.outer_publication, part)
+            found += self._of_segment(segment, segment.rounds.steps(segment.row.wires), row.outer_gradient)
+            found += self._of_segment(segment, segment.rounds.publication, part)
             found += self._of_segment(segment, segment.publication, row.master)
         return found / self.every
 

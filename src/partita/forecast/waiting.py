@@ -27,7 +27,7 @@ def gradients_of(stage: Stage, units: Sequence[PlannedUnit], trace: Trace) -> Gr
     """Those of a stage that has these units."""
     staying, largest = set[str](), 0
     for entries, unit in zip(stage.entries, units, strict=True):
-        in_place = [segment.gradient_in_place for segment in unit.segments]
+        in_place = [segment.gradients.in_place for segment in unit.segments]
         for entry, segment in zip(entries, segments_of(entries), strict=True):
             if entry.trainable:
                 largest = max(largest, _gradient_bytes(entry))
@@ -57,7 +57,7 @@ def waiting_bytes(stage: Stage, chunk: int, units: Sequence[PlannedUnit], trace:
     the chunk's blocks.
     """
     start, stop = stage.chunks[chunk]
-    if not any(segment.gradient_passes for unit in units for segment in unit.segments if segment.trains):
+    if not any(segment.gradients.pass_through for unit in units for segment in unit.segments if segment.trains):
         return (0,) * (1 + stop - start)
     numbers, num_buckets = _bucket_numbers(units), len(share_buckets(reduction_order(units)))
     first, last = start - (start == 0), stop - (stop < len(trace.blocks))
@@ -96,7 +96,7 @@ def _arrivals(
     stage: Stage, at: int, unit: PlannedUnit, numbers: Sequence[int | None], trace: Trace
 ) -> Iterator[tuple[int, Arrival]]:
     """Of a unit's gradients, in which piece they come: the block's number, that of what is behind all blocks, or -1."""
-    waits = [segment.gradient_passes for segment in unit.segments]
+    waits = [segment.gradients.pass_through for segment in unit.segments]
     has_last = any(stop == len(trace.blocks) for _, stop in stage.chunks)
     for entry, segment in zip(stage.entries[at], segments_of(stage.entries[at]), strict=True):
         number, place = numbers[segment], stage.places[at]

@@ -82,7 +82,7 @@ class Whole:
             return local
         if not any(self._all_ranks.exchange_objects(local is not None, "engine.gradient")):
             return None
-        counts = bucket is not None and (bucket.is_first_copy or not bucket.has_all_copies)
+        counts = bucket is not None and (bucket.segments[0].is_first_copy or not bucket.has_all_copies)
         return self._whole(holding, local if counts else None, torch.float32)
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ class OuterState:
 
         self.begin = kept(segment.layout.part_elements)
         self.momentum = kept(segment.layout.part_elements)
-        self.levels = [kept(size) for size in planned.outer_held_sizes]
+        self.levels = [kept(size) for size in planned.rounds.error_sizes]
 
     @property
     def held(self) -> Tensor | None:
@@ -129,7 +129,7 @@ class OuterOptimizer:
             moving = self._movement.seeded(seed_of(step, number))
             mean = self._mean(segment, state, state.begin - part, moving, in_full=in_full)
             self._step(state, mean, part)
-            finish_all(self._movement.begin(segment.planned.outer_publication, part, master))
+            finish_all(self._movement.begin(segment.planned.rounds.publication, part, master))
             self._runtime.executor.deliver(segment, master, segment.plan.master, exact=True)
             lease.end(changed=True)
         self._taken = 0
@@ -137,7 +137,7 @@ class OuterOptimizer:
 
     def _mean(self, segment: Segment, state: OuterState, change: Tensor, moving: Movement, *, in_full: bool) -> Tensor:
         """The mean over the replicas of their outer gradients, as all of them decode it."""
-        ops = segment.planned.outer_steps(in_full=in_full)
+        ops = segment.planned.rounds.steps(segment.planned.first_wires if in_full else segment.plan.wires)
         values, levels = change.to(moving.device), [level.to(moving.device) for level in state.levels]
         room = moving.scratch_bytes(ops, values.numel(), values.itemsize)
         received = values.new_empty(-(-room // values.itemsize)) if room else None

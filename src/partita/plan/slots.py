@@ -96,14 +96,14 @@ def bucket_pools(buckets: Sequence[Sequence[PlannedSegment]], *, in_pieces: bool
     """Those of ``buckets``, each of which has the segments that are reduced together. ``in_pieces`` as
     :func:`~partita.plan.scratch.received_elements` has it.
     """
-    passing = [bucket for bucket in buckets if bucket[0].gradient_passes]
+    passing = [bucket for bucket in buckets if bucket[0].gradients.pass_through]
     of_each = dict[tuple[int, ...], int]()  # plans have one object for all segments that are alike
     for bucket in buckets:
         if (key := tuple(map(id, bucket))) not in of_each:
             of_each[key] = received_bytes(bucket, in_pieces=in_pieces)
     received = (of_each[tuple(map(id, bucket))] for bucket in buckets)
     return BucketPools(
-        PlannedPool(tuple(sum(segment.gradient_bytes for segment in bucket) for bucket in passing), SENDING),
+        PlannedPool(tuple(sum(segment.gradients.num_bytes for segment in bucket) for bucket in passing), SENDING),
         PlannedPool(tuple(num_bytes for num_bytes in received if num_bytes), RECEIVING),
         {tier: PlannedPool(tuple(_sum_bytes(buckets, tier)), SUMMED) for tier in (Tier.DEVICE, Tier.HOST)},
     )
@@ -112,9 +112,9 @@ def bucket_pools(buckets: Sequence[Sequence[PlannedSegment]], *, in_pieces: bool
 def received_bytes(bucket: Sequence[PlannedSegment], *, in_pieces: bool) -> int:
     """Scratch memory that a bucket's reductions need, in the first steps, too, and the way of the sums after them."""
     first, num_elements = bucket[0], sum(segment.layout.padded for segment in bucket)
-    ways = [(phases[0], num_elements) for phases in (first.gradient_phases, first.first_gradient_phases)]
-    carriage = first.carriage(first.row.wires.sums) if first.carries else ()
-    further = (first.copy_steps, first.gradient_phases[1], first.first_gradient_phases[1], carriage)
+    ways = [(phases[0], num_elements) for phases in (first.gradients.phases, first.gradients.warmup_phases)]
+    carriage = first.gradients.average_steps(first.row.wires.sums) if first.gradients.send_averages else ()
+    further = (first.gradients.copy_steps, first.gradients.phases[1], first.gradients.warmup_phases[1], carriage)
     ways += [(ops, num_elements // first.layout.num_parts) for ops in further]
     itemsize = first.row.grad_step.encoding.itemsize
     return max(scratch_bytes(ops, num, itemsize, first.mesh, in_pieces=in_pieces) for ops, num in ways)
@@ -123,8 +123,8 @@ def received_bytes(bucket: Sequence[PlannedSegment], *, in_pieces: bool) -> int:
 def _sum_bytes(buckets: Sequence[Sequence[PlannedSegment]], tier: Tier) -> Iterator[int]:
     """Of a rank's part of each bucket's sum that passes through a pool in ``tier``."""
     for bucket in buckets:
-        if bucket[0].sums_pass is tier:
-            yield sum(segment.gradient_bytes for segment in bucket) // bucket[0].layout.num_parts
+        if bucket[0].gradients.sums_tier is tier:
+            yield sum(segment.gradients.num_bytes for segment in bucket) // bucket[0].layout.num_parts
 
 
 def code_bytes(units: Sequence[PlannedUnit]) -> int:

@@ -41,7 +41,7 @@ def model_state_bytes(
 
 def gradient_bytes_in_place(units: Sequence[PlannedUnit], rank: int) -> int:
     """Bytes of the gradients that rest where autograd leaves them, on ``rank``: they are made within a step."""
-    segments = [segment for unit in units for segment in unit.segments if segment.trains and segment.gradient_in_place]
+    segments = [segment for unit in units for segment in unit.segments if segment.trains and segment.gradients.in_place]
     return sum(_value_bytes(segment, segment.row.grad_arrival, rank) for segment in segments)
 
 
@@ -63,16 +63,16 @@ def _states(segment: PlannedSegment, rank: int | None, num_moments: int) -> Iter
         yield "master", row.master, segment.held_bytes(row.master)
     if not segment.trains:
         return
-    if segment.gradient_in_place:
+    if segment.gradients.in_place:
         yield "gradients", row.grad_arrival, _value_bytes(segment, row.grad_arrival, rank)
     elif row.gradients_rest:  # others are in working memory, a few at a time
         yield "gradients", row.grad_between, segment.held_bytes(row.grad_between)
-    if sizes := segment.held_sizes:
+    if sizes := segment.gradients.error_sizes:
         yield "feedback", row.feedback, HELD_COPIES * sum(map(row.feedback.encoding.num_bytes, sizes))
-    if segment.carries:
+    if segment.gradients.send_averages:
         yield "momentum", row.feedback, FP32.num_bytes(segment.layout.padded)
     if row.apart_axes:
-        outer = OUTER_STATES * segment.layout.part_elements + sum(segment.outer_held_sizes)
+        outer = OUTER_STATES * segment.layout.part_elements + sum(segment.rounds.error_sizes)
         yield "outer", row.feedback, FP32.num_bytes(outer)
     values = _value_bytes(segment, row.moments, rank)
     if row.moments.tier is Tier.DISK and values:  # there they are kept as the shard is, with its padding

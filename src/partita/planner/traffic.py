@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from partita.plan.mesh_shape import AXES, BATCH_AXES, PIPELINE_AXES, MeshShape
-from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
+from partita.plan.planned import PlannedSegment, PlannedUnit, factor_elements, reduction_order, share_buckets
 from partita.plan.residence import FP32, Encoding, Residence
 from partita.plan.steps import AllGather, Encode, ReduceScatter, Slice, Step, in_phases, on_wires, steps
 from partita.plan.traffic import TrafficKey, TrafficMeter, TrafficReport
@@ -72,9 +72,9 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
         sent.count(segment.publication, segment.row.master, segment.layout.padded, "parameters")
     for segment in segments if shape.ends_round and segments[0].row.apart_axes else ():
         row, padded = segment.row, segment.layout.padded
-        sent.count(segment.outer_steps(), row.outer_gradient, padded, "gradients")
+        sent.count(segment.rounds.steps(row.wires), row.outer_gradient, padded, "gradients")
         part = replace(row.master, shard_axes=row.part_axes)
-        sent.count(segment.outer_publication, part, padded, "parameters")
+        sent.count(segment.rounds.publication, part, padded, "parameters")
         sent.count(segment.publication, row.master, padded, "parameters")
     if not all(unit.rests_whole for unit in units):
         sent.messages(units[0].row.summed_axes, WORD_BYTES, shape.num_backwards)  # the end of a micro-batch
@@ -127,7 +127,7 @@ class _Sent:
         gradients that rest nowhere, the norms and which were used are summed there, too.
         """
         row, num_elements = bucket[0].row, sum(segment.layout.padded for segment in bucket)
-        if bucket[0].sums_factors:
+        if bucket[0].gradients.factors is not None:
             self.factors(bucket, num_reduced)
             if not row.copies.axes:
                 return
@@ -139,8 +139,8 @@ class _Sent:
         self.count(remaining, row.grad_between, num_elements, "gradients")
         summed = replace(row.grad_step, shard_axes=row.part_axes)
         self.move(replace(summed, partial_axes=row.copies.axes), summed, num_elements, "gradients")
-        if bucket[0].carries and not bucket[0].gradient_phases[1]:
-            self.count(bucket[0].carriage(row.wires.sums), summed, num_elements, "gradients")
+        if bucket[0].gradients.send_averages and not bucket[0].gradients.phases[1]:
+            self.count(bucket[0].gradients.average_steps(row.wires.sums), summed, num_elements, "gradients")
         axes = self._mesh.named(AXES)
         if not row.gradients_rest and axes:
             num, num_words = self._mesh.group_size(axes), sum(1 + len(segment.layout.spans) for segment in bucket)
@@ -152,8 +152,8 @@ class _Sent:
         calls = num_reduced if steps(row.grad_arrival, row.grad_between, self._mesh) else 1
         axes = self._mesh.named(row.summed_axes)
         num = self._mesh.group_size(axes)
-        for values in zip(*(segment.factor_elements for segment in bucket), strict=True):
-            if num_bytes := FP32.num_bytes(sum(values)):
+        for num_elements in factor_elements(bucket):
+            if num_bytes := FP32.num_bytes(num_elements):
                 sent = 2 * (num - 1) * num_bytes // num
                 self.meter.add(TrafficKey("all_reduce", axes, "gradients"), calls * sent, calls)
 

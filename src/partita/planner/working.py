@@ -45,7 +45,7 @@ def most_working_bytes(
     """
     trained = [segment for unit in units for segment in unit.segments if segment.trains]
     passing = Counter({tier: _most_summed(trained, tier) for tier in (Tier.DEVICE, Tier.HOST)})
-    sent = [segment.gradient_bytes for segment in trained if segment.gradient_passes]
+    sent = [segment.gradients.num_bytes for segment in trained if segment.gradients.pass_through]
     received = [received_bytes((segment,), in_pieces=on_host) for segment in trained]
     passing[Tier.DEVICE] += _shared_slots(sent, SENDING) + _shared_slots(received, RECEIVING)
     return passing + _beside_gradients(units, prefetch, num_moments, on_host=on_host)
@@ -64,7 +64,7 @@ def _beside_gradients(
 def _held_bytes(trained: Sequence[PlannedSegment]) -> int:
     """What codes of a bucket hold back, on the device, where it rests elsewhere."""
     away = (segment for segment in trained if segment.row.feedback.tier is not Tier.DEVICE)
-    return max((sum(map(FP32.num_bytes, segment.held_sizes)) for segment in away), default=0)
+    return max((sum(map(FP32.num_bytes, segment.gradients.error_sizes)) for segment in away), default=0)
 
 
 def arriving_bytes(units: Sequence[PlannedUnit]) -> int:
@@ -73,7 +73,7 @@ def arriving_bytes(units: Sequence[PlannedUnit]) -> int:
         sum(
             segment.layout.padded * segment.row.grad_arrival.encoding.itemsize
             for segment in unit.segments
-            if segment.trains and segment.gradient_moves
+            if segment.trains and segment.gradients.move
         )
         for unit in units
     )
@@ -82,11 +82,11 @@ def arriving_bytes(units: Sequence[PlannedUnit]) -> int:
 
 def _most_summed(trained: Sequence[PlannedSegment], tier: Tier) -> int:
     """Slots of reduced gradients that rest nowhere."""
-    passing = [segment for segment in trained if segment.sums_pass is tier]
+    passing = [segment for segment in trained if segment.gradients.sums_tier is tier]
     if not passing:
         return 0
     num_shards = passing[0].num_shards(passing[0].row.grad_step)
-    return _shared_slots([segment.gradient_bytes for segment in passing], SUMMED) // num_shards
+    return _shared_slots([segment.gradients.num_bytes for segment in passing], SUMMED) // num_shards
 
 
 def _shared_slots(sizes: Sequence[int], depth: int) -> int:
@@ -127,7 +127,7 @@ def _staging_bytes(units: Sequence[PlannedUnit], num_moments: int) -> int:
             parameters[segment.held_bytes(row.param_rest)] += 1
         if segment.trains and row.grad_step.tier is Tier.DISK:
             num_bytes = segment.held_bytes(row.grad_step)
-            if segment.gradient_bytes > BUCKET_BYTES:
+            if segment.gradients.num_bytes > BUCKET_BYTES:
                 gradients[num_bytes] += 1
             else:
                 small += num_bytes

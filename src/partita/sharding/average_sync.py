@@ -29,9 +29,9 @@ class AverageSync(ErrorFeedbackSync):
         size, copies = planned.mesh.group_size, planned.row.copies
         self._momentum = planned.row.wires.momentum
         # How often the last average would count in the sum, over the copies too.
-        self._num_added = size(planned.row.summed_axes) * size(copies.axes) * planned.copy_factor
-        self._back = planned.carriage(planned.row.wires.sums)
-        self._exactly_back = planned.carriage(FULL)
+        self._num_added = size(planned.row.summed_axes) * size(copies.axes) * planned.gradients.copy_factor
+        self._back = planned.gradients.average_steps(planned.row.wires.sums)
+        self._exactly_back = planned.gradients.average_steps(FULL)
         self._sees_whole = planned.num_shards(planned.row.grad_step) == 1
         self.average = memory.keep("momentum", layout.num_elements, torch.float32, self._tier).lend().tensor
 

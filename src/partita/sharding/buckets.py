@@ -95,17 +95,12 @@ class Bucket:
     @cached_property
     def moves(self) -> bool:
         """Whether gradients leave where they are collected, for other ranks or another memory."""
-        return self.passes or bool(self.layout.segments[0].planned.gradient_reductions)
+        return self.passes or bool(self.layout.segments[0].planned.gradients.reductions)
 
     @property
     def sums_pass(self) -> Tier | None:
         """The tier of the pool that sums pass through; None: they rest."""
-        return self.layout.segments[0].planned.sums_pass
-
-    @property
-    def is_first_copy(self) -> bool:
-        """Whether this rank's shard counts."""
-        return self.layout.segments[0].is_first_copy
+        return self.layout.segments[0].planned.gradients.sums_tier
 
     @property
     def is_measured(self) -> bool:

@@ -10,8 +10,8 @@ class SumOfCopies:
     """``steps`` to the sum over all copies; ``factor`` makes the mean of it, where copies' gradients are equal."""
 
     def __init__(self, planned: PlannedSegment) -> None:
-        self.steps = planned.copy_steps
-        self.factor = planned.copy_factor
+        self.steps = planned.gradients.copy_steps
+        self.factor = planned.gradients.copy_factor
 
     def run(self, shard: Tensor, movement: Movement, received: Tensor | None) -> None:
         """Bring the sum into ``shard``. A collective of the ranks that have copies.

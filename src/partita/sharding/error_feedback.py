@@ -29,18 +29,18 @@ class ErrorFeedbackSync(GradientSync):
     """Sums one bucket in codes that keep their errors.
 
     The errors are of ``[num_rows * num_columns]`` values for the first sum, of this rank's part of that for each
-    further one, and of this rank's row for a gather of the sums: ``planned.held_sizes``, called levels here.
+    further one, and of this rank's row for a gather of the sums: ``planned.gradients.error_sizes``, called levels here.
     """
 
     keeps_errors = True
 
     def __init__(self, layout: BucketLayout, row: int, memory: StateMemory) -> None:
         planned: PlannedSegment = layout.segments[0].planned
-        super().__init__(layout, row, planned.gradient_phases)
+        super().__init__(layout, row, planned.gradients.phases)
         self._tier = planned.row.feedback.tier
-        self._exact_sums = planned.full_sums
+        self._exact_sums = planned.gradients.exact_sums
         self._is_first_copy = layout.segments[0].is_first_copy
-        per_segment = [segment.planned.held_sizes for segment in layout.segments]
+        per_segment = [segment.planned.gradients.error_sizes for segment in layout.segments]
         self._sizes = [sum(sizes) for sizes in zip(*per_segment, strict=True)]
         self.errors = self._kept(memory)
         self._next_errors = self._kept(memory)

@@ -29,7 +29,8 @@ class Factors:
     def __init__(self, layout: BucketLayout, rank: int) -> None:
         self._layout = layout
         self._rank = rank
-        matrices = {fqn: found for segment in layout.segments for fqn, found in segment.planned.matrices.items()}
+        planned = [factors for each in layout.planned if (factors := each.gradients.factors) is not None]
+        matrices = {fqn: matrix for factors in planned for fqn, matrix in factors.matrices.items()}
         self._matrices: list[tuple[Member, Matrix]] = [
             (m, matrices[m.fqn]) for m in layout.members if m.fqn in matrices
         ]
@@ -37,7 +38,7 @@ class Factors:
         self._rights = list[Tensor]()
         self._next = list[Tensor]()
         self._starts = dict[int, Tensor]()  # by member: drawn once
-        self._has_copies = bool(layout.segments[0].planned.copy_steps)
+        self._has_copies = bool(layout.segments[0].planned.gradients.copy_steps)
         self._num_sums = 0
 
     @property

@@ -163,9 +163,9 @@ def make_buffer(layout: BucketLayout, ledger: Ledger) -> GradientBuffer:
     """As the plan says."""
     planned: PlannedSegment = layout.segments[0].planned
     kinds: dict[type[GradientBuffer], bool] = {
-        InPlaceBuffer: planned.gradient_in_place,
-        ResidentBuffer: planned.gradient_rests_whole,
-        PooledBuffer: planned.gradient_passes,
+        InPlaceBuffer: planned.gradients.in_place,
+        ResidentBuffer: planned.gradients.rest_whole,
+        PooledBuffer: planned.gradients.pass_through,
     }
     (kind,) = (kind for kind, is_planned in kinds.items() if is_planned)
     return kind(layout, ledger)

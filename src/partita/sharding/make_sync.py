@@ -17,12 +17,12 @@ def make_syncs(layout: BucketLayout, row: int, memory: StateMemory) -> list[Grad
     planned = layout.segments[0].planned
     syncs = list[GradientSync]()
     if planned.row.wires.first is not None:
-        syncs.append(GradientSync(layout, row, planned.first_gradient_phases))
-    if not planned.held_sizes:
-        syncs.append(GradientSync(layout, row, planned.gradient_phases))
-    elif planned.sums_factors:
+        syncs.append(GradientSync(layout, row, planned.gradients.warmup_phases))
+    if not planned.gradients.error_sizes:
+        syncs.append(GradientSync(layout, row, planned.gradients.phases))
+    elif planned.gradients.factors is not None:
         syncs.append(LowRankSync(layout, row, memory))
-    elif planned.carries:
+    elif planned.gradients.send_averages:
         syncs.append(AverageSync(layout, row, memory))
     else:
         syncs.append(ErrorFeedbackSync(layout, row, memory))

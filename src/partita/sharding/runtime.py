@@ -158,7 +158,8 @@ class Runtime:
         rows, mesh = [segment.plan for unit in self.units for segment in unit.segments], self.collectives.mesh
         if any(row.param_rest.tier is not Tier.DEVICE or row.master.tier is not Tier.DEVICE for row in rows):
             mesh.stream("parameters").wait_in_thread()
-        held = [s.plan.feedback for unit in self.units for s in unit.segments if s.trains and s.planned.held_sizes]
+        training = [segment for unit in self.units for segment in unit.segments if segment.trains]
+        held = [segment.plan.feedback for segment in training if segment.planned.gradients.error_sizes]
         if any(r.grad_step.tier is not Tier.DEVICE or not r.gradients_rest for r in rows) or any(
             residence.tier is not Tier.DEVICE for residence in held
         ):

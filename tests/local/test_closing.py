@@ -90,7 +90,7 @@ def freed(config: Config[str, Any], close: bool) -> None:
         engine,
         model,
         runtime,
-        runtime.pool,
+        runtime.executor._pool,
         runtime.residency,
         runtime.reducer,
         engine.optimizer,

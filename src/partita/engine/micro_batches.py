@@ -96,7 +96,7 @@ class MicroBatches:
         parts = self._parts
         parts.gathered.check_backward()
         if gradients == [None]:
-            parts.runtime.reducer.watch(roots[0])
+            parts.runtime.reducer.finite.watch(roots[0])
             scale = parts.updater.scale.value
             roots = [roots[0] if scale == 1.0 else roots[0] * scale]
         try:

@@ -210,7 +210,7 @@ class Consensus:
 
     def culprit(self, number: int, name: str) -> Culprit:
         """The ``name`` that goes with the least ``number`` of a rank, and what ranks know of the cause."""
-        suspect = self._reducer.suspect
+        suspect = self._reducer.finite.is_suspect
         arguments = self._arguments.describe() if suspect else ""
         every = self._all_ranks.exchange_objects((number, name, suspect, arguments), "engine.step")
         _, first, _, _ = min(every, key=lambda told: told[0])

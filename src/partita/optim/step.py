@@ -194,7 +194,7 @@ class StepUpdater(Updater):
         self.culprit = self._find_culprit()
         before = self.scale.value
         self._reducer.zero()
-        self._reducer.trace()
+        self._reducer.finite.traces = True
         if scale == before:
             self.scale.overflowed(self.culprit)
         lowered = f"; loss scale {before:g} -> {self.scale.value:g}" if self.scale.value != before else ""

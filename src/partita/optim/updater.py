@@ -97,7 +97,7 @@ class Updater(ABC):
         self._reducer.connect(self)
         self._reducer.warm_up(self.in_full)
         if scale.dynamic:
-            self._reducer.trace()
+            self._reducer.finite.traces = True
         self._guard = Guard(optimizer, lambda: self._reducer.holds_batch, self._writes)
 
     @abstractmethod

@@ -98,7 +98,7 @@ class Bucket:
         return self.passes or bool(self.layout.segments[0].planned.gradients.reductions)
 
     @property
-    def sums_pass(self) -> Tier | None:
+    def sums_tier(self) -> Tier | None:
         """The tier of the pool that sums pass through; None: they rest."""
         return self.layout.segments[0].planned.gradients.sums_tier
 

@@ -9,6 +9,7 @@ the next wave; what is left when the step ends is agreed on by all ranks and red
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,17 +17,14 @@ from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
 from partita.errors import PartitaError
-from partita.memory import accelerator
 from partita.memory.allocate import over
-from partita.memory.buffer_pool import BufferPool, Slot
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event, after, record
 from partita.memory.timeline import span, told
-from partita.plan.residence import Tier
-from partita.plan.slots import RECEIVING, SENDING, SUMMED, PlannedPool, bucket_pools, received_bytes
 from partita.sharding.buckets import Bucket
 from partita.sharding.coded import seed_of
-from partita.sharding.gradient_buffer import PooledBuffer
+from partita.sharding.finite import FiniteWatch
+from partita.sharding.gradient_pools import GradientPools
 from partita.sharding.gradient_sync import SyncCall
 from partita.sharding.gradient_user import GradientUser
 from partita.sharding.movement import Movement
@@ -35,12 +33,23 @@ from partita.sharding.sync_states import SyncStates
 from partita.sharding.unit import Member
 
 
+@dataclass
+class _Wave:
+    """``next``: the first bucket, in order, that it has not launched; ``task``: autograd's number of the backward under
+    way; ``took_part``: this micro-batch has brought a gradient, or has joined the others.
+    """
+
+    next: int = 0
+    task: int | None = None
+    took_part: bool = False
+
+
 class GradientReducer:
     """Collects and reduces the gradients of all buckets: their mean over the ranks and the micro-batches of a step.
 
     Attributes: ``scales``: what the losses of this rank's gradients since the last update were multiplied by;
     ``covered``: members whose gradients of a complete batch were collected; ``waves``: how many have ended;
-    ``sync_states``: what is kept of all buckets between steps.
+    ``sync_states``: what is kept of all buckets between steps; ``finite`` watches losses and gradients.
     """
 
     def __init__(self, buckets: list[Bucket], collectives: Collectives, ledger: Ledger) -> None:
@@ -51,28 +60,16 @@ class GradientReducer:
         self._device = collectives.mesh.device
         self._bucket_of = {id(member): bucket for bucket in buckets for member in bucket.members}
         self._order = [bucket for bucket in buckets if bucket.moves]
-        self._received_bytes = {id(bucket): self._bytes_to_receive(bucket) for bucket in buckets}
 
-        def pool(planned: PlannedPool, tier: Tier = Tier.DEVICE) -> BufferPool:
-            return BufferPool("buckets", planned, ledger, self._device, tier=tier)
-
-        planned = bucket_pools(
-            [bucket.layout.planned for bucket in buckets], in_pieces=accelerator.is_host(self._device)
-        )
-        self._sending = pool(planned.sending)
-        self._receiving = pool(planned.receiving)
-        self._summed = {tier: pool(of_tier, tier) for tier, of_tier in planned.summed.items()}
+        self.pools = GradientPools(buckets, ledger, self._device)
+        self.finite = FiniteWatch()
         self._stream = collectives.mesh.stream("gradients")
         self._launched = Event()  # passes when everything launched so far is reduced
-        self._next = 0
-        self._task: int | None = None
+        self._wave = _Wave()
         self._is_last_micro_batch = True
         self._synchronizes = True
-        self._traces = False
         self._user: GradientUser | None = None
         self.aside: Callable[[nn.Parameter, Tensor], None] | None = None
-        self._finite: Tensor | None = None
-        self._took_part = False
         self.scales = set[float]()
         self.covered = list[Member]()
         self.waves = 0
@@ -87,15 +84,9 @@ class GradientReducer:
         self.buckets.append(bucket)
         bucket.warm_up(self._is_warming_up)
         self._bucket_of.update((id(member), bucket) for member in bucket.members)
-        received = self._received_bytes[id(bucket)] = self._bytes_to_receive(bucket)
+        self.pools.provide(bucket)
         if bucket.moves:
             self._order.append(bucket)
-            if received:
-                self._receiving.provide(received, RECEIVING)
-            if bucket.passes:
-                self._sending.provide(bucket.num_bytes, SENDING)
-            if bucket.sums_pass is not None:
-                self._summed[bucket.sums_pass].provide(bucket.shard_bytes, SUMMED)
         assert self._user is not None
         for segment in bucket.segments:
             self._user.unfreeze(segment)
@@ -109,9 +100,6 @@ class GradientReducer:
     def bucket_of(self, member: Member) -> Bucket | None:
         """The bucket of a member that trains."""
         return self._bucket_of.get(id(member))
-
-    def _bytes_to_receive(self, bucket: Bucket) -> int:
-        return received_bytes(bucket.layout.planned, in_pieces=accelerator.is_host(self._device))
 
     # -------------------------------------------------------------- what a wave does
 
@@ -137,30 +125,14 @@ class GradientReducer:
         """Whether this backward reduces the bucket at all."""
         return bucket.moves and self._synchronizes and (self._is_last_micro_batch or bucket.passes)
 
-    # ------------------------------------------------------------- numbers not finite
-
-    def trace(self) -> None:
-        """From now on watch every gradient that this rank sends, too."""
-        self._traces = True
-
-    def watch(self, value: Tensor) -> None:
-        """Remember whether a number of this rank's is finite, without waiting for it."""
-        finite = value.detach().isfinite().all()
-        self._finite = finite if self._finite is None else self._finite & finite
-
-    @property
-    def suspect(self) -> bool:
-        """Whether a number that was watched since the last update is not finite."""
-        return self._finite is not None and not bool(accelerator.read(self._finite))
-
     # ---------------------------------------------------------------- in backward
 
     def backward_began(self) -> None:
         """A gradient reached the model's output: the wave ends with this backward (once a backward)."""
         task = torch._C._current_graph_task_id()
-        if task != -1 and self._task is None:
+        if task != -1 and self._wave.task is None:
             assert self._user is not None
-            self._task = task
+            self._wave.task = task
             self._user.begin()
             self._uncover()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -184,7 +156,7 @@ class GradientReducer:
             member.param.grad = None
             self.aside(member.param, grad)
             return
-        self._took_part = True
+        self._wave.took_part = True
         self.scales.add(factor_under_way())
         in_wave = bucket.buffer.collects and (self._synchronizes or bucket.buffer.keeps_full)
         if in_wave:
@@ -195,21 +167,21 @@ class GradientReducer:
         if bucket.buffer.keeps_full:
             bucket.reopen()
             bucket.collect(member)
-        elif self._order[self._next :][:1] == [bucket]:
-            self._lend(bucket)
+        elif self._order[self._wave.next :][:1] == [bucket]:
+            self.pools.lend(bucket)
             bucket.collect(member)
         if self._reducing(bucket):
             self._launch_complete()
 
     def _end_backward(self) -> None:
-        self._task = None
+        self._wave.task = None
         if any(bucket.arrivals.fresh for bucket in self.buckets):
             self.end_wave()
 
     def _launch_complete(self) -> None:
-        while self._next < len(self._order) and self._order[self._next].arrivals.is_complete:
-            self._launch(self._order[self._next])
-            self._next += 1
+        while self._wave.next < len(self._order) and self._order[self._wave.next].arrivals.is_complete:
+            self._launch(self._order[self._wave.next])
+            self._wave.next += 1
 
     def release_held_back(self) -> None:
         """The others do not answer; they may wait for a bucket that this rank holds back for gradients that do not
@@ -217,30 +189,32 @@ class GradientReducer:
 
         A sign of that is a later bucket that is complete. What still comes is reduced at the step.
         """
-        later = self._order[self._next + 1 :]
-        if self._task is not None and any(bucket.arrivals.is_complete and self._reducing(bucket) for bucket in later):
-            self._launch(self._order[self._next])
-            self._next += 1
+        later = self._order[self._wave.next + 1 :]
+        if self._wave.task is not None and any(
+            bucket.arrivals.is_complete and self._reducing(bucket) for bucket in later
+        ):
+            self._launch(self._order[self._wave.next])
+            self._wave.next += 1
             self._launch_complete()
 
     def join(self) -> None:
         """A micro-batch that brought this rank no gradient: join the others' reductions, with zeros."""
-        if not self._took_part:
+        if not self._wave.took_part:
             self.end_wave()
-        self._took_part = True
+        self._wave.took_part = True
 
     def end_micro_batch(self) -> None:
         """This rank has come to the end of a micro-batch."""
         self.join()
-        self._took_part = False
+        self._wave.took_part = False
 
     def end_wave(self) -> None:
         """Launch what this wave has not launched yet, with zeros for what did not come."""
         if self._order and self._reducing(self._order[0]):
-            for bucket in self._order[self._next :]:
+            for bucket in self._order[self._wave.next :]:
                 self._launch(bucket)
             self.waves += 1
-            self._took_part = True
+            self._wave.took_part = True
         self._begin_wave()
         if self._is_last_micro_batch:
             self._cover()
@@ -248,7 +222,7 @@ class GradientReducer:
     def _begin_wave(self) -> None:
         for bucket in self.buckets:
             bucket.arrivals.end_wave()
-        self._next = 0
+        self._wave.next = 0
 
     def _cover(self) -> None:
         """A batch's gradients were collected: say so where the user may look for them."""
@@ -265,34 +239,26 @@ class GradientReducer:
 
     # ------------------------------------------------------------- one reduction
 
-    def _lend(self, bucket: Bucket) -> None:
-        """Give a bucket memory to collect in, where it has none."""
-        if isinstance(bucket.buffer, PooledBuffer) and bucket.buffer.full is None:
-            bucket.buffer.borrow(self._sending.borrow(bucket.num_bytes))
-
     def _launch(self, bucket: Bucket) -> None:
         """Queue a bucket's reduction, with zeros for what did not come."""
         if bucket.buffer.keeps_full:
             bucket.reopen()
         else:
-            self._lend(bucket)
+            self.pools.lend(bucket)
         bucket.fill_up()
-        if self._traces:
-            self.watch(bucket.buffer.total())
-        receiving, received = self._room_to_receive(bucket)
-        sums = None if bucket.sums_pass is None else self._summed[bucket.sums_pass]
-        summed = None if sums is None else sums.borrow(bucket.shard_bytes)
-        reduce = bucket.launch(SyncCall(self._seeded(), received), summed, self._scale_of(bucket))
-        awaited = [record(self._device), *(slot.last_use for slot in (receiving, summed) if slot is not None)]
-
+        if self.finite.traces:
+            self.finite.watch(bucket.buffer.total())
+        scratch, sums = self.pools.scratch([bucket]), self.pools.for_sum(bucket)
+        call = SyncCall(self._seeded(), self.pools.in_slot(scratch, bucket))
+        reduce = bucket.launch(call, sums, self._scale_of(bucket))
+        awaited = [record(self._device), *(slot.last_use for slot in (scratch, sums) if slot is not None)]
         self._launched = self._stream.run(told(partial(after, awaited, reduce), "reduce", bucket.members[0].fqn))
-        if receiving is not None:
-            self._receiving.give_back(receiving, self._launched)
+        self.pools.give_back_scratch(scratch, self._launched)
         if (sent := bucket.launched(self._launched)) is not None:
-            self._sending.give_back(sent, self._launched)
-        if sums is not None and summed is not None:
+            self.pools.take_back(sent, self._launched)
+        if sums is not None:
             assert self._user is not None
-            sums.give_back(summed, self._user.use(bucket))
+            self.pools.give_back_sum(sums, bucket, self._user.use(bucket))
 
     def _seeded(self) -> Movement:
         """With random numbers of its own, which depend on nothing but the step and the order within it."""
@@ -308,13 +274,6 @@ class GradientReducer:
         if bucket.sync.keeps_errors and not self.scales:
             self.scales.add(self._user.loss_scale)
         return next(iter(self.scales), 1.0)
-
-    def _room_to_receive(self, bucket: Bucket) -> tuple[Slot | None, Tensor | None]:
-        """Scratch memory for the bucket's reductions, if they need any."""
-        if not (num_bytes := self._received_bytes[id(bucket)]):
-            return None, None
-        slot = self._receiving.borrow(num_bytes)
-        return slot, over(slot.storage, bucket.dtype, num_bytes // bucket.dtype.itemsize)
 
     # -------------------------------------------------------------- at the step
 
@@ -354,11 +313,11 @@ class GradientReducer:
         tied = sorted((b for b in chosen if b.plan.copies.is_tied), key=lambda bucket: bucket.members[0].fqn)
         ordered = [*tied, *(bucket for bucket in chosen if not bucket.plan.copies.is_tied)]
         for bucket in ordered:
-            slot, received = self._room_to_receive(bucket)
+            slot = self.pools.scratch([bucket])
+            received = self.pools.in_slot(slot, bucket)
             awaited = [record(self._device)] + ([] if slot is None else [slot.last_use])
             self._launched = self._stream.run(partial(after, awaited, bucket.add_copies, self._movement, received))
-            if slot is not None:
-                self._receiving.give_back(slot, self._launched)
+            self.pools.give_back_scratch(slot, self._launched)
         self.drain()
 
     def gather(self, used: AbstractSet[int], factor: float) -> None:
@@ -366,29 +325,27 @@ class GradientReducer:
         what any rank has ``used``; ``factor``: what sums were multiplied by.
         """
         chosen = [bucket for bucket in self.buckets if bucket.sync.gathers]
-        room = max((self._received_bytes[id(bucket)] for bucket in chosen), default=0)
-        slot = self._receiving.borrow(room) if room else None
+        slot = self.pools.scratch(chosen)
         awaited = [record(self._device)] + ([] if slot is None else [slot.last_use])
 
         def run() -> None:
             for bucket in chosen:
-                received = None if slot is None else over(slot.storage, torch.uint8, room)
+                received = None if slot is None else over(slot.storage, torch.uint8, slot.num_bytes)
                 bucket.gather(SyncCall(self._seeded(), received), used, factor)
 
         if chosen:
             gathered = self._stream.run(partial(after, awaited, run))
-            if slot is not None:
-                self._receiving.give_back(slot, gathered)
+            self.pools.give_back_scratch(slot, gathered)
             with span("wait for reduce"):
                 gathered.wait()
 
     def zero(self) -> None:
         """Forget all gradients; their memory is kept for the next step where the table says that it rests."""
         self._uncover()
-        self._finite = None
-        self._task = None
-        self._next = self._num_seeds = 0
+        self.finite.clear()
+        self._wave.task = None
+        self._wave.next = self._num_seeds = 0
         self.scales.clear()
         for bucket in self.buckets:
             if (slot := bucket.clear()) is not None:
-                self._sending.give_back(slot, record(self._device))
+                self.pools.take_back(slot, record(self._device))

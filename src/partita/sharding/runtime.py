@@ -85,12 +85,12 @@ class Runtime:
         self.units = make_units(model, blueprint.units, mesh.rank, by_kernels=by_kernels)
         self._provide_disk(blueprint)
         sharded = [unit for unit in self.units if not unit.rests_whole]
-        self.loan = Loan()
+        loan = Loan()
         pool = unit_pool(blueprint.units, config.zero.prefetch_bytes)
         with together(collectives.all_ranks):
-            self.pool = BufferPool("buffer_pool", pool, ledger, mesh.device, backed=self.loan.swap)
+            slots = BufferPool("buffer_pool", pool, ledger, mesh.device, backed=loan.swap)
             codes = self._memory_for_codes(blueprint)
-        self.executor = Executor(collectives, self.pool, self.loan, codes)
+        self.executor = Executor(collectives, slots, loan, codes)
         first = mesh.log.register([unit.title for unit in self.units])
         for unit in self.units:
             unit.number += first
@@ -103,7 +103,6 @@ class Runtime:
         self.residency = Residency(sharded, self.executor, agreement, ahead, self.written)
         self._wait_in_threads()
         self._hooks: list[Any] = []
-        self._slices_sequences = mesh.shape.size("sequence") > 1
         self._accumulate = blueprint.resolved.batch.accumulate
         self._members = dict[int, tuple[Unit, Member]]()  # by the id of the parameter
         self._own_buffers = [(module, dict(module._buffers)) for module in model.modules()]
@@ -237,11 +236,12 @@ class Runtime:
     def _refresh(self) -> None:
         """Notice what the user did to parameters since the last forward: unfrozen, replaced, moved."""
         self.structure.check()
+        slices_sequences = self.collectives.mesh.shape.sequence > 1
         with torch._C.DisableTorchFunctionSubclass():
             for _, member in self.members():
                 if member.param.requires_grad and not member.hooked:
                     self._train(member)
-                if self._slices_sequences and member.param._backward_hooks:
+                if slices_sequences and member.param._backward_hooks:
                     raise PartitaError(
                         f"parameter '{member.fqn}' has a gradient hook (register_hook), which under parallel.sequence "
                         "would be given the part of this rank's positions, not the gradient; remove the hook, and read "

@@ -29,6 +29,9 @@ LAYERS = (
     *("simulate", "tune", "integrations", "", "cli"),
 )
 MAX_PARAMETERS = 8
+# Of a class in these layers: past that, an object is missing.
+CORE = ("plan", "planner", "memory", "comm", "sharding", "optim")
+MAX_ATTRIBUTES, MAX_PROPERTIES = 20, 15
 
 COLLECTIVES = ("comm/transport.py",)
 ENVIRONMENT = ("config/launchers.py", "cli/launch*.py")
@@ -174,6 +177,31 @@ def one_attribute_a_line(source: Source) -> Iterator[str]:
             yield source.at(node, f"packs {', '.join(sorted(attributes))} into one line")
 
 
+def class_budget(source: Source) -> Iterator[str]:
+    if source.module[:1] and source.module[0] not in CORE:
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ClassDef):
+            properties = [each for each in node.body if isinstance(each, Function) and _is_property(each)]
+            declared = {ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)}
+            stores = (each for each in ast.walk(node) if isinstance(each, ast.Attribute))
+            assigned = {each.attr for each in stores if isinstance(each.ctx, ast.Store) and _is_self(each.value)}
+            for what, count, most in (
+                ("attributes", len(declared | assigned), MAX_ATTRIBUTES),
+                ("properties", len(properties), MAX_PROPERTIES),
+            ):
+                if count > most:
+                    yield source.at(node, f"{node.name} has {count} {what}, at most {most}")
+
+
+def _is_property(function: Function) -> bool:
+    return any(ast.unparse(each).endswith("property") for each in function.decorator_list)
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
 def _functions(tree: ast.Module) -> Iterator[tuple[Function, bool]]:
     """Each function, and whether it stands directly in a class."""
     for parent in ast.walk(tree):
@@ -280,6 +308,7 @@ CHECKS: tuple[Check, ...] = (
     layering,
     parameter_budget,
     one_attribute_a_line,
+    class_budget,
     collectives_in_one_file,
     environment_read_in_few_places,
     stage_compared_in_few_places,
@@ -309,6 +338,8 @@ def test_every_package_is_one() -> None:
     assert [str(package) for package in packages if not (package / "__init__.py").exists()] == []
 
 
+MANY_ATTRIBUTES = "class A:\n    def f(self):\n" + "\n".join(f"        self.a{n} = {n}" for n in range(21))
+MANY_PROPERTIES = "class A:" + "".join(f"\n    @property\n    def p{n}(self): ..." for n in range(16))
 MANY_PARAMETERS = "a, b, c, d, /, e, f, *g, h"
 
 BAD = [
@@ -329,6 +360,8 @@ BAD = [
     (parameter_budget, "engine.py", f"def f(self, {MANY_PARAMETERS}): ..."),
     (parameter_budget, "engine.py", f"class A:\n    def f(self, {MANY_PARAMETERS}, i): ..."),
     (one_attribute_a_line, "engine.py", "a.b, a.c = 1, 2"),
+    (class_budget, "sharding/a.py", MANY_ATTRIBUTES),
+    (class_budget, "plan/a.py", MANY_PROPERTIES),
     (collectives_in_one_file, "engine.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
     (collectives_in_one_file, "engine.py", "import torch\ntorch.distributed.all_gather_into_tensor(x, y)"),
     (collectives_in_one_file, "engine.py", "import torch.distributed\ntorch.distributed.barrier()"),
@@ -375,6 +408,8 @@ GOOD = [
     (parameter_budget, "engine.py", f"def f({MANY_PARAMETERS}): ..."),
     (parameter_budget, "engine.py", f"class A:\n    def f(self, {MANY_PARAMETERS}): ..."),
     (one_attribute_a_line, "engine.py", "a.b, a.c = a.c, a.b"),
+    (class_budget, "forecast/a.py", MANY_ATTRIBUTES),
+    (class_budget, "sharding/a.py", MANY_ATTRIBUTES.replace("self.a20", "other.a20")),
     (one_attribute_a_line, "engine.py", "a, b.c = 1, 2"),
     (collectives_in_one_file, "comm/transport.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
     (collectives_in_one_file, "engine.py", "import torch.distributed as dist\ndist.get_rank()\ndist.ReduceOp.SUM"),

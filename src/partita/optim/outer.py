@@ -113,21 +113,21 @@ class OuterOptimizer:
                 state = self._state_of(segment)
                 state.begin.copy_(state.part_of(segment.master.lend().wait()))
 
-    def after_update(self, step: int, *, in_full: bool) -> None:
+    def after_update(self, step: int, *, is_warming_up: bool) -> None:
         """A local step is done; the last of a round ends it."""
         self._taken += 1
         if self._taken == self._section.every or step == self._last_step:
-            self.end_round(step, in_full=in_full)
+            self.end_round(step, is_warming_up=is_warming_up)
 
-    def end_round(self, step: int, *, in_full: bool) -> None:
-        """Bring the replicas together: ``in_full``: before codes begin to travel."""
+    def end_round(self, step: int, *, is_warming_up: bool) -> None:
+        """Bring the replicas together: ``is_warming_up``: before codes begin to travel."""
         for number, segment in enumerate(self._segments()):
             assert segment.master is not None
             lease = segment.master.lend()
             master, state = lease.wait(), self._state_of(segment)
             part = state.part_of(master)
             moving = self._movement.seeded(seed_of(step, number))
-            mean = self._mean(segment, state, state.begin - part, moving, in_full=in_full)
+            mean = self._mean(segment, state, state.begin - part, moving, is_warming_up=is_warming_up)
             self._step(state, mean, part)
             finish_all(self._movement.begin(segment.planned.rounds.publication, part, master))
             self._runtime.executor.deliver(segment, master, segment.plan.master, exact=True)
@@ -135,13 +135,15 @@ class OuterOptimizer:
         self._taken = 0
         self._runtime.updated()
 
-    def _mean(self, segment: Segment, state: OuterState, change: Tensor, moving: Movement, *, in_full: bool) -> Tensor:
+    def _mean(
+        self, segment: Segment, state: OuterState, change: Tensor, moving: Movement, *, is_warming_up: bool
+    ) -> Tensor:
         """The mean over the replicas of their outer gradients, as all of them decode it."""
-        ops = segment.planned.rounds.steps(segment.planned.first_wires if in_full else segment.plan.wires)
+        ops = segment.planned.rounds.steps(segment.planned.warmup_wires if is_warming_up else segment.plan.wires)
         values, levels = change.to(moving.device), [level.to(moving.device) for level in state.levels]
         room = moving.scratch_bytes(ops, values.numel(), values.itemsize)
         received = values.new_empty(-(-room // values.itemsize)) if room else None
-        held = () if in_full else levels
+        held = () if is_warming_up else levels
         finish_all(moving.holding(held).begin(ops, values, values, purpose="gradients", received=received))
         for level, kept in zip(levels, state.levels, strict=True):
             kept.copy_(level)
@@ -160,12 +162,12 @@ class OuterOptimizer:
 
     # ----------------------------------------------------------------- checkpoints
 
-    def settle(self, step: int, *, in_full: bool) -> None:
+    def settle(self, step: int, *, is_warming_up: bool) -> None:
         """End the round, and make alike on all replicas what each has of its own: what codes have held back, and the
         optimizer's states, of which the mean is taken. So one replica's are all there is to go on from, here too.
         """
         if self.in_round:
-            self.end_round(step, in_full=in_full)
+            self.end_round(step, is_warming_up=is_warming_up)
         for segment in self._segments():
             self._share_held(self._state_of(segment))
         self._share_states()

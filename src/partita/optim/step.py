@@ -82,7 +82,7 @@ class StepUpdater(Updater):
         max_norm = self._clip_norm if self._clip_once is None else self._clip_once
         self.give_up()
         self._runtime.written.take()  # since it was measured
-        in_full = self.in_full
+        is_warming_up = self.is_warming_up
         self.steps += 1
         is_finite = math.isfinite(norm)
         result = StepResult(is_finite, norm, self.scale.value, not is_finite, self.rates)
@@ -92,13 +92,13 @@ class StepUpdater(Updater):
             return result
         if self.outer is not None:
             self.outer.before_update()
-        self._run(measured.used, factor_of(norm, measured.scale, max_norm), in_full=in_full)
-        if in_full and not self.in_full:
+        self._run(measured.used, factor_of(norm, measured.scale, max_norm), is_warming_up=is_warming_up)
+        if is_warming_up and not self.is_warming_up:
             self.loaded()
         self._reducer.zero()
         if self.outer is not None:
             self.wait_for_updates()
-            self.outer.after_update(self.steps, in_full=in_full)
+            self.outer.after_update(self.steps, is_warming_up=is_warming_up)
         if measured.scale == self.scale.value:
             self.scale.succeeded()
         return result
@@ -141,8 +141,8 @@ class StepUpdater(Updater):
         """Counters or states changed: sum gradients as the step that comes does; what travels may be the optimizer's
         averages.
         """
-        self._reducer.warm_up(self.in_full)
-        if not self.in_full:
+        self._reducer.warm_up(self.is_warming_up)
+        if not self.is_warming_up:
             self.wait_for_updates()
             averages = {param: state.get("exp_avg") for param, state in self.optimizer.state.items()}
             self._reducer.sync_states.start(partial(self._flat_of, averages))
@@ -153,14 +153,14 @@ class StepUpdater(Updater):
         own = None if view is None else values.get(view.tensor)
         return member.flat(own) if own is not None and member.segment.holds_whole_master else own
 
-    def _run(self, used: set[int], factor: float, *, in_full: bool) -> None:
-        self._runtime.executor.in_full = in_full
-        if not in_full and isinstance(self.optimizer, OnebitAdam):
+    def _run(self, used: set[int], factor: float, *, is_warming_up: bool) -> None:
+        self._runtime.executor.is_warming_up = is_warming_up
+        if not is_warming_up and isinstance(self.optimizer, OnebitAdam):
             self._warn_of_untrained(used)
         for group in self.optimizer.param_groups:
             if "frozen" in group:  # of optimizers whose average travels
-                group["frozen"] = not in_full
-                group["averaged"] = not in_full and self._reducer.sync_states.has_averages
+                group["frozen"] = not is_warming_up
+                group["averaged"] = not is_warming_up and self._reducer.sync_states.has_averages
         # What is held back of sums that travel is of sums as the optimizer gets them.
         scales_all = bool(self._reducer.sync_states)
         at_once = self._reducer.buckets if scales_all else self._updates.inline_buckets

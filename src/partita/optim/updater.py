@@ -95,7 +95,7 @@ class Updater(ABC):
         self._runtime = runtime
         self._reducer = runtime.reducer
         self._reducer.connect(self)
-        self._reducer.warm_up(self.in_full)
+        self._reducer.warm_up(self.is_warming_up)
         if scale.dynamic:
             self._reducer.finite.traces = True
         self._guard = Guard(optimizer, lambda: self._reducer.holds_batch, self._writes)
@@ -193,14 +193,14 @@ class Updater(ABC):
         return self.scale.value
 
     @property
-    def in_full(self) -> bool:
+    def is_warming_up(self) -> bool:
         """True while nothing is compressed: in the warm-up, which counts the updates that were made."""
         return self.steps - self.skipped < self._warmup_steps
 
     def settle(self) -> None:
         """Make what is saved of this run all there is to go on from, in this run, too. A collective."""
         if self.outer is not None:
-            self.outer.settle(self.steps, in_full=self.in_full)
+            self.outer.settle(self.steps, is_warming_up=self.is_warming_up)
         self._runtime.settle()
 
     @abstractmethod

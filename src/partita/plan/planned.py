@@ -73,9 +73,9 @@ class PlannedSegment:
         return self._publication(self.row.wires)
 
     @cached_property
-    def first_publication(self) -> tuple[Step, ...]:
-        """The same in the first steps."""
-        return self._publication(self.first_wires)
+    def warmup_publication(self) -> tuple[Step, ...]:
+        """The same in the warm-up."""
+        return self._publication(self.warmup_wires)
 
     def _publication(self, chosen: Wires) -> tuple[Step, ...]:
         wire = chosen.changes if self.sends_changes else FULL
@@ -98,7 +98,7 @@ class PlannedSegment:
             own, rest = (
                 each.num_elements(self.layout.padded, self.mesh) for each in (self.row.master, self.row.param_rest)
             )
-            coded = [wire for wire in (self.row.wires.changes, self.first_wires.changes) if wire.is_coded]
+            coded = [wire for wire in (self.row.wires.changes, self.warmup_wires.changes) if wire.is_coded]
             return max(wire.num_bytes(rest) for wire in coded) + FP32.num_bytes(own)
         return self.row.wires.parameters.num_bytes(self.layout.padded) if self.gathers_codes else 0
 
@@ -113,8 +113,8 @@ class PlannedSegment:
         return PlannedRounds(self.layout, self.row, self.mesh)
 
     @property
-    def first_wires(self) -> Wires:
-        """What travels in the first steps."""
+    def warmup_wires(self) -> Wires:
+        """What travels in the warm-up."""
         return self.row.wires.first or AS_THEY_ARE
 
     def is_first_copy(self, rank: int) -> bool:

@@ -98,7 +98,7 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
 
 def _in_first_steps(unit: PlannedUnit) -> PlannedUnit:
     """The same on the wires of the first steps."""
-    rows = [replace(segment.row, wires=segment.first_wires) for segment in unit.segments]
+    rows = [replace(segment.row, wires=segment.warmup_wires) for segment in unit.segments]
     segments = [replace(segment, row=row) for segment, row in zip(unit.segments, rows, strict=True)]
     return replace(unit, segments=tuple(segments))
 

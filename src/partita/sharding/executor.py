@@ -40,7 +40,7 @@ class Executor:
         self._mesh = collectives.mesh.shape
         self._stream = collectives.mesh.stream("parameters")
         self.device = collectives.mesh.device
-        self.in_full = False  # one of the first steps, in which other wires are taken
+        self.is_warming_up = False  # other codes of changes travel, or none
 
     def can_gather(self, unit: Unit) -> bool:
         """Whether the pool has a slot left for this unit."""
@@ -222,7 +222,7 @@ class Executor:
     def _step_of_changes(self, segment: Segment) -> AllGather | None:
         """How codes of a segment's changes travel in this step, where they do."""
         planned = segment.planned
-        ops = planned.first_publication if self.in_full else planned.publication
+        ops = planned.warmup_publication if self.is_warming_up else planned.publication
         return next((op for op in ops if isinstance(op, AllGather) and op.wire.is_coded), None)
 
     def _send_changes(self, segment: Segment, values: Tensor, step: AllGather) -> None:

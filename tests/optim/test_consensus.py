@@ -35,13 +35,14 @@ def rank(
 ) -> dict[str, Any]:
     """What one rank has after a batch: names of parameters that got a gradient, and so on."""
     ids = {id(member) for member in MEMBERS if member.fqn in used}
-    buckets = [SimpleNamespace(used=ids, members=MEMBERS[:3]), SimpleNamespace(used=ids, members=MEMBERS[3:])]
+    arrivals = SimpleNamespace(used=ids)
+    buckets = [SimpleNamespace(arrivals=arrivals, members=members) for members in (MEMBERS[:3], MEMBERS[3:])]
     reducer = SimpleNamespace(
         buckets=buckets,
         waves=waves,
         leftovers=lambda: list(leftovers),
         scales=set(scales),
-        suspect=suspect,
+        finite=SimpleNamespace(is_suspect=suspect),
         join=lambda: None,
     )
     written = SimpleNamespace(sums=dict.fromkeys(wrote, 1), digest=sum(map(ord, wrote)), agreed=lambda: None)

@@ -127,7 +127,7 @@ class Written:
             self._add(written)
         for unit in self._sharded:
             if unit.state is UnitState.WHOLE and not unit.holds:  # blocks of engine.gathered store their own
-                self._take_from(unit)
+                self._take_from(unit, is_recomputed=False)
 
     def take_from(self, unit: Unit) -> None:
         """Store what was written into a gathered unit of sharded parameters, whose memory will be released next.
@@ -136,18 +136,18 @@ class Written:
             PartitaError: the written values cannot be stored exactly.
         """
         try:
-            self._take_from(unit)
+            self._take_from(unit, is_recomputed=torch._C._current_graph_task_id() != -1)
         finally:
             for member in unit.members if self._exposed else ():
                 self._exposed.pop(id(member), None)
 
-    def _take_from(self, unit: Unit) -> None:
+    def _take_from(self, unit: Unit, is_recomputed: bool) -> None:
         if not (written := self._found(unit.members)):
             return
         self.forget(written)
         by_segment = defaultdict[int, list[Member]](list)
         for member in written:
-            _check_stored(unit, member)
+            _check_stored(unit, member, is_recomputed)
             by_segment[id(member.segment)].append(member)
         for members in by_segment.values():
             self._warn_of_rounding(members[0])
@@ -213,15 +213,19 @@ def _has_owner(segment: Segment) -> bool:
     return not segment.master_is_parameter or segment.planned.num_shards(segment.plan.master) > 1
 
 
-def _check_stored(unit: Unit, member: Member) -> None:
-    """Raise where a value written into a gathered parameter cannot be stored as it is."""
+def _check_stored(unit: Unit, member: Member, is_recomputed: bool) -> None:
+    """Raise where a value written into a gathered parameter cannot be stored as it is.
+
+    Args:
+        is_recomputed: backward ran the module again and released it, so the write may come after the update.
+    """
     if member.segment.planned.gathers_codes and not unit.is_exact:
         raise PartitaError(
             f"parameter '{member.fqn}' was written in forward, where its values were decoded from codes "
             "(communication.parameters): what is stored would lose digits; write it after engine.step() inside `with "
             "engine.gathered(..., modify=True)`, or set communication.parameters: full"
         )
-    if not member.segment.plan.gradients_rest and torch._C._current_graph_task_id() != -1:
+    if is_recomputed and not member.segment.plan.gradients_rest:
         raise PartitaError(
             f"parameter '{member.fqn}' was written while backward ran its module again, and "
             "precision.gradients: in_backward may have updated it meanwhile: do not recompute that module "

@@ -178,9 +178,9 @@ def _project(total: Tensor, leaf: Tensor) -> None:
 
 
 def _noise(shape: Sequence[int], device: torch.device, number: int = 0) -> Tensor:
-    """Random numbers of the normal distribution, the same for the same ``number``, by a generator of their own."""
-    generator = torch.Generator(device).manual_seed(number)
-    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device=device)
+    """Random numbers of the normal distribution, the same on every device for the same ``number``."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu").to(device)
 
 
 # -- what it is run with -----------------------------------------------------------------------------------------------

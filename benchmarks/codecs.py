@@ -22,8 +22,8 @@ from torch import Tensor
 
 from benchmarks._common import RESULTS, ROOT, Report
 from partita.kernels.codec import decode, encode
+from partita.kernels.codecs import CODECS, Codec
 from partita.memory.capacity import usable_cores
-from partita.plan.wire import CODECS, Codec
 
 SLICE = 1 << 22
 VALUE_BYTES = 4

@@ -98,7 +98,7 @@ def rank_of(number: int, mesh: MeshShape, cut: Cut, values: Mapping[str, Tensor]
     runtime.reducer = SimpleNamespace(sync_states=SyncStates([], None))
     runtime.executor = SimpleNamespace(deliver=lambda *_, **__: None)  # nothing looks at what rests
     updater: Any = SimpleNamespace(views=views, optimizer=optimizer, states=OptimizerStates(optimizer, views, memory))
-    updater.outer = None
+    updater.listeners = ()
     updater.wait_for_updates = updater.take_written = lambda: None
     return Rank(Content(runtime, updater), at, optimizer)
 

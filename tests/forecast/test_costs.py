@@ -7,7 +7,8 @@ import pytest
 
 from partita.forecast.given import given_plan
 from partita.forecast.source import read_source
-from partita.plan.planned import reduction_order, share_buckets
+from partita.plan.planned import reduction_order
+from partita.plan.planned_bucket import share_buckets
 from partita.planner.machine import machine_named
 from partita.planner.timeline import Job
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from partita.errors import PartitaError
 from partita.kernels import native
 from partita.kernels.codec import decode, encode
+from partita.kernels.codecs import CODECS, Codec
 from partita.plan.residence import BLOCK
-from partita.plan.wire import CODECS, Codec
 
 CODEC = pytest.mark.parametrize("codec", CODECS.values(), ids=list(CODECS))
 UNBIASED = [codec for codec in CODECS.values() if codec.unbiased]

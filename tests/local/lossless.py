@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from partita.kernels import codec as kernels
+from partita.kernels.codecs import CODECS, Codec
 from partita.plan.residence import BLOCK
-from partita.plan.wire import CODECS, Codec
 
 
 @contextmanager

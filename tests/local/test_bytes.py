@@ -51,7 +51,7 @@ class Run:
     communication: dict[str, Any] = field(default_factory=dict)
     num_moments: int = 2
     ranks_per_node: int | None = None
-    is_first: bool = False  # measured before codes travel
+    is_warming_up: bool = False  # measured before codes travel
     reduced: int | None = None  # micro-batches outside no_sync, the last ones
     by_train_batch: bool = False
     device: str = "cpu"
@@ -91,7 +91,7 @@ def train(run: Run) -> Bytes:
         take_step(engine, run)
         traffic = engine.traffic_report().since(before)
         expected = step_traffic(
-            engine.units, StepShape(run.accumulate, run.reduced, run.by_train_batch, is_first=run.is_first)
+            engine.units, StepShape(run.accumulate, run.reduced, run.by_train_batch, is_warming_up=run.is_warming_up)
         )
         return Bytes(held, model_state_bytes(engine.units, rank, run.num_moments), traffic, expected)
 
@@ -214,7 +214,7 @@ def test_codes_of_changes_between_nodes(precision: str, ranks_per_node: int, com
 def test_first_steps_of_changes_between_nodes(gradients: str, warmup: str) -> None:
     communication = {"gradients": gradients, "parameters": "ternary", "warmup_steps": 4, "warmup": warmup}
     hierarchical = {"stage": 3, "hierarchical": True}
-    check(4, Run(hierarchical, communication=communication, ranks_per_node=2, is_first=True))
+    check(4, Run(hierarchical, communication=communication, ranks_per_node=2, is_warming_up=True))
 
 
 @matrix(row=ROWS, gradients=["int4", "ternary", "low_rank", "onebit_adam"], warmup=["full", "int8"], world=[2, 4])
@@ -224,7 +224,7 @@ def test_first_steps(row: str, gradients: str, warmup: str, world: int) -> None:
     optimizer = {"name": gradients} if gradients == "onebit_adam" else {}
     codec = "ternary" if gradients == "onebit_adam" else gradients
     communication = {"gradients": codec, **parameters, "warmup_steps": 4, "warmup": warmup}
-    check(world, Run(ROWS[row], communication=communication, optimizer=optimizer, is_first=True))
+    check(world, Run(ROWS[row], communication=communication, optimizer=optimizer, is_warming_up=True))
 
 
 @pytest.mark.parametrize("row", sampled(ROWS, "1", "3-kept"))

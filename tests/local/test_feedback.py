@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import partita
+from partita.compression.error_feedback import ErrorFeedbackSync
 from partita.planner.memory import model_state_bytes
-from partita.sharding.error_feedback import ErrorFeedbackSync
 from tests import seeds
 from tests.local import pool
 from tests.local.test_wires import on_nodes_of

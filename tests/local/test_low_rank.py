@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 import partita
+from partita.compression.factors import Matrix
+from partita.compression.low_rank import LowRankSync
 from partita.config.resolve import resolve
 from partita.kernels.low_rank import left_factor, orthogonal, product, right_factor
-from partita.plan.wire import Matrix
-from partita.sharding.low_rank_sync import LowRankSync
 from tests.local import pool
 from tests.local.test_feedback import syncs
 from tests.local.training import PLANS, Recipe, Stack, rank, same, square_loss, train, whole_weights, world

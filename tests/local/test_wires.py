@@ -15,8 +15,8 @@ from torch import Tensor
 
 import partita
 from partita.kernels import codec as kernels
+from partita.kernels.codecs import CODECS, Codec
 from partita.plan.residence import BLOCK
-from partita.plan.wire import CODECS, Codec
 from tests.local import pool
 from tests.local.models import CASES, parts
 from tests.local.training import PLANS, Recipe, Stack, Trained, rank, same, square_loss, train, whole_weights, world

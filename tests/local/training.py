@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partita
-from partita.plan.planned import share_buckets
+from partita.plan.planned_bucket import share_buckets
 from partita.planner import blueprint
 from partita.sharding.unit import UnitState
 from tests import seeds

@@ -20,7 +20,7 @@ from tests.fakes import on_ranks
 T = TypeVar("T")
 DATA = ("data",)
 # Four parameters in two buckets; they are the same objects on all ranks, so that ids can be compared.
-UNIT = SimpleNamespace(planned=SimpleNamespace(row=SimpleNamespace(apart_axes=())))
+ROW = SimpleNamespace(separate_axes=())
 SEGMENT = SimpleNamespace(plan=SimpleNamespace(copies=NO_COPIES))
 MEMBERS = [SimpleNamespace(fqn=name, segment=SEGMENT) for name in "abcd"]
 
@@ -57,7 +57,7 @@ def agreed(ranks: Sequence[dict[str, Any]], ask: Callable[[Consensus], T], loss_
         runtime: Any = SimpleNamespace(
             gradient_group=group,
             collectives=collectives,
-            units=[UNIT],
+            row=ROW,
             executor=SimpleNamespace(device=torch.device("cpu")),
             buffers=SimpleNamespace(has_news=lambda: False),
             arguments=SimpleNamespace(describe=lambda: "it"),

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from partita.compression.onebit_adam import OnebitAdam
 from partita.optim.fused import FusedAdam, FusedLion, FusedSGD
-from partita.optim.onebit_adam import OnebitAdam
 
 ADAM = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
 MAKES: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {

@@ -56,6 +56,7 @@ def on_two(
         reducer, _ = parts.reducer()
         runtime: Any = SimpleNamespace(
             model=nn.Module(),
+            row=parts.units[0].planned.row,
             units=parts.units,
             executor=parts.executor,
             residency=parts.residency,
@@ -69,6 +70,7 @@ def on_two(
             part_index=collectives.mesh.index(parts.units[0].segments[0].plan.part_axes),
             spans_nodes=spans_nodes,
             wait_for_updates=lambda units: None,
+            warm_up=lambda is_warming_up: None,
         )
         with torch._C.DisableTorchFunctionSubclass():
             optimizer = optimizer_of([member.param for member in parts.members])

@@ -7,6 +7,7 @@ import partita
 from partita import ConfigError
 from partita.checkpoint.checkpoints import Checkpoints
 from partita.comm.simulated import Requests
+from partita.plan.planned_bucket import PlannedBucket
 from partita.planner import blueprint
 from tests.local import pool
 from tests.local.training import rank
@@ -57,10 +58,10 @@ def test_shares_of_a_closed_engine_are_not_taken_for_whole_parameters() -> None:
 
 def differing_buckets() -> str:
     """Rank 0 reduces more together than the others do, as it may where its parts are smaller."""
-    shared = blueprint.share_buckets
     config = {"parallel": {"tensor": 2}, "precision": {"gradients": "in_backward"}}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blueprint, "share_buckets", lambda found: [tuple(found)] if rank() == 0 else shared(found))
+        if rank() == 0:
+            patch.setattr(blueprint, "share_buckets", lambda found: [PlannedBucket(tuple(found))])
         try:
             partita.initialize(zoo.build("llama"), config)
         except ConfigError as error:

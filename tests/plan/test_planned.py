@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.place import Place
-from partita.plan.planned import BUCKET_BYTES, PlannedSegment, PlannedUnit, reduction_order, share_buckets
+from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order
+from partita.plan.planned_bucket import BUCKET_BYTES, PlannedBucket, share_buckets
 from partita.plan.residence import BF16, FP32, Encoding, Tier
-from partita.plan.slots import bytes_ahead, received_bytes, unit_pool
+from partita.plan.slots import bytes_ahead, unit_pool
 from partita.plan.span import QUANTUM, Entry, SegmentLayout, Span, lay_out
 from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
 from partita.plan.steps import Copy, ReduceScatter
+from partita.plan.strategies import SyncPlan
 
 TWO, NODES = MeshShape(data=2), MeshShape(data=4, node=2)
 WHOLE, GATHERED_ONCE = ("ddp", "zero1", "zero2"), ("zero3-kept", "zero3-once")
@@ -67,12 +69,12 @@ def test_gradients(name: str) -> None:
             num_reductions = 2 if name in ("hsdp", "hierarchical-changes") and mesh is NODES else 1
             assert segment.gradients.pass_through != rests_whole
             assert len(segment.gradients.reductions) == num_reductions
-            assert isinstance(segment.gradients.phases[0][0], ReduceScatter), "they are collected in fp32"
-            assert bool(segment.gradients.phases[1]) == (name == "ddp")
+            assert isinstance(segment.gradients.exact.sums[0], ReduceScatter), "they are collected in fp32"
+            assert bool(segment.gradients.exact.gathers) == (name == "ddp")
             num_ranks = mesh.group_size(segment.gradients.reductions[0].axes)
             part = segment.gradients.num_bytes // num_ranks
-            assert received_bytes([segment], in_pieces=True) == (num_ranks - 1) * part
-            assert received_bytes([segment], in_pieces=False) == part
+            assert PlannedBucket((segment,)).scratch_bytes(in_pieces=True) == (num_ranks - 1) * part
+            assert PlannedBucket((segment,)).scratch_bytes(in_pieces=False) == part
         nowhere = planned(2048, mesh, name, tiers=Tiers(gradients=None))
         assert (nowhere.gradients.rest_whole, nowhere.gradients.pass_through) == (False, True)
     alone = planned(2048, MeshShape(), name)
@@ -80,9 +82,9 @@ def test_gradients(name: str) -> None:
     assert (alone.gradients.rest_whole, alone.gradients.reductions) == (False, ())
     encoded = planned(2048, MeshShape(), name, MIXED)
     assert (encoded.gradients.move, encoded.gradients.in_place, encoded.gradients.rest_whole) == (True, False, True)
-    assert encoded.gradients.phases == ((), ())
+    assert encoded.gradients.exact == SyncPlan((), ())
     away = planned(2048, MeshShape(), name, tiers=Tiers(gradients=Tier.HOST))
-    assert (away.gradients.pass_through, away.gradients.phases) == (True, ((Copy(Tier.HOST),), ()))
+    assert (away.gradients.pass_through, away.gradients.exact) == (True, SyncPlan((Copy(Tier.HOST),), ()))
     nowhere = planned(2048, MeshShape(), name, tiers=Tiers(gradients=None))
     assert (nowhere.gradients.in_place, nowhere.gradients.pass_through) == (False, True)
 
@@ -152,12 +154,12 @@ def test_neighbours_share_buckets_while_they_fit(quanta: list[int], num_ranks: i
     mesh, row = MeshShape(data=num_ranks), preset(name)
     segments = [planned(num * QUANTUM * num_ranks, mesh, name) for num in quanta]
     buckets = share_buckets(segments, most)
-    assert [segment for bucket in buckets for segment in bucket] == segments
+    assert [segment for bucket in buckets for segment in bucket.segments] == segments
     shares = mesh.group_size(row.grad_step.shard_axes) > 1
-    held = [sum(segment.layout.padded * 4 for segment in bucket) for bucket in buckets]
-    assert all(len(bucket) == 1 or (shares and size <= most) for bucket, size in zip(buckets, held, strict=True))
+    held = [bucket.num_bytes for bucket in buckets]
+    assert all(len(bucket.segments) == 1 or (shares and bucket.num_bytes <= most) for bucket in buckets)
     for size, following in zip(held, buckets[1:], strict=False):
-        assert not shares or size + following[0].layout.padded * 4 > most, "the next one does not fit"
+        assert not shares or size + following.segments[0].layout.padded * 4 > most, "the next one does not fit"
 
 
 def test_small_segments_share_a_bucket_in_the_order_of_backward() -> None:
@@ -166,18 +168,18 @@ def test_small_segments_share_a_bucket_in_the_order_of_backward() -> None:
     one, two, three, four = reduction_order(units)
     assert [segment.layout.padded // half for segment in (one, two, three, four)] == [3, 1, 1, 1]
     buckets = share_buckets([one, two, three, four])
-    assert [len(bucket) for bucket in buckets] == [1, 2, 1]
-    assert [len(bucket) for bucket in share_buckets([one, two, three, four], max_bytes=0)] == [1] * 4
+    assert [len(bucket.segments) for bucket in buckets] == [1, 2, 1]
+    assert [len(bucket.segments) for bucket in share_buckets([one, two, three, four], max_bytes=0)] == [1] * 4
 
 
 def test_whole_gradients_have_buckets_of_their_own() -> None:
     buckets = share_buckets(reduction_order(units_of([1024, 1024], "ddp")))
-    assert [len(bucket) for bucket in buckets] == [1, 1]
+    assert [len(bucket.segments) for bucket in buckets] == [1, 1]
 
 
 def test_the_size_of_a_bucket_is_that_of_what_travels() -> None:
     """Gradients that travel in two bytes share buckets twice as large in elements."""
     num_elements = BUCKET_BYTES // 4
     half = planned(num_elements, TWO, "zero2", Encodings(BF16, FP32, BF16))
-    assert [len(bucket) for bucket in share_buckets([half, half])] == [2]
-    assert [len(bucket) for bucket in share_buckets([planned(num_elements, TWO, "zero2")] * 2)] == [1, 1]
+    assert [len(bucket.segments) for bucket in share_buckets([half, half])] == [2]
+    assert [len(bucket.segments) for bucket in share_buckets([planned(num_elements, TWO, "zero2")] * 2)] == [1, 1]

@@ -56,7 +56,6 @@ def test_row(name: str) -> None:
         grad_step=Residence(*grad_step, FP16),
         master=Residence(*states, FP32),
         moments=Residence(*states, FP32),
-        feedback=Residence((), ("data", "sequence"), FP32),
     )
 
 
@@ -65,7 +64,7 @@ def test_everything_is_fp32_on_the_device_by_default(name: str) -> None:
     row = preset(name)
     assert row == preset(name, Encodings(FP32, FP32, FP32, FP32))
     states = [value for value in vars(row).values() if isinstance(value, Residence)]
-    assert len(states) == 9
+    assert len(states) == 8
     assert {state.tier for state in states} == {Tier.DEVICE}
     assert {state.encoding for state in states} == {FP32}
 

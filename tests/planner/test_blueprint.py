@@ -65,7 +65,7 @@ def test_of_512_ranks(build: Any, zero: dict[str, Any], whole: int, split: int, 
     traffic = step_traffic(blueprint.units)
     model_bytes = traffic.sent_bytes("parameters") + traffic.sent_bytes("gradients")
     assert model_bytes == pytest.approx(2 * sent * num, rel=0.05)
-    reduced = [segment for bucket in blueprint.buckets for segment in bucket]
+    reduced = [segment for bucket in blueprint.buckets for segment in bucket.segments]
     assert reduced == [segment for unit in reversed(blueprint.units) for segment in unit.segments]
 
 

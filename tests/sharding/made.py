@@ -13,6 +13,7 @@ from partita.memory.streams import Event
 from partita.memory.tiers import StateMemory
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit
+from partita.plan.planned_bucket import PlannedBucket
 from partita.plan.residence import FP32
 from partita.plan.slots import PlannedPool
 from partita.plan.span import Entry, lay_out
@@ -114,7 +115,7 @@ class Made:
 
     def reducer(self, accumulate: int = 1) -> tuple[GradientReducer, User]:
         """The reducer of all units' gradients, last unit first, each in a bucket of its own."""
-        planned = [[segment.planned] for unit in reversed(self.units) for segment in unit.segments]
+        planned = [PlannedBucket((s.planned,)) for unit in reversed(self.units) for s in unit.segments]
         buckets = make_buckets(planned, self.units, accumulate, self.memory.ledger)
         for bucket in buckets:
             bucket.allocate(self.collectives.mesh.index(bucket.plan.summed_axes), self.memory)

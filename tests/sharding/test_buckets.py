@@ -15,7 +15,8 @@ from partita.memory.buffer_pool import Slot
 from partita.memory.ledger import Ledger
 from partita.memory.tiers import InMemory, StateMemory
 from partita.plan.mesh_shape import MeshShape
-from partita.plan.planned import BUCKET_BYTES, PlannedSegment, PlannedUnit, reduction_order, share_buckets
+from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order
+from partita.plan.planned_bucket import BUCKET_BYTES, share_buckets
 from partita.plan.residence import BF16, FP32, Tier
 from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
@@ -165,7 +166,8 @@ def test_what_rests(name: str) -> None:
         assert (bucket.buffer.collects, bucket.buffer.keeps_full) == (True, name in WHOLE)
         two_sums = mesh.node > 1  # within the node, and over the nodes
         further = {"hsdp": [ReduceScatter, AllGather], "hierarchical-changes": [ReduceScatter]}.get(name, [])
-        sums, gathers = bucket.layout.planned[0].gradients.phases
+        exact = bucket.layout.planned.gradients.exact
+        sums, gathers = exact.sums, exact.gathers
         assert [type(op) for op in sums] == [ReduceScatter, *further * two_sums]
         assert [type(op) for op in gathers] == ([AllGather] if name == "ddp" else [])
         num_bytes = allocated(bucket, 1)
@@ -179,10 +181,10 @@ def test_what_rests(name: str) -> None:
         assert allocated(bucket, 1) == 0, "only once"
     alone = bucket_of(shapes, MeshShape(), name)
     assert isinstance(alone.buffer, InPlaceBuffer)
-    assert (alone.moves, alone.layout.planned[0].gradients.phases[0], allocated(alone, 0)) == (False, (), 0)
+    assert (alone.moves, alone.layout.planned.gradients.exact.sums, allocated(alone, 0)) == (False, (), 0)
     encoded = bucket_of(shapes, MeshShape(), name, mixed)
     assert isinstance(encoded.buffer, ResidentBuffer)
-    assert (encoded.moves, encoded.layout.planned[0].gradients.phases[0]) == (False, ())
+    assert (encoded.moves, encoded.layout.planned.gradients.exact.sums) == (False, ())
     assert allocated(encoded, 0) == encoded.num_bytes
 
 
@@ -196,7 +198,7 @@ def test_what_leaves_the_device(name: str) -> None:
     alone = bucket_of([[(300,)]], MeshShape(), name, tiers=tiers)
     assert isinstance(alone.buffer, PooledBuffer)
     assert alone.moves
-    assert alone.layout.planned[0].gradients.phases[0] == (Copy(Tier.HOST),)
+    assert alone.layout.planned.gradients.exact.sums == (Copy(Tier.HOST),)
     memory = state_memory()
     alone.allocate(0, memory)
     assert memory.ledger.report(CPU).held == {("gradients", "host"): alone.num_bytes}

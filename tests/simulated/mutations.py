@@ -71,14 +71,14 @@ MUTATIONS = (
     Mutation("sharding/executor.py", "            slot.last_use.wait()\n", "", "stage 3"),
     Mutation(
         "sharding/executor.py",
-        "            updated.wait()\n            handles",
-        "            handles",
+        "            updated.wait()\n            gathers",
+        "            gathers",
         "optimizer on host",
     ),
     Mutation(
         "sharding/executor.py",
-        "            finish_all(handles)\n            for lease",
-        "            for lease",
+        "                begun.finish()\n",
+        "                pass\n",
         "stage 3",
     ),
     Mutation("sharding/executor.py", "        unit.gathered.wait()\n", "", "optimizer on host, stage 1"),
@@ -147,11 +147,11 @@ MUTATIONS = (
     ),
     Mutation(
         "inspection/whole.py",
-        "finish_all(Movement(self._collectives).begin(ops, part, whole))",
-        "Movement(self._collectives).begin(ops, part, whole)",
+        "Interpreter(self._collectives).run(ops, part, whole)",
+        "Interpreter(self._collectives).begin(ops, part, whole)",
         "bf16, optimizer on host",
     ),
-    Mutation("sharding/movement.py", "finish_all(handles)  # what is gathered further\n", "pass\n", "changes"),
+    Mutation("sharding/interpreter.py", "running.wait()  # for what is gathered further\n", "pass\n", "changes"),
 )
 
 

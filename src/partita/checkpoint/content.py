@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from partita.checkpoint.backend import Value, saved_boxes
-from partita.checkpoint.names import FEEDBACK, MODEL, MOMENTUM, OUTER_FEEDBACK, STATE
+from partita.checkpoint.names import FEEDBACK, MODEL, STATE
 from partita.checkpoint.plain import plain
 from partita.errors import PartitaError
 from partita.kernels.state import num_blocks
@@ -153,11 +153,12 @@ class Content:
         """What a run goes on from beside weights and the optimizer's states, by what its keys begin with: this rank's
         part of the segment, in memory.
         """
-        outer = None if self.updater.outer is None else self.updater.outer.of(segment)
-        found = {FEEDBACK: self.runtime.reducer.sync_states.saved(segment)}
-        if outer is not None:
-            found |= {MOMENTUM: outer.momentum, OUTER_FEEDBACK: outer.held}
-        return {key: values for key, values in found.items() if values is not None}
+        errors = self.runtime.reducer.sync_states.saved(segment)
+        return ({} if errors is None else {FEEDBACK: errors}) | self.on_all_ranks(segment)
+
+    def on_all_ranks(self, segment: Segment) -> dict[str, Tensor]:
+        """What of :meth:`beside` all ranks have that have the same part."""
+        return {key: values for each in self.updater.listeners for key, values in each.saved(segment).items()}
 
     def _views(self, content: SegmentContent, states: Sequence[Tensor]) -> list[Tensor] | None:
         """Views of what is saved; None where some of it has to be copied to lie as it is saved."""

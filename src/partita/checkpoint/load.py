@@ -85,8 +85,8 @@ def load(content: Content, training: TrainingState, backend: Backend, folder: Pa
         loading.check()
         plan = loading.plan()
     content.runtime.reducer.sync_states.clear()
-    if content.updater.outer is not None:
-        content.updater.outer.clear()
+    for listener in content.updater.listeners:
+        listener.clear()
     error = loading.fill_segments(plan)
     with together(all_ranks):
         if error is not None:
@@ -146,7 +146,7 @@ class Loading:
         known += [name for name, _ in self._buffers] + [name for name, _ in self._modules]
         self._names = Names(stored, known, wanted.prefix)
         self._missing = list[str]()
-        self._beside = content.beside
+        self._content = content
         self._takes_states = not wanted.only_model
 
     # --------------------------------------------------- before anything is touched
@@ -221,12 +221,10 @@ class Loading:
                 for state, key in self._names.states(member.holding.fqns).items():
                     if key in self._stored.tensors:
                         yield self._target(key, self._state_elements(view, state, key), view=view, state=state)
-        # What replicas that train apart hold is a mean, which all have; other ranks' is a sum, which one has.
-        if self._wanted.only_model or not (self._updater.outer is not None or segment.is_first_copy):
+        if self._wanted.only_model:
             return
-        for span, (prefix, kept) in product(
-            segment.layout.part(self._runtime.part_index), self._beside(segment).items()
-        ):
+        beside = self._content.beside(segment) if segment.is_first_copy else self._content.on_all_ranks(segment)
+        for span, (prefix, kept) in product(segment.layout.part(self._runtime.part_index), beside.items()):
             names = [prefix + name for name in members[span.fqn].holding.fqns]
             if (key := next((name for name in names if name in self._stored.tensors), None)) is not None:
                 values = kept[span.offset : span.offset + span.num_elements]
@@ -366,9 +364,11 @@ class Loading:
 
     def _tell_of_others(self) -> None:
         """What only one of the two runs has is nothing that a run can go on from."""
+        segments = [segment for unit in self._runtime.units for segment in unit.segments]
+        of_listeners = {prefix for segment in segments for prefix in self._content.on_all_ranks(segment)}
         for prefix, (what, key, is_here) in {
             FEEDBACK: ("what codes of gradients held back", "gradients", bool(self._runtime.reducer.sync_states)),
-            MOMENTUM: ("the outer optimizer's momentum", "every", self._updater.outer is not None),
+            MOMENTUM: ("the outer optimizer's momentum", "every", MOMENTUM in of_listeners),
         }.items():
             is_there = any(stored.startswith(prefix) for stored in self._stored.tensors)
             if is_there == is_here or self._runtime.collectives.mesh.rank:

@@ -5,11 +5,9 @@ A setting that another one contradicts is an error; one that is harmless and idl
 
 from collections.abc import Iterator, Mapping
 
+from partita.config.extension import Extension
 from partita.config.messages import Contradiction, Row, conflict, row, setting
 from partita.config.schema import Config
-from partita.config.wire_checks import contradicting_wires
-from partita.config.wires import gradient_codec
-from partita.plan.wire import LOW_RANK
 
 _ADAMS = ("adam", "adamw", "onebit_adam")
 # A key that means something only where another one has certain values: those, also in words, and what is so elsewhere.
@@ -30,14 +28,14 @@ _BELONGS: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ("precision.loss_scale_window", "precision.compute", ("fp16",), "fp16 compute; under {0} the loss is not scaled"),
     ("precision.initial_loss_scale", "precision.loss_scale", ("dynamic",), "a dynamic loss scale; {0} stays as it is"),
     ("precision.loss_scale_window", "precision.loss_scale", ("dynamic",), "a dynamic loss scale; {0} stays as it is"),
-    ("communication.low_rank", "communication.gradients", (LOW_RANK,), "gradients: low_rank; {0} has no factors"),
+    ("communication.low_rank", "communication.gradients", ("low_rank",), "gradients: low_rank; {0} has no factors"),
     ("optimizer.eps", "optimizer.name", _ADAMS, "adam and adamw; {0} divides by nothing"),
     ("optimizer.sends", "optimizer.name", ("onebit_adam",), "onebit_adam; with {0} ranks send gradients"),
     ("optimizer.momentum", "optimizer.name", ("sgd",), "sgd; the momentum of {0} is betas[0]"),
 )
 
 
-def check_settings(config: Config, derived: Mapping[str, Row]) -> None:
+def check_settings(config: Config, derived: Mapping[str, Row], extension: Extension) -> None:
     """Checks every rule; ``derived`` has the rows of the compute dtype and of the micro-batches after ``auto``.
 
     Raises:
@@ -56,7 +54,9 @@ def check_settings(config: Config, derived: Mapping[str, Row]) -> None:
     compute = str(resolved("precision.compute").value)
     accumulates = resolved("batch.accumulate").value != 1
     rules = (
-        *_states(config, compute, accumulates),
+        *_states(config, compute),
+        *extension.contradictions(config, compute),
+        *_in_backward(config, compute, accumulates),
         *_axes(config),
         *_activations(config),
         *_training(config),
@@ -66,7 +66,7 @@ def check_settings(config: Config, derived: Mapping[str, Row]) -> None:
         raise conflict(problem, [resolved(key) for key in keys], fix)
 
 
-def _states(config: Config, compute: str, accumulates: bool) -> Iterator[Contradiction]:
+def _states(config: Config, compute: str) -> Iterator[Contradiction]:
     zero, precision = config.zero, config.precision
     if zero.hierarchical and zero.keep_gathered:
         yield (
@@ -94,7 +94,11 @@ def _states(config: Config, compute: str, accumulates: bool) -> Iterator[Contrad
             "precision.moments: int8 belongs to adam and adamw",
             "leave precision.moments out",
         )
-    yield from contradicting_wires(config, compute)
+
+
+def _in_backward(config: Config, compute: str, accumulates: bool) -> Iterator[Contradiction]:
+    """Of updates in backward."""
+    zero, precision = config.zero, config.precision
     if precision.gradients != "in_backward":
         return
     if compute == "fp16":
@@ -239,12 +243,6 @@ def _schedule(config: Config) -> Iterator[Contradiction]:
 
 def idle_settings(config: Config, compute: str) -> Iterator[str]:
     """One line ``ignored: key (reason)`` for each setting without effect."""
-    wires = {gradient_codec(config), config.communication.parameters}
-    if wires == {"full"}:
-        if config.communication.warmup_steps != "auto" and config.optimizer.name != "onebit_adam":
-            yield "ignored: communication.warmup_steps (no codes travel)"
-        if config.communication.warmup != "full":
-            yield "ignored: communication.warmup (no codes travel)"
     offload, precision, schedule = config.zero.offload, config.precision, config.schedule
     may_use_disk = {"disk", "auto"} & {offload.parameters, offload.optimizer} or "disk" in (
         offload.gradients,

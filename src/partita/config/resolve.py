@@ -6,10 +6,10 @@ from itertools import islice, product
 from math import log, prod
 
 from partita.config.checks import check_settings, idle_settings
+from partita.config.extension import CORE, Extension, installed
 from partita.config.messages import Row, conflict, key_paths, row, setting, shown
 from partita.config.schema import Batch, Config
 from partita.config.values import Section
-from partita.config.wires import sends_changes
 from partita.errors import ConfigError
 from partita.plan.across_nodes import needless_crossings
 from partita.plan.mesh_shape import AXES, MeshShape
@@ -38,7 +38,7 @@ class Resolved:
     derived settings with where each came from; ``notices`` are lines to show at the start, one for each setting that
     has no effect; ``warnings`` are of axes that span nodes and would not have to; ``passed`` are the sections
     (optimizer, schedule) that an object given to ``partita.initialize`` stands in for; ``spans_nodes``: the ranks are
-    on several nodes.
+    on several nodes; ``extension``: what optional packages add.
     """
 
     config: Config
@@ -51,6 +51,7 @@ class Resolved:
     passed: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     spans_nodes: bool = False
+    extension: Extension = CORE
 
     @property
     def param_dtype(self) -> str:
@@ -78,11 +79,18 @@ class Resolved:
         return replace(self, notices=self.notices + notices, passed=sections)
 
 
-def resolve(config: Config, num_ranks: int, device_type: str, ranks_per_node: int | None = None) -> Resolved:
+def resolve(
+    config: Config,
+    num_ranks: int,
+    device_type: str,
+    ranks_per_node: int | None = None,
+    extension: Extension | None = None,
+) -> Resolved:
     """Derives the mesh, the batch and the compute dtype, and checks what must hold between settings.
 
     ``device_type`` is torch's (``cpu``, ``cuda``, ...). ``ranks_per_node`` splits the data axis over nodes for
-    ``zero.hierarchical`` and ``zero.replicate``; without it all ranks are on one node.
+    ``zero.hierarchical`` and ``zero.replicate``; without it all ranks are on one node. ``extension``: of optional
+    packages; None: of those that are installed.
 
     Raises:
         ConfigError: settings contradict each other or the number of ranks; with a table of them and one fix.
@@ -92,23 +100,24 @@ def resolve(config: Config, num_ranks: int, device_type: str, ranks_per_node: in
     _check_count("the number of ranks", num_ranks)
     if not isinstance(device_type, str):
         raise ConfigError(f"device_type: expected a name such as 'cpu' or 'cuda'; got {shown(device_type)}")
+    extension = installed() if extension is None else extension
     on_host = device_type == "cpu"
     mesh, mesh_rows = _resolve_mesh(config, num_ranks, ranks_per_node)
     batch, batch_rows = _resolve_batch(config.batch, mesh.data, mesh_rows)
     values = (*mesh_rows, *batch_rows, _resolve_compute(config, device_type))
-    check_settings(config, {value.key: value for value in values})
+    check_settings(config, {value.key: value for value in values}, extension)
     compute = str(values[-1].value)
-    notices = list(idle_settings(config, compute))
+    notices = [*extension.idle_settings(config), *idle_settings(config, compute)]
     if mesh.node == 1 and (key := _splits_nodes(config)) is not None:
         notices.append(f"ignored: {key} (all data ranks are on one node)")
     for key in ("gradients", "parameters"):
         if getattr(config.communication, key) != "full" and mesh.data * mesh.sequence == 1:
             notices.append(f"ignored: communication.{key} (there is one data rank: nothing travels)")
-        elif key == "parameters" and config.zero.hierarchical and sends_changes(config) and mesh.node == 1:
+        elif key == "parameters" and config.zero.hierarchical and extension.stores_deltas(config) and mesh.node == 1:
             notices.append(f"ignored: communication.{key} (changes pass between nodes, and there is one)")
         elif getattr(config.communication, key) != "full" and config.communication.every is not None and mesh.node == 1:
             notices.append(f"ignored: communication.{key} (under communication.every it is of what replicas exchange)")
-    if config.communication.check_every not in ("auto", 0) and not _holds_alike(config, mesh):
+    if config.communication.check_every not in ("auto", 0) and not _holds_alike(config, mesh, extension):
         notices.append("ignored: communication.check_every (no two ranks hold the same parameters)")
     if config.communication.within_node != "auto" and not on_host:
         notices.append(f"ignored: communication.within_node (on {device_type} its own backend chooses the way)")
@@ -116,7 +125,7 @@ def resolve(config: Config, num_ranks: int, device_type: str, ranks_per_node: in
         notices.append("ignored: activations.offload (the host's memory is where cpu computes; disk is another)")
     warnings = tuple(map(str, needless_crossings(mesh, ranks_per_node)))
     spans_nodes = ranks_per_node is not None and ranks_per_node < num_ranks
-    return Resolved(config, mesh, batch, compute, on_host, values, tuple(notices), (), warnings, spans_nodes)
+    return Resolved(config, mesh, batch, compute, on_host, values, tuple(notices), (), warnings, spans_nodes, extension)
 
 
 def describe(resolved: Resolved) -> str:
@@ -223,11 +232,11 @@ def _even_nodes(data: int, inner: int, ranks_per_node: int | None) -> int:
     return data // (ranks_per_node // inner)
 
 
-def _holds_alike(config: Config, mesh: MeshShape) -> bool:
+def _holds_alike(config: Config, mesh: MeshShape, extension: Extension) -> bool:
     """Whether several ranks have the same parameters at rest."""
     if config.zero.stage < 3:
         return mesh.data * mesh.sequence > 1
-    return mesh.node > 1 and (config.zero.replicate == "nodes" or sends_changes(config))
+    return mesh.node > 1 and (config.zero.replicate == "nodes" or extension.stores_deltas(config))
 
 
 def _splits_nodes(config: Config) -> str | None:

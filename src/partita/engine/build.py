@@ -19,7 +19,6 @@ from partita.comm.mesh import Mesh
 from partita.comm.together import check_settings_alike, together
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
-from partita.config.wires import check_every, warmup_steps
 from partita.engine.budget import agreed_budget
 from partita.huggingface.conversion import open_weights
 from partita.huggingface.weights import Weights
@@ -33,10 +32,10 @@ from partita.memory.shortage import Shortages
 from partita.memory.tiers import StateMemory
 from partita.optim.alike_check import AlikeCheck
 from partita.optim.build import Factory, build_optimizer, build_schedule, settings_of, wants_kernels
+from partita.optim.extension import RunExtension
 from partita.optim.fused import FusedOptimizer
 from partita.optim.in_backward import BackwardUpdater
 from partita.optim.loss_scale import LossScale
-from partita.optim.outer import OuterOptimizer
 from partita.optim.step import StepUpdater
 from partita.optim.traits import (
     check_closure,
@@ -132,7 +131,8 @@ def _build(
     memory = StateMemory(mesh.device, ledger, disk)
     kernels = wants_kernels(settings, resolved.param_dtype, mesh.device)
     with together(all_ranks):
-        optimizer = build_optimizer(list(model.parameters()), settings, given.optimizer, kernels=kernels)
+        params = list(model.parameters())
+        optimizer = build_optimizer(params, settings, given.optimizer, resolved.extension, kernels=kernels)
         scheduler = build_schedule(optimizer, settings.schedule, given.scheduler)
         check_groups(optimizer, {id(param) for param in model.parameters()})
     num_moments = states_per_element(optimizer)
@@ -182,7 +182,7 @@ def _build(
             changes.callback(activations.remove)
             pipeline = Pipeline(model, parallel, schedule, collectives)
             changes.callback(pipeline.remove)
-            alike = AlikeCheck(runtime, updater, check_every(settings))
+            alike = AlikeCheck(runtime, updater, resolved.extension.check_every(settings))
     except BaseException:
         memory.close()
         raise
@@ -241,8 +241,8 @@ def _make_updater(runtime: Runtime, optimizer: Optimizer, resolved: Resolved, co
     settings = resolved.config
     scale = LossScale(settings.precision, resolved.compute_dtype == "fp16")
     kind = BackwardUpdater if settings.precision.gradients == "in_backward" else StepUpdater
-    updater = kind(runtime, optimizer, scale, settings.clip_grad_norm, counted, warmup_steps(settings))
-    if runtime.apart_group.size > 1:
-        last_step = settings.schedule.total_steps
-        updater.outer = OuterOptimizer(runtime, optimizer, updater.views, settings.communication, last_step)
+    extension = resolved.extension
+    updater = kind(runtime, optimizer, scale, settings.clip_grad_norm, counted, extension.warmup_steps(settings))
+    if isinstance(extension, RunExtension):
+        updater.tell(extension.listeners(runtime, optimizer, updater.views, settings))
     return updater

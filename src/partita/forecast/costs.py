@@ -9,13 +9,14 @@ from partita.forecast.sized import Sized
 from partita.forecast.stages import Stage
 from partita.parallel.tensor.splitter import TENSOR
 from partita.plan.mesh_shape import MeshShape
-from partita.plan.planned import PlannedSegment, PlannedUnit, factor_elements, reduction_order, share_buckets
+from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order
+from partita.plan.planned_bucket import PlannedBucket, share_buckets
 from partita.plan.residence import FP32, Residence, Tier
-from partita.plan.steps import AllGather, ReduceScatter, Step, on_wires, steps
+from partita.plan.steps import AllGather, ReduceScatter, Step, steps
 from partita.planner.curve import Curve
 from partita.planner.machine import LATENCY_S, LAUNCH_S, Machine
 from partita.planner.timeline import DEVICE, DISK, HOST, HOST_LINK, RANKS, Job, StepTime, UnitTimes, step_time
-from partita.planner.traffic import sent_by_steps
+from partita.planner.traffic import collected_gradients, sent_by_steps
 
 NO_WORK = Work()
 # The collectives that are measured, and the curves that say how long they take.
@@ -56,7 +57,7 @@ class Rates:
     num_moments: int = 2
     every: int | None = None
     _moves: dict[int, tuple[PlannedUnit, Moves]] = field(default_factory=dict)
-    _buckets: dict[tuple[int, ...], tuple[Sequence[PlannedSegment], float]] = field(default_factory=dict)
+    _buckets: dict[tuple[int, ...], tuple[PlannedBucket, float]] = field(default_factory=dict)
     _curves: dict[str, Curve] = field(init=False)
     _links: dict[tuple[tuple[str, ...], MeshShape], float] = field(default_factory=dict)
 
@@ -105,7 +106,7 @@ class Rates:
             return sum(segment.held_bytes(getattr(segment.row, name)) for segment in trained)
 
         parameters = sum(segment.held_bytes(segment.row.param_rest) for segment in unit.segments)
-        gather = sum(self._of_segment(s, s.gathers, s.row.param_rest) for s in unit.segments)
+        gather = sum(self._of_segment(s, s.unshards, s.row.param_rest) for s in unit.segments)
         again = sum(self._of_segment(s, *_again(s)) for s in unit.segments)
         states = held("master") + self.num_moments * held("moments")
         touched = 2 * states + held("grad_step") + held("master")
@@ -124,7 +125,7 @@ class Rates:
             HOST if on_host else DEVICE,
             2 * states / max(disk, 1.0) if uses_disk else 0.0,
             held("param_compute") / host_link if on_host and not (away or machine.one_memory) else 0.0,
-            sum(self._of_segment(segment, segment.publication, segment.row.master) for segment in trained),
+            sum(self._of_segment(segment, segment.publish.operations, segment.row.master) for segment in trained),
         )
 
     def _reductions(self, units: Sequence[PlannedUnit]) -> list[float]:
@@ -132,32 +133,27 @@ class Rates:
         numbers = [at for at in reversed(range(len(units))) for segment in units[at].segments if segment.trains]
         found, end = [0.0] * len(units), 0
         for bucket in share_buckets(reduction_order(units)):
-            key, end = tuple(map(id, bucket)), end + len(bucket)
+            key, end = tuple(map(id, bucket.segments)), end + len(bucket.segments)
             if key not in self._buckets:
                 self._buckets[key] = bucket, self._summed(bucket)
             found[numbers[end - 1]] += self._buckets[key][1]
         return found
 
-    def _summed(self, bucket: Sequence[PlannedSegment]) -> float:
+    def _summed(self, bucket: PlannedBucket) -> float:
         """Seconds of gradients to where the optimizer works on them."""
-        row, mesh, padded = bucket[0].row, bucket[0].mesh, sum(segment.layout.padded for segment in bucket)
-        if bucket[0].gradients.factors is not None:
-            num, axes = mesh.group_size(row.summed_axes), mesh.named(row.summed_axes)
-            sizes = [FP32.num_bytes(num_elements) for num_elements in factor_elements(bucket) if num_elements]
-            return sum(self.collective("all_reduce", axes, mesh, 2 * (num - 1) * size // num) for size in sizes)
-        moved = on_wires(steps(row.grad_arrival, row.grad_step, mesh), row.wires.gradients, row.wires.sums)
-        return self._sent(padded, mesh, moved, row.grad_arrival)
+        row, mesh, sync = bucket.row, bucket.mesh, bucket.gradients.sync
+        found = self._sent(bucket.num_elements, mesh, (*sync.sums, *sync.gathers), collected_gradients(row))
+        return found + sum(self.collective(m.collective, m.axes, mesh, m.num_bytes) for m in sync.messages(bucket))
 
     def _meeting(self, units: Sequence[PlannedUnit]) -> float:
         """Seconds of a round's end, in which replicas that train apart meet, of which each local step has its part."""
-        if not self.every or not units[0].row.apart_axes:
+        if not self.every:
             return 0.0
+        trained = (segment for unit in units for segment in unit.segments if segment.trains)
         found = 0.0
-        for segment in (segment for unit in units for segment in unit.segments if segment.trains):
-            row, part = segment.row, replace(segment.row.master, shard_axes=segment.row.part_axes)
-            found += self._of_segment(segment, segment.rounds.steps(segment.row.wires), row.outer_gradient)
-            found += self._of_segment(segment, segment.rounds.publication, part)
-            found += self._of_segment(segment, segment.publication, row.master)
+        for segment in trained:
+            for transfer in segment.row.strategies.of_round(segment, is_warming_up=False):
+                found += self._of_segment(segment, transfer.operations, transfer.source)
         return found / self.every
 
     def _of_segment(self, segment: PlannedSegment, ops: Sequence[Step], src: Residence) -> float:
@@ -167,8 +163,8 @@ class Rates:
         """Seconds of ``ops`` from ``src`` on, of so many elements. Codes are made, and read, as fast as memory is."""
         sent = sent_by_steps(ops, src, padded, mesh)
         found = sum((self.collective(collective, axes, mesh, num) for collective, axes, num in sent), 0.0)
-        num_coded = sum(isinstance(op, AllGather | ReduceScatter) and op.wire.is_coded for op in ops)
-        return found + num_coded * self._moved(2 * FP32.num_bytes(padded))
+        num_encoded = sum(isinstance(op, AllGather | ReduceScatter) and not op.format.is_exact for op in ops)
+        return found + num_encoded * self._moved(2 * FP32.num_bytes(padded))
 
     def _moved(self, num_bytes: int) -> float:
         """Seconds of what the device reads and writes."""
@@ -254,4 +250,4 @@ def _again(segment: PlannedSegment) -> tuple[tuple[Step, ...], Residence]:
     row = segment.row
     if segment.has_second:
         return steps(row.param_between, row.param_compute, segment.mesh), row.param_between
-    return segment.gathers, row.param_rest
+    return segment.unshards, row.param_rest

@@ -8,7 +8,8 @@ from partita.forecast.part import Part
 from partita.forecast.pieces import Trace
 from partita.forecast.stages import Stage
 from partita.plan.place import Place
-from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
+from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order
+from partita.plan.planned_bucket import share_buckets
 from partita.plan.span import Entry
 
 
@@ -85,7 +86,7 @@ def waiting_bytes(stage: Stage, chunk: int, units: Sequence[PlannedUnit], trace:
 def _bucket_numbers(units: Sequence[PlannedUnit]) -> list[list[int | None]]:
     """Of each unit's segments, which one they are reduced with; None: they do not wait."""
     order: list[PlannedSegment] = reduction_order(units)
-    numbers = iter([number for number, bucket in enumerate(share_buckets(order)) for _ in bucket])
+    numbers = iter([number for number, bucket in enumerate(share_buckets(order)) for _ in bucket.segments])
     found: list[list[int | None]] = [
         [next(numbers) if segment.trains else None for segment in unit.segments] for unit in reversed(units)
     ]

@@ -42,7 +42,7 @@ class Gathered:
     def hold(self, items: tuple[nn.Module | nn.Parameter, ...], modify: bool) -> Iterator[None]:
         """Hold the units of the given modules and parameters whole (see :meth:`Engine.gathered`)."""
         self._updater.take_written()
-        if modify and self._updater.outer is not None and self._updater.outer.in_round:
+        if modify and any(listener.differs_between_replicas for listener in self._updater.listeners):
             raise PartitaError(
                 "engine.gathered(modify=True) while replicas that train apart have other values each "
                 "(communication.every): modify after the step that ends a round, or after engine.save"

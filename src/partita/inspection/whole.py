@@ -22,7 +22,7 @@ from partita.plan.mesh_shape import STATE_AXES
 from partita.plan.residence import Tier
 from partita.plan.steps import steps
 from partita.planner.parameters import Holding, find_everywhere
-from partita.sharding.movement import Movement, finish_all
+from partita.sharding.interpreter import Interpreter
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Member, Segment, replace_data
 
@@ -250,7 +250,7 @@ class Whole:
         if not segment.holds_whole_master:
             whole, held = part.new_empty(segment.layout.padded), replace(segment.plan.master, tier=Tier.DEVICE)
             ops = steps(held, replace(held, shard_axes=()), segment.mesh)
-            finish_all(Movement(self._collectives).begin(ops, part, whole))
+            Interpreter(self._collectives).run(ops, part, whole)
         return segment.master.joined(segment.full, whole)
 
     def others(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Values to what travels in their place, and back, in one pass (:mod:`partita.plan.wire` has the codecs).
+"""Values to what travels in their place, and back, in one pass (:mod:`partita.kernels.codecs` lists the codecs).
 
 On CPU tensors these are the C++ kernels of csrc/, elsewhere and without a compiler
 :mod:`partita.kernels.codec_reference`. Both give the same bits, for any number of threads, any instruction set, and any
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from partita.errors import PartitaError
 from partita.kernels import codec_reference, native
+from partita.kernels.codecs import CODECS, Codec
 from partita.kernels.state import GRADIENTS, check
-from partita.plan.wire import CODECS, Codec
 
 _NUMBERS = {name: number for number, name in enumerate(CODECS)}  # as csrc/kernels.hpp has them
 

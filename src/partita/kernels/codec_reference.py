@@ -1,4 +1,4 @@
-"""The codecs of :mod:`partita.plan.wire` in plain torch: the definition of every bit, for any device.
+"""The codecs of :mod:`partita.kernels.codecs` in plain torch: the definition of every bit, for any device.
 
 **Levels.** A code is one of 2c + 1 whole numbers from 0 on (c is 127, 7, 1.5, 1, 0.5 for 8 bits, 4 bits, 2 bits, three
 levels, signs) and stands for (code - c) * step; a record is the step, in fp32, and the codes. A value x becomes
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from partita.kernels.chunks import chunks
+from partita.kernels.codecs import STEP_BYTES, TOP, Codec
 from partita.kernels.quantize import LEAST_SCALE, nearest_bf16
 from partita.plan.residence import BLOCK
-from partita.plan.wire import STEP_BYTES, TOP, Codec
 
 # Of each codec: c, how many codes are in a byte, by which factor one weighs more than the one before, and the step in
 # mean magnitudes where it is that.

@@ -29,7 +29,7 @@ class AlikeCheck:
         self._units = runtime.units
         self._updater = updater
         self._all_ranks = runtime.collectives.all_ranks
-        self._group = runtime.collectives.group(runtime.units[0].planned.row.rest_alike_axes)
+        self._group = runtime.collectives.group(runtime.row.rest_alike_axes)
         self._every = every if self._group.size > 1 else 0
 
     def after_update(self) -> None:

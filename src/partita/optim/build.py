@@ -9,10 +9,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from partita.config import schema
+from partita.config.extension import CORE, Extension
 from partita.errors import ConfigError
 from partita.memory.accelerator import is_host
+from partita.optim.extension import RunExtension
 from partita.optim.fused import FusedAdam, FusedLion, FusedSGD
-from partita.optim.onebit_adam import OnebitAdam
 from partita.optim.schedule import Schedule
 
 Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -20,7 +21,12 @@ Scheduling = Callable[[Optimizer], LRScheduler]
 
 
 def build_optimizer(
-    params: list[nn.Parameter], config: schema.Config, given: Optimizer | Factory | None, *, kernels: bool
+    params: list[nn.Parameter],
+    config: schema.Config,
+    given: Optimizer | Factory | None,
+    extension: Extension = CORE,
+    *,
+    kernels: bool,
 ) -> Optimizer:
     """The user's optimizer, the one that the user's callable makes, or the config's.
 
@@ -49,7 +55,8 @@ def build_optimizer(
         if not isinstance(made, Optimizer):
             raise ConfigError(f"optimizer: the callable returned a {_kind(made)}, expected a torch.optim.Optimizer")
         return made
-    return _configured(params, config, kernels)
+    of_extension = extension.optimizer(params, config) if isinstance(extension, RunExtension) else None
+    return _configured(params, config, kernels) if of_extension is None else of_extension
 
 
 def settings_of(optimizer: Optimizer) -> dict[str, object]:
@@ -93,8 +100,6 @@ def _configured(params: list[nn.Parameter], config: schema.Config, kernels: bool
     if section.name == "lion":
         return FusedLion(params, lr=section.lr, betas=betas, weight_decay=section.weight_decay)
     adam = {"lr": section.lr, "betas": betas, "eps": section.eps, "weight_decay": section.weight_decay}
-    if section.name == "onebit_adam":
-        return OnebitAdam(params, **adam)  # type: ignore[arg-type]
     decoupled = section.name == "adamw"
     if kernels:
         return FusedAdam(params, **adam, decoupled=decoupled, int8=config.precision.moments == "int8")

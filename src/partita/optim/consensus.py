@@ -69,8 +69,8 @@ class Consensus:
         self._arguments = runtime.arguments
         self._loss_scale = loss_scale
         self._told_unscaled = False
-        shape, row = runtime.collectives.mesh.shape, runtime.units[0].planned.row
-        of_replica = tuple(axis for axis in expand(AXES) if axis not in row.apart_axes)
+        shape, row = runtime.collectives.mesh.shape, runtime.row
+        of_replica = tuple(axis for axis in expand(AXES) if axis not in row.separate_axes)
         # The mesh's numbers of the ranks, which is their order among all.
         self._replicas = [sorted(ranks) for ranks in shape.groups(of_replica)]
 

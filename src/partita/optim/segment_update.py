@@ -180,7 +180,9 @@ class SegmentUpdate:
     def deliver(self) -> None:
         """Bring the result into what rests."""
         executor = self._context.executor
-        if self._param is None or self.segment.planned.sends_changes:  # codes make up for what 16 bits lose, too
+        if (
+            self._param is None or self.segment.planned.publish.needs_master
+        ):  # deltas make up for what 16 bits lose, too
             executor.deliver(self.segment, self._master.tensor, self.segment.plan.master)
         elif not self._writes_rest:
             executor.deliver(self.segment, self._param.tensor, self._result)

@@ -7,16 +7,14 @@ and gradients are scaled before they are spread, so the numbers do not depend on
 import math
 import sys
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from partita.errors import PartitaError
 from partita.memory.streams import Event
-from partita.optim.onebit_adam import OnebitAdam
+from partita.optim.extension import Comes
 from partita.optim.updater import StepResult, Updater, factor_of
 from partita.plan.residence import Tier
 from partita.sharding.buckets import Bucket
@@ -40,11 +38,6 @@ class StepUpdater(Updater):
 
     _measured: Measured | None = None  # the batch's gradients, where their norm was asked for
     _clip_once: float | None = None
-
-    @cached_property
-    def _with_moments(self) -> set[str]:
-        """Names of parameters that were looked at after a warm-up."""
-        return set()
 
     def begin(self) -> None:
         """Nothing may be under way.
@@ -90,15 +83,16 @@ class StepUpdater(Updater):
             self.skipped += 1
             self._skip(measured.scale)
             return result
-        if self.outer is not None:
-            self.outer.before_update()
-        self._run(measured.used, factor_of(norm, measured.scale, max_norm), is_warming_up=is_warming_up)
+        for listener in self._listeners:
+            listener.before_update(Comes(self.steps, measured.used, is_warming_up))
+        self._run(measured.used, factor_of(norm, measured.scale, max_norm))
         if is_warming_up and not self.is_warming_up:
             self.loaded()
         self._reducer.zero()
-        if self.outer is not None:
+        if any(listener.reads_weights for listener in self._listeners):
             self.wait_for_updates()
-            self.outer.after_update(self.steps, is_warming_up=is_warming_up)
+        for listener in self._listeners:
+            listener.after_update(self.steps, is_warming_up=is_warming_up)
         if measured.scale == self.scale.value:
             self.scale.succeeded()
         return result
@@ -138,30 +132,20 @@ class StepUpdater(Updater):
             )
 
     def loaded(self) -> None:
-        """Counters or states changed: sum gradients as the step that comes does; what travels may be the optimizer's
-        averages.
-        """
-        self._reducer.warm_up(self.is_warming_up)
+        """Counters or states changed: use the strategies of the step that comes. A collective."""
+        self.wait_for_updates()
+        self._runtime.warm_up(self.is_warming_up)
         if not self.is_warming_up:
-            self.wait_for_updates()
-            averages = {param: state.get("exp_avg") for param, state in self.optimizer.state.items()}
-            self._reducer.sync_states.start(partial(self._flat_of, averages))
+            self._reducer.sync_states.start(self._state_of)
 
-    def _flat_of(self, values: Mapping[Tensor, Tensor | None], member: Member) -> Tensor | None:
-        """What this rank has of a parameter, of ``values`` by the optimizer's tensors."""
+    def _state_of(self, member: Member, name: str) -> Tensor | None:
+        """Return this rank's part of a member's optimizer state, flat; None where there is none."""
         view = self.views.of(member.param)
-        own = None if view is None else values.get(view.tensor)
+        own = None if view is None else self.optimizer.state.get(view.tensor, {}).get(name)
         return member.flat(own) if own is not None and member.segment.holds_whole_master else own
 
-    def _run(self, used: set[int], factor: float, *, is_warming_up: bool) -> None:
-        self._runtime.executor.is_warming_up = is_warming_up
-        if not is_warming_up and isinstance(self.optimizer, OnebitAdam):
-            self._warn_of_untrained(used)
-        for group in self.optimizer.param_groups:
-            if "frozen" in group:  # of optimizers whose average travels
-                group["frozen"] = not is_warming_up
-                group["averaged"] = not is_warming_up and self._reducer.sync_states.has_averages
-        # What is held back of sums that travel is of sums as the optimizer gets them.
+    def _run(self, used: set[int], factor: float) -> None:
+        # Errors that syncs keep are of sums as the optimizer gets them.
         scales_all = bool(self._reducer.sync_states)
         at_once = self._reducer.buckets if scales_all else self._updates.inline_buckets
         if factor != 1.0:
@@ -172,22 +156,6 @@ class StepUpdater(Updater):
             factor = 1.0
         self._reducer.sync_states.commit(used)
         self._updates.run(used, factor, self._guard)
-
-    def _warn_of_untrained(self, used: set[int]) -> None:
-        """Name parameters without a second moment (they had no update in the warm-up): they do not train."""
-        for member in self._consensus.members:
-            view = self.views.of(member.param)
-            if id(member) not in used or member.fqn in self._with_moments or view is None or not view.num_elements:
-                continue
-            self._with_moments.add(member.fqn)
-            state, kind = self.optimizer.state.get(view.tensor, {}), type(self.optimizer).__name__
-            if not float(state.get("step", 0.0)):
-                warnings.warn(
-                    f"step {self.steps}: '{member.fqn}' had no update in the warm-up of {kind}, so "
-                    "its second moment is zero and it does not train; unfreeze it before the warm-up ends, or raise "
-                    "communication.warmup_steps",
-                    stacklevel=5,
-                )
 
     def _skip(self, scale: float) -> None:
         """Leave an update out: name the parameter, lower the loss scale if it is the gradients', forget them."""

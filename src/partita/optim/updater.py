@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from partita.errors import PartitaError
 from partita.memory.streams import Event
 from partita.optim.consensus import Agreed, Consensus
+from partita.optim.extension import UpdateListener
 from partita.optim.guard import Guard
 from partita.optim.loss_scale import LossScale
-from partita.optim.outer import OuterOptimizer
 from partita.optim.overrides import carry_overrides
 from partita.optim.segment_update import Context
 from partita.optim.snapshot import copies
@@ -61,7 +61,7 @@ class Updater(ABC):
     Args:
         clip_norm: the largest norm of what is clipped together; None leaves gradients as they are.
         counted: attributes that the optimizer counts in.
-        warmup_steps: updates before codes begin to travel.
+        warmup_steps: updates before the second strategy of the row takes over.
     """
 
     def __init__(
@@ -90,15 +90,24 @@ class Updater(ABC):
         self._consensus = Consensus(runtime, scale)
         self._counted = counted
         self._warmup_steps = warmup_steps
-        self.outer: OuterOptimizer | None = None  # where replicas train apart
+        self._listeners: tuple[UpdateListener, ...] = ()
         self._clip_norm = clip_norm
         self._runtime = runtime
         self._reducer = runtime.reducer
         self._reducer.connect(self)
-        self._reducer.warm_up(self.is_warming_up)
+        runtime.warm_up(self.is_warming_up)
         if scale.dynamic:
             self._reducer.finite.traces = True
         self._guard = Guard(optimizer, lambda: self._reducer.holds_batch, self._writes)
+
+    @property
+    def listeners(self) -> tuple[UpdateListener, ...]:
+        """Who is told of updates."""
+        return self._listeners
+
+    def tell(self, listeners: tuple[UpdateListener, ...]) -> None:
+        """Tell ``listeners`` of all updates from here on."""
+        self._listeners = listeners
 
     @abstractmethod
     def begin(self) -> None:
@@ -194,13 +203,13 @@ class Updater(ABC):
 
     @property
     def is_warming_up(self) -> bool:
-        """True while nothing is compressed: in the warm-up, which counts the updates that were made."""
+        """True in the warm-up, which counts the updates that were made."""
         return self.steps - self.skipped < self._warmup_steps
 
     def settle(self) -> None:
         """Make what is saved of this run all there is to go on from, in this run, too. A collective."""
-        if self.outer is not None:
-            self.outer.settle(self.steps, is_warming_up=self.is_warming_up)
+        for listener in self._listeners:
+            listener.settle(self.steps, is_warming_up=self.is_warming_up)
         self._runtime.settle()
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""A model on paper: the layout of each unit with its rows of the table, and which gradients are reduced together.
+"""A model on paper: the layout of each unit with its rows of the table.
 
 The runtime is built from it, and the estimates are computed from it: what follows from a row is said here, once.
 """
@@ -8,15 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from partita.plan.mesh_shape import MeshShape
-from partita.plan.planned_gradients import PlannedGradients, PlannedRounds
-from partita.plan.residence import FP32, Residence, Tier
+from partita.plan.planned_gradients import PlannedGradients
+from partita.plan.residence import Residence, Tier
 from partita.plan.span import SegmentLayout, Span
 from partita.plan.state_plan import StatePlan
-from partita.plan.steps import AllGather, Step, on_wires, steps
-from partita.plan.wire import AS_THEY_ARE, FULL, Wires
-
-# Small segments share a bucket up to this size; it bounds the number of messages, not the memory.
-BUCKET_BYTES = 4 * 2**20
+from partita.plan.steps import AllGather, Step, steps
+from partita.plan.strategies import PublishPlan
 
 
 @dataclass(frozen=True)
@@ -51,71 +48,54 @@ class PlannedSegment:
     def master_is_parameter(self) -> bool:
         """Whether the master weights are the parameters at rest, or a part of them."""
         rest, master = self.row.param_rest, self.row.master
-        same = (rest.encoding, rest.tier) == (master.encoding, master.tier) and not self.sends_changes
+        same = (rest.encoding, rest.tier) == (master.encoding, master.tier)
+        same = same and not any(publish.needs_master for publish in self.publishes)
         if same and rest.tier is Tier.DISK:  # what is read and written there is all of it
             same = self.num_shards(rest) == self.num_shards(master)
         return same
 
     @cached_property
-    def update_is_gathered(self) -> bool:
-        """Whether bringing updated master weights into what rests takes the other ranks."""
-        brought = steps(self.row.master, self.row.param_rest, self.mesh)
-        return any(isinstance(op, AllGather) for op in brought)
-
-    @cached_property
-    def sends_changes(self) -> bool:
-        """Whether ranks tell each other how far updated values are from what all have, in codes."""
-        return self.update_is_gathered and self.row.wires.changes.is_coded
-
-    @cached_property
     def publication(self) -> tuple[Step, ...]:
-        """From updated master weights to the parameters at rest."""
-        return self._publication(self.row.wires)
+        """From updated master weights to the stored parameters, as the table says."""
+        return steps(self.row.master, self.row.param_rest, self.mesh)
 
     @cached_property
-    def warmup_publication(self) -> tuple[Step, ...]:
-        """The same in the warm-up."""
-        return self._publication(self.warmup_wires)
-
-    def _publication(self, chosen: Wires) -> tuple[Step, ...]:
-        wire = chosen.changes if self.sends_changes else FULL
-        return on_wires(steps(self.row.master, self.row.param_rest, self.mesh), FULL, wire)
+    def update_is_gathered(self) -> bool:
+        """True if bringing updated master weights into the stored parameters takes the other ranks."""
+        return any(isinstance(op, AllGather) for op in self.publication)
 
     @cached_property
-    def gathers(self) -> tuple[Step, ...]:
-        """From the parameters at rest to those in compute."""
-        return on_wires(steps(self.row.param_rest, self.row.param_compute, self.mesh), FULL, self.row.wires.parameters)
+    def publishes(self) -> tuple[PublishPlan, ...]:
+        """How updated weights are published: in the warm-up, if that differs, and later."""
+        return self.row.strategies.publishes(self)
+
+    @property
+    def publish(self) -> PublishPlan:
+        """How updated weights are published after the warm-up."""
+        return self.publishes[-1]
 
     @cached_property
-    def gathers_codes(self) -> bool:
-        """Whether parameters are computed with as they are decoded, which is not quite as they rest."""
-        return any(isinstance(op, AllGather) and op.wire.is_coded for op in self.gathers)
+    def unshards(self) -> tuple[Step, ...]:
+        """From the stored parameters to those in compute."""
+        return self.row.strategies.unshard(steps(self.row.param_rest, self.row.param_compute, self.mesh))
 
     @cached_property
-    def gathered_code_bytes(self) -> int:
-        """Of the codes that all parameters come in, or changes of those at rest, with room for one rank's in fp32."""
-        if self.sends_changes:
-            own, rest = (
-                each.num_elements(self.layout.padded, self.mesh) for each in (self.row.master, self.row.param_rest)
-            )
-            coded = [wire for wire in (self.row.wires.changes, self.warmup_wires.changes) if wire.is_coded]
-            return max(wire.num_bytes(rest) for wire in coded) + FP32.num_bytes(own)
-        return self.row.wires.parameters.num_bytes(self.layout.padded) if self.gathers_codes else 0
+    def unshards_exactly(self) -> bool:
+        """True if parameters in compute have the values of the stored ones."""
+        return all(op.format.is_exact for op in self.unshards if isinstance(op, AllGather))
+
+    @cached_property
+    def scratch_bytes(self) -> int:
+        """Device memory that unsharding and publishing need beside the parameters."""
+        gathered = [op for op in self.unshards if isinstance(op, AllGather)]
+        needed = [op.format.gather_scratch_bytes(self.layout.padded) for op in gathered]
+        needed += [publish.scratch_bytes(self) for publish in self.publishes]
+        return max(needed, default=0)
 
     @cached_property
     def gradients(self) -> PlannedGradients:
         """Where they are collected, and how they are summed."""
         return PlannedGradients(self.layout, self.row, self.mesh)
-
-    @cached_property
-    def rounds(self) -> PlannedRounds:
-        """Of replicas that train apart."""
-        return PlannedRounds(self.layout, self.row, self.mesh)
-
-    @property
-    def warmup_wires(self) -> Wires:
-        """What travels in the warm-up."""
-        return self.row.wires.first or AS_THEY_ARE
 
     def is_first_copy(self, rank: int) -> bool:
         """Whether, of the ranks that have the same part of the states, ``rank`` is the one that saves."""
@@ -164,8 +144,9 @@ class PlannedUnit:
         return self.segments[0].stays_whole
 
     @cached_property
-    def gathers_codes(self) -> bool:
-        return any(segment.gathers_codes for segment in self.segments)
+    def unshards_exactly(self) -> bool:
+        """True if parameters in compute have the values of the stored ones."""
+        return all(segment.unshards_exactly for segment in self.segments)
 
     @cached_property
     def num_bytes(self) -> int:
@@ -173,40 +154,6 @@ class PlannedUnit:
         return sum(segment.layout.num_bytes for segment in self.segments)
 
 
-def factor_elements(bucket: Sequence[PlannedSegment]) -> tuple[int, int]:
-    """Values in the two messages in which a bucket's low-rank factors are summed."""
-    sizes = [factors.num_elements for segment in bucket if (factors := segment.gradients.factors) is not None]
-    return sum(left for left, _ in sizes), sum(right for _, right in sizes)
-
-
 def reduction_order(units: Sequence[PlannedUnit]) -> list[PlannedSegment]:
     """The segments that train, last unit first: the order in which backward finishes them."""
     return [segment for unit in reversed(units) for segment in unit.segments if segment.trains]
-
-
-def share_buckets(
-    segments: Sequence[PlannedSegment], max_bytes: int = BUCKET_BYTES
-) -> list[tuple[PlannedSegment, ...]]:
-    """Which of the segments share a bucket, in the order in which buckets are reduced.
-
-    Neighbours share one while they rest alike, with copies along the same axes, and fit in ``max_bytes``; those of
-    which other stages have copies do not, as other stages have other neighbours. A gradient that the optimizer sees
-    whole has a bucket of its own, so that it keeps its parameter's shape.
-    """
-    groups: list[list[PlannedSegment]] = []
-    room, before = 0, None
-    for segment in segments:
-        rests = (segment.row.grad_step, segment.row.master.tier, segment.row.copies)
-        if (
-            rests == before
-            and not segment.row.copies.is_tied
-            and segment.gradients.num_bytes <= room
-            and segment.num_shards(segment.row.grad_step) > 1
-        ):
-            groups[-1].append(segment)
-            room -= segment.gradients.num_bytes
-        else:
-            groups.append([segment])
-            room = max_bytes - segment.gradients.num_bytes
-            before = rests
-    return [tuple(group) for group in groups]

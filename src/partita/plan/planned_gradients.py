@@ -1,40 +1,14 @@
-"""The gradients of a segment on paper: where they are collected, what they are summed by, and what that keeps."""
+"""The gradients of a segment on paper: where they are collected, and how they are summed."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from partita.plan.mesh_shape import MeshShape
-from partita.plan.residence import FP32, Tier
+from partita.plan.residence import Tier
 from partita.plan.span import SegmentLayout
 from partita.plan.state_plan import StatePlan
-from partita.plan.steps import AllGather, ReduceScatter, Step, in_phases, on_wires, steps
-from partita.plan.wire import FULL, Matrix, Wire, Wires, hops
-
-Phases = tuple[tuple[Step, ...], tuple[Step, ...]]
-
-
-@dataclass(frozen=True)
-class PlannedFactors:
-    """Sums of matrices as low-rank factors of ``rank`` columns, once codes travel."""
-
-    layout: SegmentLayout
-    rank: int
-
-    @cached_property
-    def matrices(self) -> dict[str, Matrix]:
-        """By name, the parameters of which factors travel; others travel as they are."""
-        found = {span.fqn: Matrix.of(span.place.sizes) for span in self.layout.spans}
-        return {fqn: matrix for fqn, matrix in found.items() if matrix.factor_columns(self.rank)}
-
-    @property
-    def num_elements(self) -> tuple[int, int]:
-        """Values in the two messages of a sum: left factors with what travels as it is, and right ones."""
-        left, right = sum(span.num_elements for span in self.layout.spans), 0
-        for matrix in self.matrices.values():
-            num = matrix.factor_columns(self.rank)
-            left += matrix.rows * num - matrix.rows * matrix.columns
-            right += matrix.columns * num
-        return left, right
+from partita.plan.steps import ReduceScatter, Step, in_phases, steps
+from partita.plan.strategies import SyncPlan
 
 
 @dataclass(frozen=True)
@@ -82,29 +56,27 @@ class PlannedGradients:
     # ------------------------------------------------------------------- summing
 
     @cached_property
-    def phases(self) -> Phases:
-        """From gradients as they are collected (on the device, encoded as they rest) to the optimizer's: the steps to
-        the sums, which every rank measures and scales its part of, and those that then bring the sums to where the
-        optimizer works on more than this part.
-        """
-        return self._phases(self.row.wires)
-
-    @cached_property
-    def warmup_phases(self) -> Phases:
-        """The same in the warm-up, where it has wires of its own."""
-        return self._phases(self.row.wires.first or self.row.wires)
-
-    def _phases(self, chosen: Wires) -> Phases:
+    def exact(self) -> SyncPlan:
+        """The sum by the table's operations, with all values as they are."""
         collected = replace(self.row.grad_arrival, encoding=self.row.grad_step.encoding)
         summed = replace(self.row.grad_step, shard_axes=self.row.part_axes)
         to_sums, further = (steps(*ends, self.mesh) for ends in ((collected, summed), (summed, self.row.grad_step)))
-        wires = chosen.gradients, chosen.sums
-        return in_phases(on_wires(to_sums, *wires)), in_phases(on_wires(further, *wires))
+        return SyncPlan(in_phases(to_sums), in_phases(further))
+
+    @cached_property
+    def syncs(self) -> tuple[SyncPlan, ...]:
+        """How they are summed: in the warm-up, if that differs, and later."""
+        return self.row.strategies.syncs(self)
+
+    @property
+    def sync(self) -> SyncPlan:
+        """How they are summed after the warm-up."""
+        return self.syncs[-1]
 
     @cached_property
     def reductions(self) -> tuple[ReduceScatter, ...]:
-        """What of :attr:`phases` adds up over ranks."""
-        return tuple(op for op in self.phases[0] if isinstance(op, ReduceScatter))
+        """The reduce-scatters of :attr:`exact`."""
+        return tuple(op for op in self.exact.sums if isinstance(op, ReduceScatter))
 
     @cached_property
     def copy_steps(self) -> tuple[Step, ...]:
@@ -116,74 +88,3 @@ class PlannedGradients:
     def copy_factor(self) -> float:
         """What makes the mean over the copies whose gradients are equal, where all copies' are added up."""
         return 1.0 / self.mesh.group_size(self.row.copies.averaged)
-
-    # --------------------------------------------------------------- compression
-
-    @property
-    def send_averages(self) -> bool:
-        """Whether ranks send the optimizer's running average, which all of them then have."""
-        return self.row.wires.momentum > 0 and bool(self.reductions)
-
-    def average_steps(self, wire: Wire) -> tuple[Step, ...]:
-        """From the averages, which a rank measures its part of, to those that all ranks have, in fp32 on the device."""
-        summed = replace(self.row.grad_step, shard_axes=self.row.part_axes, encoding=FP32, tier=Tier.DEVICE)
-        return on_wires(steps(summed, replace(summed, shard_axes=()), self.mesh), FULL, wire)
-
-    @cached_property
-    def factors(self) -> PlannedFactors | None:
-        """Where sums of matrices are sums of low-rank factors."""
-        rank = self.row.wires.factor_rank
-        return PlannedFactors(self.layout, rank) if rank > 0 and self.reductions else None
-
-    @property
-    def error_sizes(self) -> tuple[int, ...]:
-        """Elements of the errors that codes leave, in each sum over a group and in the gather of the sums, one after
-        the other; empty where none are kept.
-        """
-        num_elements, sizes = self.layout.padded, list[int]()
-        if self.factors is not None:
-            return (num_elements,)
-        further = self.average_steps(self.row.wires.sums) if self.send_averages else self.phases[1]
-        for op in (*self.phases[0], *further):
-            if isinstance(op, ReduceScatter):
-                for axes in hops(op.axes, self.mesh) if op.wire.is_coded else (op.axes,):
-                    sizes += [num_elements] if op.wire.feedback else []
-                    num_elements //= self.mesh.group_size(axes)
-            elif isinstance(op, AllGather):
-                sizes += [num_elements] if op.wire.feedback else []
-                num_elements *= self.mesh.group_size(op.axes)
-        return tuple(sizes)
-
-    @property
-    def exact_sums(self) -> tuple[Step, ...]:
-        """From errors, of which each rank has its own, to their sums, with nothing lost on the way."""
-        held = replace(self.row.feedback, tier=Tier.DEVICE)
-        return in_phases(steps(held, replace(held, shard_axes=self.row.part_axes, partial_axes=()), self.mesh))
-
-
-@dataclass(frozen=True)
-class PlannedRounds:
-    """The rounds of replicas that train apart, of one segment."""
-
-    layout: SegmentLayout
-    row: StatePlan
-    mesh: MeshShape
-
-    def steps(self, wires: Wires) -> tuple[Step, ...]:
-        """From the replicas' outer gradients to their sums, which all have."""
-        src = self.row.outer_gradient
-        return in_phases(on_wires(steps(src, replace(src, partial_axes=()), self.mesh), wires.outer, wires.outer_sums))
-
-    @property
-    def error_sizes(self) -> tuple[int, ...]:
-        """Elements of the errors of outer gradients in codes: of a rank's own, and of the sums that it sends back."""
-        if not self.row.wires.outer.feedback:
-            return ()
-        num_elements = self.layout.part_elements
-        return num_elements, num_elements // self.mesh.group_size(self.row.apart_axes)
-
-    @property
-    def publication(self) -> tuple[Step, ...]:
-        """From the parts that the outer optimizer updates to the master weights."""
-        part = replace(self.row.master, shard_axes=self.row.part_axes)
-        return steps(part, self.row.master, self.mesh)

@@ -1,10 +1,9 @@
-"""Scratch memory of what moves between ranks: what is received on the way to a sum, and codes."""
+"""Scratch memory of operations: what a reduce-scatter receives, and values in other formats."""
 
 from collections.abc import Sequence
 
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.steps import AllGather, ReduceScatter, Step, in_phases
-from partita.plan.wire import coded_sum_bytes, hops
 
 # Of a part that is summed as it arrives: with what it is added to it stays in the caches of small processors. So many
 # pieces of it are awaited at a time.
@@ -27,14 +26,13 @@ def scratch_bytes(ops: Sequence[Step], num_elements: int, itemsize: int, mesh: M
     for op in in_phases(ops):
         if isinstance(op, ReduceScatter):
             size = mesh.group_size(op.axes)
-            if op.wire.is_coded:
-                sizes = [mesh.group_size(axes) for axes in hops(op.axes, mesh)]
-                most = max(most, coded_sum_bytes(op.wire, num_elements, sizes))
+            if not op.format.is_exact:
+                most = max(most, op.format.sum_scratch_bytes(num_elements, op.axes, mesh))
             else:
                 received = received_elements(num_elements, itemsize, size, in_pieces=in_pieces)
                 most = max(most, itemsize * received)
             num_elements //= size
         elif isinstance(op, AllGather):
             num_elements *= mesh.group_size(op.axes)
-            most = max(most, op.wire.num_bytes(num_elements) if op.wire.is_coded else 0)
+            most = max(most, op.format.gather_scratch_bytes(num_elements))
     return most

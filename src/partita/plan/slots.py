@@ -6,9 +6,9 @@ Buffer pools (:mod:`partita.memory.buffer_pool`) are built from these numbers, a
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from partita.plan.planned import PlannedSegment, PlannedUnit
+from partita.plan.planned import PlannedUnit
+from partita.plan.planned_bucket import PlannedBucket
 from partita.plan.residence import Tier
-from partita.plan.scratch import scratch_bytes
 
 # Sizes down to this share of a class's size join the class instead of having slots of their own.
 CLASS_SHARE = 0.75
@@ -92,44 +92,31 @@ class BucketPools:
     summed: Mapping[Tier, PlannedPool]
 
 
-def bucket_pools(buckets: Sequence[Sequence[PlannedSegment]], *, in_pieces: bool) -> BucketPools:
-    """Those of ``buckets``, each of which has the segments that are reduced together. ``in_pieces`` as
-    :func:`~partita.plan.scratch.received_elements` has it.
-    """
-    passing = [bucket for bucket in buckets if bucket[0].gradients.pass_through]
+def bucket_pools(buckets: Sequence[PlannedBucket], *, in_pieces: bool) -> BucketPools:
+    """Return the pools of ``buckets``. ``in_pieces`` as :func:`~partita.plan.scratch.received_elements` has it."""
+    passing = [bucket for bucket in buckets if bucket.gradients.pass_through]
     of_each = dict[tuple[int, ...], int]()  # plans have one object for all segments that are alike
+    received = list[int]()
     for bucket in buckets:
-        if (key := tuple(map(id, bucket))) not in of_each:
-            of_each[key] = received_bytes(bucket, in_pieces=in_pieces)
-    received = (of_each[tuple(map(id, bucket))] for bucket in buckets)
+        key = tuple(map(id, bucket.segments))
+        if key not in of_each:
+            of_each[key] = bucket.scratch_bytes(in_pieces=in_pieces)
+        received.append(of_each[key])
     return BucketPools(
-        PlannedPool(tuple(sum(segment.gradients.num_bytes for segment in bucket) for bucket in passing), SENDING),
+        PlannedPool(tuple(bucket.num_bytes for bucket in passing), SENDING),
         PlannedPool(tuple(num_bytes for num_bytes in received if num_bytes), RECEIVING),
         {tier: PlannedPool(tuple(_sum_bytes(buckets, tier)), SUMMED) for tier in (Tier.DEVICE, Tier.HOST)},
     )
 
 
-def received_bytes(bucket: Sequence[PlannedSegment], *, in_pieces: bool) -> int:
-    """Scratch memory that a bucket's reductions need, in the first steps, too, and the way of the sums after them."""
-    first, num_elements = bucket[0], sum(segment.layout.padded for segment in bucket)
-    ways = [(phases[0], num_elements) for phases in (first.gradients.phases, first.gradients.warmup_phases)]
-    carriage = first.gradients.average_steps(first.row.wires.sums) if first.gradients.send_averages else ()
-    further = (first.gradients.copy_steps, first.gradients.phases[1], first.gradients.warmup_phases[1], carriage)
-    ways += [(ops, num_elements // first.layout.num_parts) for ops in further]
-    itemsize = first.row.grad_step.encoding.itemsize
-    return max(scratch_bytes(ops, num, itemsize, first.mesh, in_pieces=in_pieces) for ops, num in ways)
+def _sum_bytes(buckets: Sequence[PlannedBucket], tier: Tier) -> Iterator[int]:
+    """Bytes of a rank's part of each bucket's sum that passes through a pool in ``tier``."""
+    return (bucket.num_bytes // bucket.num_parts for bucket in buckets if bucket.gradients.sums_tier is tier)
 
 
-def _sum_bytes(buckets: Sequence[Sequence[PlannedSegment]], tier: Tier) -> Iterator[int]:
-    """Of a rank's part of each bucket's sum that passes through a pool in ``tier``."""
-    for bucket in buckets:
-        if bucket[0].gradients.sums_tier is tier:
-            yield sum(segment.gradients.num_bytes for segment in bucket) // bucket[0].layout.num_parts
-
-
-def code_bytes(units: Sequence[PlannedUnit]) -> int:
-    """Of the codes that a unit's parameters come in: units are gathered one after the other."""
-    return max((sum(segment.gathered_code_bytes for segment in unit.segments) for unit in units), default=0)
+def unshard_scratch_bytes(units: Sequence[PlannedUnit]) -> int:
+    """Return the scratch memory of unsharding and publishing: units are unsharded one after the other."""
+    return max((sum(segment.scratch_bytes for segment in unit.segments) for unit in units), default=0)
 
 
 def _gathered(units: Sequence[PlannedUnit]) -> list[PlannedUnit]:

@@ -6,15 +6,14 @@ the replicated row: Zhao et al., "PyTorch FSDP", 2023, section 3.2.2, hybrid sha
 planner, the simulator and the runtime read this very table; nothing else decides where a state rests.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import combinations, permutations
-from typing import Any
 
 from partita.plan.mesh_shape import BATCH_AXES, MODULE_AXES, STATE_AXES, MeshShape, expand
 from partita.plan.residence import FP32, Encoding, Residence, Tier
 from partita.plan.share import NO_COPIES, Copies
 from partita.plan.steps import AllGather, AllReduce, ReduceScatter, steps
-from partita.plan.wire import AS_THEY_ARE, Wires, hops
+from partita.plan.strategies import AS_THEY_ARE, Strategies
 
 STATES = STATE_AXES
 # Those of one node.
@@ -53,11 +52,10 @@ class StatePlan:
     ``param_rest`` between steps; ``param_compute`` inside a unit's forward or backward; ``param_between`` from the end
     of the unit's forward to the start of its backward; ``grad_arrival`` as autograd leaves it; ``grad_between`` between
     micro-batches; ``grad_step`` when the optimizer runs; ``master`` and ``moments`` always. Without ``gradients_rest``
-    the optimizer runs in backward, and gradients are in ``grad_step`` only until it has. ``feedback``: what codes of
-    gradients have held back, of which each rank has its own, and what counts is their sum (there is none where
-    ``wires`` hold nothing back). ``copies``: the axes over which the gradients in ``grad_step`` are still to be added
-    up, once, before they are measured. ``wires``: what travels on the way. ``apart_axes``: those along which replicas
-    train apart, and meet every so many steps; all other axes of the row are then of one replica.
+    the optimizer runs in backward, and gradients are in ``grad_step`` only until it has. ``copies``: the axes over
+    which the gradients in ``grad_step`` are still to be added up, once, before they are measured. ``strategies``: how
+    the states travel. ``separate_axes``: those along which replicas train separately, and average their weights every
+    so many steps; all other axes of the row are then of one replica.
     """
 
     name: str
@@ -69,11 +67,10 @@ class StatePlan:
     grad_step: Residence
     master: Residence
     moments: Residence
-    feedback: Residence
     gradients_rest: bool = True
     copies: Copies = NO_COPIES
-    wires: Wires = AS_THEY_ARE
-    apart_axes: tuple[str, ...] = ()
+    strategies: Strategies = AS_THEY_ARE
+    separate_axes: tuple[str, ...] = ()
 
     @property
     def updates_on_device(self) -> bool:
@@ -109,15 +106,10 @@ class StatePlan:
 
     @property
     def alike_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks have the same part where replicas do not train apart, or have just met: of these
-        the first counts in looks and checkpoints.
+        """The axes along which ranks have the same part where replicas do not train separately, or have just averaged
+        their weights: of these the first counts in looks and checkpoints.
         """
-        return (*self.apart_axes, *self.replica_axes)
-
-    @property
-    def outer_gradient(self) -> Residence:
-        """How far a replica's master weights have come in a round, of which the sum over the replicas counts."""
-        return Residence(self.part_axes, self.apart_axes, FP32)
+        return (*self.separate_axes, *self.replica_axes)
 
     def groups(self, mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
         """The axes of each group that training communicates over: those of the moves between its residences, of its
@@ -127,9 +119,8 @@ class StatePlan:
         gradients = combinations((self.grad_arrival, self.grad_between, self.grad_step), 2)
         moves = (op for src, dst in (*weights, *gradients) for op in steps(src, dst, mesh))
         moved = [op.axes for op in moves if isinstance(op, AllGather | ReduceScatter | AllReduce)]
-        if self.wires.gradients.is_coded or (self.wires.first is not None and self.wires.first.gradients.is_coded):
-            moved += [axes for combined in tuple(moved) for axes in hops(combined, mesh)]
-        alike = (self.summed_axes, self.copies.axes, BATCH_AXES, MODULE_AXES, STATE_AXES, self.apart_axes)
+        moved += [axes for combined in tuple(moved) for axes in self.strategies.groups_of_sum(combined, mesh)]
+        alike = (self.summed_axes, self.copies.axes, BATCH_AXES, MODULE_AXES, STATE_AXES, self.separate_axes)
         compared = mesh.named(self.rest_alike_axes)
         found = dict.fromkeys((mesh.all_axes, *map(mesh.named, alike), *moved, compared))
         return tuple(axes for axes in found if axes)
@@ -192,25 +183,9 @@ def preset(
         grad_step=Residence(row.grad_step, (), e.gradients, gradients),
         master=Residence(row.states, (), e.master, tiers.optimizer),
         moments=Residence(row.states, (), e.moments, tiers.optimizer),
-        feedback=Residence((), STATES, FP32, tiers.optimizer),
         gradients_rest=rest,
         copies=copies.on(mesh),
     )
-
-
-def apart(row: StatePlan) -> StatePlan:
-    """The row for replicas, one on each node, that train apart: what is split or summed over all ranks that have the
-    same parameters is so over those of a node.
-    """
-
-    def within(residence: Residence) -> Residence:
-        axes = residence.shard_axes, residence.partial_axes
-        shard, partial = (LOCAL if found == STATES else found for found in axes)
-        return replace(residence, shard_axes=shard, partial_axes=partial)
-
-    columns = {f.name: getattr(row, f.name) for f in fields(row)}
-    found: dict[str, Any] = {name: within(value) for name, value in columns.items() if isinstance(value, Residence)}
-    return replace(row, **found, apart_axes=("node",))
 
 
 def preset_name(

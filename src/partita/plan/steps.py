@@ -11,40 +11,34 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import groupby, takewhile
 
+from partita.plan.formats import FULL, Format
 from partita.plan.mesh_shape import AXES, MeshShape, expand
 from partita.plan.residence import Encoding, Residence, Tier
-from partita.plan.wire import FULL, Wire
 
 
 @dataclass(frozen=True)
 class AllGather:
-    """Each rank gets the parts of all ranks of its group, in group order; ``axes`` are the innermost shard axes.
-    ``wire``: what travels, in place of what is gathered.
-    """
+    """Each rank gets the parts of all ranks of its group, in group order; ``axes`` are the innermost shard axes."""
 
     axes: tuple[str, ...]
-    wire: Wire = FULL
+    format: Format = FULL
 
 
 @dataclass(frozen=True)
 class ReduceScatter:
-    """The sum over a group, of which each rank keeps the part of its group index. ``wire``: what travels, in place of
-    what is summed.
-    """
+    """The sum over a group, of which each rank keeps the part of its group index."""
 
     axes: tuple[str, ...]
-    wire: Wire = FULL
+    format: Format = FULL
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """The sum over a group, whole on each of its ranks. ``wire``: what travels, in place of what is summed, and
-    ``back``, in place of the sums.
-    """
+    """The sum over a group, full on each of its ranks. Terms travel in ``format``, sums in ``back``."""
 
     axes: tuple[str, ...]
-    wire: Wire = FULL
-    back: Wire = FULL
+    format: Format = FULL
+    back: Format = FULL
 
 
 @dataclass(frozen=True)
@@ -88,12 +82,14 @@ def in_phases(ops: Iterable[Step]) -> tuple[Step, ...]:
     """
     phases = list[Step]()
     for op in ops:
-        phases += [ReduceScatter(op.axes, op.wire), AllGather(op.axes, op.back)] if isinstance(op, AllReduce) else [op]
+        phases += (
+            [ReduceScatter(op.axes, op.format), AllGather(op.axes, op.back)] if isinstance(op, AllReduce) else [op]
+        )
     return tuple(phases)
 
 
-def on_wires(ops: Iterable[Step], summed: Wire, gathered: Wire) -> tuple[Step, ...]:
-    """``ops`` with what is summed, and what is gathered, on these wires."""
+def in_formats(ops: Iterable[Step], summed: Format, gathered: Format) -> tuple[Step, ...]:
+    """Return ``ops`` with these formats of what is summed and of what is gathered."""
     found = list[Step]()
     for op in ops:
         match op:

@@ -15,15 +15,14 @@ from torch import nn
 
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
-from partita.config.wires import gradient_codec, sends_averages, warmup_steps
 from partita.errors import ConfigError
 from partita.plan.place import Place
-from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order, share_buckets
+from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order
+from partita.plan.planned_bucket import PlannedBucket, share_buckets
 from partita.plan.residence import BF16, ENCODINGS, FP32, INT8, SPLIT, Encoding, Tier
 from partita.plan.share import NO_COPIES, NO_SHARES, Copies, Share, Shares
 from partita.plan.span import Entry, lay_out
-from partita.plan.state_plan import Encodings, StatePlan, Tiers, apart, preset, preset_name
-from partita.plan.wire import AT_RANDOM, CODECS, HELD_BACK, LOW_RANK, Wire, Wires
+from partita.plan.state_plan import Encodings, StatePlan, Tiers, preset, preset_name
 from partita.planner.budget import MemoryBudget
 from partita.planner.dtypes import encoding_of
 from partita.planner.full_precision import FullPrecision, find_full_precision
@@ -63,7 +62,7 @@ class Blueprint:
         return working_bytes(units, prefetch, self.num_moments, on_host=on_host)
 
     @cached_property
-    def buckets(self) -> list[tuple[PlannedSegment, ...]]:
+    def buckets(self) -> list[PlannedBucket]:
         """Which gradients are reduced together, in the order in which they are reduced."""
         return share_buckets(reduction_order(self.units))
 
@@ -93,54 +92,7 @@ def row_of(
         changes=resolved.config.communication.parameters != "full",
     )
     row = preset(name, encodings, tiers, resolved.mesh, copies)
-    if resolved.config.communication.every is not None and resolved.mesh.node > 1:
-        row = apart(row)
-    return replace(row, wires=wires_of(resolved.config, row))
-
-
-def wires_of(config: Config, row: StatePlan) -> Wires:
-    """What travels in a row. Codes that are added up are right on average, or hold back what they lose; parameters come
-    alike from each gather. What has no floating point of its own travels as it is.
-    """
-    wires, name = _gradient_wires(config, row), config.communication.parameters
-    first = Wires()
-    if config.communication.warmup != "full" and gradient_codec(config) != "full":
-        first = _wires_of_gradients(config.communication.warmup, row)
-    if row.apart_axes:
-        wires, first = (Wires(outer=each.gradients, outer_sums=each.sums) for each in (wires, first))
-    if sends_averages(config):
-        wires = replace(wires, momentum=config.optimizer.betas[0])
-    gathered = CODECS.get(HELD_BACK.get(name, name)) if row.param_compute.encoding.name in ENCODINGS else None
-    if row.param_rest.shard_axes and row.param_rest.shard_axes == row.master.shard_axes:
-        parameters = Wire(row.param_compute.encoding, gathered)
-        wires, first = (replace(each, parameters=parameters) for each in (wires, first))
-    else:
-        wires = replace(wires, changes=Wire(FP32, gathered))
-        if gathered is not None and config.communication.warmup != "full":
-            first = replace(first, changes=Wire(FP32, CODECS[config.communication.warmup]))
-    return replace(wires, first=first if warmup_steps(config) > 0 else None)
-
-
-def _gradient_wires(config: Config, row: StatePlan) -> Wires:
-    name = gradient_codec(config)
-    if name == LOW_RANK:
-        return Wires(factor_rank=config.communication.low_rank)
-    return _wires_of_gradients(name, row)
-
-
-def _wires_of_gradients(name: str, row: StatePlan) -> Wires:
-    """Of gradients in blocks, and of their sums."""
-    encoding = row.grad_step.encoding
-    if name in HELD_BACK:
-        summed = Wire(encoding, CODECS[HELD_BACK[name]], feedback=True)
-        if not row.replica_axes:
-            return Wires(summed, summed)
-    elif name in AT_RANDOM:
-        summed = Wire(encoding, CODECS[name], unbiased=True)
-    else:
-        return Wires()
-    # Where nothing evens out what the sums lose, they take the finer codes.
-    return Wires(summed, Wire(encoding, CODECS["int8"], unbiased=True))
+    return resolved.extension.row(resolved.config, resolved.mesh, row)
 
 
 def make_blueprint(

@@ -9,13 +9,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from partita.plan.planned import PlannedSegment, PlannedUnit
-from partita.plan.residence import FP32, Residence, Tier
+from partita.plan.residence import Residence, Tier
 
 ADAM_MOMENTS = 2
-# What codes hold back is there twice: as it was before the step, and as it will be if the step ends in an update.
-HELD_COPIES = 2
-# The weights with which a round began, and the outer optimizer's momentum.
-OUTER_STATES = 2
 
 
 def model_state_bytes(
@@ -25,11 +21,10 @@ def model_state_bytes(
 
     Without a ``rank``: the most that any of them may hold, so that what follows from it is the same on all.
 
-    The states are ``parameters``, ``gradients``, ``feedback`` (of codes that hold back what they lose), ``momentum``
-    (the running average that all ranks have, where what they send is made of it), ``outer`` (of the outer optimizer,
-    where replicas train apart), ``master`` (only where it has memory of its own) and ``moments``, of which the
-    optimizer keeps ``num_moments`` for each element. Padding is included. Gradients that rest nowhere else are counted
-    where autograd leaves them, as large as their parameters, from backward to the step.
+    The states are ``parameters``, ``gradients``, those that strategies keep (of compression: ``feedback``, ``momentum``
+    and ``outer``), ``master`` (only where it has memory of its own) and ``moments``, of which the optimizer keeps
+    ``num_moments`` for each element. Padding is included. Gradients that are stored nowhere else are counted where
+    autograd leaves them, as large as their parameters, from backward to the step.
     """
     held = Counter[tuple[str, str]]()
     for unit in units:
@@ -67,13 +62,8 @@ def _states(segment: PlannedSegment, rank: int | None, num_moments: int) -> Iter
         yield "gradients", row.grad_arrival, _value_bytes(segment, row.grad_arrival, rank)
     elif row.gradients_rest:  # others are in working memory, a few at a time
         yield "gradients", row.grad_between, segment.held_bytes(row.grad_between)
-    if sizes := segment.gradients.error_sizes:
-        yield "feedback", row.feedback, HELD_COPIES * sum(map(row.feedback.encoding.num_bytes, sizes))
-    if segment.gradients.send_averages:
-        yield "momentum", row.feedback, FP32.num_bytes(segment.layout.padded)
-    if row.apart_axes:
-        outer = OUTER_STATES * segment.layout.part_elements + sum(segment.rounds.error_sizes)
-        yield "outer", row.feedback, FP32.num_bytes(outer)
+    for kept in (*segment.gradients.sync.kept(segment.gradients), *row.strategies.kept(segment)):
+        yield kept.name, kept.residence, kept.num_bytes
     values = _value_bytes(segment, row.moments, rank)
     if row.moments.tier is Tier.DISK and values:  # there they are kept as the shard is, with its padding
         values = segment.held_bytes(row.moments)

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from partita.plan.mesh_shape import AXES, BATCH_AXES, PIPELINE_AXES, MeshShape
-from partita.plan.planned import PlannedSegment, PlannedUnit, factor_elements, reduction_order, share_buckets
-from partita.plan.residence import FP32, Encoding, Residence
-from partita.plan.steps import AllGather, Encode, ReduceScatter, Slice, Step, in_phases, on_wires, steps
+from partita.plan.planned import PlannedUnit, reduction_order
+from partita.plan.planned_bucket import PlannedBucket, share_buckets
+from partita.plan.residence import Residence
+from partita.plan.state_plan import StatePlan
+from partita.plan.steps import AllGather, Encode, ReduceScatter, Slice, Step, in_phases, steps
 from partita.plan.traffic import TrafficKey, TrafficMeter, TrafficReport
-from partita.plan.wire import Wire, hops
 
 # Bytes of a number in a control message: a count of gathers or of waves, a share of the norm, a loss.
 WORD_BYTES = 8
@@ -33,7 +34,7 @@ class StepShape:
     mean loss over the ranks is asked for, as ``train_batch`` does (which also has the ranks tell each other what they
     have drawn).
     ``announced``: a unit's number is exchanged beside each gather, as it is on accelerators. ``ends_round``: replicas
-    that train apart meet. ``is_first``: codes do not travel yet, or those of ``communication.warmup`` do.
+    that train separately average their weights. ``is_warming_up``: the step belongs to the warm-up.
     """
 
     accumulate: int = 1
@@ -41,7 +42,7 @@ class StepShape:
     returns_loss: bool = False
     announced: bool = False
     ends_round: bool = False
-    is_first: bool = False
+    is_warming_up: bool = False
     chunks: int = 1
 
     @property
@@ -51,13 +52,11 @@ class StepShape:
 
 
 def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -> TrafficReport:
-    """What one rank sends in a step in which every parameter that trains gets a gradient, once codes travel. The ranks
-    send the same.
+    """What one rank sends in a step in which every parameter that trains gets a gradient. The ranks send the same.
 
     Buffers that the forward changes (running statistics) come on top: they are no part of the plan.
     """
-    if shape.is_first:
-        units = [_in_first_steps(unit) for unit in units]
+    phase = 0 if shape.is_warming_up else -1
     sent = _Sent(units[0].segments[0].mesh)
     around = {"", *(name for unit in units for name in unit.inside)}  # whose forward all chunks run
     for unit in units:
@@ -67,15 +66,12 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
     buckets = share_buckets(segments)
     num_reduced = shape.num_backwards if shape.num_reduced is None else max(1, shape.num_reduced)
     for bucket in buckets:
-        sent.reductions(bucket, num_reduced)
+        sent.reductions(bucket, num_reduced, phase)
     for segment in segments:
-        sent.count(segment.publication, segment.row.master, segment.layout.padded, "parameters")
-    for segment in segments if shape.ends_round and segments[0].row.apart_axes else ():
-        row, padded = segment.row, segment.layout.padded
-        sent.count(segment.rounds.steps(row.wires), row.outer_gradient, padded, "gradients")
-        part = replace(row.master, shard_axes=row.part_axes)
-        sent.count(segment.rounds.publication, part, padded, "parameters")
-        sent.count(segment.publication, row.master, padded, "parameters")
+        sent.count(segment.publishes[phase].operations, segment.row.master, segment.layout.padded, "parameters")
+    for segment in segments if shape.ends_round else ():
+        for transfer in segment.row.strategies.of_round(segment, is_warming_up=shape.is_warming_up):
+            sent.count(transfer.operations, transfer.source, segment.layout.padded, transfer.purpose)
     if not all(unit.rests_whole for unit in units):
         sent.messages(units[0].row.summed_axes, WORD_BYTES, shape.num_backwards)  # the end of a micro-batch
     num_members = sum(len(segment.layout.spans) for segment in segments)
@@ -96,11 +92,9 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
     return sent.meter.report()
 
 
-def _in_first_steps(unit: PlannedUnit) -> PlannedUnit:
-    """The same on the wires of the first steps."""
-    rows = [replace(segment.row, wires=segment.warmup_wires) for segment in unit.segments]
-    segments = [replace(segment, row=row) for segment, row in zip(unit.segments, rows, strict=True)]
-    return replace(unit, segments=tuple(segments))
+def collected_gradients(row: StatePlan) -> Residence:
+    """Return where gradients are before they are summed: on the device, in the encoding that they are stored in."""
+    return replace(row.grad_arrival, encoding=row.grad_step.encoding)
 
 
 class _Sent:
@@ -118,44 +112,26 @@ class _Sent:
         for segment in unit.segments:
             row, padded = segment.row, segment.layout.padded
             num_near = num_gathers - 1 if segment.has_second else 0  # the second part lasts from forward to the step
-            self.count(segment.gathers, row.param_rest, padded, "parameters", num_gathers - num_near)
+            self.count(segment.unshards, row.param_rest, padded, "parameters", num_gathers - num_near)
             if num_near:
                 self.move(row.param_between, row.param_compute, padded, "parameters", num_near)
 
-    def reductions(self, bucket: Sequence[PlannedSegment], num_reduced: int) -> None:
-        """The reductions of one bucket: of the parts that rest split after a micro-batch, of the rest at the step. Of
-        gradients that rest nowhere, the norms and which were used are summed there, too.
+    def reductions(self, bucket: PlannedBucket, num_reduced: int, phase: int) -> None:
+        """The reductions of one bucket: after a micro-batch, if gradients are stored in parts until the step, else at
+        the step. Of gradients that are stored nowhere, the norms and which were used are summed there, too.
         """
-        row, num_elements = bucket[0].row, sum(segment.layout.padded for segment in bucket)
-        if bucket[0].gradients.factors is not None:
-            self.factors(bucket, num_reduced)
-            if not row.copies.axes:
-                return
-        arriving, remaining = (
-            on_wires(steps(src, dst, self._mesh), row.wires.gradients, row.wires.sums)
-            for src, dst in ((row.grad_arrival, row.grad_between), (row.grad_between, row.grad_step))
-        )
-        self.count(arriving, row.grad_arrival, num_elements, "gradients", num_reduced)
-        self.count(remaining, row.grad_between, num_elements, "gradients")
+        row, num_elements, sync = bucket.row, bucket.num_elements, bucket.gradients.syncs[phase]
+        calls = 1 if self._mesh.active(row.grad_between.partial_axes) else num_reduced
         summed = replace(row.grad_step, shard_axes=row.part_axes)
+        self.count(sync.sums, collected_gradients(row), num_elements, "gradients", calls)
+        self.count(sync.gathers, summed, num_elements, "gradients")
+        for message in sync.messages(bucket):
+            self.meter.add(TrafficKey(message.collective, message.axes, "gradients"), calls * message.num_bytes, calls)
         self.move(replace(summed, partial_axes=row.copies.axes), summed, num_elements, "gradients")
-        if bucket[0].gradients.send_averages and not bucket[0].gradients.phases[1]:
-            self.count(bucket[0].gradients.average_steps(row.wires.sums), summed, num_elements, "gradients")
         axes = self._mesh.named(AXES)
         if not row.gradients_rest and axes:
-            num, num_words = self._mesh.group_size(axes), sum(1 + len(segment.layout.spans) for segment in bucket)
+            num, num_words = self._mesh.group_size(axes), len(bucket.segments) + bucket.num_members
             self.meter.add(TrafficKey("all_reduce", axes, "control"), 2 * (num - 1) * num_words * WORD_BYTES // num)
-
-    def factors(self, bucket: Sequence[PlannedSegment], num_reduced: int) -> None:
-        """The sums of low-rank factors of one bucket, and of what travels as it is beside them."""
-        row = bucket[0].row
-        calls = num_reduced if steps(row.grad_arrival, row.grad_between, self._mesh) else 1
-        axes = self._mesh.named(row.summed_axes)
-        num = self._mesh.group_size(axes)
-        for num_elements in factor_elements(bucket):
-            if num_bytes := FP32.num_bytes(num_elements):
-                sent = 2 * (num - 1) * num_bytes // num
-                self.meter.add(TrafficKey("all_reduce", axes, "gradients"), calls * sent, calls)
 
     def messages(self, axes: tuple[str, ...], num_bytes: int, calls: int = 1) -> None:
         """Messages of ``num_bytes`` that every rank of a group sends to every other."""
@@ -178,8 +154,7 @@ def sent_by_steps(
 ) -> Iterator[tuple[str, tuple[str, ...], int]]:
     """(collective, axes, bytes that one rank sends) for ``ops`` from ``src`` on, of ``padded`` elements.
 
-    An all-reduce is a reduce-scatter, and an all-gather once the norm is known. Codes are exchanged, and summed where
-    they arrive.
+    An all-reduce is a reduce-scatter, and an all-gather once the norm is known.
     """
     num_elements, encoding = src.num_elements(padded, mesh), src.encoding
     for op in in_phases(ops):
@@ -188,21 +163,11 @@ def sent_by_steps(
         elif isinstance(op, AllGather):
             num = mesh.group_size(op.axes)
             num_elements *= num
-            yield "all_gather", op.axes, _on(op.wire, encoding).sent_bytes(num_elements, num)
+            yield "all_gather", op.axes, op.format.sent_bytes(num_elements, encoding, num)
         elif isinstance(op, ReduceScatter):
-            coded = op.wire.is_coded
-            for axes in hops(op.axes, mesh) if coded else (op.axes,):
+            for axes in op.format.groups_of_sum(op.axes, mesh):
                 num = mesh.group_size(axes)
-                yield (
-                    "all_to_all" if coded else "reduce_scatter",
-                    axes,
-                    _on(op.wire, encoding).sent_bytes(num_elements, num),
-                )
+                yield op.format.sum_collective, axes, op.format.sent_bytes(num_elements, encoding, num)
                 num_elements //= num
         elif isinstance(op, Slice):
             num_elements //= mesh.group_size(op.axes)
-
-
-def _on(wire: Wire, encoding: Encoding) -> Wire:
-    """What travels of values that are encoded so by now."""
-    return replace(wire, encoding=encoding)

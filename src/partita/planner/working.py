@@ -6,8 +6,9 @@ What autograd keeps for backward is not in it.
 from collections import Counter
 from collections.abc import Sequence
 
-from partita.plan.planned import BUCKET_BYTES, PlannedSegment, PlannedUnit, reduction_order, share_buckets
-from partita.plan.residence import FP32, Tier
+from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order
+from partita.plan.planned_bucket import BUCKET_BYTES, PlannedBucket, share_buckets
+from partita.plan.residence import Tier
 from partita.plan.slots import (
     CLASS_SHARE,
     RECEIVING,
@@ -15,9 +16,8 @@ from partita.plan.slots import (
     SUMMED,
     PlannedPool,
     bucket_pools,
-    code_bytes,
-    received_bytes,
     unit_pool,
+    unshard_scratch_bytes,
 )
 
 # Tensors of one kind that are on their way between disk and host at a time: of a unit that is updated, of the one that
@@ -46,7 +46,7 @@ def most_working_bytes(
     trained = [segment for unit in units for segment in unit.segments if segment.trains]
     passing = Counter({tier: _most_summed(trained, tier) for tier in (Tier.DEVICE, Tier.HOST)})
     sent = [segment.gradients.num_bytes for segment in trained if segment.gradients.pass_through]
-    received = [received_bytes((segment,), in_pieces=on_host) for segment in trained]
+    received = [PlannedBucket((segment,)).scratch_bytes(in_pieces=on_host) for segment in trained]
     passing[Tier.DEVICE] += _shared_slots(sent, SENDING) + _shared_slots(received, RECEIVING)
     return passing + _beside_gradients(units, prefetch, num_moments, on_host=on_host)
 
@@ -56,15 +56,14 @@ def _beside_gradients(
 ) -> Counter[Tier]:
     """All but the buffer pools of gradients."""
     trained = [segment for unit in units for segment in unit.segments if segment.trains]
-    device = unit_pool(units, prefetch).num_bytes + arriving_bytes(units) + code_bytes(units)
+    device = unit_pool(units, prefetch).num_bytes + arriving_bytes(units) + unshard_scratch_bytes(units)
     device += _held_bytes(trained) + (0 if on_host else _publish_bytes(trained))
     return Counter({Tier.DEVICE: device, Tier.HOST: _staging_bytes(units, num_moments) + _update_bytes(units)})
 
 
 def _held_bytes(trained: Sequence[PlannedSegment]) -> int:
-    """What codes of a bucket hold back, on the device, where it rests elsewhere."""
-    away = (segment for segment in trained if segment.row.feedback.tier is not Tier.DEVICE)
-    return max((sum(map(FP32.num_bytes, segment.gradients.error_sizes)) for segment in away), default=0)
+    """Return what a reduction needs on the device for states of its sync that are kept elsewhere."""
+    return max((segment.gradients.sync.working_bytes(segment.gradients) for segment in trained), default=0)
 
 
 def arriving_bytes(units: Sequence[PlannedUnit]) -> int:

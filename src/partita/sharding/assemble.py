@@ -21,7 +21,8 @@ from partita.errors import ConfigError
 from partita.memory.tiers import StateMemory
 from partita.plan.box import Box
 from partita.plan.mesh_shape import STATE_AXES
-from partita.plan.planned import PlannedSegment, PlannedUnit
+from partita.plan.planned import PlannedUnit
+from partita.plan.planned_bucket import PlannedBucket
 from partita.planner.dtypes import dtype_of
 from partita.planner.parameters import find_everywhere, find_holdings, find_quantized
 from partita.sharding import quantized
@@ -73,14 +74,14 @@ def check_alike(model: nn.Module, units: Sequence[PlannedUnit], group: Group, *,
     )
 
 
-def check_buckets_alike(buckets: Sequence[Sequence[PlannedSegment]], group: Group) -> None:
+def check_buckets_alike(buckets: Sequence[PlannedBucket], group: Group) -> None:
     """See that all ranks reduce the gradients of the same parameters together, as updates in backward need it: what
     becomes of each bucket is agreed on among all of them, when its sums have come.
 
     Raises:
         ConfigError: on every rank: they do not.
     """
-    own = [[span.fqn for segment in bucket for span in segment.layout.spans] for bucket in buckets]
+    own = [[span.fqn for segment in bucket.segments for span in segment.layout.spans] for bucket in buckets]
     digests = group.exchange_objects(hashlib.sha256(repr(own).encode()).hexdigest(), "partita.initialize")
     if len(set(digests)) > 1:
         raise ConfigError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from partita.plan.planned import PlannedSegment
+from partita.plan.planned_bucket import PlannedBucket
 from partita.sharding.unit import Member, Segment
 
 
@@ -27,13 +27,15 @@ class Piece:
 class BucketLayout:
     """``[num_rows, num_columns]``: a row for each rank that will own its sum, with its part of each segment.
 
-    Attributes: ``pieces`` of each member, by its id; ``gaps``: (row, first column, end) of what is padding.
+    Attributes: ``planned``: the bucket on paper; ``pieces`` of each member, by its id; ``gaps``: (row, first column,
+    end) of what is padding.
     """
 
     def __init__(self, segments: Sequence[Segment], members: Sequence[Member]) -> None:
         self.segments = segments
         self.members = members
-        self.num_rows = segments[0].layout.num_parts
+        self.planned = PlannedBucket(tuple(segment.planned for segment in segments))
+        self.num_rows = self.planned.num_parts
         self.num_columns = 0
         first_column = dict[int, int]()
         for segment in segments:
@@ -42,10 +44,6 @@ class BucketLayout:
         self.num_elements = self.num_rows * self.num_columns
         self.pieces = {id(member): _pieces(member, first_column[id(member.segment)]) for member in members}
         self.gaps = self._gaps()
-
-    @property
-    def planned(self) -> list[PlannedSegment]:
-        return [segment.planned for segment in self.segments]
 
     def pieces_of_unused(self, used: AbstractSet[int]) -> list[tuple[Piece, ...]]:
         """Where those members lie that are not ``used`` (by id)."""

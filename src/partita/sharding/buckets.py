@@ -26,9 +26,8 @@ from partita.sharding.arrivals import Arrivals
 from partita.sharding.bucket_layout import BucketLayout
 from partita.sharding.copies import SumOfCopies
 from partita.sharding.gradient_buffer import InPlaceBuffer, PooledBuffer, make_buffer
-from partita.sharding.gradient_sync import GradientSync, SyncCall
-from partita.sharding.make_sync import make_syncs
-from partita.sharding.movement import Movement
+from partita.sharding.gradient_sync import GradientSync, SyncCall, make_syncs
+from partita.sharding.interpreter import Interpreter
 from partita.sharding.squares import square
 from partita.sharding.unit import Member, Segment
 
@@ -50,9 +49,9 @@ class Bucket:
         self.layout = layout
         self.buffer = make_buffer(layout, ledger)
         self.syncs = list[GradientSync]()
-        self.copies = SumOfCopies(layout.segments[0].planned)
+        self.copies = SumOfCopies(layout.planned.gradients)
         self.arrivals = Arrivals(layout.members)
-        self.divisor = layout.segments[0].planned.mesh.group_size(self.plan.summed_axes) * accumulate
+        self.divisor = layout.planned.mesh.group_size(self.plan.summed_axes) * accumulate
         self.has_all_copies = not self.copies.steps
         self._is_warming_up = False
         self._state = BucketState.OPEN
@@ -72,7 +71,7 @@ class Bucket:
     @property
     def plan(self) -> StatePlan:
         """The row of the table, which its segments share."""
-        return self.layout.segments[0].plan
+        return self.layout.planned.row
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -95,12 +94,12 @@ class Bucket:
     @cached_property
     def moves(self) -> bool:
         """Whether gradients leave where they are collected, for other ranks or another memory."""
-        return self.passes or bool(self.layout.segments[0].planned.gradients.reductions)
+        return self.passes or bool(self.layout.planned.gradients.reductions)
 
     @property
     def sums_tier(self) -> Tier | None:
         """The tier of the pool that sums pass through; None: they rest."""
-        return self.layout.segments[0].planned.gradients.sums_tier
+        return self.layout.planned.gradients.sums_tier
 
     @property
     def is_measured(self) -> bool:
@@ -173,8 +172,8 @@ class Bucket:
             self.collect(member)
         full = self.buffer.full
         assert full is not None
-        if self.buffer.keeps_full and any(sync.is_coded for sync in self.syncs):
-            self.layout.clear_gaps(full)  # codes of a block that is not finite left it so
+        if self.buffer.keeps_full and not all(sync.is_exact for sync in self.syncs):
+            self.layout.clear_gaps(full)  # a block that is not finite left it so
         for piece in (piece for ps in self.layout.pieces_of_unused(self.arrivals.collected) for piece in ps):
             piece.of(full[piece.row]).zero_()
 
@@ -227,7 +226,7 @@ class Bucket:
             if put_aside is not None:
                 shard.add_(put_aside)
             if sums is not None and self.copies.steps:  # used up before the step
-                self.copies.run(shard, call.movement, call.scratch)
+                self.copies.run(shard, call.interpreter, call.scratch)
             if kept.tier is Tier.DISK:
                 squares.extend(square(part) for part in self.parts(shard, used))
             lease.end(changed=True)
@@ -242,11 +241,11 @@ class Bucket:
         self._state = BucketState.REDUCED
         return self.buffer.release()
 
-    def add_copies(self, movement: Movement, received: Tensor | None) -> None:
+    def add_copies(self, interpreter: Interpreter, scratch: Tensor | None) -> None:
         """Bring what ``copies`` make into ``shard``, once nothing is added to it any more."""
         assert self.shard is not None
         lease = self.shard.lend()
-        self.copies.run(lease.wait(), movement, received)
+        self.copies.run(lease.wait(), interpreter, scratch)
         if self.shard.tier is Tier.DISK:
             self._squares = [square(part) for part in self.parts(lease.tensor, set(map(id, self.layout.members)))]
         lease.end(changed=True)
@@ -302,7 +301,7 @@ class Bucket:
 
     def grad_of(self, member: Member, row: int, shard: Tensor | None) -> Tensor | None:
         """The gradient the optimizer sees: this rank's piece, or all of it where gradients end up whole."""
-        sees_whole = self.layout.segments[0].planned.num_shards(self.plan.grad_step) == 1
+        sees_whole = self.layout.planned.mesh.group_size(self.plan.grad_step.shard_axes) == 1
         if shard is None or not sees_whole:
             return self.owned_of(member, row, shard)
         full, offset = self.buffer.full, member.span.offset

@@ -2,25 +2,25 @@
 
 from torch import Tensor
 
-from partita.plan.planned import PlannedSegment
-from partita.sharding.movement import Movement, finish_all
+from partita.plan.planned_gradients import PlannedGradients
+from partita.sharding.interpreter import Interpreter
 
 
 class SumOfCopies:
     """``steps`` to the sum over all copies; ``factor`` makes the mean of it, where copies' gradients are equal."""
 
-    def __init__(self, planned: PlannedSegment) -> None:
-        self.steps = planned.gradients.copy_steps
-        self.factor = planned.gradients.copy_factor
+    def __init__(self, planned: PlannedGradients) -> None:
+        self.steps = planned.copy_steps
+        self.factor = planned.copy_factor
 
-    def run(self, shard: Tensor, movement: Movement, received: Tensor | None) -> None:
+    def run(self, shard: Tensor, interpreter: Interpreter, scratch: Tensor | None) -> None:
         """Bring the sum into ``shard``. A collective of the ranks that have copies.
 
         Args:
-            received: scratch memory that the steps need.
+            scratch: memory that the steps need.
         """
-        values = shard.to(movement.device)
-        finish_all(movement.begin(self.steps, values, values, purpose="gradients", received=received))
+        values = shard.to(interpreter.device)
+        interpreter.run(self.steps, values, values, purpose="gradients", scratch=scratch)
         values.mul_(self.factor)
         if values is not shard:
             shard.copy_(values)

@@ -1,23 +1,21 @@
 """Moves a unit's parameters between the residences of its row: gather, release, publish. Knows how, never when."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from partita.comm.collectives import Collectives
-from partita.comm.exchange import Work
 from partita.memory.allocate import allocate
 from partita.memory.buffer_pool import BufferPool, Loan, Slot
-from partita.memory.streams import Event, finish, record
-from partita.memory.tiers import Kept, Lease
+from partita.memory.streams import Event, record
 from partita.memory.timeline import span, told
 from partita.plan.residence import Residence, Tier
-from partita.plan.steps import AllGather, Copy, Read, steps
-from partita.sharding.coded import gather_changes
-from partita.sharding.movement import Movement, finish_all
+from partita.plan.steps import steps
+from partita.plan.strategies import PublishPlan
+from partita.sharding.interpreter import Interpreter, Running
+from partita.sharding.publish import PublishCall, RunnablePublish, store
 from partita.sharding.unit import Segment, Unit, UnitState
 
 
@@ -28,19 +26,18 @@ class Executor:
     written only after the event of its last use; a GATHERING unit's parameters are still of class ``Resting``.
 
     Args:
-        codes: memory for those that a unit's parameters come in, or their changes, where any do. Units are gathered
-            one after the other.
+        scratch: memory of :func:`~partita.plan.slots.unshard_scratch_bytes`, if any is needed.
     """
 
-    def __init__(self, collectives: Collectives, pool: BufferPool, loan: Loan, codes: Tensor | None = None) -> None:
-        self._movement = Movement(collectives)
+    def __init__(self, collectives: Collectives, pool: BufferPool, loan: Loan, scratch: Tensor | None = None) -> None:
+        self._interpreter = Interpreter(collectives)
         self._pool = pool
         self._loan = loan
-        self._codes = codes
+        self._scratch = scratch
         self._mesh = collectives.mesh.shape
         self._stream = collectives.mesh.stream("parameters")
         self.device = collectives.mesh.device
-        self.is_warming_up = False  # other codes of changes travel, or none
+        self._is_warming_up = False
 
     def can_gather(self, unit: Unit) -> bool:
         """Whether the pool has a slot left for this unit."""
@@ -58,27 +55,19 @@ class Executor:
         def gather() -> None:
             slot.last_use.wait()
             updated.wait()
-            handles, leases, readings = list[Work](), list[Lease](), list[Event]()
-            codes = self._codes
+            gathers, scratch = list[Running](), self._scratch
             for segment in unit.segments:
-                plan, source = segment.plan, segment.rest
-                ops = steps(plan.param_rest, plan.param_compute, self._mesh) if exact else segment.planned.gathers
+                plan, source, planned = segment.plan, segment.rest, segment.planned
+                ops = steps(plan.param_rest, plan.param_compute, self._mesh) if exact else planned.unshards
                 if second and segment.second is not None:
                     unit.second_kept.wait()
                     source, ops = segment.second, steps(plan.param_between, plan.param_compute, self._mesh)
-                is_copied = all(isinstance(op, Read | Copy) for op in ops)
-                if is_copied and (reading := source.read_into(segment.full)) is not None:
-                    readings.append(reading)
-                    continue
-                leases.append(source.lend())
-                handles += self._movement.begin(ops, leases[-1].wait(), segment.full, tag=unit.number, received=codes)
-                if codes is not None:
-                    codes = codes[segment.planned.gathered_code_bytes :]
-            finish_all(handles)
-            for lease in leases:
-                lease.end(changed=False)
-            for reading in readings:
-                reading.wait()
+                begun = self._interpreter.begin(ops, source, segment.full, tag=unit.number, scratch=scratch)
+                gathers.append(begun)
+                if scratch is not None:
+                    scratch = scratch[planned.scratch_bytes :]
+            for begun in gathers:
+                begun.finish()
 
         unit.begin_gather(self._stream.run(told(gather, "gather", unit.title)))
 
@@ -108,7 +97,8 @@ class Executor:
         """Copy the part that stays between forward and backward out of a WHOLE unit, where its row has one."""
         for segment in unit.segments:
             if segment.second is not None:
-                self._store(segment.full, segment.second, segment.plan.param_compute, segment.plan.param_between)
+                ops = steps(segment.plan.param_compute, segment.plan.param_between, self._mesh)
+                self._interpreter.run(ops, segment.full, segment.second)
                 unit.has_second = True
         unit.second_kept = record(self.device)
 
@@ -172,16 +162,16 @@ class Executor:
                 published.wait()
 
     def _begin_to_publish(self, segment: Segment) -> Callable[[], None]:
-        """Returns what ends it. Codes share memory, and what is lent for another tier than the device is memory of its
-        own: there one segment begins when the one before has ended.
+        """Return what ends it. Where segments share scratch memory, or are lent memory of another tier than the device,
+        one begins when the one before has ended.
         """
         assert segment.master is not None
         master, plan = segment.master.lend().wait(), segment.plan
-        if (step := self._step_of_changes(segment)) is not None:
-            return partial(self._send_changes, segment, master, step)
-        if segment.rest.tier is not Tier.DEVICE:
-            return partial(self._store, master, segment.rest, plan.master, plan.param_rest)
-        return self._begin_to_store(master, segment.rest, plan.master, plan.param_rest)
+        publish = self._publish_of(segment)
+        if isinstance(publish, RunnablePublish):
+            return partial(publish.run, segment, master, self._call)
+        begin = partial(store, segment, master, plan.master, self._interpreter)
+        return begin().finish if segment.rest.tier is Tier.DEVICE else lambda: begin().finish()
 
     def run_after(self, event: Event, work: Callable[[], object]) -> Event:
         """Run ``work``, which gathers, in its turn among the gathers, once ``event`` has passed."""
@@ -205,47 +195,25 @@ class Executor:
             with span("wait for update", unit.title):
                 self.finish_gather(unit)
 
+    def warm_up(self, is_warming_up: bool) -> None:
+        """From the next update on weights are published as in the warm-up, or as later."""
+        self._is_warming_up = is_warming_up
+
     def deliver(self, segment: Segment, values: Tensor, updated: Residence, *, exact: bool = False) -> None:
-        """Bring one segment's ``updated`` weights, master or parameters, into what rests; ``exact``: as they are, also
-        where codes of their changes travel.
+        """Bring one segment's ``updated`` weights, master or parameters, into the stored ones.
+
+        Args:
+            exact: as they are, whatever the row's strategy.
         """
-        if not exact and (step := self._step_of_changes(segment)) is not None:
-            self._send_changes(segment, values, step)
-            return
-        if segment.by_kernels and values.dtype != segment.dtype:  # moved as it is, it would be rounded as torch does
-            values, updated = segment.rounded(values), replace(updated, encoding=segment.layout.encoding)
-            if not steps(updated, segment.plan.param_rest, self._mesh):
-                segment.rest.store(values)
-                return
-        self._store(values, segment.rest, updated, segment.plan.param_rest)
+        publish = self._publish_of(segment)
+        if not exact and isinstance(publish, RunnablePublish):
+            publish.run(segment, values, self._call)
+        else:
+            store(segment, values, updated, self._interpreter).finish()
 
-    def _step_of_changes(self, segment: Segment) -> AllGather | None:
-        """How codes of a segment's changes travel in this step, where they do."""
-        planned = segment.planned
-        ops = planned.warmup_publication if self.is_warming_up else planned.publication
-        return next((op for op in ops if isinstance(op, AllGather) and op.wire.is_coded), None)
+    def _publish_of(self, segment: Segment) -> PublishPlan:
+        return segment.planned.publishes[0 if self._is_warming_up else -1]
 
-    def _send_changes(self, segment: Segment, values: Tensor, step: AllGather) -> None:
-        assert self._codes is not None
-        group, rest = self._movement.group(step.axes), segment.rest.lend()
-        gather_changes(group, step.wire, values.to(self.device), rest.wait(), self._codes)
-        rest.end(changed=True)
-
-    def _store(self, source: Tensor, target: Kept, src: Residence, dst: Residence) -> None:
-        self._begin_to_store(source, target, src, dst)()
-
-    def _begin_to_store(self, source: Tensor, target: Kept, src: Residence, dst: Residence) -> Callable[[], None]:
-        """Begin to bring ``source`` into ``target``; returns what ends it."""
-        ops = steps(src, dst, self._mesh)
-        if not ops:
-            return lambda: None
-        lease = target.lend(read=False)
-        handles = self._movement.begin(ops, source, lease.wait())
-
-        def end() -> None:
-            finish_all(handles)
-            if target.tier is not Tier.DEVICE:  # the host's readers know nothing of streams
-                finish(self.device)
-            lease.end(changed=True)
-
-        return end
+    @property
+    def _call(self) -> PublishCall:
+        return PublishCall(self._interpreter, self._scratch)

@@ -15,7 +15,6 @@ from partita.memory.buffer_pool import Slot
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event
 from partita.memory.tiers import InMemory, Kept, StateMemory
-from partita.plan.planned import PlannedSegment
 from partita.planner.dtypes import dtype_of
 from partita.sharding.bucket_layout import BucketLayout
 from partita.sharding.unit import Member
@@ -37,7 +36,7 @@ class GradientBuffer:
     def __init__(self, layout: BucketLayout, ledger: Ledger) -> None:
         self._layout = layout
         self._ledger = ledger
-        self._row = layout.segments[0].plan
+        self._row = layout.planned.row
         self._dtype = dtype_of(self._row.grad_step.encoding)
 
     def allocate(self, row: int, memory: StateMemory) -> None:
@@ -161,11 +160,11 @@ class PooledBuffer(GradientBuffer):
 
 def make_buffer(layout: BucketLayout, ledger: Ledger) -> GradientBuffer:
     """As the plan says."""
-    planned: PlannedSegment = layout.segments[0].planned
+    planned = layout.planned.gradients
     kinds: dict[type[GradientBuffer], bool] = {
-        InPlaceBuffer: planned.gradients.in_place,
-        ResidentBuffer: planned.gradients.rest_whole,
-        PooledBuffer: planned.gradients.pass_through,
+        InPlaceBuffer: planned.in_place,
+        ResidentBuffer: planned.rest_whole,
+        PooledBuffer: planned.pass_through,
     }
     (kind,) = (kind for kind, is_planned in kinds.items() if is_planned)
     return kind(layout, ledger)

@@ -11,7 +11,7 @@ from partita.memory.buffer_pool import BufferPool, Slot
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event
 from partita.plan.residence import Tier
-from partita.plan.slots import RECEIVING, SENDING, SUMMED, PlannedPool, bucket_pools, received_bytes
+from partita.plan.slots import RECEIVING, SENDING, SUMMED, PlannedPool, bucket_pools
 from partita.sharding.buckets import Bucket
 from partita.sharding.gradient_buffer import PooledBuffer
 
@@ -48,7 +48,7 @@ class GradientPools:
             self._sums[bucket.sums_tier].provide(bucket.shard_bytes, SUMMED)
 
     def _bytes_to_receive(self, bucket: Bucket) -> int:
-        return received_bytes(bucket.layout.planned, in_pieces=self._in_pieces)
+        return bucket.layout.planned.scratch_bytes(in_pieces=self._in_pieces)
 
     # ---------------------------------------------------------------- collecting
 

@@ -1,53 +1,57 @@
 """How the gradients of one bucket are summed over its ranks: :class:`GradientSync`, and what its subclasses keep."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from partita.plan.steps import ReduceScatter, Step
+from partita.memory.tiers import StateMemory
+from partita.plan.steps import ReduceScatter
+from partita.plan.strategies import SyncPlan
 from partita.sharding.bucket_layout import BucketLayout, Piece
-from partita.sharding.movement import Movement, finish_all
+from partita.sharding.interpreter import Interpreter
 from partita.sharding.unit import Member, Segment
 
 Unused = Iterable[Sequence[Piece]]  # the pieces of each member that has no gradient on any rank
-AverageOf = Callable[[Member], Tensor | None]
+# This rank's part of an optimizer state of a member, by the state's name, flat; None where there is none.
+StateOf = Callable[[Member, str], Tensor | None]
 
 
 @dataclass(frozen=True)
 class SyncCall:
-    """One use of a sync: ``movement`` has random numbers of its own, ``scratch`` is memory that the operations need."""
+    """One use of a sync. The interpreter has random numbers of its own; ``scratch``: memory that the plan asks for."""
 
-    movement: Movement
+    interpreter: Interpreter
     scratch: Tensor | None
 
 
 class GradientSync:
-    """Sums a bucket over its ranks, as the values are or in codes that are right on average.
+    """Sums a bucket over its ranks, by the operations of its plan.
 
     This class keeps nothing between steps. Subclasses do: they override what follows :meth:`gather`.
 
     Args:
         row: this rank's row of the bucket.
-        operations: those that sum, and those that then bring sums to where the optimizer works on more than one row.
     """
 
-    keeps_errors = False  # whether sums are scaled where they lie, and the bucket's padding has to be cleared
+    keeps_errors = False  # True if sums are scaled where they lie, and the bucket's padding has to be cleared
 
-    def __init__(self, layout: BucketLayout, row: int, operations: tuple[tuple[Step, ...], tuple[Step, ...]]) -> None:
+    def __init__(self, layout: BucketLayout, row: int, plan: SyncPlan) -> None:
         self.layout = layout
         self.row = row
-        self._sum_operations, self._gather_operations = operations
-        self._sums_in_turn = sum(isinstance(op, ReduceScatter) for op in self._sum_operations) > 1
+        self._sum_operations = plan.sums
+        self._gather_operations = plan.gathers
+        self._sums_in_turn = sum(isinstance(op, ReduceScatter) for op in plan.sums) > 1
 
     @property
-    def is_coded(self) -> bool:
-        """Whether codes travel to where the sums are made."""
-        return any(isinstance(op, ReduceScatter) and op.wire.is_coded for op in self._sum_operations)
+    def is_exact(self) -> bool:
+        """True if the values themselves travel to where the sums are made."""
+        return all(op.format.is_exact for op in self._sum_operations if isinstance(op, ReduceScatter))
 
     @property
     def gathers(self) -> bool:
-        """Whether :meth:`gather` has anything to do."""
+        """True if :meth:`gather` has anything to do."""
         return bool(self._gather_operations)
 
     def reduce(self, full: Tensor, shard: Tensor, call: SyncCall, *, add: bool, scale: float) -> None:
@@ -66,11 +70,8 @@ class GradientSync:
             shard.add_(out.to(shard.device))
 
     def _sum(self, full: Tensor, out: Tensor, call: SyncCall, *, add: bool, scale: float) -> None:
-        self._move(full, out, call.movement, call.scratch, add=add)
-
-    def _move(self, full: Tensor, out: Tensor, movement: Movement, scratch: Tensor | None, *, add: bool) -> None:
-        ops = self._sum_operations
-        finish_all(movement.begin(ops, full, out, purpose="gradients", accumulate=add, received=scratch))
+        ops, scratch = self._sum_operations, call.scratch
+        call.interpreter.run(ops, full, out, purpose="gradients", accumulate=add, scratch=scratch)
 
     def gather(self, shard: Tensor, full: Tensor | None, call: SyncCall, *, factor: float, unused: Unused) -> None:
         """Bring the sums, whose norm is known, to where the optimizer needs more of them than this rank's row.
@@ -81,8 +82,7 @@ class GradientSync:
         """
         assert full is not None
         ops = self._gather_operations
-        begun = call.movement.begin(ops, shard, full.view(-1), purpose="gradients", received=call.scratch)
-        finish_all(begun)
+        call.interpreter.run(ops, shard, full.view(-1), purpose="gradients", scratch=call.scratch)
 
     def drop_unused(self, shard: Tensor, unused: Unused) -> None:
         """All is reduced: where no rank had a gradient, ``shard`` has none."""
@@ -93,7 +93,7 @@ class GradientSync:
     def discard(self) -> None:
         """The step ends without an update."""
 
-    def settle(self, movement: Movement) -> None:
+    def settle(self, interpreter: Interpreter) -> None:
         """Make what is saved of this rank all that there is, in this run too. A collective, between two steps."""
 
     def clear(self) -> None:
@@ -103,9 +103,21 @@ class GradientSync:
         """What is saved of this rank's part of a segment, ``[part_elements]``, once all is settled."""
         return None
 
-    def start(self, members: Sequence[Member], average_of: AverageOf, movement: Movement) -> None:
-        """This sync is used from the next step on, or the optimizer's states were loaded. A collective.
+    def start(self, members: Sequence[Member], state_of: StateOf, interpreter: Interpreter) -> None:
+        """This sync is used from the next step on, or the optimizer's states were loaded. A collective."""
 
-        Args:
-            average_of: what this rank has of the optimizer's running average of a member, flat.
-        """
+
+class CustomSync(SyncPlan, ABC):
+    """A plan that brings a :class:`GradientSync` of its own."""
+
+    @abstractmethod
+    def make(self, layout: BucketLayout, row: int, memory: StateMemory) -> GradientSync:
+        """Return the live object, with its states. ``row``: this rank's row of the bucket."""
+
+
+def make_syncs(layout: BucketLayout, row: int, memory: StateMemory) -> list[GradientSync]:
+    """Return the sync of the warm-up, if there is one, and that of all later steps."""
+    return [
+        plan.make(layout, row, memory) if isinstance(plan, CustomSync) else GradientSync(layout, row, plan)
+        for plan in layout.planned.gradients.syncs
+    ]

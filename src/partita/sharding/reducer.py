@@ -22,12 +22,11 @@ from partita.memory.ledger import Ledger
 from partita.memory.streams import Event, after, record
 from partita.memory.timeline import span, told
 from partita.sharding.buckets import Bucket
-from partita.sharding.coded import seed_of
 from partita.sharding.finite import FiniteWatch
 from partita.sharding.gradient_pools import GradientPools
 from partita.sharding.gradient_sync import SyncCall
 from partita.sharding.gradient_user import GradientUser
-from partita.sharding.movement import Movement
+from partita.sharding.interpreter import Interpreter
 from partita.sharding.scaled import factor_under_way
 from partita.sharding.sync_states import SyncStates
 from partita.sharding.unit import Member
@@ -54,8 +53,8 @@ class GradientReducer:
 
     def __init__(self, buckets: list[Bucket], collectives: Collectives, ledger: Ledger) -> None:
         self.buckets = buckets
-        self._movement = Movement(collectives)
-        self.sync_states = SyncStates(buckets, self._movement)
+        self._interpreter = Interpreter(collectives)
+        self.sync_states = SyncStates(buckets, self._interpreter)
         self._is_warming_up = False
         self._device = collectives.mesh.device
         self._bucket_of = {id(member): bucket for bucket in buckets for member in bucket.members}
@@ -260,11 +259,11 @@ class GradientReducer:
             assert self._user is not None
             self.pools.give_back_sum(sums, bucket, self._user.use(bucket))
 
-    def _seeded(self) -> Movement:
+    def _seeded(self) -> Interpreter:
         """With random numbers of its own, which depend on nothing but the step and the order within it."""
         assert self._user is not None
         self._num_seeds += 1
-        return self._movement.seeded(seed_of(self._user.steps, self._num_seeds))
+        return self._interpreter.seeded(self._user.steps, self._num_seeds)
 
     def _scale_of(self, bucket: Bucket) -> float:
         """What the bucket's gradients are multiplied by. A rank that has none sends the errors that it keeps all the
@@ -316,7 +315,7 @@ class GradientReducer:
             slot = self.pools.scratch([bucket])
             received = self.pools.in_slot(slot, bucket)
             awaited = [record(self._device)] + ([] if slot is None else [slot.last_use])
-            self._launched = self._stream.run(partial(after, awaited, bucket.add_copies, self._movement, received))
+            self._launched = self._stream.run(partial(after, awaited, bucket.add_copies, self._interpreter, received))
             self.pools.give_back_scratch(slot, self._launched)
         self.drain()
 

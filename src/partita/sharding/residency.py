@@ -151,7 +151,7 @@ class Residency:
             PartitaError: a unit is in use as it was decoded.
         """
         for unit in units:
-            if unit.state is not UnitState.RESTING and unit.planned.gathers_codes and not unit.is_exact:
+            if unit.state is not UnitState.RESTING and not (unit.planned.unshards_exactly or unit.is_exact):
                 if unit.in_use:
                     raise PartitaError(
                         f"unit '{unit.title}' is in use with parameters that came as codes (communication.parameters); "

@@ -17,9 +17,9 @@ from partita.memory.buffer_pool import BufferPool, Loan
 from partita.memory.ledger import Ledger
 from partita.memory.tiers import StateMemory
 from partita.plan.mesh_shape import MODULE_AXES
-from partita.plan.planned import PlannedSegment
+from partita.plan.planned_bucket import PlannedBucket
 from partita.plan.residence import ENCODINGS, Tier
-from partita.plan.slots import bytes_ahead, code_bytes, unit_pool
+from partita.plan.slots import bytes_ahead, unit_pool, unshard_scratch_bytes
 from partita.planner.blueprint import Blueprint, row_of
 from partita.planner.dtypes import dtype_of
 from partita.planner.full_precision import find_full_precision
@@ -52,9 +52,9 @@ NUM_STATES = 4
 class Runtime:
     """Everything between the user's modules and the optimizer.
 
-    Attributes: ``gradient_group``: the ranks whose gradients are summed up, which hold the same parameters;
-    ``apart_group``: of replicas that train apart, those that have the same part; ``part_index``: which part of each
-    segment is this rank's; ``spans_nodes``: the ranks are on several nodes.
+    Attributes: ``row``: the row of the table for parameters that are like most; ``gradient_group``: the ranks whose
+    gradients are summed up, which hold the same parameters; ``part_index``: which part of each segment is this rank's;
+    ``spans_nodes``: the ranks are on several nodes.
 
     Args:
         blueprint: of this model.
@@ -76,10 +76,9 @@ class Runtime:
         self.memory = memory
         self.collectives = collectives
         ledger, mesh, config = memory.ledger, collectives.mesh, blueprint.config
-        row = row_of(blueprint.resolved)
-        self.apart_group = collectives.group(row.apart_axes)
-        self.gradient_group = collectives.group(row.summed_axes)
-        self.part_index = mesh.index(row.part_axes)
+        self.row = row_of(blueprint.resolved)
+        self.gradient_group = collectives.group(self.row.summed_axes)
+        self.part_index = mesh.index(self.row.part_axes)
         self.spans_nodes = blueprint.resolved.spans_nodes
         kept = find_full_precision(model, blueprint.resolved)
         self.units = make_units(model, blueprint.units, mesh.rank, by_kernels=by_kernels)
@@ -89,8 +88,8 @@ class Runtime:
         pool = unit_pool(blueprint.units, config.zero.prefetch_bytes)
         with together(collectives.all_ranks):
             slots = BufferPool("buffer_pool", pool, ledger, mesh.device, backed=loan.swap)
-            codes = self._memory_for_codes(blueprint)
-        self.executor = Executor(collectives, slots, loan, codes)
+            scratch = self._scratch(blueprint)
+        self.executor = Executor(collectives, slots, loan, scratch)
         first = mesh.log.register([unit.title for unit in self.units])
         for unit in self.units:
             unit.number += first
@@ -137,9 +136,9 @@ class Runtime:
 
     # ------------------------------------------------------------------ building
 
-    def _memory_for_codes(self, blueprint: Blueprint) -> Tensor | None:
-        """Of parameters on their way to this rank, where they travel so."""
-        if not (num_bytes := code_bytes(blueprint.units)):
+    def _scratch(self, blueprint: Blueprint) -> Tensor | None:
+        """Allocate what unsharding and publishing need, where parameters travel in another format."""
+        if not (num_bytes := unshard_scratch_bytes(blueprint.units)):
             return None
         self.memory.ledger.add("codes", num_bytes)
         return allocate(num_bytes, torch.uint8, self.collectives.mesh.device)
@@ -158,9 +157,9 @@ class Runtime:
         if any(row.param_rest.tier is not Tier.DEVICE or row.master.tier is not Tier.DEVICE for row in rows):
             mesh.stream("parameters").wait_in_thread()
         training = [segment for unit in self.units for segment in unit.segments if segment.trains]
-        held = [segment.plan.feedback for segment in training if segment.planned.gradients.error_sizes]
+        kept = [state for s in training for state in s.planned.gradients.sync.kept(s.planned.gradients)]
         if any(r.grad_step.tier is not Tier.DEVICE or not r.gradients_rest for r in rows) or any(
-            residence.tier is not Tier.DEVICE for residence in held
+            state.residence.tier is not Tier.DEVICE for state in kept
         ):
             mesh.stream("gradients").wait_in_thread()
 
@@ -303,11 +302,16 @@ class Runtime:
         self.buffers.end_micro_batch()
 
     def settle(self) -> None:
-        """Bring what codes have not told yet to where it belongs, in full: so a run goes on from what is saved of it. A
-        collective, between two steps.
+        """Make what is saved of this run all that it continues from: sum the errors that the ranks keep, and store the
+        weights as they are. A collective, between two steps.
         """
         self.reducer.sync_states.settle()
-        self._deliver([s for unit in self.units for s in unit.trained if s.planned.sends_changes])
+        self._deliver([s for unit in self.units for s in unit.trained if s.planned.publish.needs_master])
+
+    def warm_up(self, is_warming_up: bool) -> None:
+        """From the next step on gradients are summed, and weights published, as in the warm-up, or as later."""
+        self.reducer.warm_up(is_warming_up)
+        self.executor.warm_up(is_warming_up)
 
     def publish(self) -> None:
         """Bring master weights, which were written outside a step, into the parameters of all ranks. A collective."""
@@ -353,7 +357,7 @@ class Runtime:
 
 
 def make_buckets(
-    planned: Sequence[Sequence[PlannedSegment]], units: Sequence[Unit], accumulate: int, ledger: Ledger
+    planned: Sequence[PlannedBucket], units: Sequence[Unit], accumulate: int, ledger: Ledger
 ) -> list[Bucket]:
     """The buckets of the units' gradients as they are planned, in the order in which they will be reduced."""
     segments = {id(segment.planned): segment for unit in units for segment in unit.segments}
@@ -361,8 +365,8 @@ def make_buckets(
     for member in (member for unit in units for member in unit.members):
         members[id(member.segment)].append(member)
     buckets = []
-    for shared in planned:
-        group = [segments[id(segment)] for segment in shared]
+    for bucket in planned:
+        group = [segments[id(segment)] for segment in bucket.segments]
         layout = BucketLayout(group, [member for segment in group for member in members[id(segment)]])
         buckets.append(Bucket(layout, accumulate, ledger))
     return buckets

@@ -5,19 +5,18 @@ from collections.abc import Set as AbstractSet
 
 from torch import Tensor
 
-from partita.sharding.average_sync import AverageSync
 from partita.sharding.buckets import Bucket
-from partita.sharding.gradient_sync import AverageOf, GradientSync
-from partita.sharding.movement import Movement
+from partita.sharding.gradient_sync import GradientSync, StateOf
+from partita.sharding.interpreter import Interpreter
 from partita.sharding.unit import Segment
 
 
 class SyncStates:
     """Of all ``buckets``, of which more may come."""
 
-    def __init__(self, buckets: list[Bucket], movement: Movement) -> None:
+    def __init__(self, buckets: list[Bucket], interpreter: Interpreter) -> None:
         self._buckets = buckets
-        self._movement = movement
+        self._interpreter = interpreter
 
     def _kept(self) -> Iterator[tuple[Bucket, GradientSync]]:
         """The buckets whose sync, once the warm-up is over, keeps errors."""
@@ -26,11 +25,6 @@ class SyncStates:
     def __bool__(self) -> bool:
         """Whether any is kept. Sums are then scaled where they lie, also in the warm-up."""
         return any(True for _ in self._kept())
-
-    @property
-    def has_averages(self) -> bool:
-        """Whether the optimizer is given running averages once the warm-up is over."""
-        return any(isinstance(sync, AverageSync) for _, sync in self._kept())
 
     def drop_unused(self, used: AbstractSet[int]) -> None:
         """All is reduced: gradients of members that are not ``used`` (by id) on any rank are zeros."""
@@ -46,7 +40,7 @@ class SyncStates:
     def settle(self) -> None:
         """Make what is saved all that there is. A collective, between two steps."""
         for _, sync in self._kept():
-            sync.settle(self._movement)
+            sync.settle(self._interpreter)
 
     def saved(self, segment: Segment) -> Tensor | None:
         """What is saved of this rank's part of a segment, ``[part_elements]``, once all is settled."""
@@ -55,14 +49,10 @@ class SyncStates:
                 return sync.saved(segment)
         return None
 
-    def start(self, average_of: AverageOf) -> None:
-        """The warm-up is over, or states were loaded. A collective, between two steps.
-
-        Args:
-            average_of: what this rank has of the optimizer's running average of a member, flat.
-        """
+    def start(self, state_of: StateOf) -> None:
+        """The warm-up is over, or states were loaded. A collective, between two steps."""
         for bucket, sync in self._kept():
-            sync.start(bucket.members, average_of, self._movement)
+            sync.start(bucket.members, state_of, self._interpreter)
 
     def clear(self) -> None:
         """Forget all, before other values are loaded."""

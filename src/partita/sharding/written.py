@@ -219,7 +219,7 @@ def _check_stored(unit: Unit, member: Member, is_recomputed: bool) -> None:
     Args:
         is_recomputed: backward ran the module again and released it, so the write may come after the update.
     """
-    if member.segment.planned.gathers_codes and not unit.is_exact:
+    if not (member.segment.planned.unshards_exactly or unit.is_exact):
         raise PartitaError(
             f"parameter '{member.fqn}' was written in forward, where its values were decoded from codes "
             "(communication.parameters): what is stored would lose digits; write it after engine.step() inside `with "

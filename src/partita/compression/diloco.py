@@ -1,4 +1,4 @@
-"""Replicas that train apart, and the outer optimizer that brings them together every so many steps.
+"""DiLoCo: replicas train separately, and an outer optimizer averages their weights every so many steps.
 
 Each replica takes ``every`` local steps from the same weights; how far it has come is its *outer gradient*, whose mean
 over the replicas the outer optimizer, SGD with Nesterov momentum, takes for a gradient of the weights that the round
@@ -7,19 +7,82 @@ began with. Moments stay each replica's own.
 Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, algorithm 1.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from partita.checkpoint.names import MOMENTUM, OUTER_FEEDBACK
+from partita.comm.group import Group
+from partita.compression.error_feedback import with_errors
+from partita.compression.quantized import Quantized
 from partita.config.schema import Communication
+from partita.optim.extension import Comes, UpdateListener
 from partita.optim.views import View, Views
-from partita.sharding.coded import seed_of
-from partita.sharding.movement import Movement, finish_all
+from partita.plan.formats import Format
+from partita.plan.planned import PlannedSegment
+from partita.plan.residence import FP32, Residence
+from partita.plan.state_plan import LOCAL, STATES, StatePlan
+from partita.plan.steps import ReduceScatter, in_formats, in_phases, steps
+from partita.plan.strategies import KeptState, Transfer
+from partita.sharding.interpreter import Interpreter
 from partita.sharding.runtime import Runtime
 from partita.sharding.unit import Segment
+
+# The weights with which a round began, and the outer optimizer's momentum.
+OUTER_STATES = 2
+
+
+def separate(row: StatePlan) -> StatePlan:
+    """Return the row for replicas, one on each node, that train separately.
+
+    What is split or summed over all ranks that have the same parameters is so over those of a node.
+    """
+
+    def within(residence: Residence) -> Residence:
+        axes = residence.shard_axes, residence.partial_axes
+        shard, partial = (LOCAL if found == STATES else found for found in axes)
+        return replace(residence, shard_axes=shard, partial_axes=partial)
+
+    columns = {f.name: getattr(row, f.name) for f in fields(row)}
+    found: dict[str, Any] = {name: within(value) for name, value in columns.items() if isinstance(value, Residence)}
+    return replace(row, **found, separate_axes=("node",))
+
+
+def outer_error_sizes(segment: PlannedSegment, form: Format) -> tuple[int, ...]:
+    """Return the elements of the errors of outer gradients: of a rank's own, and of the sums that it sends back."""
+    if not (isinstance(form, Quantized) and form.keeps_errors):
+        return ()
+    num_elements = segment.layout.part_elements
+    return num_elements, num_elements // segment.mesh.group_size(segment.row.separate_axes)
+
+
+def kept_by_rounds(segment: PlannedSegment, form: Format) -> Iterator[KeptState]:
+    """Return the states that rounds keep of one segment, whose outer gradients travel in this format."""
+    num_elements = OUTER_STATES * segment.layout.part_elements + sum(outer_error_sizes(segment, form))
+    residence = Residence((), segment.row.summed_axes, FP32, segment.row.master.tier)
+    yield KeptState("outer", residence, FP32.num_bytes(num_elements))
+
+
+def transfers_of_round(segment: PlannedSegment, form: Format, back: Format) -> tuple[Transfer, Transfer, Transfer]:
+    """Return the sum of the outer gradients, what brings updated parts to the master weights, and these to all.
+
+    Args:
+        form: the format of outer gradients.
+        back: the format of their sums.
+    """
+    row, mesh = segment.row, segment.mesh
+    outer = Residence(row.part_axes, row.separate_axes, FP32)
+    part = replace(row.master, shard_axes=row.part_axes)
+    sums = in_phases(in_formats(steps(outer, replace(outer, partial_axes=()), mesh), form, back))
+    return (
+        Transfer(sums, outer, "gradients"),
+        Transfer(steps(part, row.master, mesh), part, "parameters"),
+        Transfer(segment.publication, row.master, "parameters"),
+    )
 
 
 class OuterState:
@@ -32,14 +95,17 @@ class OuterState:
     def __init__(self, segment: Segment, runtime: Runtime) -> None:
         self._segment = segment
         self._index = runtime.part_index
-        planned, tier = segment.planned, segment.plan.feedback.tier
+        (stored,) = segment.plan.strategies.kept(segment.planned)
+        tier = stored.residence.tier
 
         def kept(num_elements: int) -> Tensor:
             return runtime.memory.keep("outer", num_elements, torch.float32, tier).lend().tensor
 
         self.begin = kept(segment.layout.part_elements)
         self.momentum = kept(segment.layout.part_elements)
-        self.levels = [kept(size) for size in planned.rounds.error_sizes]
+        sums = transfers_of(segment, is_warming_up=False)[0].operations
+        form = next(op.format for op in sums if isinstance(op, ReduceScatter))
+        self.levels = [kept(size) for size in outer_error_sizes(segment.planned, form)]
 
     @property
     def held(self) -> Tensor | None:
@@ -64,12 +130,14 @@ class OuterState:
             values.zero_()
 
 
-class OuterOptimizer:
-    """Counts local steps, and ends rounds. Every method but :meth:`of` is a collective between two steps.
+class OuterOptimizer(UpdateListener):
+    """Counts local steps, and ends rounds.
 
     Args:
         last_step: the training's last, which ends a round; None: not known.
     """
+
+    reads_weights = True
 
     def __init__(
         self, runtime: Runtime, optimizer: Optimizer, views: Views, section: Communication, last_step: int | None
@@ -78,17 +146,21 @@ class OuterOptimizer:
         self._optimizer = optimizer
         self._views = views
         self._section = section
-        self._replicas = runtime.apart_group
-        self._movement = Movement(runtime.collectives)
+        self._replicas = _replicas(runtime)
+        self._interpreter = Interpreter(runtime.collectives)
         self._states = dict[int, OuterState]()
         self._taken = 0  # local steps of this round
         self._last_step = last_step
         for segment in self._segments():
             self._state_of(segment)
 
+    @staticmethod
+    def is_needed(runtime: Runtime) -> bool:
+        """Return whether replicas train separately."""
+        return _replicas(runtime).size > 1
+
     @property
-    def in_round(self) -> bool:
-        """Whether replicas have taken steps since they were last alike."""
+    def differs_between_replicas(self) -> bool:
         return self._taken > 0
 
     def _segments(self) -> Iterator[Segment]:
@@ -99,15 +171,17 @@ class OuterOptimizer:
             self._states[id(segment)] = OuterState(segment, self._runtime)
         return self._states[id(segment)]
 
-    def of(self, segment: Segment) -> OuterState | None:
-        """What is kept of a segment that trains."""
-        return self._states.get(id(segment))
+    def saved(self, segment: Segment) -> Mapping[str, Tensor]:
+        if (state := self._states.get(id(segment))) is None:
+            return {}
+        found = {MOMENTUM: state.momentum, OUTER_FEEDBACK: state.held}
+        return {key: values for key, values in found.items() if values is not None}
 
     # ---------------------------------------------------------------------- rounds
 
-    def before_update(self) -> None:
+    def before_update(self, coming: Comes) -> None:
         """A local step comes; the weights before the first of a round are those that it began with."""
-        if not self.in_round:
+        if not self.differs_between_replicas:
             for segment in self._segments():
                 assert segment.master is not None
                 state = self._state_of(segment)
@@ -120,31 +194,31 @@ class OuterOptimizer:
             self.end_round(step, is_warming_up=is_warming_up)
 
     def end_round(self, step: int, *, is_warming_up: bool) -> None:
-        """Bring the replicas together: ``is_warming_up``: before codes begin to travel."""
+        """Bring the replicas together."""
         for number, segment in enumerate(self._segments()):
             assert segment.master is not None
             lease = segment.master.lend()
             master, state = lease.wait(), self._state_of(segment)
             part = state.part_of(master)
-            moving = self._movement.seeded(seed_of(step, number))
-            mean = self._mean(segment, state, state.begin - part, moving, is_warming_up=is_warming_up)
+            sums, publication, _ = transfers_of(segment, is_warming_up=is_warming_up)
+            mean = self._mean(sums, state, state.begin - part, self._interpreter.seeded(step, number), is_warming_up)
             self._step(state, mean, part)
-            finish_all(self._movement.begin(segment.planned.rounds.publication, part, master))
+            self._interpreter.run(publication.operations, part, master)
             self._runtime.executor.deliver(segment, master, segment.plan.master, exact=True)
             lease.end(changed=True)
         self._taken = 0
         self._runtime.updated()
 
     def _mean(
-        self, segment: Segment, state: OuterState, change: Tensor, moving: Movement, *, is_warming_up: bool
+        self, sums: Transfer, state: OuterState, change: Tensor, interpreter: Interpreter, is_warming_up: bool
     ) -> Tensor:
-        """The mean over the replicas of their outer gradients, as all of them decode it."""
-        ops = segment.planned.rounds.steps(segment.planned.warmup_wires if is_warming_up else segment.plan.wires)
-        values, levels = change.to(moving.device), [level.to(moving.device) for level in state.levels]
-        room = moving.scratch_bytes(ops, values.numel(), values.itemsize)
-        received = values.new_empty(-(-room // values.itemsize)) if room else None
-        held = () if is_warming_up else levels
-        finish_all(moving.holding(held).begin(ops, values, values, purpose="gradients", received=received))
+        """Return the mean over the replicas of their outer gradients, as all of them decode it."""
+        values, levels = change.to(interpreter.device), [level.to(interpreter.device) for level in state.levels]
+        num_bytes = interpreter.scratch_bytes(sums.operations, values.numel(), values.itemsize)
+        scratch = values.new_empty(-(-num_bytes // values.itemsize)) if num_bytes else None
+        mesh = self._runtime.collectives.mesh.shape
+        ops = with_errors(sums.operations, [] if is_warming_up else levels, mesh)
+        interpreter.run(ops, values, values, purpose="gradients", scratch=scratch)
         for level, kept in zip(levels, state.levels, strict=True):
             kept.copy_(level)
         for level, number in zip(state.levels, (0, self._replicas.index), strict=False):
@@ -166,7 +240,7 @@ class OuterOptimizer:
         """End the round, and make alike on all replicas what each has of its own: what codes have held back, and the
         optimizer's states, of which the mean is taken. So one replica's are all there is to go on from, here too.
         """
-        if self.in_round:
+        if self.differs_between_replicas:
             self.end_round(step, is_warming_up=is_warming_up)
         for segment in self._segments():
             self._share_held(self._state_of(segment))
@@ -209,7 +283,7 @@ class OuterOptimizer:
 
     def _sum(self, values: Tensor) -> Tensor:
         return (
-            self._replicas.sum(values.detach().to(self._movement.device), "moments", "gradients")
+            self._replicas.sum(values.detach().to(self._interpreter.device), "moments", "gradients")
             .clone()
             .to(values.device)
         )
@@ -230,3 +304,13 @@ def _furthest(found: list[Any]) -> Any:
     if all(isinstance(value, Tensor) and value.numel() == 1 for value in found):
         return max(found, key=float).clone()
     return found[0]
+
+
+def _replicas(runtime: Runtime) -> Group:
+    """Return the ranks of all replicas that have the same part."""
+    return runtime.collectives.group(runtime.row.separate_axes)
+
+
+def transfers_of(segment: Segment, *, is_warming_up: bool) -> Sequence[Transfer]:
+    """Return :func:`transfers_of_round` in the formats of a phase."""
+    return tuple(segment.plan.strategies.of_round(segment.planned, is_warming_up=is_warming_up))

@@ -9,19 +9,21 @@ import torch
 from torch import Tensor
 
 from partita.comm.collectives import Collectives
+from partita.compression.quantized import Quantized
 from partita.kernels import codec as kernels
+from partita.kernels.codecs import CODECS, Codec
+from partita.plan.formats import FULL
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import BF16, BLOCK, FP32, Residence, Tier
 from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
-from partita.plan.steps import AllGather, AllReduce, ReduceScatter, Step, in_phases, on_wires, steps
-from partita.plan.wire import CODECS, FULL, Codec, Wire
-from partita.sharding.movement import Movement, finish_all
+from partita.plan.steps import AllGather, AllReduce, ReduceScatter, Step, in_formats, in_phases, steps
+from partita.sharding.interpreter import Interpreter
 from tests import seeds
 from tests.fakes import on_ranks
 from tests.plan.interpreter import DTYPES, State
 
 NUM_ELEMENTS = 48
-INT4 = Wire(codec=CODECS["int4"], unbiased=True)
+INT4 = Quantized(CODECS["int4"], rounds_at_random=True)
 MESHES = [MeshShape(data=2), MeshShape(data=3), MeshShape(data=4, node=2), MeshShape(data=2, tensor=2)]
 TIERS = [Tiers(), Tiers(Tier.HOST, Tier.HOST, Tier.HOST), Tiers(Tier.DISK, Tier.DISK, Tier.DISK)]
 ENCODINGS = [Encodings(), Encodings(BF16), Encodings(BF16, FP32, BF16)]
@@ -33,14 +35,12 @@ def moved(src: Residence, dst: Residence, mesh: MeshShape, before: float | None 
     held, ops = state.held(src, mesh), steps(src, dst, mesh)
 
     def work(collectives: Collectives) -> Tensor:
-        movement = Movement(collectives)
+        interpreter = Interpreter(collectives)
         source = torch.from_numpy(held[collectives.mesh.rank].values.copy()).to(DTYPES[src.encoding.name])
         size = dst.num_elements(NUM_ELEMENTS, mesh)
         target = torch.full((size,), float("nan") if before is None else before, dtype=DTYPES[dst.encoding.name])
-        received = torch.empty(movement.scratch_bytes(ops, NUM_ELEMENTS, target.itemsize), dtype=torch.uint8)
-        finish_all(
-            movement.begin(ops, source, target, accumulate=before is not None, received=received.view(target.dtype))
-        )
+        scratch = torch.empty(interpreter.scratch_bytes(ops, NUM_ELEMENTS, target.itemsize), dtype=torch.uint8)
+        interpreter.run(ops, source, target, accumulate=before is not None, scratch=scratch.view(target.dtype))
         return target
 
     return on_ranks(mesh, work, *(op.axes for op in ops if hasattr(op, "axes"))), state
@@ -98,7 +98,8 @@ def test_parts_are_gathered_in_turn(mesh: MeshShape, tier: Tier) -> None:
 
 def test_sums_in_turn_are_rounded_by_other_random_numbers() -> None:
     """With the same ones the second sum would not be right on average."""
-    ops = on_wires(steps(Residence((), ("data",)), Residence(("local", "node")), MeshShape(data=4, node=2)), INT4, FULL)
+    exact = steps(Residence((), ("data",)), Residence(("local", "node")), MeshShape(data=4, node=2))
+    ops = in_formats(exact, INT4, FULL)
     drawn = dict[int, set[int | None]]()
 
     def encode(codec: Codec, values: Tensor, codes: Tensor, *, seed: int | None = None, **how: object) -> None:
@@ -106,9 +107,9 @@ def test_sums_in_turn_are_rounded_by_other_random_numbers() -> None:
         codes.zero_()
 
     def work(collectives: Collectives) -> None:
-        received = torch.empty(Movement(collectives).scratch_bytes(ops, 4 * BLOCK, 4), dtype=torch.uint8)
-        movement = Movement(collectives, seed=3)
-        finish_all(movement.begin(ops, torch.ones(4 * BLOCK), torch.empty(BLOCK), received=received))
+        interpreter = Interpreter(collectives, seed=3)
+        scratch = torch.empty(interpreter.scratch_bytes(ops, 4 * BLOCK, 4), dtype=torch.uint8)
+        interpreter.run(ops, torch.ones(4 * BLOCK), torch.empty(BLOCK), scratch=scratch)
 
     with mock.patch.object(kernels, "encode", encode):
         on_ranks(MeshShape(data=4, node=2), work, ("local",), ("node",))
@@ -129,15 +130,15 @@ def test_an_all_reduce_is_two_phases() -> None:
     first, second = in_phases(whole)
 
     def work(collectives: Collectives) -> tuple[Tensor, Tensor, Tensor]:
-        movement, rank = Movement(collectives), collectives.mesh.rank
+        interpreter, rank = Interpreter(collectives), collectives.mesh.rank
         sent = torch.rand(8, generator=seeds.generator(rank))
-        at_once, received = torch.empty(8), torch.empty(4)
-        finish_all(movement.begin(whole, sent.clone(), at_once, received=received))
+        at_once, scratch = torch.empty(8), torch.empty(4)
+        interpreter.run(whole, sent.clone(), at_once, scratch=scratch)
         parts = torch.empty(8)
         mine = parts.view(2, -1)[rank]
-        assert movement.begin([first], sent, mine, received=received) == []
+        interpreter.run([first], sent, mine, scratch=scratch)
         between = mine.clone()
-        finish_all(movement.begin([second], mine, parts))
+        interpreter.run([second], mine, parts)
         return at_once, parts, between
 
     results = on_ranks(mesh, work, ("data",))
@@ -149,17 +150,15 @@ def test_ranks_that_gather_side_by_side() -> None:
     """Gathers are under way until they are waited for."""
 
     def work(collectives: Collectives) -> list[list[float]]:
-        movement, rank = Movement(collectives), float(collectives.mesh.rank)
+        interpreter, rank = Interpreter(collectives), float(collectives.mesh.rank)
         rests, whole = Residence(("data",)), Residence()
         targets = [torch.zeros(2) for _ in range(3)]
-        handles = [
-            handle
-            for tag, target in enumerate(targets)
-            for handle in movement.begin(
-                steps(rests, whole, MeshShape(data=2)), torch.tensor([rank + tag]), target, tag=tag
-            )
+        ops = steps(rests, whole, MeshShape(data=2))
+        begun = [
+            interpreter.begin(ops, torch.tensor([rank + tag]), target, tag=tag) for tag, target in enumerate(targets)
         ]
-        finish_all(handles)
+        for gather in begun:
+            gather.finish()
         return [target.tolist() for target in targets]
 
     assert on_ranks(MeshShape(data=2), work, ("data",)) == [[[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]]] * 2
@@ -174,7 +173,7 @@ def test_an_unknown_operation_is_named() -> None:
     def work(collectives: Collectives) -> None:
         unknown: Step = Shuffle()  # type: ignore[assignment]
         with pytest.raises(NotImplementedError, match=r"Shuffle\(\)"):
-            Movement(collectives).begin([unknown], torch.zeros(2), torch.ones(2))
+            Interpreter(collectives).begin([unknown], torch.zeros(2), torch.ones(2))
 
     on_ranks(MeshShape(), work)
 

@@ -12,35 +12,105 @@ Sources: Seide et al., "1-bit stochastic gradient descent", 2014; Karimireddy et
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from partita.compression.quantized import Quantized, WithErrors
 from partita.memory.streams import finish
 from partita.memory.tiers import StateMemory
-from partita.plan.planned import PlannedSegment
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.planned_gradients import PlannedGradients
+from partita.plan.residence import FP32, Residence, Tier
+from partita.plan.steps import AllGather, ReduceScatter, Step, in_phases, steps
+from partita.plan.strategies import KeptState, Operations
 from partita.sharding.bucket_layout import BucketLayout, Piece
-from partita.sharding.gradient_sync import GradientSync, SyncCall, Unused
-from partita.sharding.movement import Movement, finish_all
+from partita.sharding.gradient_sync import CustomSync, GradientSync, SyncCall, Unused
+from partita.sharding.interpreter import Interpreter
 from partita.sharding.unit import Segment
+
+# The errors as they were before the step, and as they will be if the step ends in an update.
+COPIES = 2
+
+
+@dataclass(frozen=True)
+class ErrorFeedbackPlan(CustomSync):
+    """Sums in codes that keep their errors.
+
+    Attributes:
+        residual: where the errors are kept. Each rank has its own, and what counts is their sum.
+    """
+
+    residual: Residence
+
+    def make(self, layout: BucketLayout, row: int, memory: StateMemory) -> GradientSync:
+        return ErrorFeedbackSync(layout, row, self, memory)
+
+    def error_sizes(self, gradients: PlannedGradients) -> tuple[int, ...]:
+        """Return the elements of the errors of one segment: in each sum over a group, and in the gather of the sums."""
+        num_elements, sizes, mesh = gradients.layout.padded, list[int](), gradients.mesh
+        for op in (*self.sums, *self.gathers):
+            if isinstance(op, ReduceScatter):
+                for axes in op.format.groups_of_sum(op.axes, mesh):
+                    sizes += [num_elements] if _keeps_errors(op) else []
+                    num_elements //= mesh.group_size(axes)
+            elif isinstance(op, AllGather):
+                sizes += [num_elements] if _keeps_errors(op) else []
+                num_elements *= mesh.group_size(op.axes)
+        return tuple(sizes)
+
+    def exact_sums(self, gradients: PlannedGradients) -> Operations:
+        """Return the operations from the errors of each rank to their sums, with nothing lost on the way."""
+        errors = replace(self.residual, tier=Tier.DEVICE)
+        summed = replace(errors, shard_axes=gradients.row.part_axes, partial_axes=())
+        return in_phases(steps(errors, summed, gradients.mesh))
+
+    def kept(self, gradients: PlannedGradients) -> Iterator[KeptState]:
+        num_bytes = COPIES * sum(map(FP32.num_bytes, self.error_sizes(gradients)))
+        yield KeptState("feedback", self.residual, num_bytes)
+
+    def working_bytes(self, gradients: PlannedGradients) -> int:
+        is_away = self.residual.tier is not Tier.DEVICE
+        return sum(map(FP32.num_bytes, self.error_sizes(gradients))) if is_away else 0
+
+
+def _keeps_errors(op: Step) -> bool:
+    """Return whether an operation quantizes with error feedback."""
+    if not isinstance(op, AllGather | ReduceScatter):
+        return False
+    return isinstance(op.format, Quantized) and op.format.keeps_errors
+
+
+def with_errors(operations: Operations, levels: Sequence[Tensor], mesh: MeshShape) -> Operations:
+    """Return the operations with the errors of each that keeps some, taken from ``levels`` in order."""
+    found, remaining = list[Step](), list(levels)
+    for op in operations:
+        if isinstance(op, AllGather | ReduceScatter) and _keeps_errors(op):
+            assert isinstance(op.format, Quantized)
+            num = len(op.format.groups_of_sum(op.axes, mesh)) if isinstance(op, ReduceScatter) else 1
+            op = replace(op, format=WithErrors(op.format, remaining[:num]))
+            del remaining[:num]
+        found.append(op)
+    return tuple(found)
 
 
 class ErrorFeedbackSync(GradientSync):
     """Sums one bucket in codes that keep their errors.
 
     The errors are of ``[num_rows * num_columns]`` values for the first sum, of this rank's part of that for each
-    further one, and of this rank's row for a gather of the sums: ``planned.gradients.error_sizes``, called levels here.
+    further one, and of this rank's row for a gather of the sums: the plan's ``error_sizes``, called levels here.
     """
 
     keeps_errors = True
 
-    def __init__(self, layout: BucketLayout, row: int, memory: StateMemory) -> None:
-        planned: PlannedSegment = layout.segments[0].planned
-        super().__init__(layout, row, planned.gradients.phases)
-        self._tier = planned.row.feedback.tier
-        self._exact_sums = planned.gradients.exact_sums
+    def __init__(self, layout: BucketLayout, row: int, plan: ErrorFeedbackPlan, memory: StateMemory) -> None:
+        super().__init__(layout, row, plan)
+        self._tier = plan.residual.tier
+        self._mesh = layout.planned.mesh
+        self._exact_sums = plan.exact_sums(layout.planned.gradients)
         self._is_first_copy = layout.segments[0].is_first_copy
-        per_segment = [segment.planned.gradients.error_sizes for segment in layout.segments]
+        per_segment = [plan.error_sizes(segment.planned.gradients) for segment in layout.segments]
         self._sizes = [sum(sizes) for sizes in zip(*per_segment, strict=True)]
         self.errors = self._kept(memory)
         self._next_errors = self._kept(memory)
@@ -51,13 +121,15 @@ class ErrorFeedbackSync(GradientSync):
         return kept.lend().tensor
 
     def _sum(self, full: Tensor, out: Tensor, call: SyncCall, *, add: bool, scale: float) -> None:
-        with self._levels_lent(scale, call.movement.device) as levels:
-            self._move(full, out, call.movement.holding(levels), call.scratch, add=add)
+        with self._levels_lent(scale, call.interpreter.device) as levels:
+            ops = with_errors(self._sum_operations, levels, self._mesh)
+            call.interpreter.run(ops, full, out, purpose="gradients", accumulate=add, scratch=call.scratch)
 
     def gather(self, shard: Tensor, full: Tensor | None, call: SyncCall, *, factor: float, unused: Unused) -> None:
-        with self._levels_lent(1.0, call.movement.device) as levels:
-            holding = SyncCall(call.movement.holding(levels[-1:]), call.scratch)
-            super().gather(shard, full, holding, factor=factor, unused=unused)
+        assert full is not None
+        with self._levels_lent(1.0, call.interpreter.device) as levels:
+            ops = with_errors(self._gather_operations, levels[-1:], self._mesh)
+            call.interpreter.run(ops, shard, full.view(-1), purpose="gradients", scratch=call.scratch)
 
     @contextmanager
     def _levels_lent(self, scale: float, device: torch.device) -> Iterator[list[Tensor]]:
@@ -115,23 +187,23 @@ class ErrorFeedbackSync(GradientSync):
         parts: Sequence[Tensor] = self.own.split([each.layout.part_elements for each in self.layout.segments])
         return next(part for each, part in zip(self.layout.segments, parts, strict=True) if each is segment)
 
-    def settle(self, movement: Movement) -> None:
+    def settle(self, interpreter: Interpreter) -> None:
         """Bring the sum of the errors over the ranks, exactly, into each rank's :attr:`own`."""
         assert not self._is_open
-        values = self.errors.to(movement.device)
+        values = self.errors.to(interpreter.device)
         first, *further = self._levels(values)
         rows = first.view(self.layout.num_rows, -1)
         for level in further:
             part = level.view(-1, self.layout.num_columns)
             rows[self._rows_of(len(part))] += part
         total = torch.empty_like(rows[self.row])
-        num_bytes = movement.scratch_bytes(self._exact_sums, first.numel(), first.itemsize)
-        received = torch.empty(num_bytes // first.itemsize, dtype=first.dtype, device=movement.device)
-        finish_all(movement.begin(self._exact_sums, first, total, purpose="gradients", received=received))
+        num_bytes = interpreter.scratch_bytes(self._exact_sums, first.numel(), first.itemsize)
+        scratch = torch.empty(num_bytes // first.itemsize, dtype=first.dtype, device=interpreter.device)
+        interpreter.run(self._exact_sums, first, total, purpose="gradients", scratch=scratch)
         self.errors.zero_()
         if self._is_first_copy:
             self.own.copy_(total)
-        finish(movement.device)
+        finish(interpreter.device)
 
     def _levels(self, values: Tensor) -> list[Tensor]:
         parts: Sequence[Tensor] = values.split(self._sizes)

@@ -8,15 +8,61 @@ Source: Vogels et al., "PowerSGD", 2019, algorithms 1 and 2.
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
 
 from partita.comm.group import Group
 from partita.kernels.low_rank import first_right, left_factor, orthogonal, product, right_factor
-from partita.plan.wire import Matrix
+from partita.plan.span import SegmentLayout
 from partita.sharding.bucket_layout import BucketLayout
 from partita.sharding.unit import Member
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A parameter as ``[rows, columns]``: what its low-rank factors are of."""
+
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, shape: Sequence[int]) -> "Matrix":
+        """All dims but the first are columns."""
+        rows, columns = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
+        return cls(rows, columns)
+
+    def factor_columns(self, rank: int) -> int:
+        """Columns of each factor; 0 where the factors would be no fewer values than the matrix."""
+        num = min(rank, self.rows, self.columns)
+        return num if (self.rows + self.columns) * num < self.rows * self.columns else 0
+
+
+@dataclass(frozen=True)
+class FactorShapes:
+    """The matrices of one segment that become low-rank factors of ``rank`` columns."""
+
+    layout: SegmentLayout
+    rank: int
+
+    @cached_property
+    def matrices(self) -> dict[str, Matrix]:
+        """By name, the parameters of which factors travel; others travel as they are."""
+        found = {span.fqn: Matrix.of(span.place.sizes) for span in self.layout.spans}
+        return {fqn: matrix for fqn, matrix in found.items() if matrix.factor_columns(self.rank)}
+
+    @property
+    def num_elements(self) -> tuple[int, int]:
+        """Values in the two messages of a sum: left factors with what travels as it is, and right ones."""
+        left, right = sum(span.num_elements for span in self.layout.spans), 0
+        for matrix in self.matrices.values():
+            num = matrix.factor_columns(self.rank)
+            left += matrix.rows * num - matrix.rows * matrix.columns
+            right += matrix.columns * num
+        return left, right
 
 
 class Factors:
@@ -29,8 +75,8 @@ class Factors:
     def __init__(self, layout: BucketLayout, rank: int) -> None:
         self._layout = layout
         self._rank = rank
-        planned = [factors for each in layout.planned if (factors := each.gradients.factors) is not None]
-        matrices = {fqn: matrix for factors in planned for fqn, matrix in factors.matrices.items()}
+        shapes = [FactorShapes(segment.layout, rank) for segment in layout.segments]
+        matrices = {fqn: matrix for each in shapes for fqn, matrix in each.matrices.items()}
         self._matrices: list[tuple[Member, Matrix]] = [
             (m, matrices[m.fqn]) for m in layout.members if m.fqn in matrices
         ]
@@ -38,7 +84,7 @@ class Factors:
         self._rights = list[Tensor]()
         self._next = list[Tensor]()
         self._starts = dict[int, Tensor]()  # by member: drawn once
-        self._has_copies = bool(layout.segments[0].planned.gradients.copy_steps)
+        self._has_copies = bool(layout.planned.gradients.copy_steps)
         self._num_sums = 0
 
     @property

@@ -1,14 +1,21 @@
-"""What must hold between settings of what travels, and others."""
+"""Rules between settings of compression and others."""
 
 from collections.abc import Iterator
 
+from partita.compression.settings import (
+    AT_RANDOM,
+    HELD_BACK,
+    LOW_RANK,
+    gradient_codec,
+    sends_averages,
+    stores_deltas,
+    warmup_steps,
+)
 from partita.config.messages import Contradiction, setting
 from partita.config.schema import Config
-from partita.config.wires import gradient_codec, sends_averages, sends_changes, warmup_steps
-from partita.plan.wire import AT_RANDOM, HELD_BACK, LOW_RANK
 
 
-def contradicting_wires(config: Config, compute: str) -> Iterator[Contradiction]:
+def contradictions(config: Config, compute: str) -> Iterator[Contradiction]:
     """One for each rule that is broken."""
     yield from _apart(config)
     yield from _feedback(config)
@@ -156,7 +163,7 @@ def _warm_up(config: Config) -> Iterator[Contradiction]:
 def _changes(config: Config, compute: str) -> Iterator[Contradiction]:
     """Of parameters that travel as codes."""
     codec, zero = config.communication.parameters, config.zero
-    if not sends_changes(config):
+    if not stores_deltas(config):
         if zero.stage == 3 and codec not in ("full", "int8"):
             replicates = zero.replicate != "none"
             yield (

@@ -1,14 +1,14 @@
-"""Changes of parameters that travel as codes."""
+"""Parameter deltas that travel as codes."""
 
 import torch
 from torch import Tensor
 
 from partita.comm.collectives import Collectives
+from partita.compression.deltas import add_deltas
+from partita.kernels.codecs import CODECS
 from partita.kernels.quantize import nearest_bf16
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import BLOCK
-from partita.plan.wire import CODECS, Wire
-from partita.sharding.coded import gather_changes
 from tests.fakes import on_ranks
 
 DATA = ("data",)
@@ -18,11 +18,11 @@ def test_parameters_between_two_bf16_numbers_are_rounded_as_masters_are() -> Non
     """Where a master is half-way, the optimizer's kernels round away from zero, and torch to the even number."""
     updated = torch.full((BLOCK,), -0.2509765625)  # half-way between -0.25 and -0.251953125
     updated[::2] = 0.0
-    wire = Wire(codec=CODECS["ternary"])  # of values that are equal, or zero, it loses nothing
+    codec = CODECS["ternary"]  # of values that are equal, or zero, it loses nothing
 
     def work(collectives: Collectives) -> Tensor:
         whole = torch.zeros(2 * BLOCK, dtype=torch.bfloat16)
-        gather_changes(collectives.group(DATA), wire, updated, whole, torch.zeros(4 * BLOCK))
+        add_deltas(collectives.group(DATA), codec, updated, whole, torch.zeros(4 * BLOCK))
         return whole
 
     for whole in on_ranks(MeshShape(data=2), work, DATA):

@@ -1,0 +1,64 @@
+"""What compression adds to the configuration and to a run."""
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.optim import Optimizer
+
+from partita.compression.checks import contradictions
+from partita.compression.diloco import OuterOptimizer
+from partita.compression.onebit_adam import AfterWarmup, OnebitAdam
+from partita.compression.settings import check_every, gradient_codec, stores_deltas, warmup_steps
+from partita.compression.strategies import row_of
+from partita.config.messages import Contradiction
+from partita.config.schema import Config
+from partita.optim.extension import RunExtension, UpdateListener
+from partita.optim.views import Views
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.state_plan import StatePlan
+from partita.sharding.runtime import Runtime
+
+
+class CompressionExtension(RunExtension):
+    """Formats of fewer bytes, parameter deltas, low-rank sums, 1-bit Adam and DiLoCo."""
+
+    def contradictions(self, config: Config, compute: str) -> Iterator[Contradiction]:
+        return contradictions(config, compute)
+
+    def idle_settings(self, config: Config) -> Iterator[str]:
+        if {gradient_codec(config), config.communication.parameters} == {"full"}:
+            if config.communication.warmup_steps != "auto" and config.optimizer.name != "onebit_adam":
+                yield "ignored: communication.warmup_steps (no codes travel)"
+            if config.communication.warmup != "full":
+                yield "ignored: communication.warmup (no codes travel)"
+
+    def row(self, config: Config, mesh: MeshShape, row: StatePlan) -> StatePlan:
+        return row_of(config, mesh, row)
+
+    def warmup_steps(self, config: Config) -> int:
+        return warmup_steps(config)
+
+    def stores_deltas(self, config: Config) -> bool:
+        return stores_deltas(config)
+
+    def check_every(self, config: Config) -> int:
+        return check_every(config)
+
+    def optimizer(self, params: list[nn.Parameter], config: Config) -> Optimizer | None:
+        section = config.optimizer
+        if section.name != "onebit_adam":
+            return None
+        beta1, beta2 = section.betas
+        settings = {"lr": section.lr, "eps": section.eps, "weight_decay": section.weight_decay}
+        return OnebitAdam(params, betas=(beta1, beta2), **settings)
+
+    def listeners(
+        self, runtime: Runtime, optimizer: Optimizer, views: Views, config: Config
+    ) -> tuple[UpdateListener, ...]:
+        found = list[UpdateListener]()
+        if isinstance(optimizer, OnebitAdam):
+            found.append(AfterWarmup(runtime.reducer, optimizer, views))
+        if OuterOptimizer.is_needed(runtime):
+            section, last_step = config.communication, config.schedule.total_steps
+            found.append(OuterOptimizer(runtime, optimizer, views, section, last_step))
+        return tuple(found)

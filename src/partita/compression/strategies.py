@@ -1,0 +1,160 @@
+"""The strategies of a row of the table whose states travel compressed, and the row that a configuration asks for."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from partita.compression.average import AveragePlan, average_gathers
+from partita.compression.deltas import DeltaPlan
+from partita.compression.diloco import kept_by_rounds, separate, transfers_of_round
+from partita.compression.error_feedback import ErrorFeedbackPlan
+from partita.compression.low_rank import LowRankPlan
+from partita.compression.quantized import Quantized, hops
+from partita.compression.settings import AT_RANDOM, HELD_BACK, LOW_RANK, gradient_codec, sends_averages, warmup_steps
+from partita.config.schema import Config
+from partita.kernels.codecs import CODECS
+from partita.plan.formats import FULL, Format
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.planned import PlannedSegment
+from partita.plan.planned_gradients import PlannedGradients
+from partita.plan.residence import ENCODINGS, FP32, Residence
+from partita.plan.state_plan import StatePlan
+from partita.plan.steps import in_formats
+from partita.plan.strategies import KeptState, Operations, PublishPlan, Strategies, SyncPlan, Transfer
+
+
+@dataclass(frozen=True)
+class Formats:
+    """The formats of one phase: of the warm-up, or of all later steps.
+
+    Attributes:
+        gradients: to where they are summed.
+        sums: of gradients, from there to where the optimizer works on more than one rank's part.
+        deltas: of parameters, from where they are updated to all that store them.
+        outer: of DiLoCo's outer gradients, to where they are summed.
+        outer_sums: of their sums, back to all.
+    """
+
+    gradients: Format = FULL
+    sums: Format = FULL
+    deltas: Format = FULL
+    outer: Format = FULL
+    outer_sums: Format = FULL
+
+
+@dataclass(frozen=True)
+class CompressedStrategies(Strategies):
+    """Strategies with formats of fewer bytes.
+
+    Attributes:
+        later: the formats after the warm-up.
+        warmup: those of the warm-up; None: there is none.
+        parameters: the format of unsharded parameters.
+        momentum: what ranks send is the optimizer's running average, in which the last one counts so much (Tang et al.,
+            "1-bit Adam", 2021); 0: they send gradients.
+        rank: sums of matrices are low-rank factors of so many columns (Vogels et al., "PowerSGD", 2019); 0: they are
+            not.
+    """
+
+    later: Formats = field(default_factory=Formats)
+    warmup: Formats | None = None
+    parameters: Format = FULL
+    momentum: float = 0.0
+    rank: int = 0
+
+    @property
+    def _phases(self) -> tuple[Formats, ...]:
+        return (self.later,) if self.warmup is None else (self.warmup, self.later)
+
+    def unshard(self, operations: Operations) -> Operations:
+        return in_formats(operations, FULL, self.parameters)
+
+    def groups_of_sum(self, axes: tuple[str, ...], mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
+        is_exact = all(formats.gradients.is_exact for formats in self._phases)
+        return () if is_exact else hops(axes, mesh)
+
+    def syncs(self, gradients: PlannedGradients) -> tuple[SyncPlan, ...]:
+        *warmup, later = (_sync(gradients, formats) for formats in self._phases)
+        return (*warmup, self._with_states(gradients, later))
+
+    def _with_states(self, gradients: PlannedGradients, plan: SyncPlan) -> SyncPlan:
+        """Return the plan that keeps what this plan's formats leave out."""
+        exact, row = gradients.exact, gradients.row
+        residual = Residence((), row.summed_axes, FP32, row.master.tier)
+        if self.rank and gradients.reductions:
+            gathers = exact.gathers if gradients.copy_steps else ()
+            return LowRankPlan((), gathers, residual, self.rank, exact.gathers)
+        if self.momentum and gradients.reductions:
+            gathers = average_gathers(gradients, self.later.sums)
+            return AveragePlan(plan.sums, gathers, residual, self.momentum, average_gathers(gradients))
+        feedback = ErrorFeedbackPlan(plan.sums, plan.gathers, residual)
+        return feedback if feedback.error_sizes(gradients) else plan
+
+    def publishes(self, segment: PlannedSegment) -> tuple[PublishPlan, ...]:
+        if not segment.update_is_gathered or self.later.deltas.is_exact:
+            return (PublishPlan(segment.publication),)
+        return tuple(_publish(segment, formats.deltas) for formats in self._phases)
+
+    def kept(self, segment: PlannedSegment) -> Iterator[KeptState]:
+        if segment.row.separate_axes:
+            yield from kept_by_rounds(segment, self.later.outer)
+
+    def of_round(self, segment: PlannedSegment, *, is_warming_up: bool) -> Iterator[Transfer]:
+        if segment.row.separate_axes:
+            formats = self._phases[0 if is_warming_up else -1]
+            yield from transfers_of_round(segment, formats.outer, formats.outer_sums)
+
+
+def _sync(gradients: PlannedGradients, formats: Formats) -> SyncPlan:
+    exact = gradients.exact
+    return SyncPlan(*(in_formats(ops, formats.gradients, formats.sums) for ops in (exact.sums, exact.gathers)))
+
+
+def _publish(segment: PlannedSegment, form: Format) -> PublishPlan:
+    if isinstance(form, Quantized):
+        return DeltaPlan.of(segment, form.codec)
+    return PublishPlan(segment.publication, needs_master=True)
+
+
+def row_of(config: Config, mesh: MeshShape, row: StatePlan) -> StatePlan:
+    """Return the row with the strategies that the configuration asks for.
+
+    Codes that are added up are right on average, or keep their errors; unsharded parameters are the same on all ranks.
+    Parameters that have no floating point of their own travel as they are.
+    """
+    if config.communication.every is not None and mesh.node > 1:
+        row = separate(row)
+    later, name = _of_gradients(gradient_codec(config), row), config.communication.parameters
+    warmup = Formats()
+    if config.communication.warmup != "full" and gradient_codec(config) != "full":
+        warmup = _of_gradients(config.communication.warmup, row)
+    if row.separate_axes:
+        later, warmup = (Formats(outer=each.gradients, outer_sums=each.sums) for each in (later, warmup))
+    codec = CODECS.get(HELD_BACK.get(name, name)) if row.param_compute.encoding.name in ENCODINGS else None
+    parameters: Format = FULL if codec is None else Quantized(codec)
+    if not (row.param_rest.shard_axes and row.param_rest.shard_axes == row.master.shard_axes):
+        later, parameters = replace(later, deltas=parameters), FULL
+        if codec is not None and config.communication.warmup != "full":
+            warmup = replace(warmup, deltas=Quantized(CODECS[config.communication.warmup]))
+    strategies = CompressedStrategies(
+        later,
+        warmup if warmup_steps(config) > 0 else None,
+        parameters,
+        config.optimizer.betas[0] if sends_averages(config) else 0.0,
+        config.communication.low_rank if gradient_codec(config) == LOW_RANK else 0,
+    )
+    is_needed = row.separate_axes or strategies != CompressedStrategies()
+    return replace(row, strategies=strategies) if is_needed else row
+
+
+def _of_gradients(name: str, row: StatePlan) -> Formats:
+    """Return the formats of gradients in blocks, and of their sums."""
+    if name in HELD_BACK:
+        summed = Quantized(CODECS[HELD_BACK[name]], keeps_errors=True)
+        if not row.replica_axes:
+            return Formats(summed, summed)
+    elif name in AT_RANDOM:
+        summed = Quantized(CODECS[name], rounds_at_random=True)
+    else:
+        return Formats()
+    # Where nothing evens out what the sums lose, they take the finer codes.
+    return Formats(summed, Quantized(CODECS["int8"], rounds_at_random=True))

@@ -1,0 +1,48 @@
+"""The codecs, by their names: how many bytes each takes for a block of values.
+
+A codec makes a *record* of each block of ``BLOCK`` values, with all that decoding it takes: nothing else is sent, and a
+buffer can be cut between any two blocks. The codecs: blocks of 8 and 4 bits with a scale each (Wang et al., "ZeRO++",
+2023, section 3: qwZ and qgZ), 2 bits, three levels (Wen et al., "TernGrad", 2017; rounded to nearest: Li and Liu,
+"Ternary weight networks", 2016), signs (Tang et al., "1-bit Adam", 2021) and the largest values of a block with their
+places (Stich et al., "Sparsified SGD with memory", 2018).
+"""
+
+from dataclasses import dataclass
+
+from partita.plan.residence import BLOCK, FP32
+
+
+@dataclass(frozen=True)
+class Codec:
+    """``record_bytes``: of a block, codes and scale. ``unbiased``: True if values can be rounded at random, so that the
+    mean of what is decoded is the value.
+    """
+
+    name: str
+    record_bytes: int
+    unbiased: bool = True
+
+    def num_bytes(self, num_elements: int) -> int:
+        """Return the bytes that stand for ``num_elements`` values.
+
+        Raises:
+            ValueError: they are no whole blocks.
+        """
+        if num_elements % BLOCK:
+            raise ValueError(f"{self.name} encodes whole blocks of {BLOCK} values; got {num_elements} values")
+        return num_elements // BLOCK * self.record_bytes
+
+
+STEP_BYTES = FP32.itemsize  # what a step between two levels takes in a record
+TOP = 8  # values that `top8` sends of a block
+
+# 255, 15, 4, 3 and 2 levels: 1, 2, 4, 5 and 8 codes in a byte. Last, values and their places in the block.
+_CODECS = (
+    Codec("int8", STEP_BYTES + BLOCK),
+    Codec("int4", STEP_BYTES + BLOCK // 2),
+    Codec("two_bits", STEP_BYTES + BLOCK // 4),
+    Codec("ternary", STEP_BYTES + -(-BLOCK // 5)),
+    Codec("sign", STEP_BYTES + BLOCK // 8),
+    Codec("top8", TOP * (FP32.itemsize + 1), unbiased=False),
+)
+CODECS = {codec.name: codec for codec in _CODECS}

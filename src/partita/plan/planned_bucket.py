@@ -1,0 +1,98 @@
+"""Buckets on paper: which gradients are collected and reduced together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.planned import PlannedSegment
+from partita.plan.planned_gradients import PlannedGradients
+from partita.plan.scratch import scratch_bytes
+from partita.plan.state_plan import StatePlan
+
+# Small segments share a bucket up to this size; it bounds the number of messages, not the memory.
+BUCKET_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class PlannedBucket:
+    """Segments whose gradients are collected and reduced together.
+
+    Their gradients are stored alike, on the same mesh, with copies along the same axes (:func:`share_buckets`), so one
+    plan holds for all: that of the first.
+    """
+
+    segments: tuple[PlannedSegment, ...]
+
+    @property
+    def row(self) -> StatePlan:
+        """The row of the table."""
+        return self.segments[0].row
+
+    @property
+    def mesh(self) -> MeshShape:
+        """The mesh over which the row's axes are."""
+        return self.segments[0].mesh
+
+    @property
+    def gradients(self) -> PlannedGradients:
+        """Where the gradients are collected, and how they are summed."""
+        return self.segments[0].gradients
+
+    @property
+    def num_parts(self) -> int:
+        """Number of ranks that each sum a part."""
+        return self.segments[0].layout.num_parts
+
+    @cached_property
+    def num_elements(self) -> int:
+        """Elements of all parts, padding included."""
+        return sum(segment.layout.padded for segment in self.segments)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of all parts as they are collected."""
+        return sum(segment.gradients.num_bytes for segment in self.segments)
+
+    @property
+    def num_members(self) -> int:
+        """Number of parameters."""
+        return sum(len(segment.layout.spans) for segment in self.segments)
+
+    def scratch_bytes(self, *, in_pieces: bool) -> int:
+        """Return the scratch memory of the bucket's sums and gathers, those of the warm-up included.
+
+        Args:
+            in_pieces: as :func:`~partita.plan.scratch.received_elements` has it.
+        """
+        ways = [(sync.sums, self.num_elements) for sync in self.gradients.syncs]
+        further = [self.gradients.copy_steps, *(sync.gathers for sync in self.gradients.syncs)]
+        ways += [(operations, self.num_elements // self.num_parts) for operations in further]
+        itemsize = self.row.grad_step.encoding.itemsize
+        return max(scratch_bytes(ops, num, itemsize, self.mesh, in_pieces=in_pieces) for ops, num in ways)
+
+
+def share_buckets(segments: Sequence[PlannedSegment], max_bytes: int = BUCKET_BYTES) -> list[PlannedBucket]:
+    """Return the buckets of the segments, in the order in which they are reduced.
+
+    Neighbours share one while they are stored alike, with copies along the same axes, and fit in ``max_bytes``; those
+    of which other stages have copies do not, as other stages have other neighbours. A gradient that the optimizer sees
+    whole has a bucket of its own, so that it keeps its parameter's shape.
+    """
+    groups: list[list[PlannedSegment]] = []
+    room, before = 0, None
+    for segment in segments:
+        stored = (segment.row.grad_step, segment.row.master.tier, segment.row.copies)
+        if (
+            stored == before
+            and not segment.row.copies.is_tied
+            and segment.gradients.num_bytes <= room
+            and segment.num_shards(segment.row.grad_step) > 1
+        ):
+            groups[-1].append(segment)
+            room -= segment.gradients.num_bytes
+        else:
+            groups.append([segment])
+            room = max_bytes - segment.gradients.num_bytes
+            before = stored
+    return [PlannedBucket(tuple(group)) for group in groups]

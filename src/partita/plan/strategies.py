@@ -1,0 +1,129 @@
+"""Strategies of a row of the table, on paper: how parameters are unsharded, gradients summed, and updates published.
+
+:class:`Strategies` is the core's choice: every state travels as it is. An optional package (``partita.compression``)
+subclasses it, and the plans that it returns. Plans say what a strategy sends, keeps and needs; the live objects are
+made from them (:mod:`partita.sharding.gradient_sync`, :mod:`partita.sharding.publish`).
+
+Where a strategy changes after a warm-up there are two plans: that of the warm-up, and that of all later steps.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.residence import Residence
+from partita.plan.steps import Step
+
+if TYPE_CHECKING:
+    from partita.plan.planned import PlannedSegment
+    from partita.plan.planned_bucket import PlannedBucket
+    from partita.plan.planned_gradients import PlannedGradients
+
+Operations = tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """A state that a strategy keeps of one segment between steps, beside parameters, gradients and moments.
+
+    Attributes:
+        name: its row in the memory report.
+        residence: whose tier it is kept in.
+    """
+
+    name: str
+    residence: Residence
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective outside the table's operations, and the bytes that one rank sends in it."""
+
+    collective: str
+    axes: tuple[str, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Operations from ``source`` on, that a strategy performs for one segment outside the steps of the table."""
+
+    operations: Operations
+    source: Residence
+    purpose: str
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    """How gradients are summed over the ranks: by operations alone, with nothing kept between steps.
+
+    Attributes:
+        sums: from gradients as they are collected (on the device, in the encoding that they are stored in) to the sums,
+            of which each rank measures and scales its part.
+        gathers: from that part, once the norm is known, to where the optimizer works on more of it.
+    """
+
+    sums: Operations
+    gathers: Operations
+
+    def messages(self, bucket: "PlannedBucket") -> Iterable[Message]:
+        """Return what a reduction of the bucket sends beside, or in place of, :attr:`sums`."""
+        return ()
+
+    def kept(self, gradients: "PlannedGradients") -> Iterable[KeptState]:
+        """Return the states that are kept of one segment."""
+        return ()
+
+    def working_bytes(self, gradients: "PlannedGradients") -> int:
+        """Return the device memory of one segment that a reduction needs for states kept in another tier."""
+        return 0
+
+
+@dataclass(frozen=True)
+class PublishPlan:
+    """How updated master weights reach the stored parameters of all ranks: by operations alone.
+
+    Attributes:
+        needs_master: True if the master weights have memory of their own even where they could be the parameters.
+    """
+
+    operations: Operations
+    needs_master: bool = False
+
+    def scratch_bytes(self, segment: "PlannedSegment") -> int:
+        """Return the device memory that publishing one segment needs."""
+        return 0
+
+
+@dataclass(frozen=True)
+class Strategies:
+    """The core's strategies: states travel as they are."""
+
+    def unshard(self, operations: Operations) -> Operations:
+        """Return the operations from stored parameters to those in compute, in their formats."""
+        return operations
+
+    def syncs(self, gradients: "PlannedGradients") -> tuple[SyncPlan, ...]:
+        """Return how a segment's gradients are summed: in the warm-up, if it differs, and later."""
+        return (gradients.exact,)
+
+    def publishes(self, segment: "PlannedSegment") -> tuple[PublishPlan, ...]:
+        """Return how a segment's updated weights are published: in the warm-up, if it differs, and later."""
+        return (PublishPlan(segment.publication),)
+
+    def groups_of_sum(self, axes: tuple[str, ...], mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
+        """Return the axes of the groups that a sum over ``axes`` may use, where they are not ``axes`` themselves."""
+        return ()
+
+    def kept(self, segment: "PlannedSegment") -> Iterable[KeptState]:
+        """Return the states that are kept of one segment, except those of its sync."""
+        return ()
+
+    def of_round(self, segment: "PlannedSegment", *, is_warming_up: bool) -> Iterable[Transfer]:
+        """Return what the end of a round sends, where replicas train separately."""
+        return ()
+
+
+AS_THEY_ARE = Strategies()

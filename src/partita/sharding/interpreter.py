@@ -1,0 +1,248 @@
+"""The one interpreter of :func:`~partita.plan.steps.steps`: parameters, gradients and updates all move through it."""
+
+import zlib
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from partita.comm.collectives import Collectives
+from partita.comm.exchange import Work
+from partita.comm.group import Group
+from partita.memory.accelerator import is_host
+from partita.memory.streams import finish
+from partita.memory.tiers import Kept, Lease
+from partita.memory.timeline import span
+from partita.plan.formats import Format
+from partita.plan.residence import Tier
+from partita.plan.scratch import scratch_bytes
+from partita.plan.steps import AllGather, Copy, Encode, Read, ReduceScatter, Slice, Step, Write, in_phases
+
+
+@dataclass(frozen=True)
+class FormatCall:
+    """One use of a :class:`RunnableFormat`.
+
+    Attributes:
+        scratch: memory of the format's ``gather_scratch_bytes`` or ``sum_scratch_bytes``.
+        seed: of random numbers; the same on all ranks.
+        tag: ranks that gather under different tags wait for each other.
+    """
+
+    scratch: Tensor
+    seed: int
+    purpose: str
+    tag: int
+
+
+class RunnableFormat(Format):
+    """A communication format with collectives of its own."""
+
+    @abstractmethod
+    def begin_gather(self, group: Group, source: Tensor, target: Tensor, call: FormatCall) -> Work:
+        """Begin to gather every rank's ``source`` ``[n]`` into ``target`` ``[size * n]``."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, groups: Sequence[Group], source: Tensor, target: Tensor, call: FormatCall, *, accumulate: bool
+    ) -> None:
+        """Write this rank's part of the sum over all ``groups``, one after the other, into ``target``, or add it."""
+
+
+class Running:
+    """Operations that were begun. :meth:`finish` waits for them and ends the loans that they needed."""
+
+    def __init__(self) -> None:
+        self._works = list[Work]()
+        self._source: Lease | None = None
+        self._target: Lease | None = None
+        self._device: torch.device | None = None  # to be waited for before the target is given back
+
+    def borrow(self, source: Kept) -> Tensor:
+        """Lend a stored state until :meth:`finish`."""
+        self._source = source.lend()
+        return self._source.wait()
+
+    def borrow_for_writing(self, target: Kept, device: torch.device) -> Tensor:
+        """Lend the memory of a stored state, which is overwritten by :meth:`finish`."""
+        self._target = target.lend(read=False)
+        self._device = None if target.tier is Tier.DEVICE else device
+        return self._target.wait()
+
+    def add(self, work: Work) -> None:
+        """Wait for one more operation in :meth:`finish`."""
+        self._works.append(work)
+
+    def wait(self) -> None:
+        """Wait for all operations begun so far."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+    def finish(self) -> None:
+        """Wait for all operations, and end the loans."""
+        self.wait()
+        if self._source is not None:
+            self._source.end(changed=False)
+        if self._target is not None:
+            if self._device is not None:  # readers on the host know nothing of streams
+                finish(self._device)
+            self._target.end(changed=True)
+
+
+class Interpreter:
+    """Runs operations between residences on flat tensors, in memory or as they are stored.
+
+    Args:
+        seed: of random numbers, for formats that round at random.
+    """
+
+    def __init__(self, collectives: Collectives, seed: int = 0) -> None:
+        self._collectives = collectives
+        self._seed = seed
+        self.device = collectives.mesh.device
+
+    def seeded(self, *numbers: int) -> "Interpreter":
+        """Return the same interpreter with random numbers of its own, which follow from ``numbers``."""
+        return Interpreter(self._collectives, seed_of(*numbers))
+
+    def run(
+        self,
+        ops: Sequence[Step],
+        source: Tensor | Kept,
+        target: Tensor | Kept,
+        *,
+        purpose: str = "parameters",
+        accumulate: bool = False,
+        scratch: Tensor | None = None,
+    ) -> None:
+        """Bring ``source`` into ``target``; arguments as of :meth:`begin`."""
+        self.begin(ops, source, target, purpose=purpose, accumulate=accumulate, scratch=scratch).finish()
+
+    def begin(
+        self,
+        ops: Sequence[Step],
+        source: Tensor | Kept,
+        target: Tensor | Kept,
+        *,
+        purpose: str = "parameters",
+        tag: int = 0,
+        accumulate: bool = False,
+        scratch: Tensor | None = None,
+    ) -> Running:
+        """Begin to bring ``source`` into ``target``. Only gathers are under way on return.
+
+        Of sums over one group after the other the first ones are made in ``source``.
+
+        Args:
+            source: memory, or a stored state, which is lent meanwhile.
+            target: memory, or a stored state, which is overwritten.
+            tag: ranks that gather under different tags wait for each other.
+            accumulate: what arrives is added to what the target has.
+            scratch: memory of :meth:`scratch_bytes`, where ``ops`` reduce, or gather in another format.
+
+        Raises:
+            NotImplementedError: an operation that it does not know.
+        """
+        running, ops = Running(), in_phases(ops)
+        if isinstance(source, Kept):
+            is_copied = all(isinstance(op, Read | Copy) for op in ops)
+            if isinstance(target, Tensor) and is_copied and (reading := source.read_into(target)) is not None:
+                running.add(reading)
+                return running
+            source = running.borrow(source)
+        if isinstance(target, Kept):
+            target = running.borrow_for_writing(target, self.device)
+        if target.device != self.device and any(isinstance(op, AllGather) for op in ops):
+            full = torch.empty_like(target, device=self.device)
+            self.run(ops, source, full, purpose=purpose, scratch=scratch)
+            target.copy_(full)
+            return running
+        outputs = self._outputs(ops, target)
+        for number, op in enumerate(ops):
+            match op:
+                case AllGather(axes, form):
+                    running.wait()  # for what is gathered further
+                    group, output = self._collectives.group(axes), outputs[number]
+                    if (source.dtype, source.device) != (output.dtype, output.device):
+                        source = _part(output, group).copy_(source, non_blocking=True)
+                    if isinstance(form, RunnableFormat):
+                        assert scratch is not None
+                        call = FormatCall(scratch, self._seed, purpose, tag)
+                        running.add(form.begin_gather(group, source, output, call))
+                    else:
+                        running.add(group.all_gather(output, source, purpose, tag))
+                    source = output
+                case ReduceScatter():
+                    assert scratch is not None
+                    seed = seed_of(self._seed, number) if number else self._seed
+                    call = FormatCall(scratch, seed, purpose, tag)
+                    source = self._sum(op, source, target, call, accumulate=accumulate)
+                case Slice(axes):
+                    source = _part(source, self._collectives.group(axes))
+                case Encode() | Copy():
+                    pass  # the copy into the target, or into this rank's part of what is gathered, does both at once
+                case Read() | Write():
+                    pass  # the loan of the stored state does it
+                case _:
+                    raise NotImplementedError(f"no way to run {op} of {list(ops)}")
+        if source.data_ptr() != target.data_ptr():
+            if accumulate:
+                target.add_(source.to(target.device))
+            else:
+                self._copy(source, target)
+        return running
+
+    def _sum(self, op: ReduceScatter, source: Tensor, target: Tensor, call: FormatCall, *, accumulate: bool) -> Tensor:
+        """Return this rank's part of the sum: in ``target``, or, where it is summed further, in ``source``."""
+        group = self._collectives.group(op.axes)
+        part = _part(target, group) if target.numel() == source.numel() else target
+        if part.numel() * group.size < source.numel():
+            part, accumulate = _part(source, group).to(target.dtype), False
+        if isinstance(op.format, RunnableFormat):
+            groups = op.format.groups_of_sum(op.axes, self._collectives.mesh.shape)
+            op.format.reduce_scatter(list(map(self.group, groups)), source, part, call, accumulate=accumulate)
+        else:
+            received = call.scratch[: group.received_elements(source.numel(), source.itemsize)]
+            group.reduce_scatter(part, source, received, accumulate=accumulate)
+        return part
+
+    def _outputs(self, ops: Sequence[Step], target: Tensor) -> dict[int, Tensor]:
+        """Return where each gather writes, by its number: before another one, this rank's part of what that writes."""
+        outputs, output, following = dict[int, Tensor](), target, None
+        for number, op in reversed(list(enumerate(ops))):
+            if isinstance(op, AllGather):
+                output = target if following is None else _part(output, self._collectives.group(following.axes))
+                outputs[number], following = output, op
+            elif isinstance(op, ReduceScatter):
+                following = None
+        return outputs
+
+    def group(self, axes: tuple[str, ...]) -> Group:
+        """Return the group of the ranks along these axes."""
+        return self._collectives.group(axes)
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy so that the host may use what it then has at once."""
+        if source.device == target.device:
+            target.copy_(source)
+        else:
+            with span("copy", f"to {target.device.type}"):
+                target.copy_(source, non_blocking=target.device == self.device)
+
+    def scratch_bytes(self, ops: Sequence[Step], num_elements: int, itemsize: int) -> int:
+        """Return the scratch memory that ``ops``, one after the other, need."""
+        shape, in_pieces = self._collectives.mesh.shape, is_host(self.device)
+        return scratch_bytes(ops, num_elements, itemsize, shape, in_pieces=in_pieces)
+
+
+def seed_of(*numbers: int) -> int:
+    """Return a seed of its own for each sequence of numbers, the same in every run."""
+    return zlib.crc32(repr(numbers).encode())
+
+
+def _part(full: Tensor, group: Group) -> Tensor:
+    """Return this rank's part of what is full in the group."""
+    return full.view(group.size, -1)[group.index]

@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 
 from partita.config.messages import Contradiction, setting
 from partita.config.schema import Config
+from partita.errors import ConfigError
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.state_plan import StatePlan
 
@@ -64,3 +66,15 @@ def installed() -> Extension:
     extension = import_module(_COMPRESSION).EXTENSION
     assert isinstance(extension, Extension)
     return extension
+
+
+def optional(module: str, key: str) -> ModuleType:
+    """Import a module of an optional package of partita that the key of a configuration asks for.
+
+    Raises:
+        ConfigError: the package is not there.
+    """
+    package = ".".join(module.split(".")[:2])
+    if find_spec(package) is None:
+        raise ConfigError(f"{key} needs the optional package {package}, which is not there: leave {key} out")
+    return import_module(module)

@@ -5,18 +5,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from partita.activation.apply import Activations, Chosen, open_tier
-from partita.attention.apply import SparseAttention
 from partita.checkpoint.checkpoints import Checkpoints
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
 from partita.comm.together import check_settings_alike, together
+from partita.config.extension import optional
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
 from partita.engine.budget import agreed_budget
@@ -82,7 +82,6 @@ class Parts:
     blueprint: Blueprint
     shortages: Shortages
     runtime: Runtime
-    attention: SparseAttention
     activations: Activations
     updater: Updater
     whole: Whole
@@ -147,7 +146,7 @@ def _build(
         check_room(blueprint, model, mesh.device)
         if mesh.rank == 0:
             tell_of_lower_stage(blueprint, model, mesh.device)
-        attention = SparseAttention(model, settings.attention)
+        attention = _attention(model, settings)
         chosen = Chosen.of(model, settings, [unit.name for unit in blueprint.units])
     _agree(model, blueprint, optimizer, settings, collectives)
     rows = [unit.row for unit in blueprint.units]
@@ -173,9 +172,10 @@ def _build(
             gathered = Gathered(runtime, updater, whole, parallel.changes)
             checkpoints = Checkpoints(model, runtime, updater, scheduler, settings)
             open_tier(settings, memory)
-            parallel.lines += attention.lines
-            changes.callback(attention.remove)
-            attention.apply()  # inside recomputation
+            if attention is not None:
+                parallel.lines += attention.lines
+                changes.callback(attention.remove)
+                attention.apply()  # inside recomputation
             schedule = schedule_of(resolved)
             under_way = simulate(schedule).most_kept[mesh.coordinate("pipeline")]
             activations = Activations(model, chosen, settings, memory, collectives, under_way)
@@ -194,7 +194,6 @@ def _build(
         blueprint,
         shortages,
         runtime,
-        attention,
         activations,
         updater,
         whole,
@@ -207,6 +206,31 @@ def _build(
         alike,
         changes.pop_all(),
     )
+
+
+class ModuleChange(Protocol):
+    """A change to the model's modules. ``lines`` say what was done, for :meth:`Engine.explain`."""
+
+    @property
+    def lines(self) -> list[str]: ...
+
+    def apply(self) -> None:
+        """Make the change."""
+
+    def remove(self) -> None:
+        """Undo it."""
+
+
+def _attention(model: nn.Module, settings: Config) -> ModuleChange | None:
+    """Return the change that the optional package ``partita.attention`` makes; None where none is asked for.
+
+    Raises:
+        ConfigError: the package is not there, or the model's attention cannot be changed so.
+    """
+    if settings.attention == Config().attention:
+        return None
+    change: ModuleChange = optional("partita.attention.apply", "attention").SparseAttention(model, settings.attention)
+    return change
 
 
 def _check_optimizer(optimizer: Optimizer, rows: Sequence[StatePlan], settings: Config, mesh: Mesh) -> None:

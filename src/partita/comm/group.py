@@ -68,7 +68,8 @@ class Group:
     @property
     def transport(self) -> Transport:
         """What moves the tensors. Raises PartitaError: the mesh is closed, or was never opened over these axes."""
-        return self._mesh.transport(self.axes)
+        found = self._mesh.transports.get(self.axes)
+        return self._mesh.transport(self.axes) if found is None else found
 
     # ------------------------------------------------------------------ flat tensors
 

@@ -101,12 +101,15 @@ class Interpreter:
 
     def __init__(self, collectives: Collectives, seed: int = 0) -> None:
         self._collectives = collectives
+        self._groups = dict[tuple[str, ...], Group]()  # by the axes as operations name them
         self._seed = seed
         self.device = collectives.mesh.device
 
     def seeded(self, *numbers: int) -> "Interpreter":
         """Return the same interpreter with random numbers of its own, which follow from ``numbers``."""
-        return Interpreter(self._collectives, seed_of(*numbers))
+        other = Interpreter(self._collectives, seed_of(*numbers))
+        other._groups = self._groups
+        return other
 
     def run(
         self,
@@ -165,7 +168,7 @@ class Interpreter:
             match op:
                 case AllGather(axes, form):
                     running.wait()  # for what is gathered further
-                    group, output = self._collectives.group(axes), outputs[number]
+                    group, output = self.group(axes), outputs[number]
                     if (source.dtype, source.device) != (output.dtype, output.device):
                         source = _part(output, group).copy_(source, non_blocking=True)
                     if isinstance(form, RunnableFormat):
@@ -181,7 +184,7 @@ class Interpreter:
                     call = FormatCall(scratch, seed, purpose, tag)
                     source = self._sum(op, source, target, call, accumulate=accumulate)
                 case Slice(axes):
-                    source = _part(source, self._collectives.group(axes))
+                    source = _part(source, self.group(axes))
                 case Encode() | Copy():
                     pass  # the copy into the target, or into this rank's part of what is gathered, does both at once
                 case Read() | Write():
@@ -197,7 +200,7 @@ class Interpreter:
 
     def _sum(self, op: ReduceScatter, source: Tensor, target: Tensor, call: FormatCall, *, accumulate: bool) -> Tensor:
         """Return this rank's part of the sum: in ``target``, or, where it is summed further, in ``source``."""
-        group = self._collectives.group(op.axes)
+        group = self.group(op.axes)
         part = _part(target, group) if target.numel() == source.numel() else target
         if part.numel() * group.size < source.numel():
             part, accumulate = _part(source, group).to(target.dtype), False
@@ -214,7 +217,7 @@ class Interpreter:
         outputs, output, following = dict[int, Tensor](), target, None
         for number, op in reversed(list(enumerate(ops))):
             if isinstance(op, AllGather):
-                output = target if following is None else _part(output, self._collectives.group(following.axes))
+                output = target if following is None else _part(output, self.group(following.axes))
                 outputs[number], following = output, op
             elif isinstance(op, ReduceScatter):
                 following = None
@@ -222,7 +225,9 @@ class Interpreter:
 
     def group(self, axes: tuple[str, ...]) -> Group:
         """Return the group of the ranks along these axes."""
-        return self._collectives.group(axes)
+        if axes not in self._groups:
+            self._groups[axes] = self._collectives.group(axes)
+        return self._groups[axes]
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
         """Copy so that the host may use what it then has at once."""

@@ -35,7 +35,7 @@ VALUES = [
         {"communication": {"gradients": "fp8"}},
         (
             "communication.gradients: expected one of full, int8, int4, ",
-            "topk, low_rank; got 'fp8'",
+            "topk, low_rank or text such as module:class; got 'fp8'",
         ),
     ),
     Wrong(

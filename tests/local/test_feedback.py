@@ -19,6 +19,7 @@ from tests.local.test_wires import on_nodes_of
 from tests.local.training import PLANS, Stack, rank, square_loss, whole_weights, world
 
 LR, STEPS = 0.05, 5
+LEAST_HELD = 0.1
 SHAPES = {"matrix": (40, 33), "bias": (3,), "table": (600,)}
 TERNARY = {"communication": {"gradients": "ternary"}}
 BOTH = {"communication": {"gradients": "ternary", "parameters": "ternary"}}
@@ -86,7 +87,7 @@ def telescopes(zero: dict[str, Any], codec: str, per_node: int, accumulate: int,
                     for name, factor in factors(number, other).items():
                         told = factor.half().float() if compute == "fp16" else factor
                         given[name] += told / (world() * accumulate)
-            assert float(held(engine).abs().max()) > 0.1, "nothing was held back"
+            assert float(held(engine).abs().max()) > LEAST_HELD, "nothing was held back"
             sums, weights = held_sums(engine), whole_weights(engine)
             for name, expected in given.items():
                 told = -weights[name].float() / LR + sums[name].view(SHAPES[name])

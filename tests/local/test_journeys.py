@@ -100,6 +100,7 @@ def traced(config: dict[str, Any], part: str) -> list[str]:
             if now == "update":  # who uses the weights waits for them
                 engine._parts.updater.wait_for_updates()
             trace.is_on = False
+        trace.is_on = False
     return list(trace.files)
 
 

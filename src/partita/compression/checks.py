@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from partita.compression.settings import (
     AT_RANDOM,
-    HELD_BACK,
     LOW_RANK,
     gradient_codec,
+    keeps_errors,
     sends_averages,
     stores_deltas,
     warmup_steps,
@@ -26,7 +26,7 @@ def _feedback(config: Config) -> Iterator[Contradiction]:
     """Of codes that hold back what they lose."""
     codec, offload = gradient_codec(config), config.zero.offload
     yield from _warm_up(config)
-    if codec not in (*HELD_BACK, LOW_RANK):
+    if not keeps_errors(codec) and codec != LOW_RANK:
         return
     yield from _factors(config)
     if config.precision.gradients == "in_backward":

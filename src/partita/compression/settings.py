@@ -1,6 +1,11 @@
 """Settings of compression that follow from several sections of a configuration."""
 
+from functools import cache
+from importlib import import_module
+
 from partita.config.schema import Config
+from partita.errors import ConfigError
+from partita.kernels.codecs import CODECS, Codec, TorchCodec
 
 # Of all steps, those in which 1-bit Adam's second moment is still measured (Tang et al., 2021, section 7, has 15 % to
 # 20 %).
@@ -11,6 +16,30 @@ CHECKED_EVERY = 100
 AT_RANDOM = ("int8", "int4")
 LOW_RANK = "low_rank"  # no codec of blocks: matrices travel as two thin factors
 HELD_BACK = {"2bit": "two_bits", "ternary": "ternary", "onebit": "sign", "topk": "top8"}
+
+
+def keeps_errors(name: str) -> bool:
+    """Return whether what the codec of this name loses is kept and sent later."""
+    return name in HELD_BACK or ":" in name
+
+
+@cache
+def codec_named(name: str) -> Codec | None:
+    """Return the codec of a name in a configuration, or of a class at ``module:class``; None: there is none.
+
+    Raises:
+        ConfigError: there is no such class, or it is no :class:`TorchCodec`.
+    """
+    if ":" not in name:
+        return CODECS.get(HELD_BACK.get(name, name))
+    module, _, kind = name.partition(":")
+    try:
+        found = getattr(import_module(module), kind)()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ConfigError(f"communication.gradients: {name}: {error}; expected module:class of a codec") from error
+    if not isinstance(found, TorchCodec):
+        raise ConfigError(f"communication.gradients: {name} is no partita.kernels.codecs.TorchCodec: subclass it")
+    return found
 
 
 def sends_averages(config: Config) -> bool:

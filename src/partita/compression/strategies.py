@@ -9,7 +9,15 @@ from partita.compression.diloco import kept_by_rounds, separate, transfers_of_ro
 from partita.compression.error_feedback import ErrorFeedbackPlan
 from partita.compression.low_rank import LowRankPlan
 from partita.compression.quantized import Quantized, hops
-from partita.compression.settings import AT_RANDOM, HELD_BACK, LOW_RANK, gradient_codec, sends_averages, warmup_steps
+from partita.compression.settings import (
+    AT_RANDOM,
+    LOW_RANK,
+    codec_named,
+    gradient_codec,
+    keeps_errors,
+    sends_averages,
+    warmup_steps,
+)
 from partita.config.schema import Config
 from partita.kernels.codecs import CODECS
 from partita.plan.formats import FULL, Format
@@ -129,7 +137,7 @@ def row_of(config: Config, mesh: MeshShape, row: StatePlan) -> StatePlan:
         warmup = _of_gradients(config.communication.warmup, row)
     if row.separate_axes:
         later, warmup = (Formats(outer=each.gradients, outer_sums=each.sums) for each in (later, warmup))
-    codec = CODECS.get(HELD_BACK.get(name, name)) if row.param_compute.encoding.name in ENCODINGS else None
+    codec = codec_named(name) if row.param_compute.encoding.name in ENCODINGS else None
     parameters: Format = FULL if codec is None else Quantized(codec)
     if not (row.param_rest.shard_axes and row.param_rest.shard_axes == row.master.shard_axes):
         later, parameters = replace(later, deltas=parameters), FULL
@@ -148,12 +156,13 @@ def row_of(config: Config, mesh: MeshShape, row: StatePlan) -> StatePlan:
 
 def _of_gradients(name: str, row: StatePlan) -> Formats:
     """Return the formats of gradients in blocks, and of their sums."""
-    if name in HELD_BACK:
-        summed = Quantized(CODECS[HELD_BACK[name]], keeps_errors=True)
+    codec = codec_named(name)
+    if codec is not None and keeps_errors(name):
+        summed = Quantized(codec, keeps_errors=True)
         if not row.replica_axes:
             return Formats(summed, summed)
-    elif name in AT_RANDOM:
-        summed = Quantized(CODECS[name], rounds_at_random=True)
+    elif codec is not None and name in AT_RANDOM:
+        summed = Quantized(codec, rounds_at_random=True)
     else:
         return Formats()
     # Where nothing evens out what the sums lose, they take the finer codes.

@@ -135,6 +135,8 @@ def expectation(schema: Mapping[str, Any]) -> str:
             return f"a section of names, each with {expectation(values)}"
         case "null":
             return "null"
+        case _ if "examples" in schema:
+            return f"text such as {schema['examples'][0]}"
         case _:
             return "non-empty text"
 

@@ -14,6 +14,7 @@ from partita.config.plain import plain
 from partita.config.values import (
     Auto,
     Bytes,
+    ClassPlace,
     Count,
     CountOrZero,
     Flag,
@@ -43,7 +44,7 @@ TensorRules = Annotated[
 ]
 Gradients = Literal["fp32", "bf16", "fp16", "in_backward"]
 Compute = Literal["auto", "fp32", "bf16", "fp16"]
-GradientCodec = Literal["full", "int8", "int4", "2bit", "ternary", "onebit", "topk", "low_rank"]
+GradientCodec = Literal["full", "int8", "int4", "2bit", "ternary", "onebit", "topk", "low_rank"] | ClassPlace
 ParameterCodec = Literal["full", "int8", "int4", "2bit", "ternary", "onebit", "topk"]
 
 
@@ -281,7 +282,8 @@ class Communication(Section):
         description="encoding of gradients as they travel; full: precision.gradients; int8, int4: codes in blocks, "
         "rounded at random, and summed in fp32; 2bit, ternary, onebit, topk: coarser ones, to nearest, and low_rank: "
         "matrices as two thin factors (PowerSGD), whose error is held back and sent later; sums that go back do so as "
-        "int8, or held back, too",
+        "int8, or held back, too; module:class: a partita.kernels.codecs.TorchCodec of your own, whose error is held "
+        "back",
     )
     low_rank: Count = Field(4, description="columns of each factor of gradients: low_rank")
     parameters: ParameterCodec = Field(

@@ -121,6 +121,12 @@ Windows = Annotated[
 Rows = Annotated[
     tuple[Text, ...], Strict(), BeforeValidator(_rows, json_schema_input_type=list[str | list[Literal[0, 1]]])
 ]
+# A class by where it is: module:class.
+ClassPlace = Annotated[
+    str,
+    Strict(),
+    Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$", examples=["module:class"]),
+]
 PathText = Annotated[str, Strict(), Field(min_length=1), BeforeValidator(_path)]
 
 Auto = Literal["auto"]

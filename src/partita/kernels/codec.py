@@ -10,8 +10,9 @@ from torch import Tensor
 
 from partita.errors import PartitaError
 from partita.kernels import codec_reference, native
-from partita.kernels.codecs import CODECS, Codec
+from partita.kernels.codecs import CODECS, Codec, TorchCodec
 from partita.kernels.state import GRADIENTS, check
+from partita.plan.residence import BLOCK
 
 _NUMBERS = {name: number for number, name in enumerate(CODECS)}  # as csrc/kernels.hpp has them
 
@@ -48,6 +49,9 @@ def encode(
         check("held", held, GRADIENTS[:1], values)
     if seed is not None and not codec.unbiased:
         raise PartitaError(f"{codec.name} sends values as they are: it does not round at random; leave seed out")
+    if isinstance(codec, TorchCodec):
+        _encode_in_torch(codec, values, codes, held)
+        return
     kernels = native.kernels_for(values)
     if kernels is None:
         codec_reference.encode(codec, values, codes, held, seed, first_block)
@@ -70,6 +74,10 @@ def decode(
     The arguments and errors are :func:`encode`'s.
     """
     _check(codec, out, codes, "out", GRADIENTS[:1] if add else GRADIENTS)
+    if isinstance(codec, TorchCodec):
+        decoded = codec.decode(codes.view(-1, codec.record_bytes)).view(-1)
+        out.add_(decoded) if add else out.copy_(decoded)
+        return
     kernels = native.kernels_for(out)
     if kernels is None:
         codec_reference.decode(codec, codes, out, add=add)
@@ -81,6 +89,20 @@ def decode(
         native.typed(out),
         add,
     )
+
+
+def _encode_in_torch(codec: TorchCodec, values: Tensor, codes: Tensor, held: Tensor | None) -> None:
+    fed = values.float() if held is None else held.add_(values)
+    records = codec.encode(fed.reshape(-1, BLOCK))
+    expected = (fed.numel() // BLOCK, codec.record_bytes)
+    if records.dtype != torch.uint8 or tuple(records.shape) != expected:
+        raise PartitaError(
+            f"{type(codec).__name__}.encode returned {records.dtype} of shape {tuple(records.shape)}: expected "
+            f"torch.uint8 of shape {expected}"
+        )
+    codes.view(expected).copy_(records)
+    if held is not None:
+        held.sub_(codec.decode(records).view(-1))
 
 
 def _check(codec: Codec, values: Tensor, codes: Tensor, name: str, dtypes: tuple[torch.dtype, ...]) -> None:

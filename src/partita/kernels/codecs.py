@@ -7,7 +7,10 @@ buffer can be cut between any two blocks. The codecs: blocks of 8 and 4 bits wit
 places (Stich et al., "Sparsified SGD with memory", 2018).
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from partita.plan.residence import BLOCK, FP32
 
@@ -46,3 +49,27 @@ _CODECS = (
     Codec("top8", TOP * (FP32.itemsize + 1), unbiased=False),
 )
 CODECS = {codec.name: codec for codec in _CODECS}
+
+
+class TorchCodec(Codec, ABC):
+    """A codec in plain torch, defined anywhere; ``communication.gradients: module:class`` uses it.
+
+    The class is made without arguments; its ``__init__`` says how many bytes a block takes::
+
+        class Halves(TorchCodec):
+            def __init__(self) -> None:
+                super().__init__("halves", record_bytes=2 * BLOCK, unbiased=False)
+
+    What decoding does not give back is added to what is encoded next (error feedback: Seide et al., 2014).
+    """
+
+    @abstractmethod
+    def encode(self, blocks: Tensor) -> Tensor:
+        """Return the records of ``blocks``, fp32 ``[num_blocks, BLOCK]``, as uint8 ``[num_blocks, record_bytes]``.
+
+        A block of zeros must decode to zeros; one that is not finite must decode to something that is not.
+        """
+
+    @abstractmethod
+    def decode(self, records: Tensor) -> Tensor:
+        """Return the values of records, fp32 ``[num_blocks, BLOCK]``."""

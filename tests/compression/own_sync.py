@@ -1,0 +1,49 @@
+"""A way to sum gradients in one file: every rank gathers all ranks' gradients, and adds its own part up."""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from partita.config.extension import Extension
+from partita.config.schema import Config
+from partita.memory.tiers import StateMemory
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.planned_bucket import PlannedBucket
+from partita.plan.planned_gradients import PlannedGradients
+from partita.plan.state_plan import StatePlan
+from partita.plan.strategies import Message, Strategies, SyncPlan
+from partita.sharding.bucket_layout import BucketLayout
+from partita.sharding.gradient_sync import CustomSync, GradientSync, SyncCall
+
+
+@dataclass(frozen=True)
+class GatherPlan(CustomSync):
+    def make(self, layout: BucketLayout, row: int, memory: StateMemory) -> GradientSync:
+        return GatherSync(layout, row, self)
+
+    def messages(self, bucket: PlannedBucket) -> list[Message]:
+        axes = bucket.mesh.named(bucket.row.summed_axes)
+        return [Message("all_gather", axes, (bucket.mesh.group_size(axes) - 1) * bucket.num_bytes)]
+
+
+class GatherSync(GradientSync):
+    def _sum(self, full: Tensor, out: Tensor, call: SyncCall, *, add: bool, scale: float) -> None:
+        group = call.interpreter.group(self.layout.planned.row.summed_axes)
+        every = full.new_empty(group.size, full.numel())
+        group.all_gather(every.view(-1), full, "gradients").wait()
+        total = every[0]
+        for rank in range(1, group.size):
+            total = total + every[rank]
+        row = total.view(self.layout.num_rows, -1)[self.row]
+        out.add_(row) if add else out.copy_(row)
+
+
+@dataclass(frozen=True)
+class Gathering(Strategies):
+    def syncs(self, gradients: PlannedGradients) -> tuple[SyncPlan, ...]:
+        return (GatherPlan((), gradients.exact.gathers),) if gradients.reductions else (gradients.exact,)
+
+
+class OwnExtension(Extension):
+    def row(self, config: Config, mesh: MeshShape, row: StatePlan) -> StatePlan:
+        return replace(row, strategies=Gathering())

@@ -1,0 +1,79 @@
+"""Strategies that are one file outside of the library."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import partita
+from partita.planner.traffic import StepShape, step_traffic
+from tests.compression.own_sync import OwnExtension
+from tests.local import pool
+from tests.local.test_feedback import telescopes
+from tests.local.training import PLANS, Stack, rank, square_loss, whole_weights, world
+
+HALVES = "tests.compression.own_codec:Halves"
+
+
+def trained(zero: dict[str, Any]) -> tuple[dict[str, Tensor], int, int]:
+    """The weights after three steps, and the bytes of gradients of the last of them: counted, and planned."""
+    torch.manual_seed(0)
+    with partita.initialize(Stack(2), {"zero": zero, "clip_grad_norm": 0.5}) as engine:
+        for step in range(3):
+            before = engine.traffic_report()
+            engine.backward(square_loss(engine, rank(), step))
+            engine.step()
+        sent = engine.traffic_report().since(before).sent_bytes("gradients")
+        planned = step_traffic(engine.units, StepShape()).sent_bytes("gradients")
+        return whole_weights(engine), sent, planned
+
+
+def sums_its_own_way(zero: dict[str, Any]) -> None:
+    expected, *_ = trained(zero)
+    with mock.patch("partita.config.resolve.installed", OwnExtension):
+        weights, sent, planned = trained(zero)
+    assert sent == planned > 0
+    for name, value in expected.items():
+        assert torch.equal(weights[name], value), name
+
+
+@pytest.mark.parametrize("plan", ["0", "1", "2", "3"])
+def test_a_way_to_sum_is_one_file_and_a_row(plan: str) -> None:
+    """Bit for bit the weights of the reduce-scatter, whose sums are in rank order, too."""
+    pool.run(2, sums_its_own_way, PLANS[plan])
+
+
+@pytest.mark.parametrize(("plan", "ranks"), [("0", 2), ("2", 4), ("3", 2)])
+def test_a_codec_is_one_file(plan: str, ranks: int) -> None:
+    """All that it loses is sent later."""
+    pool.run(ranks, telescopes_a_little, PLANS[plan])
+
+
+def telescopes_a_little(zero: dict[str, Any]) -> None:
+    with mock.patch("tests.local.test_feedback.LEAST_HELD", 1e-4):
+        telescopes(zero, HALVES, world(), 1, "fp32")
+
+
+def refused(place: str) -> str:
+    with pytest.raises((partita.ConfigError, partita.PartitaError)) as raised:
+        with partita.initialize(Stack(1), {"zero": {"stage": 2}, "communication": {"gradients": place}}) as engine:
+            engine.backward(square_loss(engine, rank(), 0))
+            engine.step()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("tests.compression.nowhere:Halves", "No module named 'tests.compression.nowhere'"),
+        ("tests.compression.own_codec:Nobody", "has no attribute 'Nobody'"),
+        ("tests.compression.own_codec:NOT_A_CODEC", "is no partita.kernels.codecs.TorchCodec"),
+        ("tests.compression.own_codec:Wrong", "Wrong.encode returned torch.bfloat16 of shape"),
+        ("halves", "communication.gradients"),
+    ],
+)
+def test_what_is_no_codec_is_refused(place: str, said: str) -> None:
+    for each in pool.run(2, refused, place):
+        assert said in each

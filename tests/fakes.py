@@ -14,9 +14,10 @@ from torch import Tensor
 
 from partita.comm.collective_log import CollectiveLog
 from partita.comm.collectives import Collectives
-from partita.comm.transport import BULK_PURPOSES, Transport, write_out
+from partita.comm.transport import Transport, write_out
 from partita.memory.streams import Stream
 from partita.plan.mesh_shape import MeshShape
+from partita.plan.purposes import BULK_PURPOSES
 
 T = TypeVar("T")
 TIMEOUT_S = 10.0
@@ -93,6 +94,9 @@ class FakeTransport(Transport):
         self._axes = axes
         self._network, self._ranks, self._index, self._size = network, tuple(ranks), index, len(ranks)
         self._numbers = Counter[str]()
+
+    def add(self, groups: Any) -> None:
+        pass
 
     def _exchange(self, kind: str, value: Tensor) -> Callable[[], list[Tensor]]:
         operation = (self._axes, self._ranks, kind, self._numbers[kind])

@@ -16,8 +16,9 @@ from torch import Tensor
 
 import partita
 from benchmarks.gpu._common import device_here, place
-from partita.comm.transport import PURPOSES, DeviceTransport
+from partita.comm.transport import DeviceTransport
 from partita.memory import accelerator
+from partita.plan.purposes import PURPOSES
 from partita.train.decoder import Decoder, DecoderShape
 
 PLANS = {

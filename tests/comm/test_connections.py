@@ -14,14 +14,19 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import partita
 from partita import PartitaError
 from partita.comm.connections import Processes
+from partita.comm.mesh import Mesh
 from partita.comm.simulated import Requests, SimulatedRanks
 from partita.comm.transport import Transport
+from partita.engine.build import along_axes
 from partita.memory.accelerator import HOST
 from partita.plan.mesh_shape import AXES, MeshShape
 from partita.plan.state_plan import preset
 from tests.local import pool
 from tests.local.models import CASES
 from tests.local.training import PLANS, rank, whole_weights, world
+
+STAGES = ("ddp", "zero1", "zero2", "zero3", "zero3-kept", "zero3-once")
+BETWEEN_NODES = {"hierarchical": 14, "hierarchical-changes": 18, "hsdp": 17}
 
 
 class Counting(Processes):
@@ -40,21 +45,29 @@ class Counting(Processes):
         return object()
 
 
-def connected(num_data: int, rank: int, *, by_members: bool = True) -> int:
-    shape = MeshShape(pipeline=4, data=num_data, tensor=4)
+def connected(num_data: int, rank: int, *, by_members: bool = True, row: str = "zero1") -> int:
+    """The number of groups that a rank of a mesh makes, as an engine asks for them."""
+    shape = MeshShape(pipeline=4, data=num_data, tensor=4, node=2 if row in BETWEEN_NODES else 1)
     counting = Counting(rank, shape.num_ranks, by_members=by_members)
-    axes = [(axis,) for axis in AXES if shape.size(axis) > 1]
-    for each in dict.fromkeys([*axes, *preset("zero1", mesh=shape).groups(shape)]):
-        counting.connect(shape, shape.named(each))
+    mesh = Mesh(shape, HOST, counting)
+    mesh.open(along_axes(partita.Config()))
+    mesh.open(preset(row, mesh=shape).groups(shape))
+    mesh.transports.clear()
     assert not by_members or len(set(counting.names)) == len(counting.names)
     return len(counting.names)
 
 
 def test_calls_do_not_grow_with_the_number_of_ranks() -> None:
     few, many = connected(2, 0), connected(32, 0)
-    assert few == many <= 20
+    assert few == many <= 12
     assert {connected(32, rank) for rank in (0, 5, 511)} == {many}
     assert connected(32, 0, by_members=False) > 500
+
+
+@pytest.mark.parametrize(("row", "most"), [*((row, 12) for row in STAGES), *BETWEEN_NODES.items()])
+def test_a_rank_is_in_few_groups(row: str, most: int) -> None:
+    """Of 512 ranks. Rows that tell nodes apart communicate over two more combinations of axes."""
+    assert connected(32, 0, row=row) == most
 
 
 def uses_device_mesh(folder: Path) -> None:

@@ -10,11 +10,12 @@ from partita.comm.collectives import Collectives
 from partita.comm.connections import Processes
 from partita.comm.mesh import Mesh
 from partita.comm.together import together
-from partita.comm.transport import HostTransport, purposes_over
+from partita.comm.transport import HostTransport
 from partita.comm.world import Rendezvous
 from partita.errors import ConfigError
 from partita.memory.accelerator import HOST
 from partita.plan.mesh_shape import MeshShape
+from partita.plan.purposes import all_purposes
 from partita.plan.traffic import TrafficCount, TrafficKey
 from tests import seeds
 from tests.fakes import in_rank_order, on_ranks
@@ -37,7 +38,7 @@ STATES = ("parameters", "gradients")
 
 def real(shape: MeshShape) -> Collectives:
     made = Collectives(Mesh(shape, HOST, Processes(HOST, Rendezvous(rank(), world(), 20.0))))
-    made.open(GROUPS)
+    made.open(list(GROUPS))
     return made
 
 
@@ -127,9 +128,9 @@ def test_activations_have_connections_along_single_axes_that_are_not_data() -> N
             {axes: set() for axes in found},
             {DATA: states, TENSOR: {*states, "activations"}, BOTH: states},
         )
-    assert [purposes_over(axes) for axes in (DATA, BOTH, (), ("pipeline:0,1",))] == [(*STATES, "control")] * 4
+    assert [all_purposes(axes) for axes in (DATA, BOTH, (), ("pipeline:0,1",))] == [states] * 4
     for axis in ("tensor", "sequence", "pipeline"):
-        assert purposes_over((axis,)) == (*STATES, "activations", "control")
+        assert all_purposes((axis,)) == {*states, "activations"}
 
 
 def test_everything_moves_between_processes() -> None:

@@ -5,6 +5,7 @@ from functools import partial
 
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh
+from partita.plan.purposes import Needs
 from partita.plan.traffic import TrafficMeter
 
 
@@ -24,8 +25,10 @@ class Collectives:
             self._groups[named] = Group(named, self.mesh, self.meter)
         return self._groups[named]
 
-    def open(self, combinations: Iterable[tuple[str, ...]]) -> None:
-        """Have connections over these axes, and in all groups the shortest way between ranks. Called on every rank."""
-        self.mesh.open(combinations)
+    def open(self, needs: Needs | Iterable[tuple[str, ...]]) -> None:
+        """Have these connections (see :meth:`Mesh.open`), and in all groups the shortest way between ranks. Called on
+        every rank.
+        """
+        self.mesh.open(needs)
         for axes, transport in self.mesh.transports.items():
             transport.handshake(partial(self.group(axes).exchange_objects, call="partita.initialize"))

@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from partita.comm import world
 from partita.comm.forks import connections_kept_from_children
-from partita.comm.transport import LANES, DeviceTransport, HostTransport, Transport, purposes_over
+from partita.comm.transport import LANES, DeviceTransport, HostTransport, Transport
 from partita.comm.world import Rendezvous
 from partita.memory import accelerator
 from partita.plan.mesh_shape import AXES, PIPELINE_AXES, MeshShape
+from partita.plan.purposes import PURPOSES
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,9 +36,15 @@ class Connections(ABC):
         """That of a rank with itself, along no axis."""
 
     @abstractmethod
-    def connect(self, shape: MeshShape, axes: tuple[str, ...]) -> Transport | None:
-        """Connect the ranks of a mesh over these axes; called on all of them. None: this rank is on none of the stages
-        that ``axes`` name.
+    def connect(
+        self, shape: MeshShape, axes: tuple[str, ...], purposes: frozenset[str], known: Transport | None = None
+    ) -> Transport | None:
+        """Connect the ranks of a mesh over these axes for these purposes; called on all of them.
+
+        Args:
+            known: the transport over these axes, which takes the connections up.
+
+        Returns: None if this rank is on none of the stages that ``axes`` name.
         """
 
     @abstractmethod
@@ -75,16 +82,21 @@ class Processes(Connections):
     def alone(self) -> Transport:
         return HostTransport(0, 1, {}, self._within_node, self.timeout_s)
 
-    def connect(self, shape: MeshShape, axes: tuple[str, ...]) -> Transport | None:
+    def connect(
+        self, shape: MeshShape, axes: tuple[str, ...], purposes: frozenset[str], known: Transport | None = None
+    ) -> Transport | None:
         own = dict[str, dist.ProcessGroup]()
         with connections_kept_from_children():
-            for purpose in purposes_over(axes):
+            for purpose in (each for each in PURPOSES if each in purposes):
                 backend = accelerator.backend(accelerator.HOST if purpose == "control" else self._device)
                 if (group := self._make_group(shape.groups(axes), backend)) is not None:
                     own[purpose] = group
-            edges = self._connect_edges(shape, axes)
+            edges = self._connect_edges(shape, axes) if "activations" in purposes else {}
         if not own:
             return None
+        if known is not None:
+            known.add(own)
+            return known
         index, size = shape.group_index(self.rank, axes), shape.group_size(axes)
         transport: Transport = DeviceTransport(index, size, own, edges)
         if accelerator.is_host(self._device):

@@ -5,18 +5,19 @@ watchdog, and every rank has to run what they do in one order. Without other ran
 nothing is ever called on one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from partita.comm.collective_log import CollectiveLog
 from partita.comm.connections import Connections
-from partita.comm.transport import BULK_PURPOSES, Transport
+from partita.comm.transport import Transport
 from partita.comm.watchdog import Watchdog
 from partita.errors import PartitaError
 from partita.memory.streams import Stream
 from partita.plan.mesh_shape import MeshShape
+from partita.plan.purposes import BULK_PURPOSES, Needs, all_purposes, purposes_of_all_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -41,7 +42,7 @@ class Mesh:
         self.has_store = connections.has_store
         self._alone = connections.alone()
         self.transports: dict[tuple[str, ...], Transport] = {(): self._alone}
-        self._opened: set[tuple[str, ...]] = {()}
+        self._opened = dict[tuple[str, ...], frozenset[str]]()  # the purposes
         # Engines that share the mesh share these: on one group, every rank must post in one order.
         self._streams = {purpose: Stream(device, purpose) for purpose in BULK_PURPOSES}
         self.log = CollectiveLog()
@@ -53,23 +54,30 @@ class Mesh:
                 raise PartitaError(
                     f"the mesh has {shape.num_ranks} ranks, but {connections.num_ranks} processes are running"
                 )
-            self.open([shape.all_axes])
+            self.open({shape.all_axes: purposes_of_all_ranks(shape)})
         except BaseException:
             self.close()
             raise
 
-    def open(self, combinations: Iterable[tuple[str, ...]]) -> None:
+    def open(self, needs: Needs | Iterable[tuple[str, ...]]) -> None:
         """Connect the ranks over these combinations of axes, where they are not; every rank takes part in all of it, in
         one order.
+
+        Args:
+            needs: by axes, the purposes beside control messages; of axes alone, all that there may be.
 
         Raises:
             PartitaError: the mesh is closed.
         """
         self.check_open()
-        for axes in map(self.shape.named, combinations):
-            if axes not in self._opened:
-                self._opened.add(axes)
-                if (transport := self._connections.connect(self.shape, axes)) is not None:
+        for combination in needs:
+            axes = self.shape.named(combination)
+            wanted = needs[combination] if isinstance(needs, Mapping) else all_purposes(axes)
+            missing = (wanted | {"control"}) - self._opened.get(axes, frozenset())
+            if axes and missing:
+                self._opened[axes] = self._opened.get(axes, frozenset()) | missing
+                known = self.transports.get(axes)
+                if (transport := self._connections.connect(self.shape, axes, missing, known)) is not None:
                     self.transports[axes] = transport
 
     def transport(self, axes: tuple[str, ...]) -> Transport:

@@ -1,6 +1,6 @@
 """A rank of a cluster that is not there: what it sends goes nowhere, and all others answer as it would."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -52,7 +52,9 @@ class SimulatedRanks(Connections):
     def alone(self) -> Transport:
         return self._transport(0, 1)
 
-    def connect(self, shape: MeshShape, axes: tuple[str, ...]) -> Transport | None:
+    def connect(
+        self, shape: MeshShape, axes: tuple[str, ...], purposes: frozenset[str], known: Transport | None = None
+    ) -> Transport | None:
         if not any(self.rank in ranks for ranks in shape.groups(axes)):
             return None
         return self._transport(shape.group_index(self.rank, axes), shape.group_size(axes))
@@ -92,6 +94,9 @@ class SimulatedTransport(Transport):
         self._size = size
         self._requests = requests
         self.keeps_tags_apart = like.keeps_tags_apart
+
+    def add(self, groups: Mapping[str, Any]) -> None:
+        pass
 
     def handshake(self, exchange: Callable[[object], list[Any]]) -> None:
         pass

@@ -21,20 +21,8 @@ from torch import Tensor
 from partita.comm.exchange import Arriving, Exchange, Receive, Work
 from partita.comm.handshake import find_node_peers
 from partita.comm.node_peers import Fetch, NodePeer, Offer
-from partita.plan.mesh_shape import ACTIVATION_AXES
+from partita.plan.purposes import BULK_PURPOSES
 from partita.plan.scratch import PIECE_BYTES
-
-# Parameter gathers, gradient reductions, what forward and backward exchange, and control messages have connections of
-# their own, so that no order between them has to be kept. Only what is sent for the last is always small.
-PURPOSES = ("parameters", "gradients", "activations", "control")
-BULK_PURPOSES = PURPOSES[:3]
-
-
-def purposes_over(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """What travels between the ranks along ``axes``, of :data:`PURPOSES`: activations along single axes alone."""
-    has_activations = len(axes) == 1 and axes[0] in ACTIVATION_AXES
-    return tuple(purpose for purpose in PURPOSES if purpose != "activations" or has_activations)
-
 
 # What goes from rank to rank of a pipeline, each on connections of its own between each two ranks in each direction.
 LANES = ("forward", "backward", "request")
@@ -61,6 +49,10 @@ class Transport(ABC):
     """
 
     keeps_tags_apart: bool
+
+    @abstractmethod
+    def add(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        """Take up the process groups of further purposes; called on all ranks."""
 
     @abstractmethod
     def handshake(self, exchange: Callable[[object], list[Any]]) -> None:
@@ -114,18 +106,22 @@ class Transport(ABC):
 
 
 class _Backed(Transport):
-    """What all process groups have in common. ``groups``: a process group for each purpose (:func:`purposes_over`)."""
+    """What all process groups have in common. ``groups``: a process group for each purpose that there is."""
 
     def __init__(self, index: int, size: int, groups: Mapping[str, dist.ProcessGroup]) -> None:
         self._index = index
         self._size = size
         self._groups = groups
 
+    def add(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        self._groups = {**self._groups, **groups}
+
     def all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self._groups["gradients"])
 
     def broadcast(self, tensor: Tensor) -> Work:
-        return _broadcast(tensor, group=self._groups["parameters"], group_src=0, async_op=True)
+        group = self._groups["parameters" if "parameters" in self._groups else "gradients"]
+        return _broadcast(tensor, group=group, group_src=0, async_op=True)
 
     def gather_messages(self, rows: Tensor, row: Tensor) -> Work:
         return _all_gather(rows.view(-1), row, group=self._groups["control"], async_op=True)
@@ -202,6 +198,11 @@ class HostTransport(_Backed):
         self._within_node = within_node
         self._timeout_s = timeout_s
         self.peers: dict[int, NodePeer] | None = None  # by index; None until they are looked for
+
+    def add(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        super().add(groups)
+        self._close_peers()  # they know nothing of these purposes
+        self.peers = None
 
     def handshake(self, exchange: Callable[[object], list[Any]]) -> None:
         if self.peers is None and self._within_node != "network":
@@ -322,9 +323,12 @@ class HostTransport(_Backed):
                 leaving += [_send(part, group=group, group_dst=target, tag=tag) for part in sent.split(piece)]
         return arriving, leaving
 
-    def close(self) -> None:
+    def _close_peers(self) -> None:
         for peer in (self.peers or {}).values():
             peer.close()
+
+    def close(self) -> None:
+        self._close_peers()
         super().close()
 
 

@@ -15,6 +15,7 @@ from partita.activation.apply import Activations, Chosen, open_tier
 from partita.checkpoint.checkpoints import Checkpoints
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
+from partita.comm.several_axes import SeveralAxes
 from partita.comm.together import check_settings_alike, together
 from partita.config.extension import optional
 from partita.config.resolve import Resolved
@@ -54,7 +55,8 @@ from partita.parallel.pipeline.simulate import simulate
 from partita.parallel.random import agreed_seed
 from partita.parallel.samples import SAMPLE_AXES, SameSamples
 from partita.parallel.tensor.parameter import SplitParameters, check_hooks
-from partita.plan.mesh_shape import AXES, STATE_AXES
+from partita.plan.mesh_shape import AXES, BATCH_AXES, STATE_AXES
+from partita.plan.purposes import Needs, united
 from partita.plan.state_plan import StatePlan
 from partita.planner.blueprint import Blueprint, make_blueprint
 from partita.planner.parameters import check_quantized, find_quantized
@@ -104,7 +106,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     collectives = Collectives(mesh)
     all_ranks = collectives.all_ranks
     check_settings_alike(resolved.shared, all_ranks)
-    collectives.open([*((axis,) for axis in AXES), SAMPLE_AXES])
+    collectives.open(along_axes(resolved.config))
     seed = agreed_seed(resolved.config.seed, resolved.mesh, all_ranks)
     with ExitStack() as changes:
         with together(all_ranks):
@@ -187,7 +189,7 @@ def _build(
         memory.close()
         raise
     weights = source.folder if source is not None else None
-    samples = SameSamples(collectives.group(SAMPLE_AXES), mesh.coordinate("data"))
+    samples = SameSamples(SeveralAxes(collectives, SAMPLE_AXES), mesh.coordinate("data"))
     return Parts(
         optimizer,
         scheduler,
@@ -206,6 +208,17 @@ def _build(
         alike,
         changes.pop_all(),
     )
+
+
+def along_axes(settings: Config) -> Needs:
+    """Return what the ranks along single axes send each other."""
+    along: dict[tuple[str, ...], frozenset[str]] = {
+        (axis,): frozenset({"activations"} if (axis,) != BATCH_AXES else ()) for axis in AXES
+    }
+    along["tensor",] |= {"gradients"}  # of parameters that have copies
+    if settings.activations.partition:
+        along["tensor",] |= {"parameters"}  # for parts of activations, in turn with these
+    return along
 
 
 class ModuleChange(Protocol):
@@ -254,7 +267,7 @@ def _agree(
     """See that all ranks have the same on paper, and connect the groups that any of them needs."""
     all_ranks = collectives.all_ranks
     every = all_ranks.exchange_objects(blueprint.groups, "partita.initialize")
-    collectives.open(dict.fromkeys(axes for of_rank in every for axes in of_rank))  # also those of other stages alone
+    collectives.open(united(every))  # also those of other stages alone
     check_alike(model, blueprint.units, all_ranks, exact=collectives.group(STATE_AXES).size < all_ranks.size)
     if settings.precision.gradients == "in_backward":
         check_buckets_alike(blueprint.buckets, all_ranks)

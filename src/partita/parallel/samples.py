@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partita.comm.group import Group
+from partita.comm.several_axes import SeveralAxes
 from partita.errors import PartitaError
 from partita.memory import accelerator
 from partita.plan.mesh_shape import AXES, BATCH_AXES
@@ -24,7 +24,7 @@ Print = tuple[str, tuple[int, ...], int]
 class SameSamples:
     """Compares what the ranks of ``group`` are fed. ``data``: their coordinate on the data axis."""
 
-    def __init__(self, group: Group, data: int) -> None:
+    def __init__(self, group: SeveralAxes, data: int) -> None:
         self._group = group
         self._data = data
         self._number = 0

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 
 from partita.plan.mesh_shape import BATCH_AXES, MODULE_AXES, STATE_AXES, MeshShape, expand
+from partita.plan.purposes import Needs, purposes_of_all_ranks, united
 from partita.plan.residence import FP32, Encoding, Residence, Tier
 from partita.plan.share import NO_COPIES, Copies
-from partita.plan.steps import AllGather, AllReduce, ReduceScatter, steps
+from partita.plan.steps import Communicating, steps
 from partita.plan.strategies import AS_THEY_ARE, Strategies
 
 STATES = STATE_AXES
@@ -111,19 +112,28 @@ class StatePlan:
         """
         return (*self.separate_axes, *self.replica_axes)
 
-    def groups(self, mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
-        """The axes of each group that training communicates over: those of the moves between its residences, of its
-        copies, of what reduces together, of the batch and of the modules, and all.
+    def groups(self, mesh: MeshShape) -> dict[tuple[str, ...], frozenset[str]]:
+        """The axes of each group that training communicates over, and the purposes: those of the moves between its
+        residences, of its copies, of what reduces together, of the batch and of the modules, and all.
         """
         weights = permutations((self.param_rest, self.param_compute, self.param_between, self.master), 2)
         gradients = combinations((self.grad_arrival, self.grad_between, self.grad_step), 2)
-        moves = (op for src, dst in (*weights, *gradients) for op in steps(src, dst, mesh))
-        moved = [op.axes for op in moves if isinstance(op, AllGather | ReduceScatter | AllReduce)]
-        moved += [axes for combined in tuple(moved) for axes in self.strategies.groups_of_sum(combined, mesh)]
-        alike = (self.summed_axes, self.copies.axes, BATCH_AXES, MODULE_AXES, STATE_AXES, self.separate_axes)
-        compared = mesh.named(self.rest_alike_axes)
-        found = dict.fromkeys((mesh.all_axes, *map(mesh.named, alike), *moved, compared))
-        return tuple(axes for axes in found if axes)
+        gathered, reduced = (
+            [op.axes for src, dst in pairs for op in steps(src, dst, mesh) if isinstance(op, Communicating)]
+            for pairs in (weights, gradients)
+        )
+        reduced += [axes for combined in tuple(reduced) for axes in self.strategies.groups_of_sum(combined, mesh)]
+        states = frozenset({"parameters", "gradients"})
+        needs: list[Needs] = [
+            {mesh.all_axes: purposes_of_all_ranks(mesh), mesh.named(self.summed_axes): states},
+            {mesh.named(self.copies.axes): frozenset({"gradients"}), mesh.named(BATCH_AXES): frozenset()},
+            {mesh.named(MODULE_AXES): frozenset({"parameters"})},  # for buffers
+            {mesh.named(STATE_AXES): states, mesh.named(self.separate_axes): states},
+            dict.fromkeys(gathered, frozenset({"parameters"})),
+            dict.fromkeys(reduced, frozenset({"gradients"})),
+            {mesh.named(self.rest_alike_axes): frozenset()},
+        ]
+        return {axes: purposes for axes, purposes in united(needs).items() if axes}
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,8 @@ class Write:
     """Host to disk."""
 
 
-Step = AllGather | ReduceScatter | AllReduce | Slice | Encode | Copy | Read | Write
+Communicating = AllGather | ReduceScatter | AllReduce
+Step = Communicating | Slice | Encode | Copy | Read | Write
 
 
 def in_phases(ops: Iterable[Step]) -> tuple[Step, ...]:

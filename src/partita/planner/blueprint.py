@@ -19,6 +19,7 @@ from partita.errors import ConfigError
 from partita.plan.place import Place
 from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order
 from partita.plan.planned_bucket import PlannedBucket, share_buckets
+from partita.plan.purposes import Needs, united
 from partita.plan.residence import BF16, ENCODINGS, FP32, INT8, SPLIT, Encoding, Tier
 from partita.plan.share import NO_COPIES, NO_SHARES, Copies, Share, Shares
 from partita.plan.span import Entry, lay_out
@@ -50,11 +51,10 @@ class Blueprint:
         return self.resolved.config
 
     @property
-    def groups(self) -> list[tuple[str, ...]]:
-        """The axes of each group that training communicates over."""
+    def groups(self) -> Needs:
+        """The axes of each group that training communicates over, and the purposes."""
         rows = dict.fromkeys(segment.row for unit in self.units for segment in unit.segments)
-        found = (axes for row in [row_of(self.resolved), *rows] for axes in row.groups(self.resolved.mesh))
-        return list(dict.fromkeys(found))
+        return united(row.groups(self.resolved.mesh) for row in [row_of(self.resolved), *rows])
 
     def working_bytes(self, units: Sequence[PlannedUnit]) -> Counter[Tier]:
         """Of units under these settings (:func:`~partita.planner.working.working_bytes`)."""

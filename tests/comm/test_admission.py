@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 
 import partita
-from partita.comm import admission
-from partita.comm.admission import admit, common_ancestor, withdraw
+from partita.comm.node import admission
+from partita.comm.node.admission import admit, common_ancestor, withdraw
 from tests.local import pool
 from tests.local.training import Stack
 

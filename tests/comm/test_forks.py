@@ -10,7 +10,7 @@ import pytest
 
 import partita
 from partita import PartitaError
-from partita.comm.forks import connections_kept_from_children, keep_from_children
+from partita.comm.node.forks import connections_kept_from_children, keep_from_children
 from tests.local import pool
 from tests.local.training import Stack, rank, square_loss
 

@@ -15,9 +15,9 @@ import torch
 
 import partita
 from partita import PartitaError
-from partita.comm import handshake
-from partita.comm.handshake import HELLO, Handshake
-from partita.comm.node_peers import OFFERED, READ, Channel, Fetch, Offer, read_memory
+from partita.comm.node import handshake
+from partita.comm.node.handshake import HELLO, Handshake
+from partita.comm.node.peers import OFFERED, READ, Channel, Fetch, Offer, read_memory
 from tests.local import pool
 from tests.local.training import PLANS, Recipe, Stack, rank, same, square_loss, train, world
 

@@ -64,11 +64,23 @@ PLANS: dict[str, Mapping[str, Any]] = {
 }
 
 HIERARCHICAL = {"stage": 3, "hierarchical": True}
+ONEBIT = {"name": "onebit_adam", "lr": 0.01}
 # On nodes of two ranks.
 NODES: dict[str, Mapping[str, Any]] = {
     "stage 1 between nodes": on(1),
     "stage 2 between nodes": on(2),
     "changes": {"zero": HIERARCHICAL, "communication": {"gradients": "ternary", "parameters": "ternary"}},
+    "hsdp": {"zero": {"stage": 3, "replicate": "nodes"}},
+    "hsdp, int8": {"zero": {"stage": 3, "replicate": "nodes"}, "communication": {"gradients": "int8"}},
+    "DiLoCo, ternary": {**on(1), "communication": {"every": 2, "gradients": "ternary"}},
+    "PowerSGD": {**on(2), "communication": {"gradients": "low_rank"}},
+    "PowerSGD, on host": {**on(1, optimizer="host"), "communication": {"gradients": "low_rank"}},
+    "1-bit Adam": {**on(1), "optimizer": ONEBIT, "communication": {"warmup_steps": 1}},
+    "1-bit Adam, stage 3, on host": {
+        **on(3, optimizer="host"),
+        "optimizer": ONEBIT,
+        "communication": {"warmup_steps": 1, "warmup": "int8"},
+    },
     "changes, bf16, optimizer on host": {
         "zero": HIERARCHICAL | {"offload": {"optimizer": "host"}},
         "precision": {"compute": "bf16"},

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from partita.comm import world
-from partita.comm.forks import connections_kept_from_children
+from partita.comm.node.forks import connections_kept_from_children
 from partita.comm.transport import LANES, DeviceTransport, HostTransport, Transport
 from partita.comm.world import Rendezvous
 from partita.memory import accelerator

@@ -3,7 +3,7 @@
 Over gloo a reduction is a direct exchange and a local sum in rank order: it moves half of what gloo's own
 reduce-scatter moves, and its result does not depend on how a ring would have cut the tensor. An all-gather is a direct
 exchange, too: as many bytes as gloo's own, without its flat copy of the whole. Between ranks of one node these bytes
-need not pass the network (:mod:`partita.comm.node_peers`). Accelerators have backends with all of it (NCCL of CUDA).
+need not pass the network (:mod:`partita.comm.node.peers`). Accelerators have backends with all of it (NCCL of CUDA).
 """
 
 from abc import ABC, abstractmethod
@@ -19,8 +19,8 @@ import torch.distributed.nn.functional
 from torch import Tensor
 
 from partita.comm.exchange import Arriving, Exchange, Receive, Work
-from partita.comm.handshake import find_node_peers
-from partita.comm.node_peers import Fetch, NodePeer, Offer
+from partita.comm.node.handshake import find_node_peers
+from partita.comm.node.peers import Fetch, NodePeer, Offer
 from partita.plan.purposes import BULK_PURPOSES
 from partita.plan.scratch import PIECE_BYTES
 

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from partita.comm.blocked import Blocked, blocked_in, place_of
 from partita.comm.collective_log import CollectiveLog
-from partita.comm.forks import connections_kept_from_children
+from partita.comm.node.forks import connections_kept_from_children
 
 POLL_S, ANSWER_S, STORE_TIMEOUT_S = 0.5, 2.0, 2.0
 MOST_FAILURES = 5

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as find_store
 
-from partita.comm.forks import connections_kept_from_children
+from partita.comm.node.forks import connections_kept_from_children
 from partita.errors import PartitaError
 from partita.memory import accelerator
 

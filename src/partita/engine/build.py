@@ -34,9 +34,9 @@ from partita.memory.tiers import StateMemory
 from partita.optim.alike_check import AlikeCheck
 from partita.optim.build import Factory, build_optimizer, build_schedule, settings_of, wants_kernels
 from partita.optim.extension import RunExtension
-from partita.optim.fused import FusedOptimizer
 from partita.optim.in_backward import BackwardUpdater
 from partita.optim.loss_scale import LossScale
+from partita.optim.rules import KernelRule, rule_for
 from partita.optim.step import StepUpdater
 from partita.optim.traits import (
     check_closure,
@@ -160,7 +160,7 @@ def _build(
         source = open_weights(Weights(given.weights), model) if given.weights is not None else None
     try:
         with shortages.explained("initialize"):
-            by_kernels = isinstance(optimizer, FusedOptimizer)
+            by_kernels = isinstance(rule_for(optimizer), KernelRule)
             runtime = Runtime(model, blueprint, collectives, memory, source, by_kernels=by_kernels)
         failed = ExitStack()
         failed.callback(runtime.give_back)

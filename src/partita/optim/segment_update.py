@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from partita.kernels.state import Weights
 from partita.memory import accelerator
 from partita.memory.tiers import Lease, StateMemory
-from partita.optim.fused import FusedOptimizer, Operands, flat
+from partita.optim.fused import FusedOptimizer
+from partita.optim.rules import InMemory, UpdateRule
 from partita.optim.states import Leases, OptimizerStates
 from partita.optim.views import View, Views
-from partita.plan.residence import FP32, SPLIT, Residence, Tier
+from partita.plan.residence import SPLIT, Residence, Tier
 from partita.sharding.buckets import Bucket
 from partita.sharding.executor import Executor
 from partita.sharding.unit import Member, Segment
@@ -28,7 +28,7 @@ from partita.sharding.unit import Member, Segment
 class Context:
     """What all updates share; ``row`` is this rank's index among those that sum gradients."""
 
-    optimizer: Optimizer
+    rule: UpdateRule[FusedOptimizer] | UpdateRule[Optimizer]
     views: Views
     states: OptimizerStates
     executor: Executor
@@ -61,7 +61,7 @@ class SegmentUpdate:
         self._param: Lease | None = None
         self._master: Lease
         self._splits = segment.plan.master.encoding == SPLIT
-        self._writes_param = isinstance(context.optimizer, FusedOptimizer) and segment.layout.encoding != FP32
+        self._writes_param = context.rule.writes_param(segment)
 
     @property
     def _result(self) -> Residence:
@@ -116,7 +116,6 @@ class SegmentUpdate:
 
     def connect(self) -> None:
         """Point the optimizer at the states and the gradients."""
-        optimizer = self._context.optimizer
         master = self._master.wait()
         param = self._lent_param()
         for view in self._views:
@@ -124,16 +123,10 @@ class SegmentUpdate:
                 view.connect(master if param is None or not self._splits else param)
         if self._disk is not None:
             self._disk.connect(self._leases)
+        weights = InMemory(master, param, self._splits)
         for view, in_place in self.changing:
             grad = self._reduced(view) if in_place is None else in_place
-            if isinstance(optimizer, FusedOptimizer):
-                weights = self._weights(view, master, param)
-                flat_grad = view.member.flat(grad) if self.segment.holds_whole_master else grad
-                optimizer.operands[view.tensor] = Operands(weights, flat_grad.to(weights.like.device), self._factor)
-            else:
-                if self._factor != 1.0:
-                    grad.mul_(self._factor)
-                view.tensor.grad = grad.to(view.tensor.device, view.tensor.dtype)
+            self._context.rule.connect(view, grad, self._factor, weights)
 
     def _lent_param(self) -> Tensor | None:
         """The 16-bit parameters of this rank's part: those at rest, or room for them, filled where they are read."""
@@ -157,21 +150,13 @@ class SegmentUpdate:
         assert grad is not None
         return grad
 
-    def _weights(self, view: View, master: Tensor, param: Tensor | None) -> Weights:
-        own_master = flat(view.over(master))
-        own_param = None if param is None else flat(view.over(param))
-        if self._splits:
-            return Weights(param=own_param, low=own_master)
-        return Weights(param=own_param, master=own_master)
-
     def close(self) -> None:
         """The optimizer has stepped: take the states out of it again."""
         if self._disk is not None:
             self._disk.put_back(self._leases)
         if self._shard is not None:
             self._shard.end(changed=False)
-        if isinstance(self._context.optimizer, FusedOptimizer):
-            self._context.optimizer.operands.clear()
+        self._context.rule.disconnect()
         for view in self._views:
             view.tensor.grad = None
             if view.lent:
@@ -180,9 +165,8 @@ class SegmentUpdate:
     def deliver(self) -> None:
         """Bring the result into what rests."""
         executor = self._context.executor
-        if (
-            self._param is None or self.segment.planned.publish.needs_master
-        ):  # deltas make up for what 16 bits lose, too
+        takes_master = self.segment.planned.publish.needs_master  # deltas make up for what 16 bits lose, too
+        if self._param is None or takes_master:
             executor.deliver(self.segment, self._master.tensor, self.segment.plan.master)
         elif not self._writes_rest:
             executor.deliver(self.segment, self._param.tensor, self._result)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from partita.kernels.state import num_blocks
 from partita.memory.allocate import trim
 from partita.memory.tiers import Kept, Lease, StateMemory
-from partita.optim.fused import BLOCK_STATES, FusedOptimizer, decoded
+from partita.optim.fused import BLOCK_STATES, decoded
 from partita.optim.views import View, Views
 from partita.plan.residence import Tier
 from partita.sharding.unit import Segment
@@ -47,7 +47,7 @@ class OptimizerStates:
         state = dict(self._optimizer.state.get(view.tensor, {}))
         if (disk := self.on_disk(view.member.segment)) is not None:
             state.update(disk.load(view))
-        return decoded(state) if isinstance(self._optimizer, FusedOptimizer) else state
+        return decoded(state)
 
     def count(self) -> None:
         """Enter the bytes of those in memory in the ledger, the step counters left out."""

@@ -19,6 +19,7 @@ from partita.optim.extension import UpdateListener
 from partita.optim.guard import Guard
 from partita.optim.loss_scale import LossScale
 from partita.optim.overrides import carry_overrides
+from partita.optim.rules import rule_for
 from partita.optim.segment_update import Context
 from partita.optim.snapshot import copies
 from partita.optim.states import OptimizerStates
@@ -85,7 +86,7 @@ class Updater(ABC):
         self._take_back_overrides = carry_overrides(optimizer, self.views)
         self.states = OptimizerStates(optimizer, self.views, runtime.memory)
         executor, row = runtime.executor, runtime.part_index
-        context = Context(optimizer, self.views, self.states, executor, runtime.memory, row)
+        context = Context(rule_for(optimizer), self.views, self.states, executor, runtime.memory, row)
         self._updates = Updates(runtime, context, counted)
         self._consensus = Consensus(runtime, scale)
         self._counted = counted

@@ -19,7 +19,6 @@ from typing import Any
 
 from partita.memory.streams import Event, Stream, finish
 from partita.memory.timeline import span, told
-from partita.optim.fused import FusedOptimizer
 from partita.optim.guard import Guard
 from partita.optim.segment_update import Context, SegmentUpdate
 from partita.optim.snapshot import Snapshot
@@ -88,8 +87,8 @@ class Updates:
         self._context = context
         self._counted = counted
         self._stream = Stream(runtime.executor.device, "updates", waits=True)
-        kernels = isinstance(context.optimizer, FusedOptimizer)
-        self._overlapped = [u for u in runtime.units if kernels or not u.segments[0].plan.updates_on_device]
+        beside = context.rule.runs_beside
+        self._overlapped = [u for u in runtime.units if beside or not u.planned.row.updates_on_device]
         self._inline = [unit for unit in runtime.units if unit not in self._overlapped]
         later = [unit for unit in self._inline if runtime.spans_nodes and _is_gathered(unit)]
         self._gathered_later = sorted(later, key=_place_in_model)
@@ -110,7 +109,7 @@ class Updates:
 
     def note_settings(self) -> None:
         """Take the optimizer's settings as they are before any parameter is updated: some optimizers count in them."""
-        self._settings = Snapshot(self._context.optimizer, self._counted)
+        self._settings = Snapshot(self._context.rule.optimizer, self._counted)
 
     # ------------------------------------------------------------------ at the step
 

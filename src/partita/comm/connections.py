@@ -1,4 +1,4 @@
-"""How a rank reaches the others of its mesh: through process groups of ``torch.distributed``."""
+"""Connections of a rank to the others of its mesh: process groups of ``torch.distributed``."""
 
 import secrets
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Connections(ABC):
-    """Those of one rank. ``has_store``: ranks can leave notes for each other, beside all collectives."""
+    """The connections of one rank. ``has_store``: ranks can leave notes for each other, outside of collectives."""
 
     rank: int
     num_ranks: int
@@ -33,7 +33,7 @@ class Connections(ABC):
 
     @abstractmethod
     def alone(self) -> Transport:
-        """That of a rank with itself, along no axis."""
+        """Return the transport of a rank with itself, along no axis."""
 
     @abstractmethod
     def connect(
@@ -106,7 +106,7 @@ class Processes(Connections):
         return transport
 
     def _agreed_names(self, all_ranks: Transport) -> str:
-        """What no group of this process, nor of an earlier one under the same store, is called."""
+        """Return a prefix of names that no group of this process, nor of an earlier one under the same store, has."""
         if world.is_bound_to_device():
             return ""
         row = torch.frombuffer(bytearray(secrets.token_bytes(8)), dtype=torch.uint8)

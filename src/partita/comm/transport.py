@@ -1,4 +1,4 @@
-"""How flat tensors come from rank to rank: the only file that calls the collectives of ``torch.distributed``.
+"""Transports move flat tensors between ranks: the only file that calls the collectives of ``torch.distributed``.
 
 Over gloo a reduction is a direct exchange and a local sum in rank order: it moves half of what gloo's own
 reduce-scatter moves, and its result does not depend on how a ring would have cut the tensor. An all-gather is a direct
@@ -106,7 +106,7 @@ class Transport(ABC):
 
 
 class _Backed(Transport):
-    """What all process groups have in common. ``groups``: a process group for each purpose that there is."""
+    """The operations common to all process groups. ``groups``: a process group for each purpose that there is."""
 
     def __init__(self, index: int, size: int, groups: Mapping[str, dist.ProcessGroup]) -> None:
         self._index = index

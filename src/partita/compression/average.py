@@ -51,7 +51,7 @@ def average_gathers(gradients: PlannedGradients, form: Format = FULL) -> Operati
 
 
 class AverageSync(ErrorFeedbackSync):
-    """What it leaves for the optimizer is the new average, not a gradient."""
+    """Sums running averages: the optimizer receives the new average in place of a gradient."""
 
     gathers = True
 

@@ -16,14 +16,14 @@ from partita.config.schema import Config
 
 
 def contradictions(config: Config, compute: str) -> Iterator[Contradiction]:
-    """One for each rule that is broken."""
+    """Return one contradiction for each rule that is broken."""
     yield from _apart(config)
     yield from _feedback(config)
     yield from _changes(config, compute)
 
 
 def _feedback(config: Config) -> Iterator[Contradiction]:
-    """Of codes that hold back what they lose."""
+    """Rules of codecs with error feedback."""
     codec, offload = gradient_codec(config), config.zero.offload
     yield from _warm_up(config)
     if not keeps_errors(codec) and codec != LOW_RANK:
@@ -54,7 +54,7 @@ def _feedback(config: Config) -> Iterator[Contradiction]:
 
 
 def _apart(config: Config) -> Iterator[Contradiction]:
-    """Of replicas that train apart."""
+    """Rules of replicas that train separately (DiLoCo)."""
     asked, default = config.communication, Config().communication
     if asked.every is None:
         for key in ("replicas", "outer_lr", "outer_momentum", "outer_nesterov"):
@@ -94,7 +94,7 @@ def _apart(config: Config) -> Iterator[Contradiction]:
 
 
 def _factors(config: Config) -> Iterator[Contradiction]:
-    """Of gradients as low-rank factors."""
+    """Rules of low-rank gradients (PowerSGD)."""
     if config.communication.gradients != LOW_RANK:
         return
     for key, is_set, why in (
@@ -111,7 +111,7 @@ def _factors(config: Config) -> Iterator[Contradiction]:
 
 
 def _warm_up(config: Config) -> Iterator[Contradiction]:
-    """Of the steps before codes begin to travel."""
+    """Rules of the warm-up, before codes travel."""
     total, num = config.schedule.total_steps, warmup_steps(config)
     if total is not None and num >= total:
         yield (
@@ -161,7 +161,7 @@ def _warm_up(config: Config) -> Iterator[Contradiction]:
 
 
 def _changes(config: Config, compute: str) -> Iterator[Contradiction]:
-    """Of parameters that travel as codes."""
+    """Rules of quantized parameters and parameter deltas."""
     codec, zero = config.communication.parameters, config.zero
     if not stores_deltas(config):
         if zero.stage == 3 and codec not in ("full", "int8"):
@@ -192,7 +192,7 @@ def _changes(config: Config, compute: str) -> Iterator[Contradiction]:
 
 
 def _changes_between_nodes(config: Config) -> Iterator[Contradiction]:
-    """Of those that pass from node to node, each of which has all parameters."""
+    """Rules of parameter deltas between nodes, each of which stores all parameters."""
     asked = config.communication
     if sends_averages(config):
         yield (

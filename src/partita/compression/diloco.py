@@ -125,7 +125,7 @@ class OuterState:
         values[at:].zero_()
 
     def clear(self) -> None:
-        """As at the start."""
+        """Reset to zeros, as at the start."""
         for values in (self.momentum, *self.levels):
             values.zero_()
 
@@ -180,7 +180,7 @@ class OuterOptimizer(UpdateListener):
     # ---------------------------------------------------------------------- rounds
 
     def before_update(self, coming: Comes) -> None:
-        """A local step comes; the weights before the first of a round are those that it began with."""
+        """Keep the weights that a round begins with."""
         if not self.differs_between_replicas:
             for segment in self._segments():
                 assert segment.master is not None
@@ -194,7 +194,7 @@ class OuterOptimizer(UpdateListener):
             self.end_round(step, is_warming_up=is_warming_up)
 
     def end_round(self, step: int, *, is_warming_up: bool) -> None:
-        """Bring the replicas together."""
+        """End the round: average the outer gradients, and step the outer optimizer."""
         for number, segment in enumerate(self._segments()):
             assert segment.master is not None
             lease = segment.master.lend()
@@ -247,7 +247,7 @@ class OuterOptimizer(UpdateListener):
         self._share_states()
 
     def clear(self) -> None:
-        """As at the start."""
+        """Reset to zeros, as at the start."""
         self._taken = 0
         for state in self._states.values():
             state.clear()
@@ -300,7 +300,7 @@ def _described(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _furthest(found: list[Any]) -> Any:
-    """Of the counts that replicas have come to the largest; of what else there is, the first."""
+    """Return the largest of the replicas' counts; of other values, the first."""
     if all(isinstance(value, Tensor) and value.numel() == 1 for value in found):
         return max(found, key=float).clone()
     return found[0]

@@ -1,4 +1,4 @@
-"""What compression adds to the configuration and to a run."""
+"""The extension of compression: configuration keys, strategies of rows, optimizers and listeners."""
 
 from collections.abc import Iterator
 

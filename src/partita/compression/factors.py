@@ -66,7 +66,7 @@ class FactorShapes:
 
 
 class Factors:
-    """Of one bucket. The last step's right factors, which start the next one, change when a step ends in an update.
+    """The low-rank factors of one bucket. The right ones start the next step; they change when a step updates.
 
     Args:
         rank: columns of left factors, rows of right ones.
@@ -89,7 +89,7 @@ class Factors:
 
     @property
     def are_whole(self) -> bool:
-        """Whether all that this step's gradients are is one sum, which every rank has decoded."""
+        """True if this step's gradients are one sum of factors, which every rank has decoded."""
         return self._num_sums == 1 and not self._has_copies
 
     def reduce(self, whole: Tensor, held: Tensor, group: Group) -> None:
@@ -124,7 +124,7 @@ class Factors:
         self._num_sums = 0
 
     def clear(self) -> None:
-        """As at the start."""
+        """Forget all factors, as at the start."""
         self._rights = []
         self._next = []
         self._num_sums = 0

@@ -1,4 +1,4 @@
-"""What an optional package adds to the configuration: an :class:`Extension`, found once and passed on from there."""
+"""Extensions of the configuration by optional packages: an :class:`Extension` is found once, and passed on."""
 
 from collections.abc import Iterator
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""What an optional package adds to a run: optimizers, and listeners that are told of updates."""
+"""Live parts of an optional package: optimizers, and listeners that are told of updates."""
 
 from abc import abstractmethod
 from collections.abc import Mapping

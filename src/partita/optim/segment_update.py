@@ -26,7 +26,7 @@ from partita.sharding.unit import Member, Segment
 
 @dataclass(frozen=True)
 class Context:
-    """What all updates share; ``row`` is this rank's index among those that sum gradients."""
+    """The objects that all updates share; ``row`` is this rank's index among those that sum gradients."""
 
     rule: UpdateRule[FusedOptimizer] | UpdateRule[Optimizer]
     views: Views
@@ -36,7 +36,7 @@ class Context:
     row: int
 
     def device_of(self, tier: Tier) -> torch.device:
-        """Where what is in that tier can be computed with."""
+        """Return the device that computes with states of a tier."""
         device = self.executor.device
         return device if tier is Tier.DEVICE else accelerator.host_of(device)
 
@@ -65,19 +65,19 @@ class SegmentUpdate:
 
     @property
     def _result(self) -> Residence:
-        """Where and how the updated weights are in memory."""
+        """The residence of the updated weights in memory."""
         master = self.segment.plan.master
         encoding = self.segment.layout.encoding if self._writes_param else master.encoding
         return replace(master, encoding=encoding, tier=Tier.DEVICE if master.tier is Tier.DEVICE else Tier.HOST)
 
     @property
     def gathers(self) -> bool:
-        """Whether bringing the result into what rests takes the other ranks."""
+        """True if publishing the result is a collective."""
         return self.segment.planned.update_is_gathered
 
     @property
     def _writes_rest(self) -> bool:
-        """Whether the parameters at rest can be written where they are."""
+        """True if the stored parameters can be written in place."""
         where = self._context.device_of
         at_rest = self.segment.plan.param_rest.tier
         return self._writes_param and not self.gathers and where(self._result.tier) == where(at_rest)

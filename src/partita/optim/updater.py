@@ -1,4 +1,4 @@
-"""What all ways to update share: the optimizer on its views, and what the engine and its checkpoints need of it.
+"""The base of all updaters: the optimizer on its views, and what the engine and its checkpoints need of it.
 
 An :class:`Updater` runs the optimizer on reduced gradients: at the step (:mod:`partita.optim.step`), where all of them
 are known, or in backward (:mod:`partita.optim.in_backward`), where none of them rests.
@@ -37,7 +37,7 @@ CLIP_EPS = 1e-6
 
 @dataclass(frozen=True)
 class StepResult:
-    """What :meth:`Engine.step` did.
+    """The outcome of :meth:`Engine.step`.
 
     ``stepped``: the parameters were updated. ``skipped``: the batch was complete, but a gradient was not finite and the
     update was left out. ``grad_norm``: the global norm before clipping (None before the batch is complete). ``lr``: the
@@ -103,7 +103,7 @@ class Updater(ABC):
 
     @property
     def listeners(self) -> tuple[UpdateListener, ...]:
-        """Who is told of updates."""
+        """The listeners that are told of updates."""
         return self._listeners
 
     def tell(self, listeners: tuple[UpdateListener, ...]) -> None:
@@ -178,7 +178,7 @@ class Updater(ABC):
         self._updates.wait()
 
     def gradient_scale(self) -> float:
-        """What the gradients collected so far are multiplied by. A collective.
+        """Return the factor of the gradients collected so far. A collective.
 
         Raises:
             PartitaError: not all of them by the same factor.
@@ -199,7 +199,7 @@ class Updater(ABC):
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by."""
+        """The factor of losses."""
         return self.scale.value
 
     @property
@@ -228,7 +228,7 @@ class Updater(ABC):
         return [{**group, "params": names[number]} for number, group in enumerate(self.optimizer.param_groups)]
 
     def counters(self) -> dict[str, Any]:
-        """What a run goes on from, beside states and settings."""
+        """Return the counters that a run continues from."""
         counted = {"optimizer": copies(self.optimizer.__dict__, self._counted)} if self._counted else {}
         return {"steps": self.steps, "skipped": self.skipped, **self.scale.counters(), **counted}
 
@@ -242,7 +242,7 @@ class Updater(ABC):
 
 
 def factor_of(norm: float, scale: float, max_norm: float | None) -> float:
-    """What gradients are multiplied by: the loss ``scale`` undone, and the norm clipped."""
+    """Return the factor of gradients that undoes the loss ``scale`` and clips the norm."""
     factor = 1.0 / scale
     if max_norm is not None:
         factor *= min(1.0, max_norm / (norm + CLIP_EPS))

@@ -44,7 +44,7 @@ class Update:
 
     @property
     def gathers(self) -> bool:
-        """Whether bringing the result into what rests takes the other ranks."""
+        """True if publishing the result is a collective."""
         return any(segment.gathers for segment in self.segments)
 
     def open(self) -> None:
@@ -240,10 +240,10 @@ def _place_in_model(unit: Unit) -> int:
 
 
 def _is_gathered(unit: Unit) -> bool:
-    """Whether bringing updated weights into what rests takes the other ranks."""
+    """Return whether publishing the unit's weights is a collective."""
     return any(segment.planned.update_is_gathered for segment in unit.segments)
 
 
 def _changes(unit: Unit, used: AbstractSet[int]) -> bool:
-    """Whether the unit does not stay as it is. A rank that owns nothing of what changes takes part in the gathers."""
+    """Return whether the unit changes. A rank that owns nothing of what changes takes part in the gathers."""
     return any(id(member) in used and member.param.requires_grad for member in unit.members)

@@ -26,27 +26,27 @@ class PlannedSegment:
 
     @property
     def trains(self) -> bool:
-        """Whether it did when the plan was made."""
+        """True if the segment trained when the plan was made."""
         return self.layout.trainable
 
     @cached_property
     def rests_whole(self) -> bool:
-        """Whether the parameters rest as they are computed with: nothing has to be brought before a forward."""
+        """True if parameters are stored as they are computed with: no unshard is needed."""
         return not steps(self.row.param_rest, self.row.param_compute, self.mesh)
 
     @cached_property
     def stays_whole(self) -> bool:
-        """Whether the parameters stay as they are computed with between forward and backward."""
+        """True if parameters stay unsharded between forward and backward."""
         return not steps(self.row.param_compute, self.row.param_between, self.mesh)
 
     @cached_property
     def has_second(self) -> bool:
-        """Whether what stays between forward and backward has memory of its own: a part, but not the part at rest."""
+        """True if there is a secondary shard between forward and backward (hpZ), other than the stored one."""
         return self.num_shards(self.row.param_between) not in (1, self.num_shards(self.row.param_rest))
 
     @cached_property
     def master_is_parameter(self) -> bool:
-        """Whether the master weights are the parameters at rest, or a part of them."""
+        """True if the master weights are the stored parameters, or a part of them."""
         rest, master = self.row.param_rest, self.row.master
         same = (rest.encoding, rest.tier) == (master.encoding, master.tier)
         same = same and not any(publish.needs_master for publish in self.publishes)
@@ -94,7 +94,7 @@ class PlannedSegment:
 
     @cached_property
     def gradients(self) -> PlannedGradients:
-        """Where they are collected, and how they are summed."""
+        """The segment's gradients on paper."""
         return PlannedGradients(self.layout, self.row, self.mesh)
 
     def is_first_copy(self, rank: int) -> bool:
@@ -136,7 +136,7 @@ class PlannedUnit:
 
     @property
     def rests_whole(self) -> bool:
-        """As of its segments; a unit that does not borrows a slot of a buffer pool while it is used."""
+        """True if parameters are stored unsharded; other units borrow a slot of a buffer pool while in use."""
         return self.segments[0].rests_whole
 
     @property
@@ -150,7 +150,7 @@ class PlannedUnit:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Of the whole unit in the compute encodings."""
+        """Bytes of the unsharded unit in the compute encodings."""
         return sum(segment.layout.num_bytes for segment in self.segments)
 
 

@@ -36,7 +36,7 @@ class PlannedBucket:
 
     @property
     def gradients(self) -> PlannedGradients:
-        """Where the gradients are collected, and how they are summed."""
+        """The gradients on paper: where they are collected, and how they are summed."""
         return self.segments[0].gradients
 
     @property

@@ -13,7 +13,7 @@ from partita.plan.strategies import SyncPlan
 
 @dataclass(frozen=True)
 class PlannedGradients:
-    """Of one segment: its layout, its row of the table, and the mesh over which the row's axes are."""
+    """The gradients of one segment, by its layout, its row of the table and the mesh."""
 
     layout: SegmentLayout
     row: StatePlan
@@ -23,24 +23,24 @@ class PlannedGradients:
 
     @cached_property
     def move(self) -> bool:
-        """Whether the optimizer's gradient is another than autograd's: elsewhere, encoded otherwise, or summed."""
+        """True if the optimizer's gradient is not autograd's: in another memory or encoding, or summed."""
         return bool(steps(self.row.grad_arrival, self.row.grad_step, self.mesh) or self.copy_steps)
 
     @property
     def in_place(self) -> bool:
-        """Whether they stay where autograd leaves them, which is also where the optimizer looks for them."""
+        """True if gradients stay in ``.grad``, where the optimizer looks for them."""
         return self.row.gradients_rest and not self.move
 
     @property
     def rest_whole(self) -> bool:
-        """Whether they are collected in memory on the device that keeps them whole between micro-batches."""
+        """True if gradients are collected in a full buffer on the device that lasts between micro-batches."""
         between = self.row.grad_between
         is_whole = self.mesh.group_size(between.shard_axes) == 1 and between.tier is Tier.DEVICE
         return self.row.gradients_rest and is_whole and not self.in_place
 
     @property
     def pass_through(self) -> bool:
-        """Whether they are collected in a slot of a buffer pool, and leave it before the next micro-batch."""
+        """True if gradients are collected in a slot of a buffer pool, for one micro-batch."""
         return not (self.in_place or self.rest_whole)
 
     @property
@@ -50,7 +50,7 @@ class PlannedGradients:
 
     @property
     def num_bytes(self) -> int:
-        """Of all parts as they are collected."""
+        """Bytes of all parts, in the encoding in which gradients are collected."""
         return self.layout.padded * self.row.grad_step.encoding.itemsize
 
     # ------------------------------------------------------------------- summing
@@ -86,5 +86,5 @@ class PlannedGradients:
 
     @property
     def copy_factor(self) -> float:
-        """What makes the mean over the copies whose gradients are equal, where all copies' are added up."""
+        """Factor that turns the sum over copies into their mean, where copies have equal gradients."""
         return 1.0 / self.mesh.group_size(self.row.copies.averaged)

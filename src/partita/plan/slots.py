@@ -1,4 +1,4 @@
-"""How many slots lend memory to what passes through the device: units that are gathered, gradients on their way.
+"""Numbers and sizes of the buffer pools' slots: for units that are unsharded, and gradients on their way.
 
 Buffer pools (:mod:`partita.memory.buffer_pool`) are built from these numbers, and the estimates computed from them.
 """
@@ -31,11 +31,11 @@ class PlannedPool:
 
     @property
     def num_bytes(self) -> int:
-        """Of all slots."""
+        """Bytes of all slots."""
         return sum(size * num for size, num in self.slots().items())
 
     def slots(self) -> dict[int, int]:
-        """How many by size: no more in a class than it serves of the ``sizes``."""
+        """Return the number of slots by size: no more in a class than it serves of the ``sizes``."""
         classes = list[int]()
         for size in sorted(self.sizes, reverse=True):
             if not classes or size < CLASS_SHARE * min(classes):

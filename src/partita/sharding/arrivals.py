@@ -1,4 +1,4 @@
-"""Which members of a bucket have brought a gradient: in this wave, since the last reduction, since the last update."""
+"""The gradients of a bucket that have arrived: in this reduce pass, since the last reduction, since the last update."""
 
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
@@ -22,11 +22,11 @@ class Arrivals:
 
     @property
     def is_complete(self) -> bool:
-        """Whether this wave has brought all that is expected."""
+        """True if every expected gradient has arrived in this reduce pass."""
         return self._expected <= self.fresh
 
     def has_collected(self, member: Member) -> bool:
-        """Whether the buffer has a gradient of the member."""
+        """Return whether the buffer has a gradient of the member."""
         return id(member) in self.collected
 
     def note(self, member: Member, *, in_wave: bool) -> None:
@@ -41,14 +41,14 @@ class Arrivals:
         self.used.add(id(member))
 
     def launched(self, *, learns: bool) -> None:
-        """What was collected is being reduced. ``learns``: expect the same from the next waves."""
+        """Note that the collected gradients are being reduced. ``learns``: expect the same in the next passes."""
         if learns:
             self._expected = self.fresh | self._previous or self._expected
         self._previous = set(self.fresh)
         self.collected.clear()
 
     def end_wave(self) -> None:
-        """What comes from now on is of another backward."""
+        """Begin another reduce pass."""
         self.fresh.clear()
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Where each element of some gradients lies in the bucket that they share; nothing in it ever changes."""
+"""The layout of a bucket: the place of each element of the gradients that share it. It never changes."""
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -46,7 +46,7 @@ class BucketLayout:
         self.gaps = self._gaps()
 
     def pieces_of_unused(self, used: AbstractSet[int]) -> list[tuple[Piece, ...]]:
-        """Where those members lie that are not ``used`` (by id)."""
+        """Return the pieces of each member that is not ``used`` (by id)."""
         return [pieces for member, pieces in self.pieces.items() if member not in used]
 
     def clear_gaps(self, whole: Tensor, only: int | None = None) -> None:

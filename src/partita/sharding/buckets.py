@@ -75,7 +75,7 @@ class Bucket:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Of what is collected and summed."""
+        """The dtype in which gradients are collected and summed."""
         return dtype_of(self.plan.grad_step.encoding)
 
     @property
@@ -88,12 +88,12 @@ class Bucket:
 
     @property
     def passes(self) -> bool:
-        """Whether gradients are collected in a slot of a pool, in each backward anew."""
+        """True if gradients are collected in a slot of a pool, in each backward anew."""
         return isinstance(self.buffer, PooledBuffer)
 
     @cached_property
     def moves(self) -> bool:
-        """Whether gradients leave where they are collected, for other ranks or another memory."""
+        """True if gradients leave the memory in which they are collected."""
         return self.passes or bool(self.layout.planned.gradients.reductions)
 
     @property
@@ -103,7 +103,7 @@ class Bucket:
 
     @property
     def is_measured(self) -> bool:
-        """Whether this rank's shard counts in the norm."""
+        """True if this rank's shard counts in the norm."""
         return self.layout.segments[0].is_first_of_replica
 
     # ------------------------------------------------------------------------ now
@@ -115,7 +115,7 @@ class Bucket:
 
     @property
     def sync(self) -> GradientSync:
-        """How the gradients are summed now."""
+        """The sync of the current phase."""
         return self.syncs[0 if self._is_warming_up else -1]
 
     def warm_up(self, is_warming_up: bool) -> None:
@@ -124,7 +124,7 @@ class Bucket:
 
     @property
     def is_left_over(self) -> bool:
-        """Whether there are gradients that no wave has taken."""
+        """True if there are gradients that no reduce pass has taken."""
         return self.moves and (bool(self.arrivals.collected) or bool(self.waiting))
 
     @property
@@ -278,7 +278,7 @@ class Bucket:
 
     @property
     def squares(self) -> list[Tensor]:
-        """Of a shard on disk: the sums of squares of its :meth:`parts`, so that nobody has to read it."""
+        """The squared norms of the :meth:`parts` of a shard on disk, measured while it was in memory."""
         return self._squares if self._state is BucketState.REDUCED else []
 
     def parts(self, shard: Tensor, used: AbstractSet[int]) -> list[Tensor]:

@@ -40,7 +40,7 @@ class Executor:
         self._is_warming_up = False
 
     def can_gather(self, unit: Unit) -> bool:
-        """Whether the pool has a slot left for this unit."""
+        """Return whether the pool has a slot left for this unit."""
         return self._pool.available(unit.planned.num_bytes)
 
     def start_gather(self, unit: Unit, spare: bool = False, exact: bool = False) -> None:

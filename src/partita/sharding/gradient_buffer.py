@@ -1,4 +1,4 @@
-"""Where the gradients of one bucket are collected, and where their sum is.
+"""Gradient buffers: where the gradients of one bucket are collected, and where their sum is.
 
 ``full`` is ``[num_rows, num_columns]``, a row for each rank that will own its sum; ``shard`` is this rank's row of the
 sum, ``[num_columns]``, in the table's tier.
@@ -21,7 +21,7 @@ from partita.sharding.unit import Member
 
 
 class GradientBuffer:
-    """Of one bucket; a subclass says where.
+    """The gradient buffer of one bucket; subclasses differ in its memory.
 
     Attributes: ``full`` and ``shard``, where there are any; ``put_aside``: this rank's row of earlier sums, while
     more is collected in their place.
@@ -49,7 +49,7 @@ class GradientBuffer:
         """More is collected, though ``shard`` has a sum once ``reduced`` has passed."""
 
     def release(self) -> Slot | None:
-        """What was collected is used up. Returns the slot that is free now."""
+        """Let go of what was collected. Returns the slot that is free now."""
         return None
 
     def clear(self) -> None:
@@ -159,7 +159,7 @@ class PooledBuffer(GradientBuffer):
 
 
 def make_buffer(layout: BucketLayout, ledger: Ledger) -> GradientBuffer:
-    """As the plan says."""
+    """Return the buffer that the plan asks for."""
     planned = layout.planned.gradients
     kinds: dict[type[GradientBuffer], bool] = {
         InPlaceBuffer: planned.in_place,

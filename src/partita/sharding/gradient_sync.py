@@ -1,4 +1,4 @@
-"""How the gradients of one bucket are summed over its ranks: :class:`GradientSync`, and what its subclasses keep."""
+"""Gradient syncs: how the gradients of one bucket are summed over its ranks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -100,7 +100,7 @@ class GradientSync:
         """Forget what is kept between steps, before other values are loaded."""
 
     def saved(self, segment: Segment) -> Tensor | None:
-        """What is saved of this rank's part of a segment, ``[part_elements]``, once all is settled."""
+        """Return this rank's part of a segment, ``[part_elements]``, for a checkpoint; call :meth:`settle` first."""
         return None
 
     def start(self, members: Sequence[Member], state_of: StateOf, interpreter: Interpreter) -> None:

@@ -1,4 +1,4 @@
-"""Who uses gradients up: the updater, as the reducer sees it."""
+"""The updater as the reducer sees it."""
 
 from typing import Protocol
 

@@ -1,4 +1,4 @@
-"""How updated weights of one segment reach its stored parameters on all ranks."""
+"""Publishing: updated weights of one segment reach its stored parameters on all ranks."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from partita.sharding.unit import Segment
 
 @dataclass(frozen=True)
 class PublishCall:
-    """What publishing uses. ``scratch``: memory of the units' :attr:`~PlannedSegment.scratch_bytes`, if any."""
+    """The resources of publishing. ``scratch``: memory of the units' :attr:`~PlannedSegment.scratch_bytes`, if any."""
 
     interpreter: Interpreter
     scratch: Tensor | None

@@ -108,7 +108,7 @@ class GradientReducer:
 
     @property
     def holds_batch(self) -> bool:
-        """Whether this rank has gradients of a step's last micro-batch."""
+        """True if this rank has gradients of a step's last micro-batch."""
         return self._is_last_micro_batch and any(bucket.arrivals.used for bucket in self.buckets)
 
     @contextmanager
@@ -121,7 +121,7 @@ class GradientReducer:
             self._synchronizes = before
 
     def _reducing(self, bucket: Bucket) -> bool:
-        """Whether this backward reduces the bucket at all."""
+        """Return whether this backward reduces the bucket."""
         return bucket.moves and self._synchronizes and (self._is_last_micro_batch or bucket.passes)
 
     # ---------------------------------------------------------------- in backward

@@ -1,4 +1,4 @@
-"""What the gradient syncs of all buckets keep between steps, for those who end steps, save and load."""
+"""The states that the gradient syncs of all buckets keep between steps."""
 
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
@@ -12,7 +12,7 @@ from partita.sharding.unit import Segment
 
 
 class SyncStates:
-    """Of all ``buckets``, of which more may come."""
+    """Ends steps, saves and loads for the syncs of all ``buckets``, of which more may come."""
 
     def __init__(self, buckets: list[Bucket], interpreter: Interpreter) -> None:
         self._buckets = buckets
@@ -23,7 +23,7 @@ class SyncStates:
         return ((bucket, bucket.syncs[-1]) for bucket in self._buckets if bucket.syncs[-1].keeps_errors)
 
     def __bool__(self) -> bool:
-        """Whether any is kept. Sums are then scaled where they lie, also in the warm-up."""
+        """True if any sync keeps states. Sums are then scaled in place, also in the warm-up."""
         return any(True for _ in self._kept())
 
     def drop_unused(self, used: AbstractSet[int]) -> None:
@@ -43,7 +43,7 @@ class SyncStates:
             sync.settle(self._interpreter)
 
     def saved(self, segment: Segment) -> Tensor | None:
-        """What is saved of this rank's part of a segment, ``[part_elements]``, once all is settled."""
+        """Return this rank's part of a segment, ``[part_elements]``, for a checkpoint; call :meth:`settle` first."""
         for bucket, sync in self._kept():
             if any(each is segment for each in bucket.segments):
                 return sync.saved(segment)

@@ -72,13 +72,13 @@ class Member:
 
     @property
     def rounded(self) -> bool:
-        """Whether values of the model's own were cast to a dtype that cannot hold them all."""
+        """True if values were cast to a dtype with fewer digits."""
         own, compute = self.own_dtype, self.segment.dtype
         return self.own_device.type != "meta" and own != compute and own.itemsize >= compute.itemsize
 
     @property
     def is_cut(self) -> bool:
-        """Whether the user's object is a part of the global parameter now."""
+        """True if the user's object is a part of the global parameter now."""
         place = self.span.place
         with torch._C.DisableTorchFunctionSubclass():  # which would answer for the whole one
             return place.sizes != place.shape and self.param.shape == self.shape
@@ -176,12 +176,12 @@ class Segment:
 
     @property
     def is_first_copy(self) -> bool:
-        """Whether this rank is the one that saves its part, of those that have the same."""
+        """True if this rank saves its part, of the ranks that have the same."""
         return self.planned.is_first_copy(self._rank)
 
     @property
     def is_first_of_replica(self) -> bool:
-        """Whether this rank is the one that measures its part, of those of its replica that have the same."""
+        """True if this rank measures its part, of the ranks of its replica that have the same."""
         return self.planned.is_first_of_replica(self._rank)
 
     @property
@@ -207,7 +207,7 @@ class Segment:
 
     @property
     def keeps_one_part(self) -> bool:
-        """Whether all that rests of it is one of the layout's parts."""
+        """True if one of the layout's parts is all that is stored."""
         num_shards = self.planned.num_shards(self.plan.param_rest)
         return num_shards == self.layout.num_parts and not self.planned.has_second
 
@@ -265,7 +265,7 @@ class Segment:
 
     @property
     def master_is_parameter(self) -> bool:
-        """Whether the master weights are the parameters at rest (or this rank's part of them)."""
+        """True if the master weights are the stored parameters, or this rank's part of them."""
         return self.planned.master_is_parameter
 
     def make_master(self, memory: StateMemory, first: Tensor | None = None) -> MasterWeights:
@@ -303,7 +303,7 @@ class Segment:
         self.master.set(self.part(whole, self.plan.master), values.keys())
 
     def part_of_rest(self, values: Tensor) -> Tensor:
-        """What rests of the elements that this rank has the master weights of."""
+        """Return the stored parameters of the elements whose master weights this rank has."""
         parts = values.view(values.numel() * self.planned.num_shards(self.plan.master) // self.layout.padded, -1)
         return parts[self.mesh.group_index(self._rank, self.plan.master.shard_axes) % len(parts)]
 
@@ -355,7 +355,7 @@ class Unit:
 
     @property
     def in_use(self) -> bool:
-        """Whether the unit must stay whole."""
+        """True if the unit must stay unsharded."""
         return self.visits > 0 or self.holds > 0 or self.pinned
 
     @property

@@ -19,6 +19,13 @@ START = """\
 import sys
 sys.meta_path[:] = [each for each in sys.meta_path if "ditable" not in repr(each) and "Redirecting" not in repr(each)]
 """
+# Collected with the tests: pytest, too, would find the packages where they were.
+HIDDEN = """\
+import importlib.util
+
+def test_packages_are_hidden():
+    assert all(importlib.util.find_spec("partita." + name) is None for name in {packages!r})
+"""
 REFUSED = """\
 import importlib.util, pytest, torch, partita
 assert all(importlib.util.find_spec("partita." + name) is None for name in {packages!r})
@@ -44,6 +51,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for package in OPTIONAL:
         shutil.rmtree(core / "partita" / package)
     (core / "sitecustomize.py").write_text(START)
+    (core / "test_hidden_here.py").write_text(HIDDEN.format(packages=OPTIONAL))
     return os.environ | {"PYTHONPATH": os.pathsep.join((str(core), str(ROOT)))}
 
 
@@ -61,4 +69,6 @@ def test_keys_of_a_hidden_package_are_refused(environment: dict[str, str]) -> No
 @pytest.mark.parametrize("tests", sampled(TESTS, TESTS[1]))
 def test_the_core_passes_its_tests(environment: dict[str, str], tests: str) -> None:
     """Among them the parity of all stages with plain PyTorch."""
-    assert " passed" in run(environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", tests)
+    core = environment["PYTHONPATH"].split(os.pathsep)[0]
+    options = ("-q", "-p", "no:cacheprovider", "-o", "pythonpath=", "-c", "pyproject.toml", "--rootdir", str(ROOT))
+    assert " passed" in run(environment, "-m", "pytest", *options, tests, f"{core}/test_hidden_here.py")

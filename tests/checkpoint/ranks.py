@@ -93,7 +93,7 @@ def rank_of(number: int, mesh: MeshShape, cut: Cut, values: Mapping[str, Tensor]
     runtime.residency = SimpleNamespace(hold=lambda units: None, let_go=lambda units: None)
     runtime.gradient_group = SimpleNamespace(index=mesh.group_index(number, ("data",)))
     runtime.gradient_group.size = mesh.data
-    runtime.part_index, runtime.runs_all = runtime.gradient_group.index, True
+    runtime.runs_all = True
     runtime.members = lambda: [(unit, member) for member in members]
     runtime.reducer = SimpleNamespace(sync_states=SyncStates([], None))
     runtime.executor = SimpleNamespace(deliver=lambda *_, **__: None)  # nothing looks at what rests

@@ -18,8 +18,8 @@ from partita.sharding.gradient_sync import CustomSync, GradientSync, SyncCall
 
 @dataclass(frozen=True)
 class GatherPlan(CustomSync):
-    def make(self, layout: BucketLayout, row: int, memory: StateMemory) -> GradientSync:
-        return GatherSync(layout, row, self)
+    def make(self, layout: BucketLayout, memory: StateMemory) -> GradientSync:
+        return GatherSync(layout, self)
 
     def messages(self, bucket: PlannedBucket) -> list[Message]:
         axes = bucket.mesh.named(bucket.row.summed_axes)

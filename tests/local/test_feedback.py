@@ -61,7 +61,7 @@ def held_sums(engine: partita.Engine) -> dict[str, Tensor]:
     for segment in (segment for unit in runtime.units for segment in unit.trained if segment.is_first_copy):
         own = runtime.reducer.sync_states.saved(segment)
         assert own is not None
-        for span in segment.layout.part(runtime.part_index):
+        for span in segment.layout.part(segment.part_index):
             sums[span.fqn][span.start : span.stop] += own[span.offset : span.offset + span.num_elements]
     for total in sums.values():
         dist.all_reduce(total)

@@ -67,7 +67,6 @@ def on_two(
             arguments=SimpleNamespace(describe=lambda: ""),
             collectives=collectives,
             gradient_group=collectives.group(DATA),
-            part_index=collectives.mesh.index(parts.units[0].segments[0].plan.part_axes),
             spans_nodes=spans_nodes,
             wait_for_updates=lambda units: None,
             warm_up=lambda is_warming_up: None,

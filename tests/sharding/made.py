@@ -118,7 +118,7 @@ class Made:
         planned = [PlannedBucket((s.planned,)) for unit in reversed(self.units) for s in unit.segments]
         buckets = make_buckets(planned, self.units, accumulate, self.memory.ledger)
         for bucket in buckets:
-            bucket.allocate(self.collectives.mesh.index(bucket.plan.summed_axes), self.memory)
+            bucket.allocate(self.memory)
         reducer, user = GradientReducer(buckets, self.collectives, self.memory.ledger), User()
         reducer.connect(user)
         return reducer, user

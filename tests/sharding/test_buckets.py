@@ -49,12 +49,14 @@ def segment_of(
     name: str,
     encodings: Encodings = PLAIN,
     tiers: Tiers = ON_DEVICE,
+    *,
+    rank: int = 0,
 ) -> tuple[Segment, list[Member]]:
     """A segment with a parameter of each shape, of values that do not matter."""
     entries = [Entry(f"{number}.{index}", shape, FP32, True) for index, shape in enumerate(shapes)]
     row = preset(name, encodings, tiers, mesh)
     layout = lay_out(entries, mesh.group_size(row.part_axes), lambda _: mesh.group_size(row.replica_axes))[0]
-    segment = Segment(PlannedSegment(layout, row, mesh), 0)
+    segment = Segment(PlannedSegment(layout, row, mesh), rank)
     members = [
         Member(Holding(nn.Parameter(torch.zeros(span.place.sizes)), [span.fqn]), span, segment) for span in layout.spans
     ]
@@ -69,9 +71,15 @@ def new_bucket(segments: Sequence[Segment], members: Sequence[Member], mesh: Mes
 
 
 def bucket_of(
-    shapes: Shapes, mesh: MeshShape, name: str, encodings: Encodings = PLAIN, tiers: Tiers = ON_DEVICE
+    shapes: Shapes,
+    mesh: MeshShape,
+    name: str,
+    encodings: Encodings = PLAIN,
+    tiers: Tiers = ON_DEVICE,
+    *,
+    rank: int = 0,
 ) -> Bucket:
-    made = [segment_of(number, group, mesh, name, encodings, tiers) for number, group in enumerate(shapes)]
+    made = [segment_of(number, group, mesh, name, encodings, tiers, rank=rank) for number, group in enumerate(shapes)]
     return new_bucket([segment for segment, _ in made], [member for _, members in made for member in members], mesh)
 
 
@@ -80,10 +88,10 @@ def state_memory() -> StateMemory:
     return StateMemory(CPU, Ledger(), lambda: pytest.fail("nothing rests on disk here"))
 
 
-def allocated(bucket: Bucket, row: int) -> int:
+def allocated(bucket: Bucket) -> int:
     """Bytes that are taken for the bucket's gradients."""
     memory = state_memory()
-    bucket.allocate(row, memory)
+    bucket.allocate(memory)
     return sum(memory.ledger.report(CPU).held.values())
 
 
@@ -110,9 +118,9 @@ def filled(bucket: Bucket, seed: int = 0, scale: float = 1.0) -> dict[int, Tenso
     return grads
 
 
-def with_room(bucket: Bucket, row: int = 0) -> Tensor:
+def with_room(bucket: Bucket) -> Tensor:
     """Give the bucket memory, lent where nothing rests, that holds nothing yet; returns its ``whole``."""
-    bucket.allocate(row, state_memory())
+    bucket.allocate(state_memory())
     if bucket.buffer.keeps_full:
         assert isinstance(bucket.shard, InMemory)
         storage = bucket.shard.tensor.untyped_storage()
@@ -162,7 +170,7 @@ def test_what_rests(name: str) -> None:
     shapes: Shapes = [[(300,), (5, 5)], [(1000,)]]
     mixed = Encodings(compute=BF16, gradients=FP32)
     for mesh in (MeshShape(data=2), MeshShape(data=4, node=2)):
-        bucket = bucket_of(shapes, mesh, name)
+        bucket = bucket_of(shapes, mesh, name, rank=1)
         assert (bucket.buffer.collects, bucket.buffer.keeps_full) == (True, name in WHOLE)
         two_sums = mesh.node > 1  # within the node, and over the nodes
         further = {"hsdp": [ReduceScatter, AllGather], "hierarchical-changes": [ReduceScatter]}.get(name, [])
@@ -170,7 +178,7 @@ def test_what_rests(name: str) -> None:
         sums, gathers = exact.sums, exact.gathers
         assert [type(op) for op in sums] == [ReduceScatter, *further * two_sums]
         assert [type(op) for op in gathers] == ([AllGather] if name == "ddp" else [])
-        num_bytes = allocated(bucket, 1)
+        num_bytes = allocated(bucket)
         num_parts = mesh.size("local") if name == "hsdp" else mesh.data
         assert num_bytes == bucket.num_bytes // (1 if name in WHOLE else num_parts)
         assert num_bytes == sum(s.plan.grad_between.num_bytes(s.layout.padded, mesh) for s in bucket.segments)
@@ -178,14 +186,14 @@ def test_what_rests(name: str) -> None:
         assert bucket.shard.load().shape == (bucket.layout.num_columns,)
         assert bucket.shard.dtype == torch.float32
         assert (bucket.buffer.full is None) == (name in SHARDED)
-        assert allocated(bucket, 1) == 0, "only once"
+        assert allocated(bucket) == 0, "only once"
     alone = bucket_of(shapes, MeshShape(), name)
     assert isinstance(alone.buffer, InPlaceBuffer)
-    assert (alone.moves, alone.layout.planned.gradients.exact.sums, allocated(alone, 0)) == (False, (), 0)
+    assert (alone.moves, alone.layout.planned.gradients.exact.sums, allocated(alone)) == (False, (), 0)
     encoded = bucket_of(shapes, MeshShape(), name, mixed)
     assert isinstance(encoded.buffer, ResidentBuffer)
     assert (encoded.moves, encoded.layout.planned.gradients.exact.sums) == (False, ())
-    assert allocated(encoded, 0) == encoded.num_bytes
+    assert allocated(encoded) == encoded.num_bytes
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -200,7 +208,7 @@ def test_what_leaves_the_device(name: str) -> None:
     assert alone.moves
     assert alone.layout.planned.gradients.exact.sums == (Copy(Tier.HOST),)
     memory = state_memory()
-    alone.allocate(0, memory)
+    alone.allocate(memory)
     assert memory.ledger.report(CPU).held == {("gradients", "host"): alone.num_bytes}
 
 
@@ -271,9 +279,9 @@ def test_what_the_optimizer_sees(shapes: Shapes, num_ranks: int, name: str) -> N
     """All ranks' buckets, with the sum of their rows brought to the owners by hand."""
     mesh = MeshShape(data=num_ranks)
     shared = shapes[:1] if name == "ddp" else shapes  # what the optimizer sees whole shares no bucket
-    buckets = [bucket_of(shared, mesh, name) for _ in range(num_ranks)]
+    buckets = [bucket_of(shared, mesh, name, rank=rank) for rank in range(num_ranks)]
     sums: list[Tensor] = []
-    wholes = [with_room(bucket, rank) for rank, bucket in enumerate(buckets)]
+    wholes = [with_room(bucket) for bucket in buckets]
     for rank, bucket in enumerate(buckets):
         grads = list(filled(bucket, seed=rank).values())
         sums = [a + b for a, b in zip(sums, grads, strict=True)] if sums else grads
@@ -287,11 +295,11 @@ def test_what_the_optimizer_sees(shapes: Shapes, num_ranks: int, name: str) -> N
             wholes[rank].copy_(total)
     for number, expected in enumerate(sums):
         owned = []
-        for rank, bucket in enumerate(buckets):
+        for bucket in buckets:
             member = bucket.members[number]
             assert bucket.shard is not None
             shard = bucket.shard.load()
-            piece, seen = bucket.owned_of(member, rank, shard), bucket.grad_of(member, rank, shard)
+            piece, seen = bucket.owned_of(member, shard), bucket.grad_of(member, shard)
             owned += [] if piece is None else [piece]
             if name == "ddp":
                 assert seen is not None
@@ -305,7 +313,7 @@ def test_what_the_optimizer_sees(shapes: Shapes, num_ranks: int, name: str) -> N
 def test_a_gradient_in_place_is_autograds_own() -> None:
     bucket = bucket_of([[(3, 4)]], MeshShape(), "zero3")
     grads, (member,) = filled(bucket), bucket.members
-    assert bucket.owned_of(member, 0, None) is bucket.grad_of(member, 0, None) is member.param.grad
+    assert bucket.owned_of(member, None) is bucket.grad_of(member, None) is member.param.grad
     assert member.param.grad is not None
     assert torch.equal(member.param.grad, grads[id(member)])
 

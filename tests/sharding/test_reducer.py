@@ -44,10 +44,10 @@ def brings(reducer: GradientReducer, member: Member, rank: int) -> None:
 
 def reduced(parts: Made, reducer: GradientReducer, member: Member) -> Tensor:
     """This rank's part of the reduced gradient, in its place in zeros ``[numel]``."""
-    bucket, index = reducer.bucket_of(member), parts.collectives.mesh.rank
+    bucket = reducer.bucket_of(member)
     assert bucket is not None
     reducer.drain()
-    return bucket.held_of(member, index, torch.device("cpu"))
+    return bucket.held_of(member, torch.device("cpu"), is_first=True)
 
 
 def mean(member: Member) -> Tensor:
@@ -90,7 +90,7 @@ def test_what_the_optimizer_sees(name: str) -> None:
             bucket = reducer.bucket_of(member)
             assert bucket is not None
             assert bucket.shard is not None
-            seen = bucket.grad_of(member, rank, bucket.shard.load())
+            seen = bucket.grad_of(member, bucket.shard.load())
             if name == "ddp":
                 assert seen is not None
                 assert torch.equal(seen.flatten(), mean(member))

@@ -100,7 +100,6 @@ class Content:
     def __init__(self, runtime: Runtime, updater: Updater) -> None:
         self.runtime = runtime
         self.updater = updater
-        self._index = runtime.part_index
         self._known = dict[int, SegmentContent]()
 
     def aliases(self) -> dict[str, list[str]]:
@@ -173,8 +172,8 @@ class Content:
         dtype = torch.float32 if is_master else segment.dtype
         if not segment.is_first_copy:
             return  # another rank saves the same
-        spans = segment.layout.part(self._index)
-        if self._index == 0:  # what has no elements is in no rank's part
+        spans = segment.layout.part(segment.part_index)
+        if segment.part_index == 0:  # what has no elements is in no rank's part
             spans += tuple(span for span in segment.layout.spans if not span.num_elements)
         beside = self.beside(segment)
         for span in spans:
@@ -250,7 +249,7 @@ class Content:
     def _part(self, segment: Segment, values: Tensor) -> Tensor:
         """This rank's part of what it may hold whole, or several parts of."""
         parts = values.view(-1, segment.layout.part_elements)
-        return parts[self._index % len(parts)]
+        return parts[segment.part_index % len(parts)]
 
 
 def _out_of(values: Tensor, place: slice) -> Callable[[Tensor], Tensor]:

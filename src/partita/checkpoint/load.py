@@ -224,7 +224,7 @@ class Loading:
         if self._wanted.only_model:
             return
         beside = self._content.beside(segment) if segment.is_first_copy else self._content.on_all_ranks(segment)
-        for span, (prefix, kept) in product(segment.layout.part(self._runtime.part_index), beside.items()):
+        for span, (prefix, kept) in product(segment.layout.part(segment.part_index), beside.items()):
             names = [prefix + name for name in members[span.fqn].holding.fqns]
             if (key := next((name for name in names if name in self._stored.tensors), None)) is not None:
                 values = kept[span.offset : span.offset + span.num_elements]

@@ -35,8 +35,8 @@ class AveragePlan(ErrorFeedbackPlan):
     momentum: float
     exact_gathers: Operations
 
-    def make(self, layout: BucketLayout, row: int, memory: StateMemory) -> "AverageSync":
-        return AverageSync(layout, row, self, memory)
+    def make(self, layout: BucketLayout, memory: StateMemory) -> "AverageSync":
+        return AverageSync(layout, self, memory)
 
     def kept(self, gradients: PlannedGradients) -> Iterator[KeptState]:
         yield from super().kept(gradients)
@@ -55,8 +55,8 @@ class AverageSync(ErrorFeedbackSync):
 
     gathers = True
 
-    def __init__(self, layout: BucketLayout, row: int, plan: AveragePlan, memory: StateMemory) -> None:
-        super().__init__(layout, row, plan, memory)
+    def __init__(self, layout: BucketLayout, plan: AveragePlan, memory: StateMemory) -> None:
+        super().__init__(layout, plan, memory)
         planned = layout.planned
         size, copies = planned.mesh.group_size, planned.row.copies
         self._momentum = plan.momentum

@@ -94,7 +94,7 @@ class OuterState:
 
     def __init__(self, segment: Segment, runtime: Runtime) -> None:
         self._segment = segment
-        self._index = runtime.part_index
+        self._index = segment.part_index
         (stored,) = segment.plan.strategies.kept(segment.planned)
         tier = stored.residence.tier
 

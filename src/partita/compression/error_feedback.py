@@ -44,8 +44,8 @@ class ErrorFeedbackPlan(CustomSync):
 
     residual: Residence
 
-    def make(self, layout: BucketLayout, row: int, memory: StateMemory) -> GradientSync:
-        return ErrorFeedbackSync(layout, row, self, memory)
+    def make(self, layout: BucketLayout, memory: StateMemory) -> GradientSync:
+        return ErrorFeedbackSync(layout, self, memory)
 
     def error_sizes(self, gradients: PlannedGradients) -> tuple[int, ...]:
         """Return the elements of the errors of one segment: in each sum over a group, and in the gather of the sums."""
@@ -104,12 +104,12 @@ class ErrorFeedbackSync(GradientSync):
 
     keeps_errors = True
 
-    def __init__(self, layout: BucketLayout, row: int, plan: ErrorFeedbackPlan, memory: StateMemory) -> None:
-        super().__init__(layout, row, plan)
+    def __init__(self, layout: BucketLayout, plan: ErrorFeedbackPlan, memory: StateMemory) -> None:
+        super().__init__(layout, plan)
         self._tier = plan.residual.tier
         self._mesh = layout.planned.mesh
         self._exact_sums = plan.exact_sums(layout.planned.gradients)
-        self._is_first_copy = layout.segments[0].is_first_copy
+        self._is_first_copy = layout.is_saved
         per_segment = [plan.error_sizes(segment.planned.gradients) for segment in layout.segments]
         self._sizes = [sum(sizes) for sizes in zip(*per_segment, strict=True)]
         self.errors = self._kept(memory)

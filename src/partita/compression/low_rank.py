@@ -30,8 +30,8 @@ class LowRankPlan(ErrorFeedbackPlan):
     rank: int
     exact_gathers: Operations
 
-    def make(self, layout: BucketLayout, row: int, memory: StateMemory) -> "LowRankSync":
-        return LowRankSync(layout, row, self, memory)
+    def make(self, layout: BucketLayout, memory: StateMemory) -> "LowRankSync":
+        return LowRankSync(layout, self, memory)
 
     def error_sizes(self, gradients: PlannedGradients) -> tuple[int, ...]:
         return (gradients.layout.padded,)
@@ -48,8 +48,8 @@ class LowRankPlan(ErrorFeedbackPlan):
 class LowRankSync(ErrorFeedbackSync):
     """Every rank decodes the whole sum, so a gather has nothing to send. The factors start anew after a checkpoint."""
 
-    def __init__(self, layout: BucketLayout, row: int, plan: LowRankPlan, memory: StateMemory) -> None:
-        super().__init__(layout, row, plan, memory)
+    def __init__(self, layout: BucketLayout, plan: LowRankPlan, memory: StateMemory) -> None:
+        super().__init__(layout, plan, memory)
         self.factors = Factors(layout, plan.rank)
         self._summed_axes = layout.planned.row.summed_axes
         self._exact_gathers = plan.exact_gathers

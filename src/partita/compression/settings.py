@@ -23,22 +23,24 @@ def keeps_errors(name: str) -> bool:
     return name in HELD_BACK or ":" in name
 
 
-@cache
 def codec_named(name: str) -> Codec | None:
     """Return the codec of a name in a configuration, or of a class at ``module:class``; None: there is none.
 
     Raises:
         ConfigError: there is no such class, or it is no :class:`TorchCodec`.
     """
-    if ":" not in name:
-        return CODECS.get(HELD_BACK.get(name, name))
-    module, _, kind = name.partition(":")
+    return _own_codec(name) if ":" in name else CODECS.get(HELD_BACK.get(name, name))
+
+
+@cache  # one object for all rows: rows that use equal formats are equal
+def _own_codec(place: str) -> TorchCodec:
+    module, _, kind = place.partition(":")
     try:
         found = getattr(import_module(module), kind)()
     except (ImportError, AttributeError, TypeError) as error:
-        raise ConfigError(f"communication.gradients: {name}: {error}; expected module:class of a codec") from error
+        raise ConfigError(f"communication.gradients: {place}: {error}; expected module:class of a codec") from error
     if not isinstance(found, TorchCodec):
-        raise ConfigError(f"communication.gradients: {name} is no partita.kernels.codecs.TorchCodec: subclass it")
+        raise ConfigError(f"communication.gradients: {place} is no partita.kernels.codecs.TorchCodec: subclass it")
     return found
 
 

@@ -72,8 +72,8 @@ class Whole:
         if member is not None and bucket is not None:
             reducer.join()
             reducer.drain()
-            row = self._runtime.part_index if self._is_first_part(member) else None
-            held = bucket.held_of(member, row, self._collectives.mesh.device)
+            is_first = self._is_first_part(member)
+            held = bucket.held_of(member, self._collectives.mesh.device, is_first=is_first)
             flat = self._group.all_reduce(torch.cat([held, held.new_tensor([id(member) in bucket.arrivals.used])]))
             factor = 1.0 if bucket.has_all_copies else bucket.copies.factor
             if flat[-1] > 0:
@@ -82,7 +82,7 @@ class Whole:
             return local
         if not any(self._all_ranks.exchange_objects(local is not None, "engine.gradient")):
             return None
-        counts = bucket is not None and (bucket.segments[0].is_first_copy or not bucket.has_all_copies)
+        counts = bucket is not None and (bucket.layout.is_saved or not bucket.has_all_copies)
         return self._whole(holding, local if counts else None, torch.float32)
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:

@@ -26,14 +26,13 @@ from partita.sharding.unit import Member, Segment
 
 @dataclass(frozen=True)
 class Context:
-    """The objects that all updates share; ``row`` is this rank's index among those that sum gradients."""
+    """The objects that all updates share."""
 
     rule: UpdateRule[FusedOptimizer] | UpdateRule[Optimizer]
     views: Views
     states: OptimizerStates
     executor: Executor
     memory: StateMemory
-    row: int
 
     def device_of(self, tier: Tier) -> torch.device:
         """Return the device that computes with states of a tier."""
@@ -146,7 +145,7 @@ class SegmentUpdate:
 
     def _reduced(self, view: View) -> Tensor:
         assert self._shard is not None
-        grad = self._bucket.grad_of(view.member, self._context.row, self._shard.wait())
+        grad = self._bucket.grad_of(view.member, self._shard.wait())
         assert grad is not None
         return grad
 

@@ -189,7 +189,7 @@ class StepUpdater(Updater):
         for bucket in self._reducer.buckets:
             shard = None if bucket.shard is None else bucket.shard.load()
             for member in bucket.members:
-                grad = bucket.owned_of(member, self._runtime.part_index, shard)
+                grad = bucket.owned_of(member, shard)
                 if grad is not None and not bool(torch.isfinite(grad).all()):
                     return number
                 number += 1

@@ -85,8 +85,7 @@ class Updater(ABC):
         self.views.attach(optimizer)
         self._take_back_overrides = carry_overrides(optimizer, self.views)
         self.states = OptimizerStates(optimizer, self.views, runtime.memory)
-        executor, row = runtime.executor, runtime.part_index
-        context = Context(rule_for(optimizer), self.views, self.states, executor, runtime.memory, row)
+        context = Context(rule_for(optimizer), self.views, self.states, runtime.executor, runtime.memory)
         self._updates = Updates(runtime, context, counted)
         self._consensus = Consensus(runtime, scale)
         self._counted = counted

@@ -27,14 +27,19 @@ class Piece:
 class BucketLayout:
     """``[num_rows, num_columns]``: a row for each rank that will own its sum, with its part of each segment.
 
-    Attributes: ``planned``: the bucket on paper; ``pieces`` of each member, by its id; ``gaps``: (row, first column,
-    end) of what is padding.
+    Attributes: ``planned``: the bucket on paper; ``row``: this rank's; ``pieces`` of each member, by its id; ``gaps``:
+    (row, first column, end) of what is padding; ``is_saved`` and ``is_measured``: of the ranks that have the same row,
+    this one saves it, and counts it in the norm.
     """
 
     def __init__(self, segments: Sequence[Segment], members: Sequence[Member]) -> None:
         self.segments = segments
         self.members = members
         self.planned = PlannedBucket(tuple(segment.planned for segment in segments))
+        first = segments[0]  # segments of a bucket are cut alike
+        self.row = first.part_index
+        self.is_saved = first.is_first_copy
+        self.is_measured = first.is_first_of_replica
         self.num_rows = self.planned.num_parts
         self.num_columns = 0
         first_column = dict[int, int]()

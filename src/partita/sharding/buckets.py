@@ -104,7 +104,7 @@ class Bucket:
     @property
     def is_measured(self) -> bool:
         """True if this rank's shard counts in the norm."""
-        return self.layout.segments[0].is_first_of_replica
+        return self.layout.is_measured
 
     # ------------------------------------------------------------------------ now
 
@@ -135,11 +135,11 @@ class Bucket:
 
     # ---------------------------------------------------------------- collecting
 
-    def allocate(self, row: int, memory: StateMemory) -> None:
-        """Have memory for the gradients, and the states of their sync, that rest here. ``row`` is this rank's."""
+    def allocate(self, memory: StateMemory) -> None:
+        """Allocate the gradients that are stored here, and the states of their sync."""
         if not self.syncs:
-            self.syncs = make_syncs(self.layout, row, memory)
-        self.buffer.allocate(row, memory)
+            self.syncs = make_syncs(self.layout, memory)
+        self.buffer.allocate(memory)
 
     def note(self, member: Member, *, in_wave: bool) -> None:
         """A member's gradient has come; ``in_wave``: to be reduced with this backward's."""
@@ -287,30 +287,30 @@ class Bucket:
         """
         if self.layout.num_rows > 1:
             return list(shard.split([segment.layout.part_elements for segment in self.layout.segments]))
-        owned = (self.owned_of(member, 0, shard) for member in self.layout.members if id(member) in used)
+        owned = (self.owned_of(member, shard) for member in self.layout.members if id(member) in used)
         return [part for part in owned if part is not None]
 
-    def owned_of(self, member: Member, row: int, shard: Tensor | None) -> Tensor | None:
+    def owned_of(self, member: Member, shard: Tensor | None) -> Tensor | None:
         """This rank's piece of a member's reduced gradient; None where it owns nothing of it.
 
         ``shard``: the values of :attr:`shard`, where there is one.
         """
         if shard is None:
             return member.param.grad
-        return next((piece.of(shard) for piece in self.layout.pieces[id(member)] if piece.row == row), None)
+        return next((piece.of(shard) for piece in self.layout.pieces[id(member)] if piece.row == self.layout.row), None)
 
-    def grad_of(self, member: Member, row: int, shard: Tensor | None) -> Tensor | None:
+    def grad_of(self, member: Member, shard: Tensor | None) -> Tensor | None:
         """The gradient the optimizer sees: this rank's piece, or all of it where gradients end up whole."""
         sees_whole = self.layout.planned.mesh.group_size(self.plan.grad_step.shard_axes) == 1
         if shard is None or not sees_whole:
-            return self.owned_of(member, row, shard)
+            return self.owned_of(member, shard)
         full, offset = self.buffer.full, member.span.offset
         whole = shard if full is None else full.view(-1)
         return member.shaped(whole[offset : offset + member.span.num_elements])
 
-    def held_of(self, member: Member, row: int | None, device: torch.device) -> Tensor:
-        """What this rank holds of a member's mean gradient, ``[numel]`` in fp32: its ``row`` of the sums so far (None:
-        another rank has the same), and what came since. The ranks' add up to the gradient.
+    def held_of(self, member: Member, device: torch.device, *, is_first: bool) -> Tensor:
+        """Return this rank's term of a member's mean gradient, ``[numel]`` in fp32: its row of the sums so far, if it
+        ``is_first`` of the ranks that have the same, and what came since. The ranks' terms add up to the gradient.
         """
         values = torch.zeros(member.span.num_elements, dtype=torch.float32, device=device)
         is_reduced, full = self._state is BucketState.REDUCED, self.buffer.full
@@ -318,7 +318,7 @@ class Bucket:
         if sums is None and is_reduced and self.plan.gradients_rest and self.shard is not None:
             sums = self.shard.load().to(device)
         for piece in self.layout.pieces[id(member)]:
-            if piece.row == row and sums is not None:
+            if is_first and piece.row == self.layout.row and sums is not None:
                 values[piece.start : piece.stop] += piece.of(sums)
             if self.arrivals.has_collected(member) and full is not None:
                 values[piece.start : piece.stop] += piece.of(full[piece.row])

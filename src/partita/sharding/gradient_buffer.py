@@ -39,8 +39,8 @@ class GradientBuffer:
         self._row = layout.planned.row
         self._dtype = dtype_of(self._row.grad_step.encoding)
 
-    def allocate(self, row: int, memory: StateMemory) -> None:
-        """Take the memory that stays, once. ``row`` is this rank's."""
+    def allocate(self, memory: StateMemory) -> None:
+        """Take the memory that stays, once."""
 
     def note(self, member: Member) -> None:
         """A member's gradient is in its ``.grad``."""
@@ -108,12 +108,12 @@ class ResidentBuffer(GradientBuffer):
 
     keeps_full = True
 
-    def allocate(self, row: int, memory: StateMemory) -> None:
+    def allocate(self, memory: StateMemory) -> None:
         if self.shard is None:
             tier = self._row.grad_between.tier
             room = memory.keep("gradients", self._layout.num_elements, self._dtype, tier)
             self.full = room.lend().tensor.view(self._layout.num_rows, -1)
-            self.shard = InMemory(self.full[row], tier)
+            self.shard = InMemory(self.full[self._layout.row], tier)
 
     def reopen(self, reduced: Event) -> None:
         assert self.shard is not None
@@ -135,7 +135,7 @@ class PooledBuffer(GradientBuffer):
 
     _slot: Slot | None = None
 
-    def allocate(self, row: int, memory: StateMemory) -> None:
+    def allocate(self, memory: StateMemory) -> None:
         if self.shard is None and self._row.gradients_rest:
             tier = self._row.grad_between.tier
             self.shard = memory.keep("gradients", self._layout.num_columns, self._dtype, tier)

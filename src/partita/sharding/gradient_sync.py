@@ -30,16 +30,13 @@ class GradientSync:
     """Sums a bucket over its ranks, by the operations of its plan.
 
     This class keeps nothing between steps. Subclasses do: they override what follows :meth:`gather`.
-
-    Args:
-        row: this rank's row of the bucket.
     """
 
     keeps_errors = False  # True if sums are scaled where they lie, and the bucket's padding has to be cleared
 
-    def __init__(self, layout: BucketLayout, row: int, plan: SyncPlan) -> None:
+    def __init__(self, layout: BucketLayout, plan: SyncPlan) -> None:
         self.layout = layout
-        self.row = row
+        self.row = layout.row
         self._sum_operations = plan.sums
         self._gather_operations = plan.gathers
         self._sums_in_turn = sum(isinstance(op, ReduceScatter) for op in plan.sums) > 1
@@ -111,13 +108,13 @@ class CustomSync(SyncPlan, ABC):
     """A plan that brings a :class:`GradientSync` of its own."""
 
     @abstractmethod
-    def make(self, layout: BucketLayout, row: int, memory: StateMemory) -> GradientSync:
-        """Return the live object, with its states. ``row``: this rank's row of the bucket."""
+    def make(self, layout: BucketLayout, memory: StateMemory) -> GradientSync:
+        """Return the live object, with its states."""
 
 
-def make_syncs(layout: BucketLayout, row: int, memory: StateMemory) -> list[GradientSync]:
+def make_syncs(layout: BucketLayout, memory: StateMemory) -> list[GradientSync]:
     """Return the sync of the warm-up, if there is one, and that of all later steps."""
     return [
-        plan.make(layout, row, memory) if isinstance(plan, CustomSync) else GradientSync(layout, row, plan)
+        plan.make(layout, memory) if isinstance(plan, CustomSync) else GradientSync(layout, plan)
         for plan in layout.planned.gradients.syncs
     ]

@@ -53,8 +53,7 @@ class Runtime:
     """Everything between the user's modules and the optimizer.
 
     Attributes: ``row``: the row of the table for parameters that are like most; ``gradient_group``: the ranks whose
-    gradients are summed up, which hold the same parameters; ``part_index``: which part of each segment is this rank's;
-    ``spans_nodes``: the ranks are on several nodes.
+    gradients are summed up, which hold the same parameters; ``spans_nodes``: the ranks are on several nodes.
 
     Args:
         blueprint: of this model.
@@ -78,7 +77,6 @@ class Runtime:
         ledger, mesh, config = memory.ledger, collectives.mesh, blueprint.config
         self.row = row_of(blueprint.resolved)
         self.gradient_group = collectives.group(self.row.summed_axes)
-        self.part_index = mesh.index(self.row.part_axes)
         self.spans_nodes = blueprint.resolved.spans_nodes
         kept = find_full_precision(model, blueprint.resolved)
         self.units = make_units(model, blueprint.units, mesh.rank, by_kernels=by_kernels)
@@ -206,7 +204,7 @@ class Runtime:
         buckets = make_buckets(blueprint.buckets, self.units, self._accumulate, self.memory.ledger)
         with together(self.collectives.all_ranks, self.give_back):
             for bucket in buckets:
-                bucket.allocate(self.part_index, self.memory)
+                bucket.allocate(self.memory)
         return buckets
 
     # ------------------------------------------------------------------- forward
@@ -254,7 +252,7 @@ class Runtime:
             segment.trains = True
             members = [m for unit in self.units for m in unit.members if m.segment is segment]
             bucket = Bucket(BucketLayout([segment], members), self._accumulate, self.memory.ledger)
-            bucket.allocate(self.part_index, self.memory)
+            bucket.allocate(self.memory)
             self.reducer.add(bucket)
         self._hooks.append(LastHook(member.param, _announce(member, self.reducer)))
         member.hooked = True

@@ -160,6 +160,7 @@ class Segment:
         self.plan = planned.row
         self.mesh = planned.mesh
         self._rank = rank
+        self.part_index = planned.mesh.group_index(rank, planned.row.part_axes)  # of the layout's parts, this rank's
         self.full: Tensor
         self.rest: Kept
         self.master: MasterWeights | None = None

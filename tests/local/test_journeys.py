@@ -20,14 +20,10 @@ SOURCE = Path(partita.__file__).parent
 ARCHITECTURE = Path(__file__).parents[2] / "ARCHITECTURE.md"
 WIDTH, NUM_BLOCKS, TRACED_STEP = 64, 4, 2
 BASE = {"communication": {"within_node": "network"}, "batch": {"accumulate": 1}}
-# What every path uses, and what has no path of its own: plans, clocks and devices.
+# What every path uses, and what has no path of its own: plans, clocks and devices, and who watches a rank that waits.
 EVERYWHERE = (
-    "plan/",
-    "memory/streams.py",
-    "memory/tiers.py",
-    "memory/timeline.py",
-    "memory/accelerator.py",
-    "errors.py",
+    *("plan/", "errors.py", *(f"memory/{name}.py" for name in ("streams", "tiers", "timeline", "accelerator"))),
+    *(f"comm/{name}.py" for name in ("watchdog", "stall", "blocked")),
 )
 
 

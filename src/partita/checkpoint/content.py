@@ -1,4 +1,4 @@
-"""What of an engine's states this rank saves, in global coordinates.
+"""The states of an engine that this rank saves, in global coordinates.
 
 Each rank saves the elements that it updates (of parameters that do not train, and of states that every rank holds
 whole, an equal part), whatever stage or tier they rest in: master weights, and whatever the optimizer keeps.
@@ -116,7 +116,7 @@ class Content:
 
     @collector_paused()
     def segments(self) -> list[SegmentContent]:
-        """What this rank saves: of each segment, what it did last time, where nothing has changed."""
+        """Return what this rank saves, segment by segment; unchanged segments are not listed anew."""
         return [self._content_of(unit, segment) for unit in self.runtime.units for segment in unit.segments]
 
     def batches(self, contents: Sequence[SegmentContent]) -> Iterator[list[Tensor]]:
@@ -149,18 +149,18 @@ class Content:
         return known
 
     def beside(self, segment: Segment) -> dict[str, Tensor]:
-        """What a run goes on from beside weights and the optimizer's states, by what its keys begin with: this rank's
-        part of the segment, in memory.
+        """Return the states that are saved beside weights and the optimizer's states, by the prefix of their keys: this
+        rank's part of the segment, in memory.
         """
         errors = self.runtime.reducer.sync_states.saved(segment)
         return ({} if errors is None else {FEEDBACK: errors}) | self.on_all_ranks(segment)
 
     def on_all_ranks(self, segment: Segment) -> dict[str, Tensor]:
-        """What of :meth:`beside` all ranks have that have the same part."""
+        """Return what of :meth:`beside` is the same on all ranks that have the same part: listeners' states."""
         return {key: values for each in self.updater.listeners for key, values in each.saved(segment).items()}
 
     def _views(self, content: SegmentContent, states: Sequence[Tensor]) -> list[Tensor] | None:
-        """Views of what is saved; None where some of it has to be copied to lie as it is saved."""
+        """Return views of what is saved; None if some of it must be copied into the saved order."""
         with self._lent(content.segment) as weights:
             found = [piece.of(weights) for piece in content.pieces]
             places = {tensor.untyped_storage().data_ptr() for tensor in (weights, *states)}
@@ -185,7 +185,7 @@ class Content:
             yield from self._states_of(members[span.fqn], span)
 
     def _states_of(self, member: Member, span: Span) -> Iterator[_Piece | Value]:
-        """Of the optimizer's states of one parameter. On disk they are in the optimizer only while they are lent."""
+        """Yield the optimizer's states of one parameter. Those on disk are there only while they are lent."""
         view = self.updater.views.of(member.param)
         if view is None or not view.num_elements:
             return
@@ -247,7 +247,7 @@ class Content:
                 master.end(changed=False)
 
     def _part(self, segment: Segment, values: Tensor) -> Tensor:
-        """This rank's part of what it may hold whole, or several parts of."""
+        """Return this rank's part of values of which it may hold several parts."""
         parts = values.view(-1, segment.layout.part_elements)
         return parts[segment.part_index % len(parts)]
 

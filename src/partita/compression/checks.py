@@ -17,18 +17,18 @@ from partita.config.schema import Config
 
 def contradictions(config: Config, compute: str) -> Iterator[Contradiction]:
     """Return one contradiction for each rule that is broken."""
-    yield from _apart(config)
-    yield from _feedback(config)
-    yield from _changes(config, compute)
+    yield from _diloco(config)
+    yield from _error_feedback(config)
+    yield from _deltas(config, compute)
 
 
-def _feedback(config: Config) -> Iterator[Contradiction]:
+def _error_feedback(config: Config) -> Iterator[Contradiction]:
     """Rules of codecs with error feedback."""
     codec, offload = gradient_codec(config), config.zero.offload
     yield from _warm_up(config)
     if not keeps_errors(codec) and codec != LOW_RANK:
         return
-    yield from _factors(config)
+    yield from _low_rank(config)
     if config.precision.gradients == "in_backward":
         yield (
             ("communication.gradients", "precision.gradients"),
@@ -53,7 +53,7 @@ def _feedback(config: Config) -> Iterator[Contradiction]:
         )
 
 
-def _apart(config: Config) -> Iterator[Contradiction]:
+def _diloco(config: Config) -> Iterator[Contradiction]:
     """Rules of replicas that train separately (DiLoCo)."""
     asked, default = config.communication, Config().communication
     if asked.every is None:
@@ -93,7 +93,7 @@ def _apart(config: Config) -> Iterator[Contradiction]:
         )
 
 
-def _factors(config: Config) -> Iterator[Contradiction]:
+def _low_rank(config: Config) -> Iterator[Contradiction]:
     """Rules of low-rank gradients (PowerSGD)."""
     if config.communication.gradients != LOW_RANK:
         return
@@ -160,7 +160,7 @@ def _warm_up(config: Config) -> Iterator[Contradiction]:
         )
 
 
-def _changes(config: Config, compute: str) -> Iterator[Contradiction]:
+def _deltas(config: Config, compute: str) -> Iterator[Contradiction]:
     """Rules of quantized parameters and parameter deltas."""
     codec, zero = config.communication.parameters, config.zero
     if not stores_deltas(config):
@@ -176,7 +176,7 @@ def _changes(config: Config, compute: str) -> Iterator[Contradiction]:
             )
         return
     if zero.stage == 3:
-        yield from _changes_between_nodes(config)
+        yield from _deltas_between_nodes(config)
     if config.precision.master == "split" and compute == "bf16":
         yield (
             ("communication.parameters", "precision.master"),
@@ -191,7 +191,7 @@ def _changes(config: Config, compute: str) -> Iterator[Contradiction]:
         )
 
 
-def _changes_between_nodes(config: Config) -> Iterator[Contradiction]:
+def _deltas_between_nodes(config: Config) -> Iterator[Contradiction]:
     """Rules of parameter deltas between nodes, each of which stores all parameters."""
     asked = config.communication
     if sends_averages(config):

@@ -1,11 +1,10 @@
 """Parameter deltas: ranks tell each other how far updated values are from what all have stored, in codes.
 
 Every rank has the same stored values, so what the codes of one delta lose is part of the next one: the error feedback
-needs no memory. Source: Wang et al., "ZeRO++", 2023, section 3.1, for parameters; deltas as in Tang et al.,
-"DoubleSqueeze", 2019.
+needs no memory of its own.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -29,7 +28,7 @@ from partita.sharding.unit import Segment
 class DeltaPlan(RunnablePublish):
     """Publishes codes of the deltas."""
 
-    codec: Codec | None = None
+    codec: Codec = field(kw_only=True)
 
     @classmethod
     def of(cls, segment: PlannedSegment, codec: Codec) -> "DeltaPlan":
@@ -39,7 +38,6 @@ class DeltaPlan(RunnablePublish):
 
     def scratch_bytes(self, segment: PlannedSegment) -> int:
         """Return the bytes of the codes of all parts, with room for one rank's values in fp32."""
-        assert self.codec is not None
         own, stored = (
             residence.num_elements(segment.layout.padded, segment.mesh)
             for residence in (segment.row.master, segment.row.param_rest)
@@ -47,7 +45,6 @@ class DeltaPlan(RunnablePublish):
         return self.codec.num_bytes(stored) + FP32.num_bytes(own)
 
     def run(self, segment: Segment, master: Tensor, call: PublishCall) -> None:
-        assert self.codec is not None
         assert call.scratch is not None
         gather = next(op for op in self.operations if isinstance(op, AllGather))
         lease = segment.rest.lend()

@@ -20,7 +20,7 @@ from partita.comm.group import Group
 from partita.compression.error_feedback import with_errors
 from partita.compression.quantized import Quantized
 from partita.config.schema import Communication
-from partita.optim.extension import Comes, UpdateListener
+from partita.optim.extension import ComingUpdate, UpdateListener
 from partita.optim.views import View, Views
 from partita.plan.formats import Format
 from partita.plan.planned import PlannedSegment
@@ -179,7 +179,7 @@ class OuterOptimizer(UpdateListener):
 
     # ---------------------------------------------------------------------- rounds
 
-    def before_update(self, coming: Comes) -> None:
+    def before_update(self, coming: ComingUpdate) -> None:
         """Keep the weights that a round begins with."""
         if not self.differs_between_replicas:
             for segment in self._segments():

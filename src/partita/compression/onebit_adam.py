@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from partita.compression.average import AverageSync
 from partita.kernels.chunks import in_chunks
-from partita.optim.extension import Comes, UpdateListener
+from partita.optim.extension import ComingUpdate, UpdateListener
 from partita.optim.traits import runs_on_slices
 from partita.optim.views import Views
 from partita.sharding.reducer import GradientReducer
@@ -103,7 +103,7 @@ class AfterWarmup(UpdateListener):
         self._views = views
         self._with_moments = set[str]()  # names of parameters that were looked at after the warm-up
 
-    def before_update(self, coming: Comes) -> None:
+    def before_update(self, coming: ComingUpdate) -> None:
         later = [bucket.syncs[-1] for bucket in self._reducer.buckets]
         has_averages = any(isinstance(sync, AverageSync) for sync in later)
         if not coming.is_warming_up:
@@ -111,7 +111,7 @@ class AfterWarmup(UpdateListener):
         self._optimizer.is_warming_up = coming.is_warming_up
         self._optimizer.takes_averages = has_averages and not coming.is_warming_up
 
-    def _warn_of_untrained(self, coming: Comes) -> None:
+    def _warn_of_untrained(self, coming: ComingUpdate) -> None:
         """Name parameters without a second moment (they had no update in the warm-up): they do not train."""
         for member in (member for bucket in self._reducer.buckets for member in bucket.members):
             view = self._views.of(member.param)

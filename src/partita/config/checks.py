@@ -97,7 +97,7 @@ def _states(config: Config, compute: str) -> Iterator[Contradiction]:
 
 
 def _in_backward(config: Config, compute: str, accumulates: bool) -> Iterator[Contradiction]:
-    """Of updates in backward."""
+    """Rules of updates in backward."""
     zero, precision = config.zero, config.precision
     if precision.gradients != "in_backward":
         return

@@ -16,7 +16,7 @@ from partita.sharding.unit import Segment
 
 
 @dataclass(frozen=True)
-class Comes:
+class ComingUpdate:
     """An update that comes: the ``step``, the ids of the members that got a gradient, and the phase it belongs to."""
 
     step: int
@@ -29,7 +29,7 @@ class UpdateListener:
 
     reads_weights = False  # True if after_update needs the updated weights: no update may be under way then
 
-    def before_update(self, coming: Comes) -> None:
+    def before_update(self, coming: ComingUpdate) -> None:
         """Gradients are measured and finite; nothing was changed yet."""
 
     def after_update(self, step: int, *, is_warming_up: bool) -> None:

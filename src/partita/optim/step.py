@@ -14,7 +14,7 @@ from torch import Tensor
 
 from partita.errors import PartitaError
 from partita.memory.streams import Event
-from partita.optim.extension import Comes
+from partita.optim.extension import ComingUpdate
 from partita.optim.updater import StepResult, Updater, factor_of
 from partita.plan.residence import Tier
 from partita.sharding.buckets import Bucket
@@ -84,7 +84,7 @@ class StepUpdater(Updater):
             self._skip(measured.scale)
             return result
         for listener in self._listeners:
-            listener.before_update(Comes(self.steps, measured.used, is_warming_up))
+            listener.before_update(ComingUpdate(self.steps, measured.used, is_warming_up))
         self._run(measured.used, factor_of(norm, measured.scale, max_norm))
         if is_warming_up and not self.is_warming_up:
             self.loaded()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import partita
 from benchmarks._zoo_plain import PLAIN, Case
-from partita.sharding.nested import map_tensors, tensors_in
+from partita.sharding.pytree import map_tensors, tensors_in
 
 # How much farther from fp32 than autocast's gradients ours may be, in 1 - cosine.
 FACTOR, SLACK = 1.5, 1e-6

@@ -38,7 +38,7 @@ MAX_ATTRIBUTES, MAX_PROPERTIES = 20, 15
 
 COLLECTIVES = ("comm/transport.py",)
 ENVIRONMENT = ("config/launchers.py", "cli/launch*.py")
-STAGE = ("config/*.py", "compression/checks.py", "compression/settings.py", "plan/state_plan.py")
+STAGE = ("config/*.py", "compression/settings.py", "compression/settings.py", "plan/state_plan.py")
 ACCELERATOR = ("memory/accelerator.py",)
 
 COLLECTIVE_NAME = re.compile(

@@ -27,7 +27,7 @@ from benchmarks.gpu._attempt import batch
 from benchmarks.gpu._common import SIZES, SMALL, chosen, device_here, num_params, parser, place
 from benchmarks.gpu._modes import MODES, PARTITA, Setting, partita_engine
 from partita.memory import streams
-from partita.optim.snapshot import Snapshot
+from partita.optim.optimizer import Snapshot
 
 DEFAULT = ["optimizer on host", "everything on host", "lean, everything on host"]
 CLOCK = "benchmark clock"

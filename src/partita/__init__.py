@@ -6,8 +6,8 @@ from partita.config.schema import Config
 from partita.engine.engine import Engine
 from partita.engine.start import initialize
 from partita.errors import ConfigError, PartitaError
+from partita.optim.step import StepResult
 from partita.optim.traits import elementwise
-from partita.optim.updater import StepResult
 
 if find_spec("partita.forecast") is not None:  # prediction is optional
     from partita.forecast.plan import plan

@@ -15,8 +15,7 @@ from partita.checkpoint.content import Content
 from partita.checkpoint.load import Loading, Wanted
 from partita.memory.ledger import Ledger
 from partita.memory.tiers import StateMemory
-from partita.optim.states import OptimizerStates
-from partita.optim.views import Views
+from partita.optim.states import OptimizerStates, Views
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.place import Place, even
 from partita.plan.planned import PlannedSegment
@@ -25,8 +24,9 @@ from partita.plan.share import Share
 from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import Encodings, Tiers, preset
 from partita.planner.parameters import Holding
-from partita.sharding.sync_states import SyncStates
-from partita.sharding.unit import Member, Segment
+from partita.sharding.buckets import SyncStates
+from partita.sharding.parameter import Member
+from partita.sharding.segment import Segment
 
 CPU = torch.device("cpu")
 STATES = ("exp_avg", "exp_avg_sq")
@@ -96,7 +96,7 @@ def rank_of(number: int, mesh: MeshShape, cut: Cut, values: Mapping[str, Tensor]
     runtime.runs_all = True
     runtime.members = lambda: [(unit, member) for member in members]
     runtime.reducer = SimpleNamespace(sync_states=SyncStates([], None))
-    runtime.executor = SimpleNamespace(deliver=lambda *_, **__: None)  # nothing looks at what rests
+    runtime.publisher = SimpleNamespace(deliver=lambda *_, **__: None)  # nothing looks at what rests
     updater: Any = SimpleNamespace(views=views, optimizer=optimizer, states=OptimizerStates(optimizer, views, memory))
     updater.listeners = ()
     updater.wait_for_updates = updater.take_written = lambda: None

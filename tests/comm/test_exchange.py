@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from partita.comm.exchange import Exchange, Receive
+from partita.comm.transport import Exchange, Receive
 
 
 class Sender:

@@ -12,7 +12,7 @@ from partita.plan.planned_bucket import PlannedBucket
 from partita.plan.planned_gradients import PlannedGradients
 from partita.plan.state_plan import StatePlan
 from partita.plan.strategies import Message, Strategies, SyncPlan
-from partita.sharding.bucket_layout import BucketLayout
+from partita.sharding.gradient_buffer import BucketLayout
 from partita.sharding.gradient_sync import CustomSync, GradientSync, SyncCall
 
 

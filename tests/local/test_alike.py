@@ -55,10 +55,10 @@ def alike(name: str) -> int:
             check = engine._parts.alike
             compare = check.compare
 
-            def counted() -> None:
+            def counted(at_step: int) -> None:
                 nonlocal compared
                 compared += 1
-                compare()
+                compare(at_step)
 
             check.compare = counted  # type: ignore[method-assign]
             for number in range(5):

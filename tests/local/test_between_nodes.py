@@ -8,7 +8,7 @@ import torch._dynamo
 from torch import Tensor, nn
 
 import partita
-from partita.sharding.resting import is_resting
+from partita.sharding.placeholder import is_resting
 from partita.sharding.unit import UnitState
 from tests import seeds
 from tests.local import pool

@@ -25,7 +25,7 @@ import partita
 from partita import PartitaError
 from partita.inspection import whole
 from partita.memory.allocate import Mapping
-from partita.sharding import resting
+from partita.sharding import placeholder
 from tests import seeds
 from tests.local import pool
 from tests.local.models import CASES
@@ -90,7 +90,7 @@ def freed(config: Config[str, Any], close: bool) -> None:
         engine,
         model,
         runtime,
-        runtime.executor._pool,
+        runtime._pool,
         runtime.residency,
         runtime.reducer,
         engine.optimizer,
@@ -106,7 +106,7 @@ def freed(config: Config[str, Any], close: bool) -> None:
     still = _left(lambda: [type(found).__name__ for ref in seen if (found := ref()) is not None])
     assert not still, still
     assert not _left(_mappings)
-    assert not len(resting._claims)
+    assert not len(placeholder._claims)
     mesh.close()
     assert "partita watchdog" not in _threads()
     del mesh
@@ -371,7 +371,7 @@ def failed_start(config: Config[str, Any], others: Config[str, Any]) -> None:
     for name, wrong in others.items():
         with pytest.raises(PartitaError, match=name):
             partita.initialize(model, **{"config": config, **wrong})
-    assert not len(resting._claims)
+    assert not len(placeholder._claims)
     got = trained(model.repaired(), config)
     assert all(torch.equal(got[name], value) for name, value in expected.items())
 

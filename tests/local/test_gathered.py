@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import partita
 from partita import PartitaError
-from partita.sharding.resting import is_resting
+from partita.sharding.placeholder import is_resting
 from tests import seeds
 from tests.local import pool
 from tests.local.training import PLANS, WIDTH, Stack, assert_idle, inputs, rank, square_loss, whole_weights

@@ -20,9 +20,10 @@ SOURCE = Path(partita.__file__).parent
 ARCHITECTURE = Path(__file__).parents[2] / "ARCHITECTURE.md"
 WIDTH, NUM_BLOCKS, TRACED_STEP = 64, 4, 2
 BASE = {"communication": {"within_node": "network"}, "batch": {"accumulate": 1}}
-# What every path uses, and what has no path of its own: plans, clocks and devices, and who watches a rank that waits.
+# What every path uses, and what has no path of its own: plans, clocks and devices, who watches a rank that waits, and the
+# learning rate.
 EVERYWHERE = (
-    *("plan/", "errors.py", *(f"memory/{name}.py" for name in ("streams", "tiers", "timeline", "accelerator"))),
+    *("plan/", "errors.py", "optim/schedule.py", *(f"memory/{name}.py" for name in ("streams", "tiers", "timeline", "accelerator"))),
     *(f"comm/{name}.py" for name in ("watchdog", "stall", "blocked")),
 )
 
@@ -114,6 +115,7 @@ def of_folders(files: list[str], *folders: str) -> list[str]:
     return [name.removesuffix(".py") for name in files if name.startswith(folders)]
 
 
+UPDATE = ("optim/", "sharding/publish", "sharding/interpreter")
 SHARED = ("sharding/", "comm/", "memory/buffer_pool")
 INT4 = {"zero": {"stage": 2}, "communication": {"gradients": "int4", "within_node": "network"}}
 HOST = {"stage": 2, "offload": {"optimizer": "host"}}
@@ -121,9 +123,9 @@ HOST = {"stage": 2, "offload": {"optimizer": "host"}}
 JOURNEYS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "An unshard": ({"zero": {"stage": 3, "prefetch_bytes": 0}}, "unshard", SHARED),
     "A gradient to its sum": ({"zero": {"stage": 2}}, "backward", SHARED),
-    "A sum to the updated weight": ({"zero": {"stage": 2}}, "update", ("optim/",)),
+    "A sum to the updated weight": ({"zero": {"stage": 2}}, "update", UPDATE),
     "An int4 gradient": (INT4, "backward", ("compression/", "kernels/codec")),
-    "An update off the device": ({"zero": HOST}, "update", ("optim/",)),
+    "An update off the device": ({"zero": HOST}, "update", (*UPDATE, "sharding/unit")),
     "A micro-batch in a pipeline": ({"parallel": {"pipeline": 2}}, "batch", ("parallel/pipeline/", "engine/")),
 }
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 import partita
-from partita.compression.factors import Matrix
-from partita.compression.low_rank import LowRankSync
+from partita.compression.low_rank import LowRankSync, Matrix
 from partita.config.resolve import resolve
 from partita.kernels.low_rank import left_factor, orthogonal, product, right_factor
 from tests.local import pool

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import partita
 from partita import PartitaError
-from partita.optim import loss_scale
+from partita.optim.consensus import SMALLEST
 from tests import seeds
 from tests.local import pool
 from tests.local.training import (
@@ -211,7 +211,7 @@ def scale_ends() -> str:
     """A gradient that is never finite ends in an error that names it."""
     with partita.initialize(Explosive(), {"precision": {"compute": "fp16"}}) as engine, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        engine._parts.updater.scale.value = loss_scale.SMALLEST * 2
+        engine._parts.updater.scale.value = SMALLEST * 2
         explode(engine, 0, 0)
         with pytest.raises(PartitaError) as raised:
             explode(engine, 1, 0)

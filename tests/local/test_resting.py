@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import partita
 from partita import PartitaError
 from partita.memory import buffer_pool
-from partita.sharding.resting import Resting, is_resting
+from partita.sharding.placeholder import Resting, is_resting
 from tests import seeds
 from tests.local import pool
 from tests.local.training import PLANS, WIDTH, Recipe, Stack, check, inputs, quiet, rank, same, square_loss, train

@@ -238,7 +238,7 @@ def assert_idle(engine: partita.Engine) -> None:
     ]
     assert not open_units, f"open: {open_units}"
     held = engine.memory_report().held
-    assert _free_bytes(engine._parts.runtime.executor._pool) == held.get(("buffer_pool", "device"), 0)
+    assert _free_bytes(engine._parts.runtime._pool) == held.get(("buffer_pool", "device"), 0)
     pools = tuple(reducer.pools)
     assert sum(map(_free_bytes, pools)) == sum(held.get(("buckets", tier), 0) for tier in ("device", "host"))
     assert all((bucket.buffer.full is None) == bucket.passes for bucket in reducer.buckets if bucket.buffer.collects)

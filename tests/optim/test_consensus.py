@@ -11,8 +11,7 @@ import torch
 from partita.comm.collectives import Collectives
 from partita.config.schema import Precision
 from partita.errors import PartitaError
-from partita.optim.consensus import NO_SCALE, Agreed, Consensus, Culprit
-from partita.optim.loss_scale import LossScale
+from partita.optim.consensus import NO_SCALE, Agreed, Consensus, Culprit, LossScale
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.share import NO_COPIES
 from tests.fakes import on_ranks
@@ -58,7 +57,7 @@ def agreed(ranks: Sequence[dict[str, Any]], ask: Callable[[Consensus], T], loss_
             gradient_group=group,
             collectives=collectives,
             row=ROW,
-            executor=SimpleNamespace(device=torch.device("cpu")),
+            device=torch.device("cpu"),
             buffers=SimpleNamespace(has_news=lambda: False),
             arguments=SimpleNamespace(describe=lambda: "it"),
             **ranks[group.index],

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from partita.errors import PartitaError
-from partita.optim.snapshot import Snapshot
+from partita.optim.optimizer import Snapshot
 
 
 class Counting(Optimizer):

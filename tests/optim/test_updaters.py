@@ -12,14 +12,15 @@ from torch.optim import SGD
 from partita.comm.collectives import Collectives
 from partita.config.schema import Precision
 from partita.errors import PartitaError
-from partita.optim.loss_scale import LossScale
+from partita.optim.consensus import LossScale
 from partita.optim.step import StepUpdater
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import Tier
 from partita.plan.state_plan import PRESETS, Tiers
-from partita.sharding.resting import Resting
-from partita.sharding.unit import Member, UnitState
-from partita.sharding.written import Written
+from partita.sharding.parameter import Member
+from partita.sharding.placeholder import Resting
+from partita.sharding.structure import Written
+from partita.sharding.unit import UnitState
 from tests.fakes import on_ranks
 from tests.sharding.made import Made, blocks, made
 
@@ -58,7 +59,8 @@ def on_two(
             model=nn.Module(),
             row=parts.units[0].planned.row,
             units=parts.units,
-            executor=parts.executor,
+            publisher=parts.publisher,
+            device=collectives.mesh.device,
             residency=parts.residency,
             memory=parts.memory,
             reducer=reducer,
@@ -112,7 +114,7 @@ def whole(parts: Made, member: Member) -> Tensor:
     """A parameter as the next forward finds it."""
     unit = next(unit for unit in parts.units if any(own is member for own in unit.members))
     if unit.rests_whole:
-        parts.executor.finish_update(unit)
+        unit.finish_update()
         return member.param.detach()
     parts.residency.hold([unit])
     values = member.param.detach().clone()

@@ -18,16 +18,19 @@ from partita.plan.residence import FP32
 from partita.plan.slots import PlannedPool
 from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import Tiers, preset
-from partita.planner.parameters import find_holdings
-from partita.sharding import resting
+from partita.sharding.assemble import make_units
 from partita.sharding.buckets import Bucket
-from partita.sharding.events import FollowedUnit
-from partita.sharding.executor import Executor
+from partita.sharding.interpreter import Interpreter
+from partita.sharding.parameter import Member
+from partita.sharding.placeholder import claim
+from partita.sharding.publish import Publisher
 from partita.sharding.reducer import GradientReducer
 from partita.sharding.residency import Residency
 from partita.sharding.runtime import make_buckets
-from partita.sharding.unit import Member, Segment, Unit
-from partita.sharding.written import Written
+from partita.sharding.segment import Segment
+from partita.sharding.structure import Written
+from partita.sharding.unit import Unit, UnitResources
+from partita.sharding.visits import FollowedUnit
 
 WIDTH = 5
 ON_DEVICE = Tiers()
@@ -42,18 +45,14 @@ def blocks(num: int) -> nn.Sequential:
     return model
 
 
-def units_of(model: nn.Sequential, name: str, mesh: MeshShape, rank: int, tiers: Tiers) -> list[Unit]:
+def planned_units(model: nn.Sequential, name: str, mesh: MeshShape, tiers: Tiers) -> list[PlannedUnit]:
     """Each layer is a unit under the preset ``name``."""
-    units = list[Unit]()
+    units = list[PlannedUnit]()
     row = preset(name, tiers=tiers, mesh=mesh)
     for number, layer in enumerate(model):
-        holdings = {f"{number}.{holding.fqns[0]}": holding for holding in find_holdings(layer)}
-        for fqn, holding in holdings.items():
-            holding.fqns = [fqn]
-        entries = [Entry(fqn, tuple(holding.param.shape), FP32, True) for fqn, holding in holdings.items()]
+        entries = [Entry(f"{number}.{name}", tuple(p.shape), FP32, True) for name, p in layer.named_parameters()]
         layouts = lay_out(entries, mesh.group_size(row.summed_axes))
-        planned = PlannedUnit(str(number), tuple(PlannedSegment(layout, row, mesh) for layout in layouts))
-        units.append(Unit(planned, layer, holdings, number, rank))
+        units.append(PlannedUnit(str(number), tuple(PlannedSegment(layout, row, mesh) for layout in layouts)))
     return units
 
 
@@ -98,7 +97,7 @@ class Made:
     """The runtime's parts for the units of one rank, and the guardian of their parameters."""
 
     units: list[Unit]
-    executor: Executor
+    publisher: Publisher
     residency: Residency
     agreement: Agreeing
     pool: BufferPool
@@ -130,20 +129,23 @@ def made(
     """``num_units`` units at rest, with ``depth`` slots to gather into."""
     mesh, ledger = collectives.mesh, Ledger()
     memory = StateMemory(mesh.device, ledger, lambda: pytest.fail("nothing rests on disk here"))
-    units = units_of(blocks(num_units), name, mesh.shape, mesh.rank, tiers)
-    sharded, loan, agreement = [unit for unit in units if not unit.rests_whole], Loan(), Agreeing()
-    sizes = tuple(unit.planned.num_bytes for unit in sharded)
+    model, loan, agreement = blocks(num_units), Loan(), Agreeing()
+    planned = planned_units(model, name, mesh.shape, tiers)
+    sizes = tuple(unit.num_bytes for unit in planned if not unit.rests_whole)
     pool = BufferPool("buffer_pool", PlannedPool(sizes, depth), ledger, mesh.device, backed=loan.swap)
-    executor = Executor(collectives, pool, loan)
-    residency = Residency(sharded, executor, agreement, prefetch_bytes, Written(units, 0))
-    result = Made(units, executor, residency, agreement, pool, memory, collectives)
+    interpreter, stream = Interpreter(collectives), mesh.stream("parameters")
+    resources = UnitResources(interpreter, pool, loan, stream)
+    units = make_units(model, planned, mesh.rank, resources, by_kernels=False)
+    sharded = [unit for unit in units if not unit.rests_whole]
+    residency = Residency(sharded, agreement, prefetch_bytes, Written(units, 0))
+    result = Made(units, Publisher(interpreter, stream), residency, agreement, pool, memory, collectives)
     for unit in units:
-        executor.lay(unit)
+        unit.lay()
         for member in unit.members:
             unit.adopt(member)
-            resting.claim(member.param, member.fqn, result)
+            claim(member.param, member.fqn, result)
         for segment in unit.segments:
             segment.keep_rest(memory)
         if not unit.rests_whole:
-            executor.release(unit)
+            unit.release()
     return result

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -22,11 +23,12 @@ from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
 from partita.plan.steps import AllGather, Copy, ReduceScatter
 from partita.planner.parameters import Holding
-from partita.sharding.bucket_layout import BucketLayout
 from partita.sharding.buckets import Bucket
-from partita.sharding.gradient_buffer import InPlaceBuffer, PooledBuffer, ResidentBuffer
+from partita.sharding.gradient_buffer import BucketLayout, InPlaceBuffer, PooledBuffer, ResidentBuffer
+from partita.sharding.parameter import Member
 from partita.sharding.runtime import make_buckets
-from partita.sharding.unit import Member, Segment, Unit
+from partita.sharding.segment import Segment
+from partita.sharding.unit import Unit
 from tests import seeds
 
 CPU = torch.device("cpu")
@@ -323,10 +325,11 @@ def test_buckets_of_a_model(name: str) -> None:
     """Those of the last unit come first."""
     large, mesh = BUCKET_BYTES // 4 + 1, MeshShape(data=2)
     units = []
+    unused: Any = None  # resources of gathers
     for number, shapes in enumerate([[(3,)], [(large,)], [(20,), (5,)], [(10,)]]):
         segment, members = segment_of(number, shapes, mesh, name)
         planned = PlannedUnit(str(number), (segment.planned,))
-        units.append(Unit(planned, nn.Module(), {member.fqn: member.holding for member in members}, number, 0))
+        units.append(Unit(planned, nn.Module(), {member.fqn: member.holding for member in members}, number, 0, unused))
     buckets = make_buckets(share_buckets(reduction_order([unit.planned for unit in units])), units, 3, Ledger())
     assert {bucket.divisor for bucket in buckets} == {2 * 3}
     expected = (

@@ -1,6 +1,7 @@
 """Events of units that rest whole, where residency subscribes to nothing: who is told what, what nobody pays for."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ from torch import Tensor, nn
 
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.state_plan import Tiers
-from partita.sharding.events import Subscriber, Visit
+from partita.sharding.assemble import make_units
 from partita.sharding.hooks import UnitEvents
 from partita.sharding.unit import Unit
-from tests.sharding.made import WIDTH, blocks, units_of
+from partita.sharding.visits import Subscriber, Visit
+from tests.sharding.made import WIDTH, blocks, planned_units
 
 
 class Seen:
@@ -38,7 +40,9 @@ class Seen:
 
 def model_and_units(num: int) -> tuple[nn.Sequential, list[Unit]]:
     model = blocks(num)
-    return model, units_of(model, "ddp", MeshShape(), 0, Tiers())
+    nothing_is_gathered: Any = None
+    planned = planned_units(model, "ddp", MeshShape(), Tiers())
+    return model, make_units(model, planned, 0, nothing_is_gathered, by_kernels=False)
 
 
 def num_hooks(model: nn.Module) -> int:

@@ -12,9 +12,9 @@ from partita.memory.streams import Event
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import Tier
 from partita.plan.state_plan import Tiers
-from partita.sharding.events import Backwards, FollowedUnit, Visit
-from partita.sharding.resting import is_resting
+from partita.sharding.placeholder import is_resting
 from partita.sharding.unit import Unit, UnitState
+from partita.sharding.visits import Backwards, FollowedUnit, Visit
 from tests.fakes import on_ranks
 from tests.sharding.made import Made, blocks, made
 
@@ -46,7 +46,7 @@ def visit(unit: Unit, made: Made) -> Visit:
     return Visit(made.followed[-1])
 
 
-# ---------------------------------------------------------------------------------------------------------- executor
+# ---------------------------------------------------------------------------------------------------------- units
 
 
 @pytest.mark.parametrize("name", ["zero3", "zero3-kept", "hierarchical"])
@@ -57,14 +57,14 @@ def test_gather_and_release(name: str) -> None:
         assert all(is_resting(member.param) for member in unit.members)
         assert unit.storage.nbytes() == 0
         for _ in range(2):
-            made.executor.start_gather(unit)
+            unit.start_gather()
             assert unit.state is GATHERING
-            assert not made.executor.can_gather(other), "there is one slot"
-            made.executor.finish_gather(unit)
+            assert not other.can_gather, "there is one slot"
+            unit.finish_gather()
             assert_whole(unit)
-            made.executor.keep_second(unit)
+            unit.keep_second()
             assert unit.has_second == (name == "hierarchical")
-            made.executor.release(unit)
+            unit.release()
             assert (unit.state, unit.slot, unit.storage.nbytes()) == (RESTING, None, 0)
 
     on(NODES, work, name, 2, 1)
@@ -75,8 +75,8 @@ def test_what_rests_on_the_host_is_copied_into_a_slot() -> None:
         parts = made(collectives, "ddp", 1, 1, Tiers(parameters=Tier.HOST))
         (unit,) = parts.units
         assert unit.state is RESTING
-        parts.executor.start_gather(unit)
-        parts.executor.finish_gather(unit)
+        unit.start_gather()
+        unit.finish_gather()
         assert_whole(unit)
 
     on_ranks(TWO, work, ("data",))
@@ -88,11 +88,11 @@ def test_updated_weights_come_to_rest(name: str) -> None:
         for segment in (segment for unit in made.units for segment in unit.segments):
             assert segment.master is not None
             segment.master.lend().wait().add_(1.0)
-        made.executor.publish(made.units)
+        made.publisher.publish(made.units)
         for unit in made.units:
             if unit.state is RESTING:
-                made.executor.start_gather(unit)
-                made.executor.finish_gather(unit)
+                unit.start_gather()
+                unit.finish_gather()
             for got, want in zip(values(unit), EXPECTED[2 * unit.number :], strict=False):
                 assert torch.equal(got, want + 1.0)
 
@@ -102,11 +102,11 @@ def test_updated_weights_come_to_rest(name: str) -> None:
 def test_whoever_uses_a_unit_waits_for_its_update() -> None:
     def work(made: Made) -> None:
         (unit,), passed = made.units, list[str]()
-        made.executor.await_update(unit, Event(lambda: passed.append("updated")))
+        unit.await_update(Event(lambda: passed.append("updated")))
         assert all(is_resting(member.param) for member in unit.members)
         assert passed == []
-        made.executor.finish_update(unit)
-        made.executor.finish_update(unit)
+        unit.finish_update()
+        unit.finish_update()
         assert passed == ["updated"], "once"
         assert_whole(unit)
 
@@ -223,8 +223,8 @@ def test_reading_a_parameter_at_rest() -> None:
 
 def read_along(made: Made) -> None:
     """What the other ranks do where one reads a parameter: gather it, too."""
-    made.executor.start_gather(made.units[0])
-    made.executor.finish_gather(made.units[0])
+    made.units[0].start_gather()
+    made.units[0].finish_gather()
 
 
 def test_a_graph_of_other_parameters_is_refused() -> None:

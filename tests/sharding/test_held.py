@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributions import Independent, Normal
 from transformers.modeling_outputs import CausalLMOutput
 
-from partita.sharding import held
-from partita.sharding.held import held_tensors, replace_held
+from partita.sharding import pytree
+from partita.sharding.pytree import held_tensors, replace_held
 
 
 def x(value: float = 1.0) -> Tensor:
@@ -154,6 +154,6 @@ def test_modules_classes_and_globals_are_not_followed() -> None:
 
 
 def test_an_object_that_holds_too_much_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held, "LIMIT", 100)
+    monkeypatch.setattr(pytree, "LIMIT", 100)
     with pytest.warns(UserWarning, match="SimpleNamespace that holds more than 100 objects"):
         held_tensors(SimpleNamespace(many=[SimpleNamespace(a=number) for number in range(200)]))

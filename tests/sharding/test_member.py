@@ -16,7 +16,8 @@ from partita.plan.residence import FP32
 from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import PRESETS, preset
 from partita.planner.parameters import Holding, check_supported
-from partita.sharding.unit import Member, Segment, dense_stride
+from partita.sharding.parameter import Member, dense_stride
+from partita.sharding.segment import Segment
 
 
 def member(values: Tensor) -> Member:

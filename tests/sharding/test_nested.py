@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.tokenization_utils_base import BatchEncoding
 
-from partita.sharding.nested import map_tensors, tensors_in
+from partita.sharding.pytree import map_tensors, tensors_in
 
 Pair = namedtuple("Pair", ["first", "second"])
 

@@ -11,8 +11,8 @@ from partita.errors import PartitaError
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import Tier
 from partita.plan.state_plan import PRESETS, Tiers
+from partita.sharding.parameter import Member
 from partita.sharding.reducer import GradientReducer
-from partita.sharding.unit import Member
 from tests.fakes import on_ranks
 from tests.sharding.made import Made, User, made
 

@@ -17,8 +17,8 @@ from partita.comm.group import Group
 from partita.memory import accelerator
 from partita.memory.capacity import spare_bytes
 from partita.memory.ledger import Ledger
-from partita.sharding.held import held_tensors
-from partita.sharding.places import Inputs, on_gradient
+from partita.sharding.pytree import held_tensors
+from partita.sharding.visits import Inputs, on_gradient
 
 KEY = "activations.keep_bytes"
 STATE = "kept_whole"

@@ -28,7 +28,7 @@ from partita.errors import ConfigError, PartitaError
 from partita.parallel.sequence.exchange import is_checking
 from partita.planner.group_units import modules_like
 from partita.sharding.compiler import constant
-from partita.sharding.nested import tensors_in
+from partita.sharding.pytree import tensors_in
 from partita.transforms.modules import ModuleTransforms
 
 KEY = "activations.checkpoint"

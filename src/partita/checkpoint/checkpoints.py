@@ -18,7 +18,7 @@ from partita.config.schema import Config
 from partita.errors import ConfigError, PartitaError
 from partita.inspection.modules import keepers_of
 from partita.optim.fused import rule_of
-from partita.optim.updater import StepResult, Updater
+from partita.optim.step import StepResult, Updater
 from partita.sharding.runtime import Runtime
 
 # How often training goes back before one and the same step.

@@ -19,16 +19,17 @@ from partita.checkpoint.plain import plain
 from partita.errors import PartitaError
 from partita.kernels.state import num_blocks
 from partita.memory.collector import collector_paused
-from partita.optim.fused import BLOCK_STATES
-from partita.optim.updater import Updater
-from partita.optim.views import View
+from partita.optim.states import BLOCK_STATES, View
+from partita.optim.step import Updater
 from partita.plan.box import Box
 from partita.plan.flat_range import FlatRange
 from partita.plan.residence import BLOCK, FP32, SPLIT
 from partita.plan.span import Span
 from partita.planner.parameters import find_everywhere
+from partita.sharding.parameter import Member
 from partita.sharding.runtime import Runtime
-from partita.sharding.unit import Member, Segment, Unit
+from partita.sharding.segment import Segment
+from partita.sharding.unit import Unit
 
 ONE_NUMBER = FlatRange.row_major(())
 

@@ -26,16 +26,17 @@ from partita.kernels.quantize import split
 from partita.memory.allocate import trim
 from partita.memory.collector import collector_paused
 from partita.memory.tiers import Kept
-from partita.optim.fused import BLOCK_STATES, adopted
+from partita.optim.fused import adopted
+from partita.optim.states import BLOCK_STATES, View
 from partita.optim.traits import state_names, states_per_element
-from partita.optim.views import View
 from partita.plan.box import Box
 from partita.plan.flat_range import FlatRange
 from partita.plan.residence import Tier
 from partita.plan.span import Span
 from partita.plan.steps import steps
 from partita.planner.parameters import find_everywhere
-from partita.sharding.unit import Segment, Unit
+from partita.sharding.segment import Segment
+from partita.sharding.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -344,9 +345,9 @@ class Loading:
         """Bring the weights into what rests. A collective where that is whole and the master is not."""
         if segment.master is None:
             return
-        executor, master = self._runtime.executor, segment.plan.master
+        publisher, master = self._runtime.publisher, segment.plan.master
         if segment.master.splits:
-            device = executor.device if master.tier is Tier.DEVICE else torch.device("cpu")
+            device = self._runtime.device if master.tier is Tier.DEVICE else torch.device("cpu")
             tier = Tier.DEVICE if master.tier is Tier.DEVICE else Tier.HOST
             if param is None:  # this rank could not read
                 lease = segment.rest.lend()
@@ -354,12 +355,12 @@ class Loading:
                 lease.end(changed=False)
             found = replace(master, encoding=segment.layout.encoding, tier=tier)
             if steps(found, segment.plan.param_rest, segment.mesh):
-                executor.deliver(segment, param.to(device), found)
+                publisher.deliver(segment, param.to(device), found)
             else:
                 segment.rest.store(param)
             return
         lease = segment.master.lend()
-        executor.deliver(segment, lease.wait(), master, exact=True)
+        publisher.deliver(segment, lease.wait(), master, exact=True)
         lease.end(changed=False)
 
     def _tell_of_others(self) -> None:

@@ -20,7 +20,7 @@ from partita.errors import PartitaError
 from partita.inspection.modules import extra_states, persistent_buffers
 from partita.memory.generators import random_states, set_random_states
 from partita.optim.fused import rule_of
-from partita.optim.updater import Updater
+from partita.optim.step import Updater
 from partita.plan.box import Box
 from partita.plan.flat_range import FlatRange
 

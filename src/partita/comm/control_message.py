@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partita.comm.exchange import Work
+from partita.comm.transport import Work
 from partita.errors import PartitaError
 from partita.memory.timeline import span
 

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from partita.comm.collective_log import Board
 from partita.comm.control_message import ControlMessage, Explained
-from partita.comm.exchange import Work
 from partita.comm.mesh import Mesh
-from partita.comm.transport import Transport
+from partita.comm.transport import Transport, Work
 from partita.comm.watchdog import Watchdog
 from partita.errors import PartitaError
 from partita.memory import accelerator, timeline

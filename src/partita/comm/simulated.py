@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from partita.comm.connections import Connections
-from partita.comm.exchange import Work
-from partita.comm.transport import DeviceTransport, HostTransport, Transport
+from partita.comm.transport import DeviceTransport, HostTransport, Transport, Work
 from partita.errors import PartitaError
 from partita.memory import accelerator
 from partita.plan.mesh_shape import MeshShape

@@ -21,7 +21,7 @@ from partita.plan.planned import PlannedSegment
 from partita.plan.residence import FP32
 from partita.plan.steps import AllGather, in_formats
 from partita.sharding.publish import PublishCall, RunnablePublish
-from partita.sharding.unit import Segment
+from partita.sharding.segment import Segment
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from partita.compression.error_feedback import with_errors
 from partita.compression.quantized import Quantized
 from partita.config.schema import Communication
 from partita.optim.extension import ComingUpdate, UpdateListener
-from partita.optim.views import View, Views
+from partita.optim.states import View, Views
 from partita.plan.formats import Format
 from partita.plan.planned import PlannedSegment
 from partita.plan.residence import FP32, Residence
@@ -30,7 +30,7 @@ from partita.plan.steps import ReduceScatter, in_formats, in_phases, steps
 from partita.plan.strategies import KeptState, Transfer
 from partita.sharding.interpreter import Interpreter
 from partita.sharding.runtime import Runtime
-from partita.sharding.unit import Segment
+from partita.sharding.segment import Segment
 
 # The weights with which a round began, and the outer optimizer's momentum.
 OUTER_STATES = 2
@@ -204,7 +204,7 @@ class OuterOptimizer(UpdateListener):
             mean = self._mean(sums, state, state.begin - part, self._interpreter.seeded(step, number), is_warming_up)
             self._step(state, mean, part)
             self._interpreter.run(publication.operations, part, master)
-            self._runtime.executor.deliver(segment, master, segment.plan.master, exact=True)
+            self._runtime.publisher.deliver(segment, master, segment.plan.master, exact=True)
             lease.end(changed=True)
         self._taken = 0
         self._runtime.updated()

@@ -25,10 +25,10 @@ from partita.plan.planned_gradients import PlannedGradients
 from partita.plan.residence import FP32, Residence, Tier
 from partita.plan.steps import AllGather, ReduceScatter, Step, in_phases, steps
 from partita.plan.strategies import KeptState, Operations
-from partita.sharding.bucket_layout import BucketLayout, Piece
+from partita.sharding.gradient_buffer import BucketLayout, Piece
 from partita.sharding.gradient_sync import CustomSync, GradientSync, SyncCall, Unused
 from partita.sharding.interpreter import Interpreter
-from partita.sharding.unit import Segment
+from partita.sharding.segment import Segment
 
 # The errors as they were before the step, and as they will be if the step ends in an update.
 COPIES = 2

@@ -5,15 +5,14 @@ from collections.abc import Iterator
 from torch import nn
 from torch.optim import Optimizer
 
-from partita.compression.checks import contradictions
 from partita.compression.diloco import OuterOptimizer
 from partita.compression.onebit_adam import AfterWarmup, OnebitAdam
-from partita.compression.settings import check_every, gradient_codec, stores_deltas, warmup_steps
+from partita.compression.settings import check_every, contradictions, gradient_codec, stores_deltas, warmup_steps
 from partita.compression.strategies import row_of
 from partita.config.messages import Contradiction
 from partita.config.schema import Config
 from partita.optim.extension import RunExtension, UpdateListener
-from partita.optim.views import Views
+from partita.optim.states import Views
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.state_plan import StatePlan
 from partita.sharding.runtime import Runtime

@@ -13,9 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from partita.comm.exchange import Work
 from partita.comm.group import Group
-from partita.comm.transport import write_out
+from partita.comm.transport import Work, write_out
 from partita.kernels import codec as kernels
 from partita.kernels.chunks import in_chunks
 from partita.kernels.codecs import Codec

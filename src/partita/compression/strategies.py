@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from partita.compression.average import AveragePlan, average_gathers
 from partita.compression.deltas import DeltaPlan
 from partita.compression.diloco import kept_by_rounds, separate, transfers_of_round
 from partita.compression.error_feedback import ErrorFeedbackPlan
 from partita.compression.low_rank import LowRankPlan
+from partita.compression.onebit_adam import AveragePlan, average_gathers
 from partita.compression.quantized import Quantized, hops
 from partita.compression.settings import (
     AT_RANDOM,

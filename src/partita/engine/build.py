@@ -31,13 +31,13 @@ from partita.memory.room import check_room, tell_of_lower_stage
 from partita.memory.scratch import open_scratch
 from partita.memory.shortage import Shortages
 from partita.memory.tiers import StateMemory
-from partita.optim.alike_check import AlikeCheck
 from partita.optim.build import Factory, build_optimizer, build_schedule, settings_of, wants_kernels
+from partita.optim.consensus import AlikeCheck, LossScale
 from partita.optim.extension import RunExtension
+from partita.optim.fused import KernelRule, rule_for
 from partita.optim.in_backward import BackwardUpdater
-from partita.optim.loss_scale import LossScale
-from partita.optim.rules import KernelRule, rule_for
-from partita.optim.step import StepUpdater
+from partita.optim.states import check_groups
+from partita.optim.step import StepUpdater, Updater
 from partita.optim.traits import (
     check_closure,
     check_elementwise,
@@ -45,8 +45,6 @@ from partita.optim.traits import (
     counted_attributes,
     states_per_element,
 )
-from partita.optim.updater import Updater
-from partita.optim.views import check_groups
 from partita.parallel.applied import Parallel
 from partita.parallel.apply import apply
 from partita.parallel.pipeline.apply import schedule_of
@@ -61,7 +59,7 @@ from partita.plan.state_plan import StatePlan
 from partita.planner.blueprint import Blueprint, make_blueprint
 from partita.planner.parameters import check_quantized, find_quantized
 from partita.sharding.assemble import check_alike, check_buckets_alike
-from partita.sharding.resting import check_here, check_unclaimed
+from partita.sharding.placeholder import check_here, check_unclaimed
 from partita.sharding.runtime import Runtime
 
 
@@ -184,7 +182,7 @@ def _build(
             changes.callback(activations.remove)
             pipeline = Pipeline(model, parallel, schedule, collectives)
             changes.callback(pipeline.remove)
-            alike = AlikeCheck(runtime, updater, resolved.extension.check_every(settings))
+            alike = AlikeCheck(runtime, updater.wait_for_updates, resolved.extension.check_every(settings))
     except BaseException:
         memory.close()
         raise

@@ -22,8 +22,7 @@ from partita.huggingface.export import export
 from partita.memory import accelerator
 from partita.memory.ledger import MemoryReport
 from partita.memory.shortage import explained
-from partita.optim.step import StepUpdater
-from partita.optim.updater import StepResult
+from partita.optim.step import StepResult, StepUpdater
 from partita.plan.mesh_shape import AXES, BATCH_AXES
 from partita.plan.state_plan import StatePlan
 from partita.plan.traffic import TrafficReport

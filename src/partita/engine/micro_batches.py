@@ -12,9 +12,9 @@ from partita.engine.batches import arguments, call, loss_of
 from partita.engine.build import Parts
 from partita.errors import PartitaError
 from partita.optim.schedule import EngineSchedule
-from partita.optim.updater import StepResult
+from partita.optim.step import StepResult
 from partita.parallel.pipeline.schedule import Action, Work
-from partita.sharding.scaled import scaled_by
+from partita.sharding.reducer import scaled_by
 
 BEFORE_ALL = -1  # no number of a micro-batch
 _INVALID_GRADIENT = re.compile(
@@ -134,7 +134,7 @@ class MicroBatches:
             if result.stepped:
                 parts.runtime.updated()
                 parts.activations.updated()
-                parts.alike.after_update()
+                parts.alike.after_update(parts.updater.steps)
                 self._schedule.step()
             result = parts.checkpoints.after_update(result)
             self._schedule.note()
@@ -148,7 +148,7 @@ class MicroBatches:
         fails has collected is dropped later on (see :meth:`check_between_batches`).
         """
         pipeline, kept, residency = self._parts.pipeline, dict[int, Tensor](), self._parts.runtime.residency
-        total = torch.zeros((), dtype=torch.float32, device=self._parts.runtime.executor.device)
+        total = torch.zeros((), dtype=torch.float32, device=self._parts.runtime.device)
         micros = dict(enumerate(drawn))
         result: StepResult | None = None
         self._compare(drawn)

@@ -10,13 +10,14 @@ from torch import nn
 
 from partita.errors import PartitaError
 from partita.inspection.whole import Whole
-from partita.optim.updater import Updater
+from partita.optim.step import Updater
 from partita.plan.mesh_shape import STATE_AXES
 from partita.planner.parameters import Holding, find_quantized
-from partita.sharding.references import gradient_node
+from partita.sharding.parameter import Member, replace_data
+from partita.sharding.residency import gradient_node
 from partita.sharding.runtime import Runtime
-from partita.sharding.unit import Member, Unit, replace_data
-from partita.sharding.written import checksum
+from partita.sharding.structure import checksum
+from partita.sharding.unit import Unit
 from partita.transforms.modules import ModuleTransforms
 
 

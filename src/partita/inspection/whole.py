@@ -16,15 +16,16 @@ from partita.errors import PartitaError
 from partita.inspection.modules import extra_states, further_names, keepers_of, persistent_buffers, state_dict_names
 from partita.memory.accelerator import is_host
 from partita.memory.capacity import free_now
-from partita.optim.updater import Updater
-from partita.optim.views import View
+from partita.optim.states import View
+from partita.optim.step import Updater
 from partita.plan.mesh_shape import STATE_AXES
 from partita.plan.residence import Tier
 from partita.plan.steps import steps
 from partita.planner.parameters import Holding, find_everywhere
 from partita.sharding.interpreter import Interpreter
+from partita.sharding.parameter import Member, replace_data
 from partita.sharding.runtime import Runtime
-from partita.sharding.unit import Member, Segment, replace_data
+from partita.sharding.segment import Segment
 
 
 class Whole:

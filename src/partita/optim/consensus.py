@@ -1,22 +1,114 @@
-"""What the ranks agree on around an update. Every method but the constructor is a collective."""
+"""Agreement of the ranks around an update: flags, the gradients' norm, the loss scale, and equal parameters.
+
+Sources: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2 for the loss scale; the dynamic rule is
+that of NVIDIA's Apex.
+"""
 
 import math
 import struct
 import warnings
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from partita.comm.together import together
+from partita.config import schema
 from partita.errors import PartitaError
 from partita.memory import accelerator
-from partita.optim.loss_scale import LossScale
 from partita.plan.mesh_shape import AXES, expand
+from partita.sharding.parameter import Member
 from partita.sharding.reducer import GradientReducer
 from partita.sharding.runtime import Runtime
-from partita.sharding.unit import Member
+from partita.sharding.unit import Unit
+
+SMALLEST = 2.0**-10
+FACTOR = 2.0
+
+
+class LossScale:
+    """The loss is multiplied by ``value`` before backward, gradients are divided by it before the update.
+
+    A dynamic scale halves when a gradient is not finite and doubles after ``loss_scale_window`` good steps.
+
+    Args:
+        section: its ``loss_scale`` is ``"dynamic"`` or a fixed factor.
+        needed: whether the compute dtype has fp16's range; otherwise the scale is 1 for ever.
+    """
+
+    def __init__(self, section: schema.Precision, needed: bool) -> None:
+        self.dynamic = needed and section.loss_scale == "dynamic"
+        setting = section.initial_loss_scale if section.loss_scale == "dynamic" else section.loss_scale
+        self.value = setting if needed else 1.0
+        self._largest = math.inf
+        self._window = section.loss_scale_window
+        self._good_steps = 0
+
+    def carry(self, loss: Tensor) -> None:
+        """Lower the scale to the largest that the gradient of ``loss`` can hold. In fp16, 2**16 is infinite.
+
+        Raises:
+            PartitaError: the scale is fixed, and larger.
+        """
+        if self.value == 1.0:
+            return
+        dtype = _narrowest(loss)
+        largest = FACTOR ** math.floor(math.log2(torch.finfo(dtype).max))
+        self._largest = min(self._largest, largest)
+        if self.value <= largest:
+            return
+        if not self.dynamic:
+            raise PartitaError(
+                f"precision.loss_scale: {self.value:g} is more than the loss, which was computed in {dtype}, can be "
+                f"multiplied by; set it to {largest:g} or less, or compute the loss in fp32 (logits.float())"
+            )
+        self.value = largest
+
+    def succeeded(self) -> None:
+        self._good_steps += 1
+        if self.dynamic and self._good_steps % self._window == 0:
+            self.value = min(self.value * FACTOR, self._largest)
+
+    def counters(self) -> dict[str, float]:
+        """The scale and the good steps since a gradient was last not finite, for a checkpoint."""
+        return {"loss_scale": self.value, "good_steps": self._good_steps}
+
+    def restore(self, counters: dict[str, float]) -> None:
+        """Go on from what :meth:`counters` was, where the scale changes by itself."""
+        if self.dynamic:
+            self.value = float(counters["loss_scale"])
+            self._good_steps = int(counters["good_steps"])
+
+    def overflowed(self, culprit: str) -> None:
+        """A gradient was not finite.
+
+        Raises:
+            PartitaError: the scale cannot go lower; names the ``culprit``.
+        """
+        self._good_steps = 0
+        if not self.dynamic:
+            return
+        if self.value <= SMALLEST:
+            raise PartitaError(
+                f"the loss scale is at its smallest value ({SMALLEST:g}) and gradients are still not finite: "
+                f"{culprit}. Look for a division by zero or a too large learning rate, or use precision.compute bf16"
+            )
+        self.value /= FACTOR
+
+
+def _narrowest(loss: Tensor) -> torch.dtype:
+    """Return the dtype with the smallest range that a loss had before it was cast, scaled or divided."""
+    found, (node, index) = loss.dtype, (loss.grad_fn, 0)
+    while (metadata := getattr(node, "_input_metadata", None)) and not metadata[index].shape:
+        found = min(found, metadata[index].dtype, key=lambda dtype: torch.finfo(dtype).max)
+        before = [(other, number) for other, number in node.next_functions if other is not None] if node else []
+        if len(before) != 1:
+            break
+        node, index = before[0]
+    return found
+
 
 # The message before an update, up to its flags: waves, changes by the user or forward, scale of the gradients.
 HEADER = "<qqd"
@@ -62,7 +154,7 @@ class Consensus:
         self._collectives = runtime.collectives
         self._all_ranks = runtime.collectives.all_ranks
         self._alike = self._group.ranks
-        self._device = runtime.executor.device
+        self._device = runtime.device
         self._reducer: GradientReducer = runtime.reducer
         self._written = runtime.written
         self._buffers = runtime.buffers
@@ -225,3 +317,69 @@ def _root_of_sum(squares: Iterable[float]) -> float:
     for square in squares:
         total += square
     return torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=torch.float32, device="cpu").item()
+
+
+CALL = "a check of what ranks hold alike"
+
+
+class AlikeCheck:
+    """Compares them every so many steps.
+
+    Args:
+        wait_for_updates: waits for the updates under way.
+        every: optimizer steps between two comparisons; 0: none are made.
+    """
+
+    def __init__(self, runtime: Runtime, wait_for_updates: Callable[[], None], every: int) -> None:
+        self._units = runtime.units
+        self._wait_for_updates = wait_for_updates
+        self._all_ranks = runtime.collectives.all_ranks
+        self._group = runtime.collectives.group(runtime.row.rest_alike_axes)
+        self._every = every if self._group.size > 1 else 0
+
+    def after_update(self, step: int) -> None:
+        """Compare, if it is time to; a collective then.
+
+        Raises:
+            PartitaError: as :meth:`compare` does.
+        """
+        if self._every and step % self._every == 0:
+            self.compare(step)
+
+    def compare(self, step: int) -> None:
+        """One checksum per unit: the sum of its bits as whole numbers.
+
+        Raises:
+            PartitaError: on all ranks: one has other bits of a unit than the others.
+        """
+        self._wait_for_updates()
+        own = torch.tensor([_checksum(unit) for unit in self._units], dtype=torch.int64, device="cpu")
+        every = self._group.exchange(own, CALL).wait()
+        with together(self._all_ranks):
+            for unit, column in zip(self._units, every.unbind(1), strict=True):
+                self._check(unit, column.tolist(), step)
+
+    def _check(self, unit: Unit, checksums: Sequence[int], step: int) -> None:
+        usual = Counter(checksums).most_common(1)[0][0]
+        by_rank = dict(zip(self._group.ranks, checksums, strict=True))
+        differing = [str(rank) for rank, checksum in by_rank.items() if checksum != usual]
+        if differing:
+            like = next(rank for rank, checksum in by_rank.items() if checksum == usual)
+            raise PartitaError(
+                f"step {step}: rank {', '.join(differing)} has other parameters of {unit.title} than "
+                f"rank {like}, which should be the same bits on ranks {', '.join(map(str, by_rank))} "
+                "(communication.check_every): one of them wrote where nothing sees it, or its memory or "
+                "its processor is faulty. Go on from a checkpoint (engine.load); write inside `with "
+                "engine.gathered(..., modify=True)`"
+            )
+
+
+def _checksum(unit: Unit) -> int:
+    """Of what rests of a unit on this rank."""
+    total = 0
+    for segment in unit.segments:
+        lease = segment.rest.lend()
+        words = lease.wait().view(torch.int32)  # segments are padded to whole words
+        total += int(accelerator.read(words.sum(dtype=torch.int64)))
+        lease.end(changed=False)
+    return total

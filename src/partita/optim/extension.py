@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from partita.config.extension import Extension
 from partita.config.schema import Config
-from partita.optim.views import Views
+from partita.optim.states import Views
 from partita.sharding.runtime import Runtime
-from partita.sharding.unit import Segment
+from partita.sharding.segment import Segment
 
 
 @dataclass(frozen=True)

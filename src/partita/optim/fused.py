@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from partita.kernels.quantize import decode_signed, decode_unsigned, encode
+from partita.kernels.quantize import encode
 from partita.kernels.state import AdamRule, LionRule, Moments, SgdRule, Weights, num_blocks
 from partita.kernels.update import adam_, lion_, sgd_
+from partita.optim.optimizer import InMemory, TorchRule, UpdateRule
+from partita.optim.states import BLOCK_STATES, View, decoded, flat
 from partita.optim.traits import runs_on_slices
-
-# States with one value a block of the parameter.
-BLOCK_STATES = ("exp_avg_scale", "exp_avg_sq_scale")
+from partita.plan.residence import FP32
+from partita.sharding.segment import Segment
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,28 @@ class FusedLion(FusedOptimizer):
         lion_(operands.weights, flat(state["exp_avg"]), operands.grad, rule, operands.factor, self.threads)
 
 
+class KernelRule(UpdateRule[FusedOptimizer]):
+    """An optimizer whose update is one kernel (:mod:`partita.optim.fused`)."""
+
+    runs_beside = True
+
+    def writes_param(self, segment: Segment) -> bool:
+        return segment.layout.encoding != FP32
+
+    def connect(self, view: View, grad: Tensor, factor: float, weights: InMemory) -> None:
+        own = weights.of(view)
+        flat_grad = view.member.flat(grad) if view.member.segment.holds_whole_master else grad
+        self.optimizer.operands[view.tensor] = Operands(own, flat_grad.to(own.like.device), factor)
+
+    def disconnect(self) -> None:
+        self.optimizer.operands.clear()
+
+
+def rule_for(optimizer: Optimizer) -> UpdateRule[FusedOptimizer] | UpdateRule[Optimizer]:
+    """Return the rule of an optimizer."""
+    return KernelRule(optimizer) if isinstance(optimizer, FusedOptimizer) else TorchRule(optimizer)
+
+
 def rule_of(optimizer: Optimizer) -> str:
     """The name of an optimizer's update rule, alike for torch's class and the fused one."""
     if isinstance(optimizer, FusedAdam):
@@ -155,19 +178,6 @@ def adopted(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     return {**state, **dict(zip(("exp_avg", "exp_avg_sq", *BLOCK_STATES), encoded, strict=True))}
 
 
-def decoded(state: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state with numbers in place of 8-bit codes."""
-    if any(key not in state for key in ("exp_avg", "exp_avg_sq", *BLOCK_STATES)):
-        return state
-    first, second = state["exp_avg"], state["exp_avg_sq"]
-    first_scale, second_scale = (state[key] for key in BLOCK_STATES)
-    numbers = {
-        "exp_avg": decode_signed(flat(first), first_scale).as_strided(first.shape, first.stride()),
-        "exp_avg_sq": decode_unsigned(flat(second), second_scale).as_strided(second.shape, second.stride()),
-    }
-    return {**{key: value for key, value in state.items() if key not in BLOCK_STATES}, **numbers}
-
-
 def _own_operands(param: Tensor) -> Operands | None:
     if param.grad is None:
         return None
@@ -180,8 +190,3 @@ def _zeros(key: str, param: Tensor, dtype: torch.dtype) -> Tensor:
     if key in BLOCK_STATES:
         return param.new_zeros(num_blocks(param.numel()), dtype=dtype)
     return torch.zeros_like(param, dtype=dtype)
-
-
-def flat(values: Tensor) -> Tensor:
-    """The values of a dense tensor in the order in which they lie in memory, as a view."""
-    return values.as_strided((values.numel(),), (1,), values.storage_offset())

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from partita.errors import PartitaError
 from partita.memory.streams import Event
-from partita.optim.updater import StepResult, Updater, factor_of
+from partita.optim.step import StepResult, Updater, factor_of
 from partita.optim.updates import Update
 from partita.sharding.buckets import Bucket
-from partita.sharding.scaled import factor_under_way
+from partita.sharding.reducer import factor_under_way
+from partita.sharding.segment import Segment
 from partita.sharding.squares import square
-from partita.sharding.unit import Segment
 
 
 @dataclass

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partita.errors import ConfigError
-from partita.optim.snapshot import copies
+from partita.optim.optimizer import copies
 from partita.planner.memory import ADAM_MOMENTS
 
 OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])

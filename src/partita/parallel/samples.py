@@ -11,7 +11,7 @@ from partita.comm.several_axes import SeveralAxes
 from partita.errors import PartitaError
 from partita.memory import accelerator
 from partita.plan.mesh_shape import AXES, BATCH_AXES
-from partita.sharding.nested import tensors_in
+from partita.sharding.pytree import tensors_in
 
 # Of the ranks that are fed the same samples.
 SAMPLE_AXES = tuple(axis for axis in AXES if axis not in BATCH_AXES)

@@ -1,11 +1,12 @@
-"""Gradients that are collected and reduced together: buckets of constant order, of one large or several small segments.
+"""Gradient buckets: one large or several small segments whose gradients are collected and reduced together.
 
-A bucket is put together from three objects, each chosen by the row of the table: the buffer in which gradients are
-collected (:mod:`partita.sharding.gradient_buffer`), the sync that sums them over the ranks
-(:mod:`partita.sharding.gradient_sync`) and the sum over copies (:mod:`partita.sharding.copies`).
+A bucket is put together from objects that the row of the table chooses: the buffer in which gradients are collected
+(:mod:`partita.sharding.gradient_buffer`), the sync that sums them over the ranks
+(:mod:`partita.sharding.gradient_sync`) and the sum over copies (:class:`SumOfCopies`). :class:`Arrivals` knows which
+gradients have arrived.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from enum import Enum
@@ -19,17 +20,88 @@ from partita.memory.buffer_pool import Slot
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event
 from partita.memory.tiers import Kept, StateMemory
+from partita.plan.planned_gradients import PlannedGradients
 from partita.plan.residence import Tier
 from partita.plan.state_plan import StatePlan
 from partita.planner.dtypes import dtype_of
-from partita.sharding.arrivals import Arrivals
-from partita.sharding.bucket_layout import BucketLayout
-from partita.sharding.copies import SumOfCopies
-from partita.sharding.gradient_buffer import InPlaceBuffer, PooledBuffer, make_buffer
-from partita.sharding.gradient_sync import GradientSync, SyncCall, make_syncs
+from partita.sharding.gradient_buffer import BucketLayout, InPlaceBuffer, PooledBuffer, make_buffer
+from partita.sharding.gradient_sync import GradientSync, StateOf, SyncCall, make_syncs
 from partita.sharding.interpreter import Interpreter
+from partita.sharding.parameter import Member
+from partita.sharding.segment import Segment
 from partita.sharding.squares import square
-from partita.sharding.unit import Member, Segment
+
+
+class Arrivals:
+    """By the members' ids.
+
+    Attributes: ``used``: those that brought one since the last update; ``collected``: whose gradients lie in the
+    buffer; ``fresh``: that brought one in this wave.
+    """
+
+    def __init__(self, members: Iterable[Member]) -> None:
+        self.used = set[int]()
+        self.collected = set[int]()
+        self.fresh = set[int]()
+        self._previous = set[int]()  # in the last wave
+        self._expected: AbstractSet[int] = {id(member) for member in members}  # learned from the last two waves
+
+    @property
+    def is_complete(self) -> bool:
+        """True if every expected gradient has arrived in this reduce pass."""
+        return self._expected <= self.fresh
+
+    def has_collected(self, member: Member) -> bool:
+        """Return whether the buffer has a gradient of the member."""
+        return id(member) in self.collected
+
+    def note(self, member: Member, *, in_wave: bool) -> None:
+        """A gradient has come; ``in_wave``: to be reduced with this backward's."""
+        self.used.add(id(member))
+        if in_wave:
+            self.fresh.add(id(member))
+
+    def collect(self, member: Member) -> None:
+        """A gradient was moved into the buffer."""
+        self.collected.add(id(member))
+        self.used.add(id(member))
+
+    def launched(self, *, learns: bool) -> None:
+        """Note that the collected gradients are being reduced. ``learns``: expect the same in the next passes."""
+        if learns:
+            self._expected = self.fresh | self._previous or self._expected
+        self._previous = set(self.fresh)
+        self.collected.clear()
+
+    def end_wave(self) -> None:
+        """Begin another reduce pass."""
+        self.fresh.clear()
+
+    def clear(self) -> None:
+        """All gradients are dropped, or used up."""
+        self.collected.clear()
+        self.fresh.clear()
+        self.used.clear()
+
+
+class SumOfCopies:
+    """``steps`` to the sum over all copies; ``factor`` makes the mean of it, where copies' gradients are equal."""
+
+    def __init__(self, planned: PlannedGradients) -> None:
+        self.steps = planned.copy_steps
+        self.factor = planned.copy_factor
+
+    def run(self, shard: Tensor, interpreter: Interpreter, scratch: Tensor | None) -> None:
+        """Bring the sum into ``shard``. A collective of the ranks that have copies.
+
+        Args:
+            scratch: memory that the steps need.
+        """
+        values = shard.to(interpreter.device)
+        interpreter.run(self.steps, values, values, purpose="gradients", scratch=scratch)
+        values.mul_(self.factor)
+        if values is not shard:
+            shard.copy_(values)
 
 
 class BucketState(Enum):
@@ -326,3 +398,52 @@ class Bucket:
             is_mean = not self.buffer.collects and is_reduced
             values.add_(member.flat(grad.detach()).float(), alpha=1.0 if is_mean else 1.0 / self.divisor)
         return values
+
+
+class SyncStates:
+    """Ends steps, saves and loads for the syncs of all ``buckets``, of which more may come."""
+
+    def __init__(self, buckets: list[Bucket], interpreter: Interpreter) -> None:
+        self._buckets = buckets
+        self._interpreter = interpreter
+
+    def _kept(self) -> Iterator[tuple[Bucket, GradientSync]]:
+        """The buckets whose sync, once the warm-up is over, keeps errors."""
+        return ((bucket, bucket.syncs[-1]) for bucket in self._buckets if bucket.syncs[-1].keeps_errors)
+
+    def __bool__(self) -> bool:
+        """True if any sync keeps states. Sums are then scaled in place, also in the warm-up."""
+        return any(True for _ in self._kept())
+
+    def drop_unused(self, used: AbstractSet[int]) -> None:
+        """All is reduced: gradients of members that are not ``used`` (by id) on any rank are zeros."""
+        for bucket, sync in self._kept():
+            if bucket.shard is not None:
+                sync.drop_unused(bucket.shard.lend().tensor, bucket.layout.pieces_of_unused(used))
+
+    def commit(self, used: AbstractSet[int]) -> None:
+        """The step ends in an update of those that are ``used``."""
+        for bucket, sync in self._kept():
+            sync.commit(bucket.layout.pieces_of_unused(used))
+
+    def settle(self) -> None:
+        """Make what is saved all that there is. A collective, between two steps."""
+        for _, sync in self._kept():
+            sync.settle(self._interpreter)
+
+    def saved(self, segment: Segment) -> Tensor | None:
+        """Return this rank's part of a segment, ``[part_elements]``, for a checkpoint; call :meth:`settle` first."""
+        for bucket, sync in self._kept():
+            if any(each is segment for each in bucket.segments):
+                return sync.saved(segment)
+        return None
+
+    def start(self, state_of: StateOf) -> None:
+        """The warm-up is over, or states were loaded. A collective, between two steps."""
+        for bucket, sync in self._kept():
+            sync.start(bucket.members, state_of, self._interpreter)
+
+    def clear(self) -> None:
+        """Forget all, before other values are loaded."""
+        for _, sync in self._kept():
+            sync.clear()

@@ -15,8 +15,7 @@ from partita.errors import PartitaError
 from partita.memory import accelerator
 from partita.memory.streams import after, record
 from partita.plan.mesh_shape import MODULE_AXES
-from partita.sharding.structure import Structure
-from partita.sharding.written import checksum
+from partita.sharding.structure import Structure, checksum
 
 # A buffer of this name marks statistics that torch's kernels write without counting a version.
 RUNNING = "running_mean"

@@ -1,8 +1,61 @@
-"""Whether numbers of this rank are finite, found out without waiting for them."""
+"""Non-finite losses: a flag for all that was watched since the last update, and the arguments of its forwards."""
 
-from torch import Tensor
+import inspect
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from partita.memory import accelerator
+from partita.sharding.pytree import tensors_in
+
+# So many tensors are remembered, the last ones.
+_MOST = 256
+
+
+class Arguments:
+    """Names floating-point arguments whose values are not finite, or beyond the range of ``compute``.
+
+    Tensors are not kept alive: those that the training loop no longer has are not named.
+    """
+
+    def __init__(self, model: nn.Module, compute: torch.dtype) -> None:
+        try:
+            self._signature = inspect.signature(type(model).forward)
+        except (TypeError, ValueError):  # a forward in C++
+            self._signature = inspect.Signature()
+        self._largest = torch.finfo(compute).max
+        self._seen = deque[tuple[str, weakref.ref[Tensor]]](maxlen=_MOST)
+
+    def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Remember the arguments of a forward that is trained."""
+        if not torch.is_grad_enabled():
+            return
+        names = [name for name in self._signature.parameters if name != "self"]
+        positional = {names[i] if i < len(names) else f"number {i + 1}": value for i, value in enumerate(args)}
+        for name, value in {**positional, **kwargs}.items():
+            for tensor in tensors_in(value):
+                if tensor.is_floating_point():
+                    self._seen.append((name, weakref.ref(tensor)))
+
+    def forget(self) -> None:
+        """Forget the arguments of the batch that ends."""
+        self._seen.clear()
+
+    def describe(self) -> str:
+        """Return a message about the first argument with such values, or an empty text."""
+        for name, to_tensor in self._seen:
+            if (tensor := to_tensor()) is None:
+                continue
+            if not bool(tensor.isfinite().all()):
+                kind = "NaN" if bool(tensor.isnan().any()) else "infinite values"
+                return f"the forward's argument '{name}' has {kind}"
+            if tensor.numel() and float(tensor.abs().max()) > self._largest:
+                return f"the forward's argument '{name}' has values above {self._largest:g}, the largest of its mode"
+        return ""
 
 
 class FiniteWatch:

@@ -9,9 +9,10 @@ from torch import Tensor
 from partita.memory.tiers import StateMemory
 from partita.plan.steps import ReduceScatter
 from partita.plan.strategies import SyncPlan
-from partita.sharding.bucket_layout import BucketLayout, Piece
+from partita.sharding.gradient_buffer import BucketLayout, Piece
 from partita.sharding.interpreter import Interpreter
-from partita.sharding.unit import Member, Segment
+from partita.sharding.parameter import Member
+from partita.sharding.segment import Segment
 
 Unused = Iterable[Sequence[Piece]]  # the pieces of each member that has no gradient on any rank
 # This rank's part of an optimizer state of a member, by the state's name, flat; None where there is none.

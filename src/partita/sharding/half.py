@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from partita.memory.accelerator import is_host
 from partita.memory.autocast import PRODUCTS, autocast_dtype, no_autocast
-from partita.sharding.nested import map_tensors, tensors_in
-from partita.sharding.placeholder import METADATA, asked_for, is_access
-from partita.sharding.resting import is_resting
-from partita.sharding.unit import Member
+from partita.sharding.parameter import Member
+from partita.sharding.placeholder import METADATA, asked_for, is_access, is_resting
+from partita.sharding.pytree import map_tensors, tensors_in
 from partita.transforms.modules import is_compiled
 
 # Functions that return the same values, of which the next function decides.

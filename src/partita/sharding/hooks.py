@@ -1,7 +1,13 @@
-"""The hooks on the user's modules: they turn calls and gradients into events, and change nothing that is computed."""
+"""The engine's hooks on the user's modules and parameters. They report calls and gradients, and change no value.
+
+Modules' hooks open and close units (:mod:`partita.sharding.visits`). :class:`LastHook` runs after the user's own
+hooks on an accumulated gradient, whenever those are registered.
+"""
 
 import sys
 import warnings
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,11 +17,80 @@ from torch.utils.hooks import RemovableHandle
 
 from partita.errors import PartitaError
 from partita.sharding.compiler import eager
-from partita.sharding.events import Backwards, FollowedUnit, Subscriber, Visit
-from partita.sharding.held import held_tensors, replace_held, replace_in_containers
-from partita.sharding.places import Inputs, on_gradient
-from partita.sharding.resting import is_resting
+from partita.sharding.parameter import Member
+from partita.sharding.placeholder import is_resting
+from partita.sharding.pytree import held_tensors, replace_held, replace_in_containers
 from partita.sharding.unit import Unit, UnitState
+from partita.sharding.visits import Backwards, FollowedUnit, Inputs, Subscriber, Visit, on_gradient
+
+Call = Callable[[Tensor], None]
+_LAST = -1  # a key that no handle of torch's has
+
+
+class _Hooks(OrderedDict[int, Call]):
+    """The post-accumulate hooks of one parameter, in the order in which autograd calls them: the engine's is last.
+
+    ``earlier`` are those registered before it. They stay in their own mapping, from which their handles remove them.
+    """
+
+    def __init__(self, earlier: Mapping[int, Call], last: Call) -> None:
+        super().__init__()
+        self[_LAST - 1] = _CallEach(earlier)
+        self[_LAST] = last
+
+    def __setitem__(self, key: int, hook: Call) -> None:
+        super().__setitem__(key, hook)
+        if key != _LAST and _LAST in self:
+            super().__setitem__(_LAST, self.pop(_LAST))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ()
+
+
+class _CallEach:
+    """Calls all hooks of a mapping."""
+
+    def __init__(self, hooks: Mapping[int, Call]) -> None:
+        self._hooks = hooks
+
+    def __call__(self, param: Tensor) -> None:
+        for hook in tuple(self._hooks.values()):
+            hook(param)
+
+
+class LastHook:
+    """A post-accumulate hook of ``param`` that sees the gradient as the user's hooks leave it."""
+
+    def __init__(self, param: nn.Parameter, hook: Call) -> None:
+        self._param = param
+        with torch._C.DisableTorchFunctionSubclass():
+            self._earlier = param._post_accumulate_grad_hooks
+            self._hooks = _Hooks(self._earlier or {}, hook)
+            param._post_accumulate_grad_hooks = self._hooks
+
+    def remove(self) -> None:
+        """Remove the hook; the user's stay."""
+        self._hooks.pop(_LAST, None)
+        with torch._C.DisableTorchFunctionSubclass():
+            if len(self._hooks) == 1 and self._param._post_accumulate_grad_hooks is self._hooks:
+                self._param._post_accumulate_grad_hooks = self._earlier
+
+
+def announce(member: Member, arrived: Callable[[Member], None]) -> Call:
+    """Return a hook that calls the method ``arrived`` with ``member``.
+
+    It refers to neither: the garbage collector does not see what the hooks of tensors refer to.
+    """
+    to_arrived, to_member = weakref.WeakMethod(arrived), weakref.ref(member)
+
+    def hook(param: Tensor) -> None:
+        living, whose = to_arrived(), to_member()
+        if living is not None and whose is not None:
+            with torch._C.DisableTorchFunctionSubclass():  # what is asked of the parameter is answered without a detour
+                living(whose)
+
+    return hook
+
 
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))  # of every module
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from partita.comm.collectives import Collectives
-from partita.comm.exchange import Work
 from partita.comm.group import Group
+from partita.comm.transport import Work
 from partita.memory.accelerator import is_host
 from partita.memory.streams import finish
 from partita.memory.tiers import Kept, Lease

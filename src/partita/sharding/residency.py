@@ -8,6 +8,7 @@ backward, or gradients of inputs alone.
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,15 +16,62 @@ from torch import nn
 from partita.errors import PartitaError
 from partita.memory.timeline import span
 from partita.sharding.agreement import Agreement
-from partita.sharding.events import Subscriber, Visit
-from partita.sharding.executor import Executor
-from partita.sharding.references import References
+from partita.sharding.structure import Written
 from partita.sharding.unit import Unit, UnitState
-from partita.sharding.written import Written
+from partita.sharding.visits import Subscriber, Visit
+
+
+class References:
+    """References to the parameters of an unsharded unit, and to views of them, when ``engine.gathered`` begins.
+
+    Args:
+        version: of the parameters; autograd refuses graphs that were made with others.
+    """
+
+    def __init__(self, unit: Unit, version: int) -> None:
+        self._unit = unit
+        self._version = version
+        # A graph that adds to a parameter's gradient refers to it, whether or not it has saved its values. With these
+        # nodes there is one such reference throughout.
+        self._nodes = [node for member in unit.members if (node := gradient_node(member.param)) is not None]
+        self._before = self._count()
+
+    def begin_again(self, version: int) -> None:
+        """Another block begins while there are more references."""
+        self._version = version
+
+    def end_block(self) -> bool:
+        """End the block. Returns: True if there are more references than when it began."""
+        grown = self.grown(self._version)
+        self._nodes.clear()
+        return grown
+
+    def grown(self, version: int) -> bool:
+        """True if there are more references; after an update only views count, graphs are void then."""
+        (views, params), (views_before, params_before) = self._count(), self._before
+        if views > views_before:
+            return True
+        return version == self._version and any(now > then for now, then in zip(params, params_before, strict=True))
+
+    def _count(self) -> tuple[int, list[int]]:
+        """Numbers of views, and of references to each parameter."""
+        with torch._C.DisableTorchFunctionSubclass():
+            params = [member.param._use_count() for member in self._unit.members]  # type: ignore[attr-defined]
+        return torch._C._storage_Use_Count(self._unit.storage._cdata), params
+
+
+def gradient_node(param: torch.Tensor) -> Any:
+    """The node of autograd's graphs that adds to the gradient; a new one has the parameter's shape of now."""
+    if not param.requires_grad:
+        return None
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        view = param.view_as(param)
+    assert view.grad_fn is not None
+    return view.grad_fn.next_functions[0][0]
 
 
 class Residency:
-    """Opens and closes units; the only caller of the executor's gathers and releases.
+    """Opens and closes units; the only caller of their gathers and releases.
 
     Attributes: ``subscriber`` to the events of its units; ``version``: how often parameters were changed;
     ``within_batch``: forwards and backwards of several micro-batches take turns, so what stays whole between forward
@@ -35,11 +83,8 @@ class Residency:
         written: stores what was written into a unit before it is released.
     """
 
-    def __init__(
-        self, units: Sequence[Unit], executor: Executor, agreement: Agreement, prefetch_bytes: int, written: Written
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], agreement: Agreement, prefetch_bytes: int, written: Written) -> None:
         self.units = units
-        self._executor = executor
         self._agreement = agreement
         self._written = written
         self._owner = {id(member.param): unit for unit in units for member in unit.members}
@@ -92,7 +137,7 @@ class Residency:
         if unit.in_use or unit.state is not UnitState.WHOLE:
             return
         if between:
-            self._executor.keep_second(unit)
+            unit.keep_second()
             if unit.stays_whole or self._recomputes(unit):
                 return
         if self.within_batch and unit.stays_whole:
@@ -102,7 +147,7 @@ class Residency:
 
     def _recomputes(self, unit: Unit) -> bool:
         """Whether this forward runs inside a backward (reentrant checkpointing), which needs the unit again at once."""
-        return torch._C._current_graph_task_id() != -1 and self._executor.can_gather(unit)
+        return torch._C._current_graph_task_id() != -1 and unit.can_gather
 
     @property
     def forward_order(self) -> list[Unit]:
@@ -124,7 +169,7 @@ class Residency:
     # ---------------------------------------------------------------- otherwise
 
     def touched(self, param: nn.Parameter, what: str) -> None:
-        """A resting parameter's data is asked for (see :class:`~partita.sharding.resting.Guardian`)."""
+        """A resting parameter's data is asked for (see :class:`~partita.sharding.placeholder.Guardian`)."""
         unit = self._owner[id(param)]
         fqn = next(member.fqn for member in unit.members if member.param is param)
         if not self._forward_depth:
@@ -177,7 +222,7 @@ class Residency:
             unit.holds -= 1
             if unit.holds == 0 and not unit.keeps_memory:
                 if self._referred[unit].end_block():
-                    self._executor.keep_memory(unit)
+                    unit.keep_memory()
                 else:
                     del self._referred[unit]
         self._rest_idle()
@@ -189,7 +234,7 @@ class Residency:
         for unit in kept:
             if not self._referred[unit].grown(self.version):
                 del self._referred[unit]
-                self._executor.drop_memory(unit)
+                unit.drop_memory()
 
     def begin_forward(self) -> None:
         """A forward of the whole model begins. The next step's order is learned from those that have a backward."""
@@ -253,7 +298,7 @@ class Residency:
         try:
             self._written.take_from(unit)
         finally:
-            self._executor.release(unit)
+            unit.release()
 
     # ----------------------------------------------------------------- prefetch
 
@@ -261,21 +306,21 @@ class Residency:
         """Start a gather; where the pool is full, idle units make room first if it ``must`` be, and ``spare`` memory
         may serve. ``exact``: as it rests.
         """
-        if must and not self._executor.can_gather(unit):
+        if must and not unit.can_gather:
             for idle in self.units:
                 if not idle.in_use and idle.state is not UnitState.RESTING and idle is not unit:
                     self._evict(idle)
-        elif not must and not self._executor.can_gather(unit):
+        elif not must and not unit.can_gather:
             return False
         self._agreement.gathers(unit.number)
-        self._executor.start_gather(unit, spare, exact)
+        unit.start_gather(spare, exact)
         return True
 
     def _finish_gather(self, unit: Unit) -> None:
         if unit.state is UnitState.GATHERING:
             with span("wait for gather", unit.title):
                 self._agreement.wait(unit.gathered)
-                self._executor.finish_gather(unit)
+                unit.finish_gather()
 
     def _follow(self, unit: Unit) -> None:
         """Move to this unit's place in the last step's order; leave the position alone where it has none ahead."""

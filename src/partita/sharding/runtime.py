@@ -24,24 +24,24 @@ from partita.planner.blueprint import Blueprint, row_of
 from partita.planner.dtypes import dtype_of
 from partita.planner.full_precision import find_full_precision
 from partita.planner.memory import bytes_by_tier, model_state_bytes
-from partita.sharding import resting
 from partita.sharding.agreement import agree
-from partita.sharding.arguments import Arguments
 from partita.sharding.assemble import Assembly, Source, make_units
-from partita.sharding.bucket_layout import BucketLayout
 from partita.sharding.buckets import Bucket
 from partita.sharding.buffers import BufferSync
-from partita.sharding.events import Subscriber
-from partita.sharding.executor import Executor
-from partita.sharding.gradient_hook import LastHook
-from partita.sharding.hooks import ForwardHooks, UnitEvents
-from partita.sharding.loads import ExactLoads
-from partita.sharding.precision import cast_buffers, forward_precision
+from partita.sharding.finite import Arguments
+from partita.sharding.gradient_buffer import BucketLayout
+from partita.sharding.hooks import ForwardHooks, LastHook, UnitEvents, announce
+from partita.sharding.interpreter import Interpreter
+from partita.sharding.parameter import Member
+from partita.sharding.placeholder import claim, disclaim, leave_share, wake
+from partita.sharding.precision import ExactLoads, cast_buffers, forward_precision
+from partita.sharding.publish import Publisher
 from partita.sharding.reducer import GradientReducer
 from partita.sharding.residency import Residency
-from partita.sharding.structure import Structure
-from partita.sharding.unit import Member, Segment, Unit, UnitState
-from partita.sharding.written import Written
+from partita.sharding.segment import Segment
+from partita.sharding.structure import Structure, Written
+from partita.sharding.unit import Unit, UnitResources, UnitState
+from partita.sharding.visits import Subscriber
 
 _log = logging.getLogger("partita")
 
@@ -79,15 +79,17 @@ class Runtime:
         self.gradient_group = collectives.group(self.row.summed_axes)
         self.spans_nodes = blueprint.resolved.spans_nodes
         kept = find_full_precision(model, blueprint.resolved)
-        self.units = make_units(model, blueprint.units, mesh.rank, by_kernels=by_kernels)
         self._provide_disk(blueprint)
-        sharded = [unit for unit in self.units if not unit.rests_whole]
         loan = Loan()
         pool = unit_pool(blueprint.units, config.zero.prefetch_bytes)
         with together(collectives.all_ranks):
-            slots = BufferPool("buffer_pool", pool, ledger, mesh.device, backed=loan.swap)
+            self._pool = BufferPool("buffer_pool", pool, ledger, mesh.device, backed=loan.swap)
             scratch = self._scratch(blueprint)
-        self.executor = Executor(collectives, slots, loan, scratch)
+        stream, interpreter = mesh.stream("parameters"), Interpreter(collectives)
+        resources = UnitResources(interpreter, self._pool, loan, stream, scratch)
+        self.units = make_units(model, blueprint.units, mesh.rank, resources, by_kernels=by_kernels)
+        sharded = [unit for unit in self.units if not unit.rests_whole]
+        self.publisher = Publisher(interpreter, stream, scratch)
         first = mesh.log.register([unit.title for unit in self.units])
         for unit in self.units:
             unit.number += first
@@ -97,7 +99,7 @@ class Runtime:
         ahead = bytes_ahead(blueprint.units, config.zero.prefetch_bytes)
         self.written = Written(self.units, mesh.rank)
         self.arguments = Arguments(model, dtype_of(ENCODINGS[blueprint.resolved.compute_dtype]))
-        self.residency = Residency(sharded, self.executor, agreement, ahead, self.written)
+        self.residency = Residency(sharded, agreement, ahead, self.written)
         self._wait_in_threads()
         self._hooks: list[Any] = []
         self._accumulate = blueprint.resolved.batch.accumulate
@@ -126,6 +128,11 @@ class Runtime:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters in compute."""
+        return self.collectives.mesh.device
 
     @property
     def runs_all(self) -> bool:
@@ -163,11 +170,11 @@ class Runtime:
 
     def _assemble(self, assembly: Assembly) -> None:
         for unit in assembly.turns():
-            assembly.fill(unit, self.executor.lay)
+            assembly.fill(unit)
             for member in unit.members:
-                resting.claim(member.param, member.fqn, self)
+                claim(member.param, member.fqn, self)
             if not unit.rests_whole:
-                self.executor.release(unit)
+                unit.release()
         assembly.fill_others()
 
     def give_back(self) -> None:
@@ -179,17 +186,17 @@ class Runtime:
             if unit.state is UnitState.RESTING:
                 self.residency.hold([unit])
             for member in unit.members:
-                resting.disclaim(member.param)
+                disclaim(member.param)
                 if not unit.give_back(member):
                     continue
                 if member.is_cut:
-                    resting.leave_share(member.param)
+                    leave_share(member.param)
                 if member.rounded:
                     rounded.append(member.fqn)
             if unit.slot is not None:
-                self.executor.release(unit)
+                unit.release()
             for member in unit.members:
-                resting.wake(member.param, member.kind)
+                wake(member.param, member.kind)
         for module, buffers in self._own_buffers:
             module._buffers.update(buffers)
         if rounded and self.collectives.mesh.rank == 0:
@@ -254,26 +261,26 @@ class Runtime:
             bucket = Bucket(BucketLayout([segment], members), self._accumulate, self.memory.ledger)
             bucket.allocate(self.memory)
             self.reducer.add(bucket)
-        self._hooks.append(LastHook(member.param, _announce(member, self.reducer)))
+        self._hooks.append(LastHook(member.param, announce(member, self.reducer.arrived)))
         member.hooked = True
 
     # ----------------------------------------------------------------- otherwise
 
     def wait_for_updates(self, units: Sequence[Unit]) -> None:
         """These units' updates run beside the caller: their forward waits for them (gathers do so by themselves)."""
-        waits = Subscriber(opened=lambda visit: self.executor.finish_update(visit.unit))
+        waits = Subscriber(opened=lambda visit: visit.unit.finish_update())
         self.events.subscribe([unit for unit in units if unit.rests_whole], waits)
 
     def touched(self, param: nn.Parameter, what: str) -> None:
-        """See :class:`~partita.sharding.resting.Guardian`."""
+        """See :class:`~partita.sharding.placeholder.Guardian`."""
         unit, _ = self._members[id(param)]
         if unit.rests_whole:
-            self.executor.finish_update(unit)
+            unit.finish_update()
         else:
             self.residency.touched(param, what)
 
     def exposed(self, param: nn.Parameter, values: Tensor) -> None:
-        """See :class:`~partita.sharding.resting.Guardian`."""
+        """See :class:`~partita.sharding.placeholder.Guardian`."""
         if id(param) in self._members:
             self.written.expose(*self._members[id(param)], values)
 
@@ -284,7 +291,7 @@ class Runtime:
             by_segment[id(member.segment)].append((member, values))
         for pairs in by_segment.values():
             unit, segment = self._members[id(pairs[0][0].param)][0], pairs[0][0].segment
-            self.executor.finish_update(unit)
+            unit.finish_update()
             flat = {member.fqn: member.flat(values.to(segment.full.device, torch.float32)) for member, values in pairs}
             for member, _ in pairs:
                 member.values.copy_(segment.rounded(flat[member.fqn]))
@@ -309,7 +316,7 @@ class Runtime:
     def warm_up(self, is_warming_up: bool) -> None:
         """From the next step on gradients are summed, and weights published, as in the warm-up, or as later."""
         self.reducer.warm_up(is_warming_up)
-        self.executor.warm_up(is_warming_up)
+        self.publisher.warm_up(is_warming_up)
 
     def publish(self) -> None:
         """Bring master weights, which were written outside a step, into the parameters of all ranks. A collective."""
@@ -319,7 +326,7 @@ class Runtime:
         for segment in segments:
             assert segment.master is not None
             lease = segment.master.lend()
-            self.executor.deliver(segment, lease.wait(), segment.plan.master, exact=True)
+            self.publisher.deliver(segment, lease.wait(), segment.plan.master, exact=True)
             lease.end(changed=False)
         if segments:
             self.updated()
@@ -330,7 +337,7 @@ class Runtime:
         with torch._C.DisableTorchFunctionSubclass():
             torch.autograd.graph.increment_version([m.param for unit in self.units for m in unit.members])
         for unit in self.written.exposed_units():
-            self.executor.finish_update(unit)
+            unit.finish_update()
         self.written.note()
 
     def members(self) -> Iterator[tuple[Unit, Member]]:
@@ -347,9 +354,9 @@ class Runtime:
             hook.remove()
         with torch._C.DisableTorchFunctionSubclass():
             for _, member in self.members():
-                resting.disclaim(member.param)
+                disclaim(member.param)
                 if member.is_cut:
-                    resting.leave_share(member.param)
+                    leave_share(member.param)
                 member.uncover()
         self.memory.close()
 
@@ -368,16 +375,3 @@ def make_buckets(
         layout = BucketLayout(group, [member for segment in group for member in members[id(segment)]])
         buckets.append(Bucket(layout, accumulate, ledger))
     return buckets
-
-
-def _announce(member: Member, reducer: GradientReducer) -> Callable[[Tensor], None]:
-    """The hook that tells of a gradient. It holds neither: no garbage collector finds what tensors' hooks hold."""
-    to_reducer, to_member = weakref.ref(reducer), weakref.ref(member)
-
-    def arrived(param: Tensor) -> None:
-        living, whose = to_reducer(), to_member()
-        if living is not None and whose is not None:
-            with torch._C.DisableTorchFunctionSubclass():  # what is asked of the parameter is answered without a detour
-                living.arrived(whose)
-
-    return arrived

@@ -1,13 +1,256 @@
-"""The model as it was when its units were made, to notice what the user changes afterwards."""
+"""Changes that the user makes to the model: its modules, and values written into parameters in place.
 
-from collections.abc import Sequence
+``load_state_dict``, a clamp, a copy of averages, a momentum encoder that follows inside forward, weights that forward
+normalizes: written values last, as in one process. A write is found by the parameter's version counter.
+"""
+
+import warnings
+import weakref
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from partita.errors import PartitaError
+from partita.kernels.chunks import chunks
+from partita.memory import accelerator
+from partita.memory.streams import record
 from partita.planner.parameters import find_everywhere, find_quantized
-from partita.sharding.unit import Member, Unit, UnitState
+from partita.sharding.parameter import Member
+from partita.sharding.segment import Segment
+from partita.sharding.unit import Unit, UnitState
+
+
+@dataclass
+class _Exposed:
+    """A parameter whose ``data`` was read: the checksum of its values, and the tensors that were returned."""
+
+    unit: Unit
+    member: Member
+    sum: Tensor
+    tensors: list[weakref.ref[Tensor]] = field(default_factory=list)
+
+    @property
+    def is_alive(self) -> bool:
+        """True if the parameter may still be written through one of the tensors."""
+        return any(tensor() is not None for tensor in self.tensors)
+
+    @property
+    def is_written(self) -> bool:
+        return int(accelerator.read(checksum(self.member.values))) != int(accelerator.read(self.sum))
+
+
+class Written:
+    """Finds parameters that were written since the engine itself changed them, and stores the written values.
+
+    Sums of what was written are kept until the ranks have compared them (:meth:`agreed`).
+
+    Args:
+        units: all units of the model.
+        rank: of this process: rank 0 warns.
+    """
+
+    def __init__(self, units: Sequence[Unit], rank: int) -> None:
+        self._warns = rank == 0
+        self._sharded = [unit for unit in units if not unit.rests_whole]
+        members = [member for unit in units if unit.rests_whole for member in unit.members]
+        self._whole = [member for member in members if _has_owner(member.segment)]
+        self._versions = dict[int, int]()  # by the member's id; unknown until the first note()
+        self._exposed = dict[int, _Exposed]()  # by the member's id
+        self._sums = dict[str, Tensor]()
+
+    def __bool__(self) -> bool:
+        """True if there are parameters whose written values are stored elsewhere; the same on all ranks."""
+        return bool(self._whole or self._sharded)
+
+    def note(self) -> None:
+        """Take the parameters as they are for what the engine made them."""
+        members = [*self._whole, *(member for unit in self._sharded for member in unit.members)]
+        with torch._C.DisableTorchFunctionSubclass():  # sharded parameters answer through Python
+            self._versions = {id(member): member.param._version for member in members}
+        self._exposed = {key: exposed for key, exposed in self._exposed.items() if exposed.is_alive}
+        self._sum_again(exposed.member for exposed in self._exposed.values())
+
+    def forget(self, members: Sequence[Member]) -> None:
+        """Ignore what was written into these parameters."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._versions.update({id(m): m.param._version for m in members if id(m) in self._versions})
+        self._sum_again(members)
+
+    def expose(self, unit: Unit, member: Member, values: Tensor) -> None:
+        """A parameter may be written through ``values``, its ``data``, from here on."""
+        if id(member) not in self._versions or unit.state is not UnitState.WHOLE:
+            return
+        if id(member) not in self._exposed:
+            self._exposed[id(member)] = _Exposed(unit, member, checksum(member.values))
+        exposed = self._exposed[id(member)]
+        exposed.tensors = [*(tensor for tensor in exposed.tensors if tensor() is not None), weakref.ref(values)]
+
+    def exposed_units(self) -> list[Unit]:
+        """The units with parameters that may still be written through a tensor that their ``data`` returned."""
+        return [exposed.unit for exposed in self._exposed.values() if exposed.is_alive]
+
+    def through_data(self, members: Iterable[Member]) -> list[Member]:
+        """Those of the parameters that were written through their ``data``."""
+        exposed = (self._exposed.get(id(member)) for member in members) if self._exposed else ()
+        return [each.member for each in exposed if each is not None and each.is_written]
+
+    def _sum_again(self, members: Iterable[Member]) -> None:
+        for member in members if self._exposed else ():
+            if (exposed := self._exposed.get(id(member))) is not None and exposed.unit.state is UnitState.WHOLE:
+                exposed.sum = checksum(member.values)
+
+    def stored(self, members: Sequence[Member]) -> None:
+        """Note that what was written into these parameters is stored already."""
+        self.forget(members)
+        self._add(members)
+
+    def take(self) -> None:
+        """Store what was written. No update may be running."""
+        if written := self._found(self._whole):
+            by_segment = defaultdict[int, list[Member]](list)
+            for member in written:
+                by_segment[id(member.segment)].append(member)
+            for members in by_segment.values():
+                segment = members[0].segment
+                self._warn_of_rounding(members[0])
+                if segment.master is not None and not segment.master_is_parameter:
+                    names = {member.fqn for member in members}
+                    segment.master.set(segment.part(segment.full, segment.plan.master), names)
+            self.forget(written)
+            self._add(written)
+        for unit in self._sharded:
+            if unit.state is UnitState.WHOLE and not unit.holds:  # blocks of engine.gathered store their own
+                self._take_from(unit, is_recomputed=False)
+
+    def take_from(self, unit: Unit) -> None:
+        """Store what was written into a gathered unit of sharded parameters, whose memory will be released next.
+
+        Raises:
+            PartitaError: the written values cannot be stored exactly.
+        """
+        try:
+            self._take_from(unit, is_recomputed=torch._C._current_graph_task_id() != -1)
+        finally:
+            for member in unit.members if self._exposed else ():
+                self._exposed.pop(id(member), None)
+
+    def _take_from(self, unit: Unit, is_recomputed: bool) -> None:
+        if not (written := self._found(unit.members)):
+            return
+        self.forget(written)
+        by_segment = defaultdict[int, list[Member]](list)
+        for member in written:
+            _check_stored(unit, member, is_recomputed)
+            by_segment[id(member.segment)].append(member)
+        for members in by_segment.values():
+            self._warn_of_rounding(members[0])
+            _store(members[0].segment, {member.fqn for member in members})
+        unit.updated = record(unit.storage.device)
+        if unit.has_second:
+            _store_second(unit)
+        self._add(written)
+
+    def _warn_of_rounding(self, member: Member) -> None:
+        """Warn, once, that values are rounded which are written into a parameter in 16 bits."""
+        if self._warns and member.segment.keeps_digits:
+            self._warns = False
+            warnings.warn(
+                f"parameter '{member.fqn}' was written in place in {str(member.segment.dtype).removeprefix('torch.')}: "
+                "the written values are rounded, and changes below that precision are lost; write it inside `with "
+                "engine.gathered(..., modify=True)`, which gives fp32 values, or list its module in "
+                "precision.keep_fp32",
+                stacklevel=2,
+            )
+
+    def _found(self, members: Sequence[Member]) -> list[Member]:
+        versions = self._versions
+        with torch._C.DisableTorchFunctionSubclass():
+            found = [m for m in members if m.param._version != versions.get(id(m), m.param._version)]
+        if self._exposed:
+            known = {id(member) for member in found}
+            found += self.through_data(member for member in members if id(member) not in known)
+        return found
+
+    # ------------------------------------------------------- comparison of the ranks
+
+    @property
+    def sums(self) -> dict[str, int]:
+        """A checksum of each parameter that was written since :meth:`agreed`, by name."""
+        if not self._sums:
+            return {}
+        return dict(zip(self._sums, accelerator.read(torch.stack([*self._sums.values()])).tolist(), strict=True))
+
+    @property
+    def digest(self) -> int:
+        """One number of all :attr:`sums`; 0 if nothing was written."""
+        return zlib.crc32(repr(sorted(self.sums.items())).encode()) if self._sums else 0
+
+    def agreed(self) -> None:
+        """Forget the sums: the ranks have compared them."""
+        self._sums = {}
+
+    def _add(self, members: Iterable[Member]) -> None:
+        for member in members:
+            self._sums[member.fqn] = checksum(member.values)
+
+
+def checksum(values: Tensor) -> Tensor:
+    """The sum of the bits of a dense tensor as whole numbers; a scalar on its device."""
+    bits = values.view({2: torch.int16, 4: torch.int32}.get(values.itemsize, torch.uint8))
+    sums = [bits[chunk].sum(dtype=torch.int64) for chunk in chunks(bits)]
+    return torch.stack(sums).sum() if sums else bits.new_zeros((), dtype=torch.int64)
+
+
+def _has_owner(segment: Segment) -> bool:
+    """True if the values of one rank, or of the master weights, replace what the others have after an update."""
+    return not segment.master_is_parameter or segment.planned.num_shards(segment.plan.master) > 1
+
+
+def _check_stored(unit: Unit, member: Member, is_recomputed: bool) -> None:
+    """Raise where a value written into a gathered parameter cannot be stored as it is.
+
+    Args:
+        is_recomputed: backward ran the module again and released it, so the write may come after the update.
+    """
+    if not (member.segment.planned.unshards_exactly or unit.is_exact):
+        raise PartitaError(
+            f"parameter '{member.fqn}' was written in forward, where its values were decoded from codes "
+            "(communication.parameters): what is stored would lose digits; write it after engine.step() inside `with "
+            "engine.gathered(..., modify=True)`, or set communication.parameters: full"
+        )
+    if is_recomputed and not member.segment.plan.gradients_rest:
+        raise PartitaError(
+            f"parameter '{member.fqn}' was written while backward ran its module again, and "
+            "precision.gradients: in_backward may have updated it meanwhile: do not recompute that module "
+            "(activations.checkpoint), or set precision.gradients: fp32"
+        )
+
+
+def _store(segment: Segment, names: set[str]) -> None:
+    """Bring this rank's part of the named parameters from a gathered segment to where it is stored."""
+    part = segment.part(segment.full, segment.plan.param_rest)
+    lease = segment.rest.lend()
+    stored = lease.wait()
+    if segment.master is not None and not segment.master_is_parameter:
+        before = segment.part_of_rest(stored)
+        segment.master.set(segment.part(segment.full, segment.plan.master), names, before)
+    for span in segment.rest_spans:
+        if span.fqn in names:
+            place = slice(span.offset, span.offset + span.num_elements)
+            stored[place] = part[place]
+    lease.end(changed=True)
+
+
+def _store_second(unit: Unit) -> None:
+    """Bring what was written to the secondary shards, from which backward gathers."""
+    for segment in unit.segments:
+        if segment.second is not None:
+            segment.second.store(segment.part(segment.full, segment.plan.param_between))
+    unit.second_kept = record(unit.storage.device)
 
 
 class Structure:

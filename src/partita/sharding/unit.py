@@ -1,33 +1,23 @@
-"""A unit at rest and whole: the parameters that are gathered and released together.
-
-Names used everywhere: a segment's ``full`` is the flat buffer of all its parameters in the compute encoding, which the
-user's ``nn.Parameter`` objects are permanent views of; ``rest`` is what stays of it between steps (``full`` itself, or
-this rank's part); ``second`` is the part kept beside it between forward and backward (hierarchical); ``master`` holds
-the values that the optimizer updates, and is ``rest``, or a part of it, wherever their encodings are the same.
-"""
+"""A unit: the parameters that are gathered and released together."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
-from partita.kernels.chunks import chunks
-from partita.kernels.quantize import nearest_bf16
 from partita.memory.allocate import allocate, over
-from partita.memory.buffer_pool import Slot
-from partita.memory.streams import Event
-from partita.memory.tiers import InMemory, Kept, StateMemory
-from partita.plan.flat_range import FlatRange, memory_order
-from partita.plan.planned import PlannedSegment, PlannedUnit
-from partita.plan.residence import Residence
-from partita.plan.span import Span
-from partita.planner.dtypes import dtype_of
+from partita.memory.buffer_pool import BufferPool, Loan, Slot
+from partita.memory.streams import Event, Stream, record
+from partita.memory.timeline import span, told
+from partita.plan.planned import PlannedUnit
+from partita.plan.steps import steps
 from partita.planner.parameters import Holding
-from partita.sharding import resting
-from partita.sharding.collected import Collected
-from partita.sharding.master import MasterWeights
+from partita.sharding.interpreter import Interpreter, Running
+from partita.sharding.parameter import Member, replace_data
+from partita.sharding.placeholder import rest, wake
+from partita.sharding.segment import Segment
 
 
 class UnitState(Enum):
@@ -36,284 +26,36 @@ class UnitState(Enum):
     WHOLE = "whole"
 
 
-@dataclass
-class Member:
-    """One parameter of a unit: the user's object, its names, and where its values lie. ``shape`` and ``stride`` are the
-    local tensor's, which the parameter is once the unit has adopted it.
+@dataclass(frozen=True)
+class UnitResources:
+    """The resources that the units of an engine share.
+
+    Attributes:
+        pool: memory for unsharded parameters; ``loan`` lends its slots to the units' storages.
+        stream: gathers run on it, in one order.
+        scratch: memory of :func:`~partita.plan.slots.unshard_scratch_bytes`, if any is needed.
     """
 
-    holding: Holding
-    span: Span
-    segment: "Segment"
-    param: nn.Parameter = field(init=False)
-    kind: type[nn.Parameter] = field(init=False)
-    here_kind: type[nn.Parameter] = field(init=False)  # the parameter's class while its data is here
-    resting_kind: type[resting.Resting] = resting.Resting
-    whole_kind: type[nn.Parameter] = nn.Parameter  # while it has whole values of a parameter that ranks hold in parts
-    shape: torch.Size = field(init=False)
-    stride: tuple[int, ...] = field(init=False)
-    own_dtype: torch.dtype = field(init=False)  # before the unit adopted it
-    own_device: torch.device = field(init=False)
-    hooked: bool = False
-    _collected: Collected | None = None
-
-    def __post_init__(self) -> None:
-        self.param = param = self.holding.param
-        place = self.span.place
-        self.kind = self.here_kind = type(param)
-        self.shape = torch.Size(place.sizes)
-        self.stride = place.stride if place.is_part else dense_stride(param)
-        self.own_dtype = param.dtype
-        self.own_device = param.device
+    interpreter: Interpreter
+    pool: BufferPool
+    loan: Loan
+    stream: Stream
+    scratch: Tensor | None = None
 
     @property
-    def fqn(self) -> str:
-        return self.holding.fqns[0]
-
-    @property
-    def rounded(self) -> bool:
-        """True if values were cast to a dtype with fewer digits."""
-        own, compute = self.own_dtype, self.segment.dtype
-        return self.own_device.type != "meta" and own != compute and own.itemsize >= compute.itemsize
-
-    @property
-    def is_cut(self) -> bool:
-        """True if the user's object is a part of the global parameter now."""
-        place = self.span.place
-        with torch._C.DisableTorchFunctionSubclass():  # which would answer for the whole one
-            return place.sizes != place.shape and self.param.shape == self.shape
-
-    @property
-    def grad(self) -> Tensor | None:
-        """The gradient that autograd left with the parameter, if it is there still."""
-        grad = self.param.grad
-        return None if isinstance(grad, Collected) else grad
-
-    def cover(self) -> None:
-        """Say so where somebody looks for a gradient that was collected."""
-        if self.param.grad is None:
-            if self._collected is None:
-                with torch._C.DisableTorchFunctionSubclass():  # which would answer for the whole one
-                    self._collected = Collected(self.param, self.fqn)
-            self.param.grad = self._collected
-
-    def uncover(self) -> None:
-        """Leave in ``.grad`` only what autograd has put there."""
-        grad = self.param.grad
-        if isinstance(grad, Collected):
-            self.param.grad = grad.added
-            grad.added = None
-
-    def leave(self, values: Tensor) -> None:
-        """Make the parameter one of no unit: its own class, with ``values`` of its shape, wherever the unit is."""
-        resting.wake(self.param, self.kind)
-        self.param.data = values
-
-    def elements(self, start: int, stop: int) -> FlatRange:
-        """Elements ``[start, stop)`` in this parameter's stride order, as a piece of the global parameter."""
-        return FlatRange(self.span.place, memory_order(self.stride), start, stop)
-
-    def shaped(self, flat: Tensor) -> Tensor:
-        """A view of ``flat`` ``[numel]`` (in this parameter's stride order) with this parameter's shape."""
-        return flat.as_strided(self.shape, self.stride, flat.storage_offset())
-
-    def within(self, whole: Tensor) -> Tensor:
-        """The parameter's part of a tensor that has all of its segment, in its shape."""
-        return self.shaped(whole[self.span.offset :][: self.span.num_elements])
-
-    @property
-    def values(self) -> Tensor:
-        """This rank's values of the parameter, flat, where its unit is whole."""
-        return self.segment.full[self.span.offset :][: self.span.num_elements]
-
-    def flat(self, values: Tensor) -> Tensor:
-        """``values`` of this parameter's shape as ``[numel]`` in its stride order; a view where strides agree."""
-        if values.stride() != self.stride:
-            values = torch.empty_strided(self.shape, self.stride, dtype=values.dtype, device=values.device).copy_(
-                values
-            )
-        return values.as_strided((values.numel(),), (1,), values.storage_offset())
-
-
-def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The tensor's strides if they fill memory without gaps, else those of a contiguous tensor."""
-    order = sorted(range(tensor.dim()), key=tensor.stride)
-    expected = 1
-    for dim in order:
-        if tensor.size(dim) > 1 and tensor.stride(dim) != expected:
-            return torch.empty(tensor.shape, device="meta").stride()
-        expected *= tensor.size(dim)
-    return tensor.stride()
-
-
-class Segment:
-    """One flat buffer of a unit and what rests of it. ``plan`` is its row of the table.
-
-    Args:
-        by_kernels: the optimizer writes the parameters by :mod:`partita.kernels`.
-    """
-
-    def __init__(self, planned: PlannedSegment, rank: int, *, by_kernels: bool = False) -> None:
-        self.planned = planned
-        self.by_kernels = by_kernels
-        self.layout = planned.layout
-        self.plan = planned.row
-        self.mesh = planned.mesh
-        self._rank = rank
-        self.part_index = planned.mesh.group_index(rank, planned.row.part_axes)  # of the layout's parts, this rank's
-        self.full: Tensor
-        self.rest: Kept
-        self.master: MasterWeights | None = None
-        self.second: Kept | None = None
-        self.trains = planned.trains
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return dtype_of(self.layout.encoding)
-
-    @property
-    def holds_whole_master(self) -> bool:
-        return self.planned.num_shards(self.plan.master) == 1
-
-    @property
-    def is_first_copy(self) -> bool:
-        """True if this rank saves its part, of the ranks that have the same."""
-        return self.planned.is_first_copy(self._rank)
-
-    @property
-    def is_first_of_replica(self) -> bool:
-        """True if this rank measures its part, of the ranks of its replica that have the same."""
-        return self.planned.is_first_of_replica(self._rank)
-
-    @property
-    def master_spans(self) -> tuple[Span, ...]:
-        """The spans of this rank's master weights, with offsets in ``master``; where it has all, also empty ones."""
-        return self._spans_of(self.plan.master)
-
-    @property
-    def rest_spans(self) -> tuple[Span, ...]:
-        """The spans of the parameters that rest on this rank, with offsets in ``rest``; where all do, also empty
-        ones.
-        """
-        return self._spans_of(self.plan.param_rest)
-
-    def _spans_of(self, residence: Residence) -> tuple[Span, ...]:
-        is_whole = self.planned.num_shards(residence) == 1
-        return self.layout.spans if is_whole else self.planned.spans_of(residence, self._rank)
-
-    def part(self, whole: Tensor, residence: Residence) -> Tensor:
-        """This rank's part of a whole flat tensor (all of it where the residence is not sharded)."""
-        parts = whole.view(self.planned.num_shards(residence), -1)
-        return parts[self.mesh.group_index(self._rank, residence.shard_axes)]
-
-    @property
-    def keeps_one_part(self) -> bool:
-        """True if one of the layout's parts is all that is stored."""
-        num_shards = self.planned.num_shards(self.plan.param_rest)
-        return num_shards == self.layout.num_parts and not self.planned.has_second
-
-    @property
-    def first_dtype(self) -> torch.dtype:
-        """The dtype of the first values: that of the master weights where these have more digits than ``full``."""
-        return torch.float32 if self.layout.has_master and self.master_has_digits else self.dtype
-
-    @property
-    def master_has_digits(self) -> bool:
-        """True if master weights keep digits that the parameters in compute lack."""
-        return self.dtype in (torch.bfloat16, torch.float16) and not self.master_is_parameter
-
-    @property
-    def keeps_digits(self) -> bool:
-        """True if there are master weights with digits that the parameters in compute lack."""
-        return self.master is not None and self.master_has_digits
-
-    def rounded(self, values: Tensor) -> Tensor:
-        """Return parameters for ``values`` of :attr:`first_dtype`, in the dtype of ``full``.
-
-        They are those that an update would write: torch rounds a value half-way between two bf16 numbers to the even
-        one, and the kernels of this package round it away from zero.
-        """
-        if not self.by_kernels or self.dtype != torch.bfloat16 or values.dtype != torch.float32:
-            return values.to(self.dtype)
-        rounded = torch.empty_like(values, dtype=self.dtype)
-        for at in chunks(values):
-            rounded.view(-1)[at] = nearest_bf16(values.reshape(-1)[at])
-        return rounded
-
-    def keep_rest(self, memory: StateMemory, first: Tensor | None = None, *, is_part: bool = False) -> None:
-        """Keep what rests, and the master weights.
-
-        Args:
-            first: values in :attr:`first_dtype`: all of them, which ``full`` has as well (None: those), or the one part
-                that rests.
-            is_part: ``first`` is that part; ``full`` has no values.
-        """
-        row = self.plan
-        first = self.full if first is None else first
-        if is_part:
-            self.rest = memory.keep_values("parameters", self.rounded(first), self.dtype, row.param_rest.tier)
-        elif self.planned.rests_whole:
-            self.rest = memory.adopt("parameters", self.full)
-        else:
-            self.rest = self._keep_part(row.param_rest, memory)
-        if self.planned.has_second:
-            self.second = self._keep_part(row.param_between, memory)
-        if self.master_is_parameter or self.layout.has_master:
-            self.make_master(memory, first if first.dtype != self.dtype else None)
-
-    def _keep_part(self, residence: Residence, memory: StateMemory) -> Kept:
-        return memory.keep_values("parameters", self.part(self.full, residence), self.dtype, residence.tier)
-
-    @property
-    def master_is_parameter(self) -> bool:
-        """True if the master weights are the stored parameters, or this rank's part of them."""
-        return self.planned.master_is_parameter
-
-    def make_master(self, memory: StateMemory, first: Tensor | None = None) -> MasterWeights:
-        """Make the master weights: the memory of the parameters at rest where the table says so, else their own.
-
-        Args:
-            first: values in fp32, all or those of the part that rests (None: the values that rest).
-        """
-        residence = self.plan.master
-        num_elements = self.layout.padded // self.planned.num_shards(residence)
-        if self.master_is_parameter and self.rest.num_elements == num_elements:
-            self.master = MasterWeights(self.rest, residence, self.master_spans)
-            return self.master
-        lease = self.rest.lend()
-        values = self.part_of_rest(lease.wait())
-        if self.master_is_parameter:
-            self.master = MasterWeights(InMemory(values, self.rest.tier), residence, self.master_spans)
-        else:
-            exact = values if first is None else self.part_of_rest(first)
-            self.master = MasterWeights.apart(exact, residence, self.master_spans, memory)
-        lease.end(changed=False)
-        return self.master
-
-    def set_master(self, values: Mapping[str, Tensor]) -> None:
-        """Store fp32 values in the master weights, of which the parameters have the rounded ones.
-
-        Args:
-            values: by the parameters' names, flat, all of this segment's elements of each.
-        """
-        assert self.master is not None
-        whole = torch.zeros(self.layout.padded, dtype=torch.float32, device=self.full.device)
-        for span in self.layout.spans:
-            if span.fqn in values:
-                whole[span.offset :][: span.num_elements] = values[span.fqn]
-        self.master.set(self.part(whole, self.plan.master), values.keys())
-
-    def part_of_rest(self, values: Tensor) -> Tensor:
-        """Return the stored parameters of the elements whose master weights this rank has."""
-        parts = values.view(values.numel() * self.planned.num_shards(self.plan.master) // self.layout.padded, -1)
-        return parts[self.mesh.group_index(self._rank, self.plan.master.shard_axes) % len(parts)]
+    def device(self) -> torch.device:
+        """The device of the parameters in compute."""
+        return self.interpreter.device
 
 
 class Unit:
     """The parameters of one module (without those of units inside it), and their state.
 
     A unit is RESTING until it is gathered, WHOLE while anyone has it open, and then gives its slot of the buffer pool
-    back. One that rests whole is WHOLE for ever, but while an update of it is under way.
+    back. One that rests whole is WHOLE, except while an update of it is under way.
+
+    Invariants: a unit that is not RESTING holds a slot of the pool (unless it rests whole); every slot's memory is
+    written only after the event of its last use; a GATHERING unit's parameters are still of class ``Resting``.
     """
 
     def __init__(
@@ -323,9 +65,11 @@ class Unit:
         holdings: Mapping[str, Holding],
         number: int,
         rank: int,
+        resources: UnitResources,
         *,
         by_kernels: bool = False,
     ) -> None:
+        self._resources = resources
         self.planned = planned
         self.name = planned.name
         self.module = module
@@ -335,7 +79,6 @@ class Unit:
             Member(holdings[span.fqn], span, segment) for segment in self.segments for span in segment.layout.spans
         ]
         self.rests_whole = planned.rests_whole
-        self.stays_whole = planned.stays_whole
         self.state = UnitState.WHOLE
         self.visits = 0  # open forwards and backwards
         self.holds = 0  # blocks of engine.gathered
@@ -355,6 +98,11 @@ class Unit:
         return [segment for segment in self.segments if segment.trains and segment.master is not None]
 
     @property
+    def stays_whole(self) -> bool:
+        """True if the row keeps the unit unsharded between forward and backward."""
+        return self.planned.stays_whole
+
+    @property
     def in_use(self) -> bool:
         """True if the unit must stay unsharded."""
         return self.visits > 0 or self.holds > 0 or self.pinned
@@ -364,34 +112,138 @@ class Unit:
         """The unit's name in messages."""
         return self.name or f"{type(self.module).__name__} (root)"
 
-    def put_to_rest(self) -> None:
+    # ------------------------------------------------------------------ gathering
+
+    @property
+    def can_gather(self) -> bool:
+        """True if the pool has a slot left for this unit."""
+        return self._resources.pool.available(self.planned.num_bytes)
+
+    def start_gather(self, spare: bool = False, exact: bool = False) -> None:
+        """RESTING to GATHERING: from the second shard where there is one, else from what rests.
+
+        Args:
+            spare: memory beyond the pool's may serve.
+            exact: as it rests, also where what is computed with is decoded.
+        """
+        self.is_exact = exact
+        slot, updated, second = self._lend_slot(spare=spare), self.updated, self.has_second and not exact
+
+        def gather() -> None:
+            slot.last_use.wait()
+            updated.wait()
+            gathers, scratch = list[Running](), self._resources.scratch
+            for segment in self.segments:
+                plan, source, planned = segment.plan, segment.rest, segment.planned
+                ops = steps(plan.param_rest, plan.param_compute, segment.mesh) if exact else planned.unshards
+                if second and segment.second is not None:
+                    self.second_kept.wait()
+                    source, ops = segment.second, steps(plan.param_between, plan.param_compute, segment.mesh)
+                begin = self._resources.interpreter.begin
+                gathers.append(begin(ops, source, segment.full, tag=self.number, scratch=scratch))
+                if scratch is not None:
+                    scratch = scratch[planned.scratch_bytes :]
+            for begun in gathers:
+                begun.finish()
+
+        self._await(self._resources.stream.run(told(gather, "gather", self.title)))
+
+    def finish_gather(self) -> None:
+        """GATHERING to WHOLE: the current stream may use the parameters from here on."""
+        assert self.state is UnitState.GATHERING
+        self.gathered.wait()
+        for member in self.members:
+            wake(member.param, member.here_kind)
+        self.state = UnitState.WHOLE
+
+    def keep_second(self) -> None:
+        """Copy the part that stays between forward and backward out of a WHOLE unit, where its row has one."""
+        for segment in self.segments:
+            if segment.second is not None:
+                ops = steps(segment.plan.param_compute, segment.plan.param_between, segment.mesh)
+                self._resources.interpreter.run(ops, segment.full, segment.second)
+                self.has_second = True
+        self.second_kept = record(self._resources.device)
+
+    def release(self) -> None:
+        """WHOLE to RESTING: the slot goes back, usable once the current stream's work so far is done."""
+        assert self.state is UnitState.WHOLE
+        assert self.slot is not None
+        self._put_to_rest()
+        if not self.keeps_memory:
+            self._resources.loan.take_back(self.storage, self.slot)
+        self._resources.pool.give_back(self.slot, record(self._resources.device))
+        self.slot = None
+
+    def keep_memory(self) -> None:
+        """Leave a WHOLE unit's values in memory when it is released, until :meth:`drop_memory`. Later gathers write
+        there. For the pool nothing changes: what a unit keeps differs between ranks, gathers may not.
+        """
+        assert self.slot is not None
+        if not self.keeps_memory:
+            self.keeps_memory = True
+            self._resources.pool.leave(self.slot)
+
+    def drop_memory(self) -> None:
+        """End what :meth:`keep_memory` began. The unit is RESTING."""
+        assert self.state is UnitState.RESTING
+        self.keeps_memory = False
+        self._resources.pool.left(self.storage.nbytes())
+        self._resources.loan.drop(self.storage)
+
+    def _lend_slot(self, *, spare: bool = False, newest: bool = False) -> Slot:
+        resources = self._resources
+        slot = self.slot = resources.pool.borrow(self.planned.num_bytes, spare=spare, newest=newest)
+        if not self.keeps_memory:
+            resources.loan.lend(self.storage, slot)
+        if not resources.loan.swap:  # other memory than last time, which the current stream may be using still
+            slot.last_use = record(resources.device)
+        return slot
+
+    def _put_to_rest(self) -> None:
         """To RESTING: the parameters have no data from here on."""
         for member in self.members:
-            resting.rest(member.param, member.resting_kind)
+            rest(member.param, member.resting_kind)
         self.state = UnitState.RESTING
 
-    def begin_gather(self, gathered: Event) -> None:
+    def _await(self, gathered: Event) -> None:
         """RESTING to GATHERING: the data is there when ``gathered`` has passed."""
         assert self.state is UnitState.RESTING
         self.gathered = gathered
         self.state = UnitState.GATHERING
 
-    def end_gather(self) -> None:
-        """GATHERING to WHOLE: the parameters have their data."""
-        assert self.state is UnitState.GATHERING
-        for member in self.members:
-            resting.wake(member.param, member.here_kind)
-        self.state = UnitState.WHOLE
+    # -------------------------------------------------------------------- updates
 
-    def lay(self, storage: torch.UntypedStorage) -> None:
-        """Lay ``full`` of every segment, one after the other, into a storage that has memory for now."""
+    def await_update(self, updated: Event) -> None:
+        """Gathers of the unit wait for ``updated``; so does whoever uses its parameters, where they rest whole."""
+        self.updated = updated
+        if self.rests_whole:
+            self._put_to_rest()
+            self._await(updated)
+
+    def finish_update(self) -> None:
+        """The current stream may use parameters that rest whole from here on."""
+        if self.rests_whole and self.state is UnitState.GATHERING:
+            with span("wait for update", self.title):
+                self.finish_gather()
+
+    # ------------------------------------------------------------------- the start
+
+    def lay(self) -> None:
+        """Give a new unit its storage: memory of its own where it rests whole, else a slot until it is released."""
+        device = self._resources.device
+        if self.rests_whole:
+            storage = allocate(self.planned.num_bytes, torch.uint8, device).untyped_storage()
+        else:
+            storage = self.storage = torch.UntypedStorage(0, device=device)
+            self._lend_slot(newest=True).last_use.wait()
         self._lay(storage, [segment.dtype for segment in self.segments])
 
-    def lay_first(self, device: torch.device) -> None:
+    def lay_first(self) -> None:
         """Lay ``full`` of every segment in the dtype of its first values, into memory of its own."""
         dtypes = [segment.first_dtype for segment in self.segments]
         num_bytes = sum(s.layout.padded * dtype.itemsize for s, dtype in zip(self.segments, dtypes, strict=True))
-        self._lay(allocate(num_bytes, torch.uint8, device).untyped_storage(), dtypes)
+        self._lay(allocate(num_bytes, torch.uint8, self._resources.device).untyped_storage(), dtypes)
 
     def _lay(self, storage: torch.UntypedStorage, dtypes: Sequence[torch.dtype]) -> None:
         self.storage, offset = storage, 0
@@ -427,17 +279,3 @@ class Unit:
             return False
         replace_data(member.param, view.to(member.own_device, member.own_dtype, copy=True))
         return True
-
-
-def replace_data(param: nn.Parameter, values: Tensor) -> None:
-    """Give a parameter other values, also of another device, dtype or shape, while it stays the same object."""
-    try:
-        param.data = values
-    except RuntimeError:  # another device: only torch's own swap keeps the object
-        # Made from the values themselves, it would share the version of the whole buffer, which every gather raises.
-        fresh = nn.Parameter(values.new_empty(0), requires_grad=param.requires_grad)
-        fresh.data = values
-        kind = type(param)
-        param.__class__ = nn.Parameter
-        torch.utils.swap_tensors(param, fresh)
-        param.__class__ = kind

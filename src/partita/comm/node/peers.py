@@ -200,7 +200,7 @@ class Offer:
 
 
 class Fetch:
-    """``num_elements`` of a peer's, read when asked for (:class:`~partita.comm.exchange.Arriving`): at once into
+    """``num_elements`` of a peer's, read when asked for (:class:`~partita.comm.transport.Arriving`): at once into
     ``buffer``, or in pieces, each into the beginning of ``buffer``. Ask for the last one before waiting for any
     :class:`Offer`, for which the peer does the same.
     """

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from partita.memory.generators import generators_kept
 from partita.parallel.pipeline.absent import Absent, DataNeededError, Trial, all_away, without_data
 from partita.sharding.buffers import buffers_kept
-from partita.sharding.nested import map_tensors, tensors_in
+from partita.sharding.pytree import map_tensors, tensors_in
 
 Plain = Callable[[Sequence[nn.Module]], AbstractContextManager[None]]
 

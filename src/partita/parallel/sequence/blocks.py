@@ -16,7 +16,7 @@ from partita.parallel.sequence.attention import seen
 from partita.parallel.sequence.exchange import enter, gather
 from partita.parallel.sequence.slices import Slices
 from partita.sharding.hooks import Hook
-from partita.sharding.nested import map_tensors, tensors_in
+from partita.sharding.pytree import map_tensors, tensors_in
 from partita.transforms.modules import ModuleTransforms
 
 # How a block's forward is told of its slices: forwards that are run again in backward still know theirs.

@@ -25,8 +25,8 @@ from partita.parallel.sequence.slices import Slices
 from partita.planner.parameters import is_quantized
 from partita.sharding.buffers import buffers_kept
 from partita.sharding.hooks import Hook
-from partita.sharding.nested import map_tensors
-from partita.sharding.resting import is_resting
+from partita.sharding.placeholder import is_resting
+from partita.sharding.pytree import map_tensors
 
 # Positions of each rank: enough to see that they are mixed, and as no other size of a model is.
 _POSITIONS = 11

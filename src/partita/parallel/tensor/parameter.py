@@ -24,11 +24,9 @@ from partita.comm.mesh import Mesh
 from partita.errors import ConfigError, PartitaError
 from partita.parallel.tensor.functions import PURPOSE, enter, leave
 from partita.plan.place import Place
-from partita.sharding import resting
 from partita.sharding.compiler import eager, eager_itself
-from partita.sharding.placeholder import METADATA, asked_for, is_access
-from partita.sharding.resting import Resting, is_resting
-from partita.sharding.unit import Member
+from partita.sharding.parameter import Member
+from partita.sharding.placeholder import METADATA, Resting, asked_for, is_access, is_resting, touch
 
 Gradient = Callable[[Tensor], Tensor | None]
 _CALL = "a read of a split parameter"
@@ -445,7 +443,7 @@ class OwnParts(AbstractContextManager[None]):
             if value is None:
                 continue
             if is_resting(value):
-                resting.touch(value, "its module's forward")
+                touch(value, "its module's forward")
             if isinstance(value, SplitParameter):
                 replaced.append((name, value, type(value)))
                 value.__class__ = _known[value].kind

@@ -19,6 +19,7 @@ from partita.compression.settings import (
     warmup_steps,
 )
 from partita.config.schema import Config
+from partita.errors import ConfigError
 from partita.kernels.codecs import CODECS
 from partita.plan.formats import FULL, Format
 from partita.plan.mesh_shape import MeshShape
@@ -151,6 +152,11 @@ def row_of(config: Config, mesh: MeshShape, row: StatePlan) -> StatePlan:
         config.communication.low_rank if gradient_codec(config) == LOW_RANK else 0,
     )
     is_needed = row.separate_axes or strategies != CompressedStrategies()
+    if is_needed and row.copies.distinct:
+        raise ConfigError(
+            "communication: parameters that differ between ranks of the data axis (experts) travel as they are: leave "
+            "out communication.gradients, communication.parameters and communication.every"
+        )
     return replace(row, strategies=strategies) if is_needed else row
 
 

@@ -142,6 +142,8 @@ def _build(
             if id(param) in parallel.parts:
                 check_hooks(param, name)
         check_quantized(find_quantized(model), mesh.device)
+        if isinstance(resolved.extension, RunExtension):
+            parallel.shares.update(resolved.extension.shares(model, mesh.shape, mesh.rank))
         blueprint = make_blueprint(model, resolved, num_moments, budget, parallel.shares)
         check_room(blueprint, model, mesh.device)
         if mesh.rank == 0:

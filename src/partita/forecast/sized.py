@@ -35,9 +35,9 @@ from partita.parallel.tensor.splitter import TENSOR, Splitter
 from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import ENCODINGS, Encoding
 from partita.plan.share import Copies
-from partita.plan.span import Entry, lay_out
+from partita.plan.span import Entry
 from partita.plan.state_plan import StatePlan, Tiers
-from partita.planner.blueprint import row_of, unit_entries
+from partita.planner.blueprint import layouts_of, row_of, unit_entries
 from partita.planner.dtypes import dtype_of
 from partita.planner.full_precision import find_full_precision
 from partita.planner.group_units import UnitSpec, find_blocks
@@ -112,13 +112,7 @@ class Sized:
         spec = self.specs[number]
         key = (self._kind(number, entries), id(resolved.config), resolved.mesh, tiers)
         if key not in self._planned:
-            row = self._row(resolved, tiers, None, Copies())
-            size = resolved.mesh.group_size
-
-            def num_copies(copies: Copies) -> int:
-                return size(row.alike_axes) * size(copies.axes)
-
-            layouts = lay_out(entries, size(row.part_axes), num_copies)
+            layouts = layouts_of(entries, resolved, lambda copies: self._row(resolved, tiers, None, copies))
             rows = [self._row(resolved, tiers, layout.encoding, layout.copies) for layout in layouts]
             segments = (PlannedSegment(layout, own, resolved.mesh) for layout, own in zip(layouts, rows, strict=True))
             self._planned[key] = PlannedUnit(spec.name, tuple(segments), tuple(spec.inside))

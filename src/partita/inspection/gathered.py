@@ -11,7 +11,6 @@ from torch import nn
 from partita.errors import PartitaError
 from partita.inspection.whole import Whole
 from partita.optim.step import Updater
-from partita.plan.mesh_shape import STATE_AXES
 from partita.planner.parameters import Holding, find_quantized
 from partita.sharding.parameter import Member, replace_data
 from partita.sharding.residency import gradient_node
@@ -174,9 +173,9 @@ class Gathered:
     def _write_back(self, units: Sequence[Unit], names: AbstractSet[str]) -> None:
         """Make rank 0's values those of all ranks, of what rests, and, of the parameters named, of the optimizer."""
         for unit in units:
-            alike = self._runtime.collectives.group(STATE_AXES)
-            alike.broadcast([segment.full for segment in unit.segments], "parameters")
             for segment in unit.segments:
+                alike = self._runtime.collectives.group(segment.plan.equal_axes)
+                alike.broadcast([segment.full], "parameters")
                 if not segment.planned.rests_whole:
                     segment.rest.store(segment.part(segment.full, segment.plan.param_rest))
                 if segment.master is not None and not segment.master_is_parameter:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
+from partita.comm.group import Group
 from partita.comm.together import lack_of_memory, together
 from partita.errors import PartitaError
 from partita.inspection.modules import extra_states, further_names, keepers_of, persistent_buffers, state_dict_names
@@ -18,10 +19,10 @@ from partita.memory.accelerator import is_host
 from partita.memory.capacity import free_now
 from partita.optim.states import View
 from partita.optim.step import Updater
-from partita.plan.mesh_shape import STATE_AXES
 from partita.plan.residence import Tier
 from partita.plan.steps import steps
 from partita.planner.parameters import Holding, find_everywhere
+from partita.sharding.assemble import holds_other_shares
 from partita.sharding.interpreter import Interpreter
 from partita.sharding.parameter import Member, replace_data
 from partita.sharding.runtime import Runtime
@@ -40,9 +41,8 @@ class Whole:
         self._runtime = runtime
         self._updater = updater
         self._collectives: Collectives = runtime.collectives
-        self._group = runtime.gradient_group
         self._all_ranks = runtime.collectives.all_ranks
-        self.shares = self._all_ranks.size > runtime.collectives.group(STATE_AXES).size
+        self.shares = holds_other_shares(runtime.units, runtime.collectives)
         self.is_first = runtime.collectives.mesh.is_first_replica()
         self.holdings = find_everywhere(runtime.model)
         self._named = {fqn: holding for holding in self.holdings for fqn in holding.fqns}
@@ -75,7 +75,9 @@ class Whole:
             reducer.drain()
             is_first = self._is_first_part(member)
             held = bucket.held_of(member, self._collectives.mesh.device, is_first=is_first)
-            flat = self._group.all_reduce(torch.cat([held, held.new_tensor([id(member) in bucket.arrivals.used])]))
+            flat = self._group_of(member).all_reduce(
+                torch.cat([held, held.new_tensor([id(member) in bucket.arrivals.used])])
+            )
             factor = 1.0 if bucket.has_all_copies else bucket.copies.factor
             if flat[-1] > 0:
                 local = self._shaped(member, flat[:-1].div_(scale).mul_(factor))
@@ -118,9 +120,15 @@ class Whole:
         member = view.member
         values = torch.zeros(member.span.num_elements, dtype=dtype, device=self._collectives.mesh.device)
         is_whole = member.segment.holds_whole_master
-        if isinstance(value, Tensor) and (self._group.index == 0 if is_whole else self._is_first_part(member)):
+        if isinstance(value, Tensor) and (
+            self._group_of(member).index == 0 if is_whole else self._is_first_part(member)
+        ):
             values[view.start : view.start + view.num_elements] = member.flat(value) if is_whole else value
-        return self._shaped(member, self._group.all_reduce(values))
+        return self._shaped(member, self._group_of(member).all_reduce(values))
+
+    def _group_of(self, member: Member) -> Group:
+        """The ranks that hold the same of a parameter, and sum its gradients."""
+        return self._collectives.group(member.segment.plan.summed_axes)
 
     def _is_first_part(self, member: Member) -> bool:
         """Whether this rank's part counts, of those that ranks of the group have alike."""
@@ -136,7 +144,7 @@ class Whole:
         member = self.member_of(holding)
         shape = self.shape_of(holding)
         whole = torch.zeros(shape, dtype=dtype, device=self._collectives.mesh.device)
-        if member is not None and local is not None and self._group.index == 0:
+        if member is not None and local is not None and self._group_of(member).index == 0:
             member.span.place.put(local, whole)
         self._all_ranks.all_reduce(whole.view(-1))
         return whole

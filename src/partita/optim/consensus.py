@@ -8,7 +8,7 @@ import math
 import struct
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from partita.plan.mesh_shape import AXES, expand
 from partita.sharding.parameter import Member
 from partita.sharding.reducer import GradientReducer
 from partita.sharding.runtime import Runtime
+from partita.sharding.segment import Segment
 from partita.sharding.unit import Unit
 
 SMALLEST = 2.0**-10
@@ -153,7 +154,10 @@ class Consensus:
         self._group = runtime.gradient_group
         self._collectives = runtime.collectives
         self._all_ranks = runtime.collectives.all_ranks
-        self._alike = self._group.ranks
+        # By the axes over which gradients are summed: the ranks that hold the same parameters.
+        axes = [runtime.row.summed_axes, *(member.segment.plan.summed_axes for _, member in runtime.members())]
+        self._alike = {each: runtime.collectives.group(each).ranks for each in dict.fromkeys(axes)}
+        self._axes_of = {member.fqn: member.segment.plan.summed_axes for _, member in runtime.members()}
         self._device = runtime.device
         self._reducer: GradientReducer = runtime.reducer
         self._written = runtime.written
@@ -243,10 +247,14 @@ class Consensus:
             PartitaError: on all ranks: they did not.
         """
         written = self._written
-        every = self._all_ranks.exchange_objects((self._alike, written.sums), "what was written")
+        own = {axes: (ranks, dict[str, int]()) for axes, ranks in self._alike.items()}
+        for name, value in written.sums.items():
+            own[self._axes_of[name]][1][name] = value
+        every = self._all_ranks.exchange_objects(own, "what was written")
         written.agreed()
-        for rank, (alike, sums) in enumerate(every):
-            _, first = every[alike[0]]
+        for rank, axes in ((rank, axes) for rank, of_rank in enumerate(every) for axes in of_rank):
+            alike, sums = every[rank][axes]
+            _, first = every[alike[0]][axes]
             if differing := [name for name in first | sums if first.get(name) != sums.get(name)]:
                 raise PartitaError(
                     f"step {step}: rank {rank} wrote other values into parameters than rank {alike[0]}, or into "
@@ -331,11 +339,15 @@ class AlikeCheck:
     """
 
     def __init__(self, runtime: Runtime, wait_for_updates: Callable[[], None], every: int) -> None:
-        self._units = runtime.units
         self._wait_for_updates = wait_for_updates
         self._all_ranks = runtime.collectives.all_ranks
-        self._group = runtime.collectives.group(runtime.row.rest_alike_axes)
-        self._every = every if self._group.size > 1 else 0
+        by_axes = defaultdict[tuple[str, ...], dict[Unit, list[Segment]]](lambda: defaultdict(list))
+        for unit in runtime.units:
+            for segment in unit.segments:
+                by_axes[segment.plan.rest_alike_axes][unit].append(segment)
+        found = [(runtime.collectives.group(axes), units) for axes, units in by_axes.items()]
+        self._compared = [(group, units) for group, units in found if group.size > 1]
+        self._every = every if self._compared else 0
 
     def after_update(self, step: int) -> None:
         """Compare, if it is time to; a collective then.
@@ -347,37 +359,43 @@ class AlikeCheck:
             self.compare(step)
 
     def compare(self, step: int) -> None:
-        """One checksum per unit: the sum of its bits as whole numbers.
+        """Compare one checksum per unit: the sum of its bits as whole numbers.
 
         Raises:
             PartitaError: on all ranks: one has other bits of a unit than the others.
         """
         self._wait_for_updates()
-        own = torch.tensor([_checksum(unit) for unit in self._units], dtype=torch.int64, device="cpu")
-        every = self._group.exchange(own, CALL).wait()
+        found = list[tuple[Unit, dict[int, int]]]()
+        for group, units in self._compared:
+            own = torch.tensor(list(map(_checksum, units.values())), dtype=torch.int64, device="cpu")
+            every = group.exchange(own, CALL).wait()
+            found += [
+                (unit, dict(zip(group.ranks, column.tolist(), strict=True)))
+                for unit, column in zip(units, every.unbind(1), strict=True)
+            ]
         with together(self._all_ranks):
-            for unit, column in zip(self._units, every.unbind(1), strict=True):
-                self._check(unit, column.tolist(), step)
-
-    def _check(self, unit: Unit, checksums: Sequence[int], step: int) -> None:
-        usual = Counter(checksums).most_common(1)[0][0]
-        by_rank = dict(zip(self._group.ranks, checksums, strict=True))
-        differing = [str(rank) for rank, checksum in by_rank.items() if checksum != usual]
-        if differing:
-            like = next(rank for rank, checksum in by_rank.items() if checksum == usual)
-            raise PartitaError(
-                f"step {step}: rank {', '.join(differing)} has other parameters of {unit.title} than "
-                f"rank {like}, which should be the same bits on ranks {', '.join(map(str, by_rank))} "
-                "(communication.check_every): one of them wrote where nothing sees it, or its memory or "
-                "its processor is faulty. Go on from a checkpoint (engine.load); write inside `with "
-                "engine.gathered(..., modify=True)`"
-            )
+            for unit, by_rank in found:
+                _check(unit, by_rank, step)
 
 
-def _checksum(unit: Unit) -> int:
-    """Of what rests of a unit on this rank."""
+def _check(unit: Unit, by_rank: Mapping[int, int], step: int) -> None:
+    usual = Counter(by_rank.values()).most_common(1)[0][0]
+    differing = [str(rank) for rank, checksum in by_rank.items() if checksum != usual]
+    if differing:
+        like = next(rank for rank, checksum in by_rank.items() if checksum == usual)
+        raise PartitaError(
+            f"step {step}: rank {', '.join(differing)} has other parameters of {unit.title} than "
+            f"rank {like}, which should be the same bits on ranks {', '.join(map(str, by_rank))} "
+            "(communication.check_every): one of them wrote where nothing sees it, or its memory or "
+            "its processor is faulty. Go on from a checkpoint (engine.load); write inside `with "
+            "engine.gathered(..., modify=True)`"
+        )
+
+
+def _checksum(segments: Sequence[Segment]) -> int:
+    """Return the checksum of what this rank stores of some segments."""
     total = 0
-    for segment in unit.segments:
+    for segment in segments:
         lease = segment.rest.lend()
         words = lease.wait().view(torch.int32)  # segments are padded to whole words
         total += int(accelerator.read(words.sum(dtype=torch.int64)))

@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from partita.config.extension import Extension
 from partita.config.schema import Config
 from partita.optim.states import Views
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.share import NO_SHARES, Shares
 from partita.sharding.runtime import Runtime
 from partita.sharding.segment import Segment
 
@@ -56,6 +58,13 @@ class UpdateListener:
 
 class RunExtension(Extension):
     """An extension with live parts."""
+
+    def shares(self, model: nn.Module, mesh: MeshShape, rank: int) -> Shares:
+        """Return what a rank holds of parameters of which it holds a part, by the parameters' ids.
+
+        The parameters are whole, and stay so until the engine gives each rank its place of rank 0's values.
+        """
+        return NO_SHARES
 
     @abstractmethod
     def optimizer(self, params: list[nn.Parameter], config: Config) -> Optimizer | None:

@@ -9,23 +9,29 @@ from partita.plan.place import Place
 
 @dataclass(frozen=True)
 class Copies:
-    """The axes along which ranks have equal copies of a state, whose gradients are added up over them at the step.
+    """The axes along which ranks have equal copies of a state, and those along which they have other states.
 
-    ``averaged``: the gradients are equal up to rounding, and their mean is taken, so that copies do not drift.
-    ``summed``: they are parts of the true one.
+    Attributes:
+        averaged: the copies' gradients are equal up to rounding. Their mean is taken at the step, so that copies do not
+            drift.
+        summed: the copies' gradients are parts of the true one, and are summed at the step.
+        distinct: of the axes over which gradients are summed, those along which ranks have other parameters (experts).
+            Gradients are summed over the remaining axes, and their mean is over all of them: each rank's gradient has
+            the samples of the ranks along these axes already.
     """
 
     averaged: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
+    distinct: tuple[str, ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All of them, outermost first: of the pipeline, then of tensor."""
+        """The axes along which others have copies, outermost first: of the pipeline, then of tensor."""
         return tuple(sorted((*self.averaged, *self.summed), key=lambda axis: not is_part_of_pipeline(axis)))
 
     def on(self, mesh: MeshShape) -> "Copies":
         """Without the axes along which there is one rank."""
-        return Copies(mesh.active(self.averaged), mesh.active(self.summed))
+        return Copies(mesh.active(self.averaged), mesh.active(self.summed), mesh.active(self.distinct))
 
     @property
     def is_tied(self) -> bool:
@@ -40,7 +46,8 @@ class Share:
     Beyond the mean over data and sequence, gradients are averaged over the ranks along ``averaged`` (they are equal up
     to rounding: norm weights under tensor), or summed over those along ``summed`` (they are parts of the true one:
     query norms applied to own heads, key heads that several ranks use). ``stages`` are the pipeline coordinates of all
-    ranks that hold the parameter, where there are several (tied embeddings): gradients are summed over them.
+    ranks that hold the parameter, where there are several (tied embeddings): gradients are summed over them. Along
+    ``distinct`` axes, of data and sequence, ranks hold other places of the parameter (experts): see :class:`Copies`.
 
     A parameter without a share is whole, held by this stage alone, and averaged over tensor. Whoever applies an axis
     leaves the parameter as it was: whole, with its values. When the engine is built every rank is given rank 0's
@@ -51,12 +58,13 @@ class Share:
     averaged: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
     stages: tuple[int, ...] = ()
+    distinct: tuple[str, ...] = ()
 
     @property
     def copies(self) -> Copies:
         """The axes along which others have the same."""
         stages = (part_of_pipeline(self.stages),) if len(self.stages) > 1 else ()
-        return Copies(self.averaged, (*stages, *self.summed))
+        return Copies(self.averaged, (*stages, *self.summed), self.distinct)
 
 
 NO_COPIES = Copies()

@@ -15,7 +15,7 @@ from partita.plan.residence import BLOCK, Encoding
 from partita.plan.share import NO_COPIES, Copies
 
 QUANTUM = BLOCK
-CountCopies = Callable[[Copies], int]
+CountRanks = Callable[[Copies], int]
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,13 @@ class SegmentLayout:
 
 
 def lay_out(
-    entries: Sequence[Entry], num_parts: int, num_copies: CountCopies = lambda _: 1
+    entries: Sequence[Entry], num_parts: int | CountRanks, num_copies: CountRanks = lambda _: 1
 ) -> tuple[SegmentLayout, ...]:
-    """Lay the parameters of one unit out for ``num_parts`` shards, in the order given.
+    """Lay the parameters of one unit out in flat segments, in the order given.
 
-    The ``num_copies(copies)`` ranks that have the same part can cut it evenly among them.
+    Args:
+        num_parts: the number of shards, where it depends on ``copies``.
+        num_copies: the number of ranks that have the same part, and can cut it evenly among them.
     """
     grouped: dict[tuple[object, ...], list[Entry]] = {}
     for entry in entries:
@@ -128,10 +130,9 @@ def lay_out(
             offset += -(-place.num_elements // QUANTUM) * QUANTUM
         first = members[0]
         quantum = QUANTUM * num_copies(first.copies)
-        part = -(-offset // (num_parts * quantum)) * quantum
+        parts = num_parts if isinstance(num_parts, int) else num_parts(first.copies)
+        part = -(-offset // (parts * quantum)) * quantum
         segments.append(
-            SegmentLayout(
-                first.encoding, first.trainable, tuple(spans), num_parts, part, first.copies, first.frozen_master
-            )
+            SegmentLayout(first.encoding, first.trainable, tuple(spans), parts, part, first.copies, first.frozen_master)
         )
     return tuple(segments)

@@ -89,6 +89,16 @@ class StatePlan:
         return self.grad_arrival.partial_axes
 
     @property
+    def mean_axes(self) -> tuple[str, ...]:
+        """The axes over which gradients are averaged: those of the sum, and those of ranks with other parameters."""
+        return (*self.summed_axes, *self.copies.distinct)
+
+    @property
+    def equal_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks start with the same values of the parameters."""
+        return tuple(axis for axis in expand(STATE_AXES) if axis not in self.copies.distinct)
+
+    @property
     def part_axes(self) -> tuple[str, ...]:
         """The axes over which segments are cut into parts: each rank of such a group has one whose gradients it sums
         up, measures and saves. Ranks that are summed over but apart from it have the same part.
@@ -183,18 +193,23 @@ def preset(
         row = replace(row, grad_between=row.grad_step, partial=False)
     passing = Tier.HOST if tiers.optimizer is Tier.DISK else tiers.optimizer
     gradients = Tier.DEVICE if row.partial and mesh.group_size(STATES) > 1 else tiers.gradients or passing
+    copies = copies.on(mesh)
+
+    def alike(axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(axis for axis in expand(axes) if axis not in copies.distinct) if copies.distinct else axes
+
     return StatePlan(
         name=name,
-        param_rest=Residence(row.rest, (), e.compute, tiers.parameters),
+        param_rest=Residence(alike(row.rest), (), e.compute, tiers.parameters),
         param_compute=Residence((), (), e.compute),
-        param_between=Residence(row.between, (), e.compute, Tier.DEVICE if kept else tiers.parameters),
-        grad_arrival=Residence((), STATES, e.compute),
-        grad_between=Residence(row.grad_between, STATES if row.partial else (), e.gradients, gradients),
-        grad_step=Residence(row.grad_step, (), e.gradients, gradients),
-        master=Residence(row.states, (), e.master, tiers.optimizer),
-        moments=Residence(row.states, (), e.moments, tiers.optimizer),
+        param_between=Residence(alike(row.between), (), e.compute, Tier.DEVICE if kept else tiers.parameters),
+        grad_arrival=Residence((), alike(STATES), e.compute),
+        grad_between=Residence(alike(row.grad_between), alike(STATES) if row.partial else (), e.gradients, gradients),
+        grad_step=Residence(alike(row.grad_step), (), e.gradients, gradients),
+        master=Residence(alike(row.states), (), e.master, tiers.optimizer),
+        moments=Residence(alike(row.states), (), e.moments, tiers.optimizer),
         gradients_rest=rest,
-        copies=copies.on(mesh),
+        copies=copies,
     )
 
 

@@ -5,7 +5,7 @@ The engine is built from it, and the estimates read it.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import repeat
@@ -22,7 +22,7 @@ from partita.plan.planned_bucket import PlannedBucket, share_buckets
 from partita.plan.purposes import Needs, united
 from partita.plan.residence import BF16, ENCODINGS, FP32, INT8, SPLIT, Encoding, Tier
 from partita.plan.share import NO_COPIES, NO_SHARES, Copies, Share, Shares
-from partita.plan.span import Entry, lay_out
+from partita.plan.span import Entry, SegmentLayout, lay_out
 from partita.plan.state_plan import Encodings, StatePlan, Tiers, preset, preset_name
 from partita.planner.budget import MemoryBudget
 from partita.planner.dtypes import encoding_of
@@ -114,17 +114,12 @@ def make_blueprint(
     """
     zero = resolved.config.zero
     specs, entries = unit_entries(model, resolved, shares)
-    row, size = row_of(resolved), resolved.mesh.group_size
-
-    def num_copies(copies: Copies) -> int:
-        return size(row.alike_axes) * size(copies.axes)
-
-    layouts = [lay_out(of_unit, size(row.part_axes), num_copies) for of_unit in entries]
+    layouts = [layouts_of(of_unit, resolved, lambda copies: row_of(resolved, copies=copies)) for of_unit in entries]
 
     def planned(number: int, tiers: Tiers) -> PlannedUnit:
         rows = [row_of(resolved, tiers, layout.encoding, layout.copies) for layout in layouts[number]]
         segments = map(PlannedSegment, layouts[number], rows, repeat(resolved.mesh))
-        return PlannedUnit(specs[number].name, tuple(segments), tuple(specs[number].inside))
+        return _checked(PlannedUnit(specs[number].name, tuple(segments), tuple(specs[number].inside)))
 
     if budget is None:
         tiers = [chosen_tiers(zero.offload, ON_DEVICE)] * len(specs)
@@ -134,6 +129,36 @@ def make_blueprint(
         tiers = placement.tiers(budget)
     units = tuple(planned(number, chosen) for number, chosen in enumerate(tiers))
     return Blueprint(resolved, units, num_moments)
+
+
+def layouts_of(
+    entries: Sequence[Entry], resolved: Resolved, row: Callable[[Copies], StatePlan]
+) -> tuple[SegmentLayout, ...]:
+    """Return the segments of one unit, of which ``row(copies)`` are the rows."""
+    size = resolved.mesh.group_size
+
+    def num_copies(copies: Copies) -> int:
+        return size(row(copies).alike_axes) * size(copies.axes)
+
+    return lay_out(entries, lambda copies: size(row(copies).part_axes), num_copies)
+
+
+def _checked(unit: PlannedUnit) -> PlannedUnit:
+    """Return a unit whose segments are unsharded together.
+
+    Raises:
+        ConfigError: some of its parameters are sharded over ranks, and others of its ranks' own are not.
+    """
+    odd = next(
+        (s for s in unit.segments if (s.rests_whole, s.stays_whole) != (unit.rests_whole, unit.stays_whole)), None
+    )
+    if odd is not None:
+        names = [segment.layout.spans[0].fqn for segment in (unit.segments[0], odd)]
+        raise ConfigError(
+            f"unit '{unit.name or 'root'}': only one of '{names[0]}' and '{names[1]}' is sharded, as they are held by "
+            "different ranks: name a module that contains one of them alone in zero.units"
+        )
+    return unit
 
 
 def unit_entries(

@@ -29,7 +29,7 @@ from partita.planner.elsewhere import is_elsewhere
 from partita.planner.parameters import Holding, find_everywhere, find_holdings, find_quantized
 from partita.sharding import quantized
 from partita.sharding.initialize import initialize_modules
-from partita.sharding.parameter import replace_data
+from partita.sharding.parameter import Member, replace_data
 from partita.sharding.segment import Segment
 from partita.sharding.unit import Unit, UnitResources
 
@@ -51,7 +51,7 @@ class FirstValues:
         self._all_ranks = collectives.all_ranks
         self._has = has
         self._device = collectives.mesh.device
-        self.needed = self._all_ranks.size > collectives.group(STATE_AXES).size
+        self.needed = holds_other_shares(units, collectives)
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._holdings = {holding.fqns[0]: holding for holding in find_everywhere(model)}
         own = {tuple(member.fqn for member in unit.members): unit for unit in units}
@@ -97,6 +97,12 @@ class FirstValues:
             if is_elsewhere(param):
                 with torch._C.DisableTorchFunctionSubclass():
                     replace_data(param, torch.empty_like(param.data, device="meta"))
+
+
+def holds_other_shares(units: Sequence[Unit], collectives: Collectives) -> bool:
+    """Return whether some ranks hold other parts of parameters than this one does; the same on all ranks."""
+    is_distinct = any(segment.plan.copies.distinct for unit in units for segment in unit.segments)
+    return is_distinct or collectives.all_ranks.size > collectives.group(STATE_AXES).size
 
 
 @contextmanager
@@ -298,17 +304,20 @@ class Assembly:
         """
         in_parts = self._comes_in_parts(unit)
         is_wide = not in_parts and any(segment.first_dtype != segment.dtype for segment in unit.segments)
-        group = self._collectives.group(STATE_AXES)
+        groups = [self._collectives.group(segment.plan.equal_axes) for segment in unit.segments]
         with together(self._collectives.all_ranks, self._undo):
             if is_wide:
                 unit.lay_first()
             else:
                 unit.lay()
             self._fill_alone(unit)
-            if self._source is not None and not in_parts and group.index == 0:
-                self._read_whole(unit, self._source)
+            if self._source is not None and not in_parts:
+                for segment, group in zip(unit.segments, groups, strict=True):
+                    if group.index == 0:
+                        self._read_whole([m for m in unit.members if m.segment is segment], self._source)
         if not in_parts:
-            group.broadcast([segment.full for segment in unit.segments], "start")
+            for segment, group in zip(unit.segments, groups, strict=True):
+                group.broadcast([segment.full], "start")
         with together(self._collectives.all_ranks, self._undo):
             first = [segment.full for segment in unit.segments]
             if is_wide:
@@ -344,8 +353,8 @@ class Assembly:
         # Parents last: they may set what is inside them anew.
         initialize_modules(self._model, chosen[::-1], given, self._device)
 
-    def _read_whole(self, unit: Unit, source: Source) -> None:
-        for member in unit.members:
+    def _read_whole(self, members: Sequence[Member], source: Source) -> None:
+        for member in members:
             if (name := source.find(member.holding.fqns)) is not None:
                 with torch.no_grad():
                     for own, there in member.span.place.pieces():

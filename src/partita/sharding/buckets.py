@@ -123,7 +123,7 @@ class Bucket:
         self.syncs = list[GradientSync]()
         self.copies = SumOfCopies(layout.planned.gradients)
         self.arrivals = Arrivals(layout.members)
-        self.divisor = layout.planned.mesh.group_size(self.plan.summed_axes) * accumulate
+        self.divisor = layout.planned.mesh.group_size(self.plan.mean_axes) * accumulate
         self.has_all_copies = not self.copies.steps
         self._is_warming_up = False
         self._state = BucketState.OPEN

@@ -19,8 +19,8 @@ from tests.fakes import on_ranks
 T = TypeVar("T")
 DATA = ("data",)
 # Four parameters in two buckets; they are the same objects on all ranks, so that ids can be compared.
-ROW = SimpleNamespace(separate_axes=())
-SEGMENT = SimpleNamespace(plan=SimpleNamespace(copies=NO_COPIES))
+ROW = SimpleNamespace(separate_axes=(), summed_axes=DATA)
+SEGMENT = SimpleNamespace(plan=SimpleNamespace(copies=NO_COPIES, summed_axes=DATA))
 MEMBERS = [SimpleNamespace(fqn=name, segment=SEGMENT) for name in "abcd"]
 
 
@@ -57,6 +57,7 @@ def agreed(ranks: Sequence[dict[str, Any]], ask: Callable[[Consensus], T], loss_
             gradient_group=group,
             collectives=collectives,
             row=ROW,
+            members=lambda: [(None, member) for member in MEMBERS],
             device=torch.device("cpu"),
             buffers=SimpleNamespace(has_news=lambda: False),
             arguments=SimpleNamespace(describe=lambda: "it"),

@@ -59,6 +59,7 @@ def on_two(
             model=nn.Module(),
             row=parts.units[0].planned.row,
             units=parts.units,
+            members=lambda: ((unit, member) for unit in parts.units for member in unit.members),
             publisher=parts.publisher,
             device=collectives.mesh.device,
             residency=parts.residency,

@@ -17,7 +17,7 @@ from partita.comm.collectives import Collectives
 from partita.comm.transport import Transport, write_out
 from partita.memory.streams import Stream
 from partita.plan.mesh_shape import MeshShape
-from partita.plan.purposes import BULK_PURPOSES
+from partita.plan.purposes import BULK_PURPOSES, all_purposes
 
 T = TypeVar("T")
 TIMEOUT_S = 10.0
@@ -176,6 +176,9 @@ class FakeMesh:
         self.transports: dict[tuple[str, ...], Transport] = {}
         self.open([(), shape.all_axes])
         self._streams = {purpose: Stream(self.device, purpose) for purpose in BULK_PURPOSES}
+
+    def purposes(self, axes: tuple[str, ...]) -> frozenset[str]:
+        return all_purposes(axes)
 
     def open(self, combinations: Iterable[tuple[str, ...]]) -> None:
         for axes in map(self.shape.named, combinations):

@@ -26,7 +26,7 @@ from tests.local.models import CASES
 from tests.local.training import PLANS, rank, whole_weights, world
 
 STAGES = ("ddp", "zero1", "zero2", "zero3", "zero3-kept", "zero3-once")
-BETWEEN_NODES = {"hierarchical": 14, "hierarchical-changes": 18, "hsdp": 17}
+BETWEEN_NODES = {"hierarchical": 11, "hierarchical-changes": 12, "hsdp": 12}
 
 
 class Counting(Processes):
@@ -64,10 +64,10 @@ def test_calls_do_not_grow_with_the_number_of_ranks() -> None:
     assert connected(32, 0, by_members=False) > 500
 
 
-@pytest.mark.parametrize(("row", "most"), [*((row, 12) for row in STAGES), *BETWEEN_NODES.items()])
+@pytest.mark.parametrize(("row", "most"), [*((row, 10) for row in STAGES), *BETWEEN_NODES.items()])
 def test_a_rank_is_in_few_groups(row: str, most: int) -> None:
-    """Of 512 ranks. Rows that tell nodes apart communicate over two more combinations of axes."""
-    assert connected(32, 0, row=row) == most
+    """Of 512 ranks. Rows that split the data axis over nodes communicate over two more combinations of axes."""
+    assert connected(32, 0, row=row) == most <= 12
 
 
 def uses_device_mesh(folder: Path) -> None:

@@ -128,9 +128,9 @@ def test_activations_have_connections_along_single_axes_that_are_not_data() -> N
             {axes: set() for axes in found},
             {DATA: states, TENSOR: {*states, "activations"}, BOTH: states},
         )
-    assert [all_purposes(axes) for axes in (DATA, BOTH, (), ("pipeline:0,1",))] == [states] * 4
+    assert [all_purposes(axes) for axes in (DATA, BOTH, (), ("pipeline:0,1",))] == [{*states, "control"}] * 4
     for axis in ("tensor", "sequence", "pipeline"):
-        assert all_purposes((axis,)) == {*states, "activations"}
+        assert all_purposes((axis,)) == {*states, "activations", "control"}
 
 
 def test_everything_moves_between_processes() -> None:

@@ -70,6 +70,11 @@ class Group:
         found = self._mesh.transports.get(self.axes)
         return self._mesh.transport(self.axes) if found is None else found
 
+    @property
+    def rare_purpose(self) -> str:
+        """The purpose whose connections broadcasts use, in turn with its other messages."""
+        return "parameters" if "parameters" in self._mesh.purposes(self.axes) else "gradients"
+
     # ------------------------------------------------------------------ flat tensors
 
     def all_gather(
@@ -192,7 +197,8 @@ class Group:
         """Start an all-gather of a small host tensor ``[n]``; its ``wait`` returns ``[size, n]``. Ranks that are at
         another ``call`` (its name, at most 40 letters) are told so, on all ranks.
         """
-        self._count("all_gather", "control", (self.size - 1) * message.nbytes)
+        axes, ranks = self._controlling()
+        self._count("all_gather", "control", (len(ranks) - 1) * message.nbytes, axes)
         shape = (self.size, message.numel())
         return self._send(call, message.view(torch.uint8), lambda rows: torch.cat(rows).view(message.dtype).view(shape))
 
@@ -207,11 +213,25 @@ class Group:
 
     def _send(self, call: str, payload: Tensor, read: Callable[[list[Tensor]], T]) -> ControlMessage[T]:
         explained = partial(self._explained, "exchange of control")
-        return ControlMessage(call, payload, self._gather if self.size > 1 else None, read, explained)
+        if self.size == 1:
+            return ControlMessage(call, payload, None, read, explained)
+        axes, ranks = self._controlling()
+        own = range(self.size) if axes == self.axes else [ranks.index(rank) for rank in self.ranks]
 
-    def _gather(self, row: Tensor) -> tuple[Tensor, Work]:
-        rows = row.new_empty((self.size, row.numel()))
-        return rows, self.transport.gather_messages(rows, row)
+        def gather(row: Tensor) -> tuple[Tensor, Work]:
+            rows = row.new_empty((len(ranks), row.numel()))
+            return rows, self._mesh.transport(axes).gather_messages(rows, row)
+
+        return ControlMessage(call, payload, gather, lambda rows: read([rows[place] for place in own]), explained)
+
+    def _controlling(self) -> tuple[tuple[str, ...], Sequence[int]]:
+        """Return the axes of the group whose connections control messages use, and its ranks: this group, or, where it
+        has no such connections, a larger one, whose other ranks exchange at the same time.
+        """
+        if self.size == 1 or "control" in self._mesh.purposes(self.axes):
+            return self.axes, range(self.size)
+        axes = self._mesh.control_axes(self.axes)
+        return axes, next(ranks for ranks in self._mesh.shape.groups(axes) if self._mesh.rank in ranks)
 
     # -------------------------------------------------------------- beside collectives
 
@@ -232,10 +252,10 @@ class Group:
     def _agreed_topic(self) -> str:
         return str(self.exchange_objects(secrets.token_hex(8), "partita.initialize")[0])
 
-    def _count(self, collective: str, purpose: str, sent_bytes: int) -> None:
+    def _count(self, collective: str, purpose: str, sent_bytes: int, axes: tuple[str, ...] | None = None) -> None:
         if self.size > 1:
             self._mesh.log.operation = f"{collective} of {purpose}"
-            key = TrafficKey(collective, self.axes, purpose)
+            key = TrafficKey(collective, self.axes if axes is None else axes, purpose)
             self._meter.add(key, sent_bytes)
             timeline.sent(key, sent_bytes)
 

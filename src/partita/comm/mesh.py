@@ -16,7 +16,7 @@ from partita.comm.transport import Transport
 from partita.comm.watchdog import Watchdog
 from partita.errors import PartitaError
 from partita.memory.streams import Stream
-from partita.plan.mesh_shape import MeshShape
+from partita.plan.mesh_shape import MeshShape, expand
 from partita.plan.purposes import BULK_PURPOSES, Needs, all_purposes, purposes_of_all_ranks
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Mesh:
         one order.
 
         Args:
-            needs: by axes, the purposes beside control messages; of axes alone, all that there may be.
+            needs: the purposes, by axes; of axes alone, all that there may be.
 
         Raises:
             PartitaError: the mesh is closed.
@@ -73,7 +73,7 @@ class Mesh:
         for combination in needs:
             axes = self.shape.named(combination)
             wanted = needs[combination] if isinstance(needs, Mapping) else all_purposes(axes)
-            missing = (wanted | {"control"}) - self._opened.get(axes, frozenset())
+            missing = wanted - self._opened.get(axes, frozenset())
             if axes and missing:
                 self._opened[axes] = self._opened.get(axes, frozenset()) | missing
                 known = self.transports.get(axes)
@@ -92,6 +92,18 @@ class Mesh:
             raise PartitaError(
                 f"there is no process group over {', '.join(axes)}: the engine that owns this mesh is closed"
             ) from None
+
+    def purposes(self, axes: tuple[str, ...]) -> frozenset[str]:
+        """Return the purposes for which the ranks over ``axes`` are connected."""
+        return self._opened.get(axes, frozenset())
+
+    def control_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the axes of the smallest group that has control messages and all ranks over ``axes``."""
+        inner = set(expand(axes))
+        wider = [
+            known for known, purposes in self._opened.items() if "control" in purposes and inner <= set(expand(known))
+        ]
+        return min(wider, key=self.shape.group_size, default=self.shape.all_axes)
 
     @property
     def num_ranks(self) -> int:

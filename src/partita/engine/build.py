@@ -189,7 +189,7 @@ def _build(
         memory.close()
         raise
     weights = source.folder if source is not None else None
-    samples = SameSamples(SeveralAxes(collectives, SAMPLE_AXES), mesh.coordinate("data"))
+    samples = SameSamples(SeveralAxes.of(collectives, SAMPLE_AXES), mesh.coordinate("data"))
     return Parts(
         optimizer,
         scheduler,
@@ -213,7 +213,7 @@ def _build(
 def along_axes(settings: Config) -> Needs:
     """Return what the ranks along single axes send each other."""
     along: dict[tuple[str, ...], frozenset[str]] = {
-        (axis,): frozenset({"activations"} if (axis,) != BATCH_AXES else ()) for axis in AXES
+        (axis,): frozenset({"control"} if (axis,) == BATCH_AXES else {"activations", "control"}) for axis in AXES
     }
     along["tensor",] |= {"gradients"}  # of parameters that have copies
     if settings.activations.partition:

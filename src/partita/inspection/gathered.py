@@ -12,6 +12,7 @@ from partita.errors import PartitaError
 from partita.inspection.whole import Whole
 from partita.optim.step import Updater
 from partita.planner.parameters import Holding, find_quantized
+from partita.sharding.assemble import alike_ranks
 from partita.sharding.parameter import Member, replace_data
 from partita.sharding.residency import gradient_node
 from partita.sharding.runtime import Runtime
@@ -174,8 +175,7 @@ class Gathered:
         """Make rank 0's values those of all ranks, of what rests, and, of the parameters named, of the optimizer."""
         for unit in units:
             for segment in unit.segments:
-                alike = self._runtime.collectives.group(segment.plan.equal_axes)
-                alike.broadcast([segment.full], "parameters")
+                alike_ranks(segment, self._runtime.collectives).broadcast([segment.full], "parameters")
                 if not segment.planned.rests_whole:
                     segment.rest.store(segment.part(segment.full, segment.plan.param_rest))
                 if segment.master is not None and not segment.master_is_parameter:

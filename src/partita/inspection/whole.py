@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
-from partita.comm.group import Group
+from partita.comm.several_axes import SeveralAxes
 from partita.comm.together import lack_of_memory, together
 from partita.errors import PartitaError
 from partita.inspection.modules import extra_states, further_names, keepers_of, persistent_buffers, state_dict_names
@@ -120,15 +120,14 @@ class Whole:
         member = view.member
         values = torch.zeros(member.span.num_elements, dtype=dtype, device=self._collectives.mesh.device)
         is_whole = member.segment.holds_whole_master
-        if isinstance(value, Tensor) and (
-            self._group_of(member).index == 0 if is_whole else self._is_first_part(member)
-        ):
+        if isinstance(value, Tensor) and (self._group_of(member).is_first if is_whole else self._is_first_part(member)):
             values[view.start : view.start + view.num_elements] = member.flat(value) if is_whole else value
         return self._shaped(member, self._group_of(member).all_reduce(values))
 
-    def _group_of(self, member: Member) -> Group:
+    def _group_of(self, member: Member) -> SeveralAxes:
         """The ranks that hold the same of a parameter, and sum its gradients."""
-        return self._collectives.group(member.segment.plan.summed_axes)
+        plan = member.segment.plan
+        return SeveralAxes(self._collectives, plan.hops(plan.summed_axes, member.segment.mesh)[::-1])
 
     def _is_first_part(self, member: Member) -> bool:
         """Whether this rank's part counts, of those that ranks of the group have alike."""
@@ -144,7 +143,7 @@ class Whole:
         member = self.member_of(holding)
         shape = self.shape_of(holding)
         whole = torch.zeros(shape, dtype=dtype, device=self._collectives.mesh.device)
-        if member is not None and local is not None and self._group_of(member).index == 0:
+        if member is not None and local is not None and self._group_of(member).is_first:
             member.span.place.put(local, whole)
         self._all_ranks.all_reduce(whole.view(-1))
         return whole

@@ -17,6 +17,7 @@ BATCH_AXES = ("data",)
 STATE_AXES = ("data", "sequence")
 # Ranks along these run the same modules.
 MODULE_AXES = ("data", "sequence", "tensor")
+TENSOR_AXES = ("tensor",)
 # Ranks along these have other blocks of the model.
 PIPELINE_AXES = ("pipeline",)
 # Along one of these, activations travel.

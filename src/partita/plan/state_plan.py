@@ -7,9 +7,9 @@ planner, the simulator and the runtime read this very table; nothing else decide
 """
 
 from dataclasses import dataclass, replace
-from itertools import combinations, permutations
+from itertools import chain, combinations, permutations
 
-from partita.plan.mesh_shape import BATCH_AXES, MODULE_AXES, STATE_AXES, MeshShape, expand
+from partita.plan.mesh_shape import BATCH_AXES, STATE_AXES, MeshShape, expand
 from partita.plan.purposes import Needs, purposes_of_all_ranks, united
 from partita.plan.residence import FP32, Encoding, Residence, Tier
 from partita.plan.share import NO_COPIES, Copies
@@ -122,10 +122,20 @@ class StatePlan:
         """
         return (*self.separate_axes, *self.replica_axes)
 
-    def groups(self, mesh: MeshShape) -> dict[tuple[str, ...], frozenset[str]]:
-        """The axes of each group that training communicates over, and the purposes: those of the moves between its
-        residences, of its copies, of what reduces together, of the batch and of the modules, and all.
+    def hops(self, axes: tuple[str, ...], mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
+        """Return the groups by which all ranks along ``axes`` are reached, one after the other, for rare messages.
+
+        It is one group where the row communicates over that in every step. Else it is that of the axes of a node, and
+        that of the nodes, so that there need not be a group of both.
         """
+        moved = {mesh.named(each) for each in chain(*self._moved(mesh))}
+        parts = mesh.active(axes)
+        if "node" not in parts or len(parts) == 1 or mesh.named(axes) in moved or self.strategies != AS_THEY_ARE:
+            return (axes,)
+        return tuple(axis for axis in parts if axis != "node"), ("node",)
+
+    def _moved(self, mesh: MeshShape) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+        """Return the axes of gathers of weights, and those of gradients' reductions and gathers."""
         weights = permutations((self.param_rest, self.param_compute, self.param_between, self.master), 2)
         gradients = combinations((self.grad_arrival, self.grad_between, self.grad_step), 2)
         gathered, reduced = (
@@ -133,16 +143,23 @@ class StatePlan:
             for pairs in (weights, gradients)
         )
         reduced += [axes for combined in tuple(reduced) for axes in self.strategies.groups_of_sum(combined, mesh)]
-        states = frozenset({"parameters", "gradients"})
+        return gathered, reduced
+
+    def groups(self, mesh: MeshShape) -> dict[tuple[str, ...], frozenset[str]]:
+        """The axes of each group that training communicates over, and the purposes: those of the moves between its
+        residences, of its copies, of what reduces together, of the batch and of the modules, and all.
+        """
+        gathered, reduced = self._moved(mesh)
+        states, control = frozenset({"parameters", "gradients"}), frozenset({"control"})
         needs: list[Needs] = [
-            {mesh.all_axes: purposes_of_all_ranks(mesh), mesh.named(self.summed_axes): states},
-            {mesh.named(self.copies.axes): frozenset({"gradients"}), mesh.named(BATCH_AXES): frozenset()},
-            {mesh.named(MODULE_AXES): frozenset({"parameters"})},  # for buffers
-            {mesh.named(STATE_AXES): states, mesh.named(self.separate_axes): states},
+            {mesh.all_axes: control | purposes_of_all_ranks(mesh), mesh.named(BATCH_AXES): control},
+            {mesh.named(self.summed_axes): control, mesh.named(self.copies.axes): control | {"gradients"}},
+            {mesh.named(STATE_AXES): control, mesh.named(self.separate_axes): control | states},
             dict.fromkeys(gathered, frozenset({"parameters"})),
             dict.fromkeys(reduced, frozenset({"gradients"})),
-            {mesh.named(self.rest_alike_axes): frozenset()},
         ]
+        looks = (*self.hops(self.equal_axes, mesh), *self.hops(self.summed_axes, mesh))
+        needs += [{mesh.named(axes): states} for axes in looks]
         return {axes: purposes for axes, purposes in united(needs).items() if axes}
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
 from partita.comm.group import Group
+from partita.comm.several_axes import SeveralAxes
 from partita.comm.together import together
 from partita.errors import ConfigError
 from partita.memory.tiers import StateMemory
@@ -103,6 +104,12 @@ def holds_other_shares(units: Sequence[Unit], collectives: Collectives) -> bool:
     """Return whether some ranks hold other parts of parameters than this one does; the same on all ranks."""
     is_distinct = any(segment.plan.copies.distinct for unit in units for segment in unit.segments)
     return is_distinct or collectives.all_ranks.size > collectives.group(STATE_AXES).size
+
+
+def alike_ranks(segment: Segment, collectives: Collectives) -> SeveralAxes:
+    """Return the ranks that start with the same values of a segment."""
+    plan = segment.plan
+    return SeveralAxes(collectives, plan.hops(plan.equal_axes, segment.mesh)[::-1])
 
 
 @contextmanager
@@ -304,7 +311,7 @@ class Assembly:
         """
         in_parts = self._comes_in_parts(unit)
         is_wide = not in_parts and any(segment.first_dtype != segment.dtype for segment in unit.segments)
-        groups = [self._collectives.group(segment.plan.equal_axes) for segment in unit.segments]
+        groups = [alike_ranks(segment, self._collectives) for segment in unit.segments]
         with together(self._collectives.all_ranks, self._undo):
             if is_wide:
                 unit.lay_first()
@@ -313,7 +320,7 @@ class Assembly:
             self._fill_alone(unit)
             if self._source is not None and not in_parts:
                 for segment, group in zip(unit.segments, groups, strict=True):
-                    if group.index == 0:
+                    if group.is_first:
                         self._read_whole([m for m in unit.members if m.segment is segment], self._source)
         if not in_parts:
             for segment, group in zip(unit.segments, groups, strict=True):

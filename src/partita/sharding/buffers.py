@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
+from partita.comm.several_axes import SeveralAxes
 from partita.errors import PartitaError
 from partita.memory import accelerator
 from partita.memory.streams import after, record
-from partita.plan.mesh_shape import MODULE_AXES
+from partita.plan.mesh_shape import STATE_AXES, TENSOR_AXES
+from partita.plan.state_plan import StatePlan
 from partita.sharding.structure import Structure, checksum
 
 # A buffer of this name marks statistics that torch's kernels write without counting a version.
@@ -60,10 +62,11 @@ class BufferSync:
     the same as the others. Evaluation sends nothing: one rank may run it alone.
     """
 
-    def __init__(self, structure: Structure, collectives: Collectives, enabled: bool) -> None:
+    def __init__(self, structure: Structure, collectives: Collectives, row: StatePlan, enabled: bool) -> None:
         self._structure = structure
         self._mesh = collectives.mesh
-        self._group = collectives.group(MODULE_AXES)
+        hops = row.hops(STATE_AXES, collectives.mesh.shape)[::-1]
+        self._group = SeveralAxes(collectives, [*hops, TENSOR_AXES])
         self._enabled = enabled and self._group.size > 1
         names, found = self._names(), self._found()
         running = {id(module) for module in structure.modules if RUNNING in module._buffers}
@@ -163,8 +166,8 @@ class BufferSync:
         self._changed |= {names[key] for key, own in self._sums.items() if before.get(key, own) != own}
 
     def _send(self, followed: Iterable[_Key]) -> None:
-        """Broadcast buffers, in turn with the gathers, whose connections these are. Where this rank's has another form
-        since the ranks agreed, it takes part with memory that is thrown away, until they agree again.
+        """Broadcast buffers, in turn with the gathers or reductions, whose connections these are. Where this rank's has
+        another form since the ranks agreed, it takes part with memory that is thrown away, until they agree again.
         """
         found = self._found()
         buffers = []
@@ -174,9 +177,10 @@ class BufferSync:
                 buffer = torch.zeros(form.shape, dtype=form.dtype, device=form.device)
             buffers.append(buffer.detach())
         if buffers:
-            awaited = [record(self._mesh.device)]
-            send = partial(after, awaited, self._group.broadcast, buffers, "buffers")
-            self._mesh.stream("parameters").run(send).wait()
+            for group in self._group.groups:
+                awaited = [record(self._mesh.device)]
+                send = partial(after, awaited, group.broadcast, buffers, "buffers")
+                self._mesh.stream(group.rare_purpose).run(send).wait()
             self._versions = self._seen()
 
     def _found(self) -> dict[_Key, Tensor]:

@@ -113,7 +113,9 @@ class Runtime:
             self._own_buffers.clear()
             self.structure = Structure(model, self.units)
             self.written.note()
-            self.buffers = BufferSync(self.structure, collectives, config.communication.buffers == "broadcast")
+            self.buffers = BufferSync(
+                self.structure, collectives, self.row, config.communication.buffers == "broadcast"
+            )
             if (precision := forward_precision(model, blueprint.resolved, collectives.mesh.device, kept)) is not None:
                 self._hooks.append(precision)
                 precision.widen(model, (member for _, member in self.members()))
@@ -137,7 +139,7 @@ class Runtime:
     @property
     def runs_all(self) -> bool:
         """Whether every rank holds a share of every parameter, and runs every module."""
-        return self.collectives.group(MODULE_AXES).size == self.collectives.all_ranks.size
+        return self.collectives.mesh.shape.group_size(MODULE_AXES) == self.collectives.all_ranks.size
 
     # ------------------------------------------------------------------ building
 

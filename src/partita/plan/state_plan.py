@@ -91,7 +91,9 @@ class StatePlan:
     @property
     def mean_axes(self) -> tuple[str, ...]:
         """The axes over which gradients are averaged: those of the sum, and those of ranks with other parameters."""
-        return (*self.summed_axes, *self.copies.distinct)
+        if not self.copies.distinct:
+            return self.summed_axes
+        return tuple(axis for axis in expand(STATE_AXES) if axis in (*self.summed_axes, *self.copies.distinct))
 
     @property
     def equal_axes(self) -> tuple[str, ...]:

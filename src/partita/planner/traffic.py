@@ -73,7 +73,7 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
         for transfer in segment.row.strategies.of_round(segment, is_warming_up=shape.is_warming_up):
             sent.count(transfer.operations, transfer.source, segment.layout.padded, transfer.purpose)
     if not all(unit.rests_whole for unit in units):
-        sent.messages(units[0].row.summed_axes, WORD_BYTES, shape.num_backwards)  # the end of a micro-batch
+        sent.messages(units[0].row.mean_axes, WORD_BYTES, shape.num_backwards)  # the end of a micro-batch
     num_members = sum(len(segment.layout.spans) for segment in segments)
     copied = Counter[tuple[str, ...]]()
     for segment in segments:
@@ -81,7 +81,7 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
     for axes, num in copied.items():
         sent.messages(axes, num)  # what was used by those that have copies
     # Waves, what was written, the gradients' scale; what was used, and what is left to reduce.
-    summed_axes = units[0].row.summed_axes
+    summed_axes = units[0].row.mean_axes
     sent.messages(summed_axes, 3 * WORD_BYTES + len(buckets) + num_members)
     if all(segment.row.gradients_rest for segment in segments):
         sent.messages(AXES, 3 * WORD_BYTES)  # the norm, the gradients' scale, whether something was written
@@ -108,7 +108,7 @@ class _Sent:
         """A unit's gathers for forward and backward, of each micro-batch so many."""
         num_gathers = times * shape.accumulate * (1 if unit.stays_whole else 2)
         if shape.announced:
-            self.messages(unit.row.summed_axes, WORD_BYTES, num_gathers)
+            self.messages(unit.row.mean_axes, WORD_BYTES, num_gathers)
         for segment in unit.segments:
             row, padded = segment.row, segment.layout.padded
             num_near = num_gathers - 1 if segment.has_second else 0  # the second part lasts from forward to the step
